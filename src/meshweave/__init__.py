@@ -1,0 +1,73 @@
+"""meshweave: weave communication into computation across a device mesh.
+
+The public names. Each is imported at its first use, so that `import meshweave` is quick and planning works
+without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Cluster": "describe.cluster",
+    "Layout": "describe.layout",
+    "Mesh": "describe.mesh",
+    "MeshweaveError": "errors",
+    "Machine": "cost.machine",
+    "Plan": "tune",
+    "Program": "ir.program",
+    "Trace": "trace",
+    "Transformer": "describe.model",
+    "Workload": "describe.workload",
+    "bind": "execute.torch_backend",
+    "load_cluster": "describe.cluster",
+    "load_model": "describe.model",
+    "load_plan": "tune",
+    "lower_rings": "lower",
+    "matmul2d": "nn.matmul2d",
+    "parse": "ir.parse",
+    "plan_model": "tune",
+    "run_numpy": "execute.numpy_backend",
+    "to_text": "ir.text",
+    "validate": "ir.validate",
+}
+
+if TYPE_CHECKING:
+    from meshweave.cost.machine import Machine as Machine
+    from meshweave.describe.cluster import Cluster as Cluster
+    from meshweave.describe.cluster import load_cluster as load_cluster
+    from meshweave.describe.layout import Layout as Layout
+    from meshweave.describe.mesh import Mesh as Mesh
+    from meshweave.describe.model import Transformer as Transformer
+    from meshweave.describe.model import load_model as load_model
+    from meshweave.describe.workload import Workload as Workload
+    from meshweave.errors import MeshweaveError as MeshweaveError
+    from meshweave.execute.numpy_backend import run_numpy as run_numpy
+    from meshweave.execute.torch_backend import bind as bind
+    from meshweave.ir.parse import parse as parse
+    from meshweave.ir.program import Program as Program
+    from meshweave.ir.text import to_text as to_text
+    from meshweave.ir.validate import validate as validate
+    from meshweave.lower import lower_rings as lower_rings
+    from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.trace import Trace as Trace
+    from meshweave.tune import Plan as Plan
+    from meshweave.tune import load_plan as load_plan
+    from meshweave.tune import plan_model as plan_model
+
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshweave' has no attribute '{name}'")
+    value = getattr(import_module(f"meshweave.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -1,0 +1,5 @@
+"""`python -m meshweave`."""
+
+from meshweave.cli import main
+
+main()
