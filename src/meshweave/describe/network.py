@@ -1,0 +1,302 @@
+"""Networks between chips: what a mesh axis runs over.
+
+What is here are rates and constants; the time of an operation is computed in `cost`. A collective among P
+chips of one mesh axis costs `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)` (MeshSlice, ISCA '25,
+section 3.2.2).
+
+Every network has `num_chips`, `mesh_shapes(num_dims)`, `axis(i, num_dims, shape)` and `with_chips(chips)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from meshweave.errors import DescriptionError, LayoutError, nearest
+
+COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all", "send_recv")
+
+# Whose constants stand in where a kind has none of its own, in this order; then the link itself.
+_FALLBACK: dict[str, tuple[str, ...]] = {
+    "all_gather": ("reduce_scatter",),
+    "reduce_scatter": ("all_gather",),
+    "all_reduce": ("all_gather", "reduce_scatter"),
+    "broadcast": ("all_gather", "reduce_scatter"),
+    "reduce": ("reduce_scatter", "all_gather"),
+    "all_to_all": ("all_gather", "reduce_scatter"),
+    "send_recv": ("all_gather", "reduce_scatter"),
+}
+
+
+def require(owner: str, low: float, **values: float) -> None:
+    """Raise DescriptionError unless every value is finite and at least `low`."""
+    for key, value in values.items():
+        if not (math.isfinite(value) and value >= low):
+            raise DescriptionError(f"{owner}: {key} is {value}; give a finite number of at least {low:g}")
+
+
+@dataclass(frozen=True)
+class CommConstants:
+    """Constants of `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)`.
+
+    `bytes_per_s` is the rate at which one chip takes in shard bytes during that operation, both directions
+    of a two-way ring together. Raises DescriptionError.
+    """
+
+    bytes_per_s: float
+    sync_s: float
+    launch_s: float
+
+    def __post_init__(self) -> None:
+        require("communication constants", 1, bytes_per_s=self.bytes_per_s)
+        require("communication constants", 0, sync_s=self.sync_s, launch_s=self.launch_s)
+
+
+@dataclass(frozen=True)
+class NetworkAxis:
+    """The links along one axis of a network (or the port of a chip to a switch, or a NIC).
+
+    `link_bytes_per_s` is per link and direction. `ways` is the number of directions a ring collective uses.
+    `constants` holds (kind, CommConstants) pairs, kinds from `COMM_KINDS`. Raises DescriptionError.
+    """
+
+    name: str
+    link_bytes_per_s: float
+    link_latency_s: float = 0.0
+    ways: Literal[1, 2] = 1
+    constants: tuple[tuple[str, CommConstants], ...] = ()
+    launch_s: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        require(f"axis {self.name}", 1, link_bytes_per_s=self.link_bytes_per_s)
+        require(f"axis {self.name}", 0, link_latency_s=self.link_latency_s, launch_s=self.launch_s)
+        if self.ways not in (1, 2):
+            raise DescriptionError(f"axis {self.name}: ways is {self.ways}; give 1 or 2")
+        for kind, _ in self.constants:
+            _known_kind(kind)
+
+    def comm(self, kind: str) -> CommConstants:
+        """Constants of a collective along this axis.
+
+        A kind without its own takes those of all_gather (reduce: of reduce_scatter first), then of the other
+        of these two; with neither they follow from the link: `ways * link_bytes_per_s`, `link_latency_s`,
+        `launch_s`. Raises DescriptionError for an unknown kind.
+        """
+        _known_kind(kind)
+        have = dict(self.constants)
+        for candidate in (kind, *_FALLBACK[kind]):
+            if candidate in have:
+                return have[candidate]
+        return CommConstants(self.ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
+
+
+def _known_kind(kind: str) -> None:
+    if kind not in COMM_KINDS:
+        raise DescriptionError(
+            f"unknown kind of communication '{kind}'{nearest(kind, COMM_KINDS)}; "
+            f"known: {', '.join(COMM_KINDS)}"
+        )
+
+
+def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
+    """All ordered ways to write `count` as a product of `num_dims` sizes, in ascending order."""
+    if num_dims == 1:
+        return ((count,),)
+    small = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    divisors = sorted({*small, *(count // d for d in small)})
+    return tuple((d, *rest) for d in divisors for rest in factorisations(count // d, num_dims - 1))
+
+
+def _slowest(axes: Iterator[NetworkAxis]) -> NetworkAxis:
+    return min(axes, key=lambda axis: axis.comm("all_gather").bytes_per_s)
+
+
+def _check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:
+    _check_dims(num_dims)
+    if not 0 <= i < num_dims:
+        raise LayoutError(f"a mesh of {num_dims} axes has no axis {i}")
+    if shape is not None and (len(shape) != num_dims or math.prod(shape) != num_chips):
+        raise LayoutError(f"mesh shape {shape} is not one of {num_dims} sizes for {num_chips} chips")
+
+
+def _check_dims(num_dims: int) -> None:
+    if num_dims < 1:
+        raise LayoutError(f"a mesh needs at least 1 axis, not {num_dims}")
+
+
+@dataclass(frozen=True)
+class Torus:
+    """A torus of links. `shape` is its fixed shape, or None where `reconfigurable` into any.
+
+    A mesh axis that spans several torus axes is a ring through them at the pace of the slowest.
+    """
+
+    axes: tuple[NetworkAxis, ...]
+    shape: tuple[int, ...] | None
+    chips: int
+    reconfigurable: bool = False
+    min_chips: int = 1
+    max_chips: int = 65536
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise DescriptionError("torus: axes is empty; give one axis per torus dimension")
+        if self.reconfigurable:
+            if self.shape is not None:
+                raise DescriptionError("torus: give either a shape or reconfigurable = true, not both")
+            if not self.min_chips <= self.chips <= self.max_chips:
+                raise DescriptionError(
+                    f"torus: {self.chips} chips; give a number from {self.min_chips} to {self.max_chips}"
+                )
+            return
+        if self.shape is None or len(self.shape) != len(self.axes) or math.prod(self.shape) != self.chips:
+            raise DescriptionError(
+                f"torus: shape {self.shape} does not fit {len(self.axes)} axes and {self.chips} chips; "
+                "give one size per axis with that product"
+            )
+
+    @property
+    def num_chips(self) -> int:
+        return self.chips
+
+    def _folds(self, num_dims: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Each way to give every torus axis to a mesh axis, and the mesh shape that results."""
+        assert self.shape is not None
+        used = min(num_dims, len(self.shape))
+        for owner in product(range(num_dims), repeat=len(self.shape)):
+            if len(set(owner)) == used:
+                sizes = zip(owner, self.shape, strict=True)
+                shape = [1] * num_dims
+                for i, size in sizes:
+                    shape[i] *= size
+                yield owner, tuple(shape)
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """Mesh shapes that this torus carries with neighbours next to each other. Raises LayoutError."""
+        _check_dims(num_dims)
+        if self.shape is not None:
+            return tuple(dict.fromkeys(shape for _, shape in self._folds(num_dims)))
+        if num_dims > len(self.axes):
+            raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
+        return factorisations(self.chips, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """The links that mesh axis `i` runs over, in a mesh of `shape` (default: the torus as it stands).
+
+        Raises LayoutError where the torus cannot carry that mesh.
+        """
+        _check_axis(i, num_dims, shape, self.num_chips)
+        if self.shape is None:
+            if num_dims > len(self.axes):
+                raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
+            return self.axes[i]
+        for owner, folded in self._folds(num_dims):
+            if shape is None or folded == shape:
+                mine = [axis for axis, j in zip(self.axes, owner, strict=True) if j == i]
+                return _slowest(iter(mine or self.axes))
+        raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
+
+    def with_chips(self, chips: int) -> Torus:
+        if not self.reconfigurable and chips != self.chips:
+            raise DescriptionError(
+                f"the torus has the fixed shape {self.shape}; it cannot have {chips} chips"
+            )
+        return replace(self, chips=chips)
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    link: NetworkAxis
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DescriptionError(f"network: size is {self.size}; give at least 1 chip")
+
+    @property
+    def num_chips(self) -> int:
+        return self.size
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        _check_dims(num_dims)
+        return factorisations(self.size, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """The links that mesh axis `i` runs over: the same for all. Raises LayoutError."""
+        _check_axis(i, num_dims, shape, self.num_chips)
+        return self.link
+
+
+@dataclass(frozen=True)
+class Ring(_Uniform):
+    """`size` chips in one ring, two links each."""
+
+    def with_chips(self, chips: int) -> Ring:
+        return replace(self, size=chips)
+
+
+@dataclass(frozen=True)
+class Switch(_Uniform):
+    """`size` chips, each with one full-duplex port into a switch that never blocks."""
+
+    def with_chips(self, chips: int) -> Switch:
+        return replace(self, size=chips)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts of several chips: `intra` joins the chips of a host, `nics_per_host` NICs join the hosts.
+
+    Ranks are placed host by host. `nic` is one NIC; how many transfers share it follows from the placement
+    and is counted in `cost` and `simulate`, not here.
+    """
+
+    num_hosts: int
+    chips_per_host: int
+    intra: NetworkAxis
+    nics_per_host: int
+    nic: NetworkAxis
+
+    def __post_init__(self) -> None:
+        if min(self.num_hosts, self.chips_per_host, self.nics_per_host) < 1:
+            raise DescriptionError("hosts: num_hosts, chips_per_host and nics_per_host are each at least 1")
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_hosts * self.chips_per_host
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        _check_dims(num_dims)
+        return factorisations(self.num_chips, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """`intra` where every group of mesh axis `i` stays within a host, else `nic`.
+
+        Without a shape, the last of several mesh axes is taken to be the one within a host. Raises
+        LayoutError.
+        """
+        _check_axis(i, num_dims, shape, self.num_chips)
+        if self.num_hosts == 1:
+            return self.intra
+        if shape is None:
+            return self.intra if 0 < i == num_dims - 1 else self.nic
+        return self.intra if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.nic
+
+    def with_chips(self, chips: int) -> Hosts:
+        """Whole hosts, or one host of fewer chips."""
+        if chips <= self.chips_per_host:
+            return replace(self, num_hosts=1, chips_per_host=chips)
+        if chips % self.chips_per_host:
+            raise DescriptionError(
+                f"{chips} chips are not whole hosts; give a multiple of {self.chips_per_host} or fewer"
+            )
+        return replace(self, num_hosts=chips // self.chips_per_host)
+
+
+Network = Torus | Ring | Switch | Hosts

@@ -1,0 +1,218 @@
+"""Clusters: constants and their fallbacks, the meshes a network carries, errors that name the key."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshweave.describe.catalog import catalog_text
+from meshweave.describe.cluster import (
+    Chip,
+    CommConstants,
+    Hosts,
+    NetworkAxis,
+    Ring,
+    Switch,
+    Torus,
+    load_cluster,
+)
+from meshweave.errors import DescriptionError, LayoutError
+
+FAST, SLOW = NetworkAxis("fast", 100e9), NetworkAxis("slow", 10e9)
+
+
+def test_small_tpu_has_the_published_constants() -> None:
+    cluster = load_cluster("tpu-v4-4x4")
+    row, col = cluster.network.axis(0), cluster.network.axis(1)
+    assert [a.comm("all_gather").bytes_per_s for a in (row, col)] == [27.472e9, 79.751e9]
+    assert [a.comm("reduce_scatter").bytes_per_s for a in (row, col)] == [37.506e9, 63.167e9]
+    assert [a.comm("send_recv").bytes_per_s for a in (row, col)] == [38.801e9, 35.224e9]
+    assert row.comm("all_gather") == CommConstants(27.472e9, 5e-6, 13e-6)
+    assert (row.comm("reduce_scatter").launch_s, row.comm("send_recv").sync_s) == (26e-6, 50e-6)
+    assert (cluster.num_chips, cluster.chip.peak("bfloat16")) == (16, 272e12)
+    assert cluster.network.mesh_shapes() == ((4, 4),)
+    with pytest.raises(DescriptionError, match="tpu-v4-4x4: the torus has the fixed shape"):
+        cluster.with_chips(64)
+
+
+def test_pod() -> None:
+    cluster = load_cluster("tpu-v4-pod")
+    assert (cluster.num_chips, cluster.chip.effective_flops_per_s) == (256, 249e12)
+    assert cluster.network.axis(0).comm("all_gather") == CommConstants(60e9, 6e-6, 100e-6)
+    assert cluster.network.axis(1).comm("reduce_scatter").bytes_per_s == 50e9
+    assert (32, 8) in cluster.network.mesh_shapes()
+    assert (16, 16, 4) in load_cluster("tpu-v4-pod:1024").network.mesh_shapes(3)
+    for chips in ("2", "65537", "0"):
+        with pytest.raises(DescriptionError, match=r"tpu-v4-pod.*give"):
+            load_cluster(f"tpu-v4-pod:{chips}")
+    for bad in ("x", "", "-4", "²"):
+        with pytest.raises(DescriptionError, match="number of chips"):
+            load_cluster(f"tpu-v4-pod:{bad}")
+    with pytest.raises(LayoutError, match="4 axes"):
+        cluster.network.mesh_shapes(4)
+
+
+def test_comm_falls_back_in_the_documented_order() -> None:
+    ag, rs = CommConstants(1e9, 1e-6, 2e-6), CommConstants(2e9, 1e-6, 2e-6)
+    both = NetworkAxis("x", 5e9, 1e-6, 2, (("all_gather", ag), ("reduce_scatter", rs)), 3e-6)
+    assert both.comm("reduce") == rs
+    assert all(both.comm(k) == ag for k in ("all_reduce", "broadcast", "all_to_all", "send_recv"))
+    assert NetworkAxis("x", 5e9, constants=(("reduce_scatter", rs),)).comm("all_gather") == rs
+    bare = NetworkAxis("x", 5e9, 1e-6, 2, (), 3e-6)
+    assert bare.comm("broadcast") == CommConstants(10e9, 1e-6, 3e-6)
+    with pytest.raises(DescriptionError, match="did you mean 'all_gather'"):
+        bare.comm("allgather")
+
+
+@given(st.integers(1, 3000), st.integers(1, 4))
+def test_mesh_shapes_are_all_factorisations(chips: int, num_dims: int) -> None:
+    shapes = Switch(FAST, chips).mesh_shapes(num_dims)
+    assert len(set(shapes)) == len(shapes)
+    assert all(len(s) == num_dims and math.prod(s) == chips for s in shapes)
+    if num_dims == 2:
+        assert len(shapes) == sum(chips % d == 0 for d in range(1, chips + 1))
+
+
+def test_fixed_torus_carries_its_shape_and_the_transposed() -> None:
+    torus = Torus((FAST, SLOW), (2, 8), 16)
+    assert torus.mesh_shapes() == ((2, 8), (8, 2))
+    assert [torus.axis(i, 2, (2, 8)).name for i in (0, 1)] == ["fast", "slow"]
+    assert [torus.axis(i, 2, (8, 2)).name for i in (0, 1)] == ["slow", "fast"]
+    assert torus.mesh_shapes(1) == ((16,),)
+    assert torus.axis(0, 1) == SLOW  # a ring through all chips goes at the pace of the slowest links
+    assert torus.mesh_shapes(3) == ((2, 8, 1), (2, 1, 8), (8, 2, 1), (1, 2, 8), (8, 1, 2), (1, 8, 2))
+    with pytest.raises(LayoutError, match="does not carry"):
+        torus.axis(0, 2, (4, 4))
+
+
+def test_cube_folds_into_planes() -> None:
+    cube = Torus((FAST, FAST, SLOW), (2, 3, 5), 30)
+    assert set(cube.mesh_shapes(2)) == {(6, 5), (10, 3), (2, 15), (15, 2), (3, 10), (5, 6)}
+    assert cube.axis(0, 2, (6, 5)) == FAST
+    assert cube.axis(1, 2, (6, 5)) == SLOW
+
+
+@pytest.mark.parametrize(
+    "shape, names",
+    [
+        ((4, 8), ["nic", "intra"]),
+        ((8, 4), ["nic", "intra"]),
+        ((2, 16), ["nic", "nic"]),
+        ((32, 1), ["nic", "intra"]),
+    ],
+)
+def test_hosts_use_the_nic_only_where_a_group_leaves_the_host(
+    shape: tuple[int, int], names: list[str]
+) -> None:
+    hosts = Hosts(4, 8, NetworkAxis("intra", 300e9), 8, NetworkAxis("nic", 25e9))
+    assert [hosts.axis(i, 2, shape).name for i in (0, 1)] == names
+    assert [hosts.axis(i).name for i in (0, 1)] == ["nic", "intra"]
+    assert hosts.with_chips(8).axis(0).name == "intra"
+    assert (hosts.with_chips(64).num_hosts, hosts.with_chips(4).chips_per_host) == (8, 4)
+    with pytest.raises(DescriptionError, match="multiple of 8"):
+        hosts.with_chips(12)
+
+
+@pytest.mark.parametrize("network", [Ring(FAST, 8), Switch(FAST, 8), Torus((FAST, FAST), (2, 4), 8)])
+def test_wrong_mesh_axes(network: Any) -> None:
+    for call in (lambda: network.axis(2), lambda: network.axis(0, 2, (3, 3)), lambda: network.mesh_shapes(0)):
+        with pytest.raises(LayoutError):
+            call()
+
+
+def test_chip_peak() -> None:
+    chip = load_cluster("dgx-a100").chip
+    assert chip.peak("float16") == 312e12
+    with pytest.raises(DescriptionError, match="did you mean 'float32'"):
+        chip.peak("float3")
+    with pytest.raises(DescriptionError, match="memory_bytes"):
+        Chip("c", (("float32", 1e12),), 1e12, 0, 1e9)
+
+
+def edited(tmp_path: Path, old: str, new: str) -> Path:
+    text = catalog_text("clusters", "tpu-v4-pod")
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new, 1))
+    return path
+
+
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        (
+            "link_bytes_per_s = 50e9",
+            "link_bytes_per_s = -1",
+            "network.axes.0.link_bytes_per_s: -1 is not valid; give ",
+        ),
+        (
+            "link_bytes_per_s = 50e9",
+            "link_bytes_per_s = nan",
+            "network.axes.0.link_bytes_per_s: nan is not valid",
+        ),
+        (
+            "link_bytes_per_s = 50e9",
+            "link_bytes_per_s = inf",
+            "network.axes.0.link_bytes_per_s: inf is not valid",
+        ),
+        (
+            "link_bytes_per_s = 50e9",
+            "link_bytes_per_s = 0",
+            "network.axes.0.link_bytes_per_s: 0 is not valid",
+        ),
+        (
+            "link_bytes_per_s = 50e9",
+            'link_bytes_per_s = "9"',
+            "network.axes.0.link_bytes_per_s: '9' is not valid",
+        ),
+        (
+            "link_bytes_per_s",
+            "link_byte_per_s",
+            "network.axes.0.link_byte_per_s: unknown key (did you mean 'link_",
+        ),
+        ("link_bytes_per_s = 50e9", "", "network.axes.0.link_bytes_per_s: missing; give bytes per second"),
+        (
+            "all_gather =",
+            "allgather =",
+            "network.axes.0.constants.allgather: unknown key (did you mean 'all_gather'",
+        ),
+        (
+            "sync_s = 6e-6",
+            "sync_s = -6e-6",
+            "network.axes.0.constants.all_gather.sync_s: -6e-06 is not valid",
+        ),
+        ('name = "tpu-v4-pod"', 'name = "a\\nb"', "name: 'a\\nb' is not valid; give the cluster's name"),
+        ("ways = 2", "ways = 3", "network.axes.0.ways: 3 is not valid; give the number of directions"),
+        (
+            'kind = "torus"',
+            'kind = "tours"',
+            "network.kind: 'tours' is not a kind of network (did you mean 'torus'",
+        ),
+        ('kind = "torus"', "", "network.kind: missing; give one of torus, ring, switch, hosts"),
+        (
+            "bfloat16 =",
+            "bfloat61 =",
+            "chip.peak_flops_per_s.bfloat61: unknown dtype (did you mean 'bfloat16'",
+        ),
+        ("memory_bytes =", "memory_byte =", "chip.memory_byte: unknown key (did you mean 'memory_bytes'"),
+        ("[chip]", "[chips]", "chips: unknown key (did you mean 'chip'"),
+        ("chips = 256", "chips = 3", "network: torus: 3 chips; give a number from 4 to 65536"),
+        ("chips = 256", "chips = true", "network.chips: true is not valid"),
+        ("reconfigurable = true", "", "network: torus: shape None does not fit"),
+    ],
+)
+def test_a_wrong_key_is_named_on_one_line(old: str, new: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        load_cluster(edited(tmp_path, old, new))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"mine.toml: {says}" in message
+
+
+def test_a_file_takes_a_number_of_chips_too(tmp_path: Path) -> None:
+    path = edited(tmp_path, "chips = 256", "chips = 64.0")
+    assert load_cluster(str(path)).num_chips == 64
+    assert load_cluster(f"{path}:16").num_chips == 16

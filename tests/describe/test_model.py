@@ -1,0 +1,223 @@
+"""Models and workloads: published sizes and FLOPs, Hugging Face configs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshweave.describe.catalog import model_names
+from meshweave.describe.model import FcLayer, Transformer, load_model
+from meshweave.describe.workload import Gemm, Workload, block_gemms
+from meshweave.errors import DescriptionError, UnsupportedError
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "hidden_act": "silu",
+    "vocab_size": 128256,
+    "rope_theta": 500000.0,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "vocab_size": 50257,
+}
+
+
+def config(tmp_path: Path, data: dict[str, Any]) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(data))
+    return path
+
+
+@pytest.mark.parametrize("name, flops, ms", [("gpt3", 1.113e13, 40.9), ("megatron-nlg", 3.092e13, 113.7)])
+def test_flops_per_chip_and_block_at_256_chips(name: str, flops: float, ms: float) -> None:
+    gemms = block_gemms(load_model(name), Workload(128, 2048, "bfloat16"))
+    assert len(gemms) == 12
+    per_chip = sum(g.flops for g in gemms) / 256
+    assert per_chip == pytest.approx(flops, rel=5e-4)
+    assert per_chip / 272e12 * 1e3 == pytest.approx(ms, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [
+        ("gpt3", 175),
+        ("mt-nlg", 530),
+        ("palm", 540),
+        ("t-nlg", 17),
+        ("llama-2-7b", 6.74),
+        ("llama-2-13b", 13.0),
+        ("llama-2-70b", 69),
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.6),
+        ("llama-3.1-405b", 405),
+    ],
+)
+def test_published_parameter_counts(name: str, billions: float) -> None:
+    assert load_model(name).num_parameters == pytest.approx(billions * 1e9, rel=6e-3)
+
+
+def test_fc_layers_of_gpt3() -> None:
+    h = 12288
+    assert load_model("gpt3").fc_layers() == (
+        FcLayer("qkv", h, 3 * h),
+        FcLayer("out", h, h),
+        FcLayer("ff1", h, 4 * h),
+        FcLayer("ff2", 4 * h, h),
+    )
+
+
+@pytest.mark.parametrize("name", model_names())
+@given(batch=st.integers(1, 64), sequence=st.integers(1, 4096))
+def test_every_pass_of_a_layer_does_the_same_work(name: str, batch: int, sequence: int) -> None:
+    model, workload = load_model(name), Workload(batch, sequence)
+    gemms = block_gemms(model, workload)
+    for i, layer in enumerate(model.fc_layers()):
+        forward, data, weight = gemms[3 * i : 3 * i + 3]
+        assert [g.pass_ for g in (forward, data, weight)] == ["forward", "backward_data", "backward_weight"]
+        assert (forward.m, forward.n, forward.k) == (workload.tokens, layer.out_features, layer.in_features)
+        assert (data.m, data.n, data.k) == (workload.tokens, layer.in_features, layer.out_features)
+        assert (weight.m, weight.n, weight.k) == (layer.in_features, layer.out_features, workload.tokens)
+        assert forward.flops == data.flops == weight.flops
+
+
+def test_hugging_face_llama_is_the_catalog_entry(tmp_path: Path) -> None:
+    ours, theirs = load_model("llama-3-8b"), load_model(config(tmp_path, LLAMA))
+    assert theirs.fc_layers() == ours.fc_layers()
+    assert theirs.num_parameters == ours.num_parameters
+    assert load_model(str(tmp_path)) == theirs
+
+
+@pytest.mark.parametrize(
+    "data, expected",
+    [
+        (GPT2, (12, 768, 12, 12, 64, 3072, False, True)),
+        ({**GPT2, "n_inner": 1000}, (12, 768, 12, 12, 64, 1000, False, True)),
+        (
+            {
+                "model_type": "gpt_neox",
+                "hidden_size": 6144,
+                "num_hidden_layers": 44,
+                "num_attention_heads": 64,
+                "intermediate_size": 24576,
+                "hidden_act": "gelu_fast",
+                "tie_word_embeddings": False,
+            },
+            (44, 6144, 64, 64, 96, 24576, False, False),
+        ),
+        (
+            {
+                "model_type": "opt",
+                "hidden_size": 768,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "ffn_dim": 3072,
+                "activation_function": "relu",
+            },
+            (12, 768, 12, 12, 64, 3072, False, True),
+        ),
+        ({**LLAMA, "model_type": "mistral", "head_dim": 160}, (32, 4096, 32, 8, 160, 14336, True, False)),
+        ({**LLAMA, "model_type": "qwen2"}, (32, 4096, 32, 8, 128, 14336, True, False)),
+        ({**LLAMA, "model_type": "brand_new"}, (32, 4096, 32, 8, 128, 14336, True, False)),
+        (
+            {**LLAMA, "model_type": "brand_new", "hidden_act": "gelu"},
+            (32, 4096, 32, 8, 128, 14336, False, False),
+        ),
+    ],
+)
+def test_hugging_face_families(data: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path) -> None:
+    m = load_model(config(tmp_path, data))
+    assert expected == (
+        m.num_layers,
+        m.hidden,
+        m.num_heads,
+        m.num_kv_heads,
+        m.head_dim,
+        m.ffn_hidden,
+        m.gated_ffn,
+        m.tied_embeddings,
+    )
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_local_experts": 8},
+        {"num_experts": 60},
+        {"n_routed_experts": 256},
+        {"num_experts": 10**400},
+        {"kv_lora_rank": 512},
+        {"is_encoder_decoder": True},
+    ],
+)
+def test_other_architectures_are_refused_by_name(extra: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(extra))) as caught:
+        load_model(config(tmp_path, {**LLAMA, **extra}))
+    assert "\n" not in str(caught.value)
+
+
+def test_one_expert_is_dense(tmp_path: Path) -> None:
+    assert load_model(config(tmp_path, {**LLAMA, "num_local_experts": 1})).num_layers == 32
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"hidden_size": None}, "hidden_size: missing; give the hidden size"),
+        ({"hidden_size": -1}, "hidden_size: -1 is not valid; give a whole number"),
+        ({"hidden_size": "4096"}, "hidden_size: '4096' is not valid"),
+        ({"hidden_size": True}, "hidden_size: true is not valid"),
+        ({"hidden_size": 4095}, "head_dim: missing, and 32 heads do not divide hidden 4095"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads: 5 does not divide the 32 heads"),
+        ({"intermediate_size": None}, "intermediate_size: missing"),
+    ],
+)
+def test_wrong_hugging_face_values(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DescriptionError) as caught:
+        load_model(config(tmp_path, {**LLAMA, **change}))
+    assert f"config.json: {says}" in str(caught.value)
+
+
+def test_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    good = (
+        'name = "m"\nsource = "s"\nnum_layers = 2\nhidden = 64\n'
+        "num_heads = 4\nffn_hidden = 256\ngated_ffn = false\n"
+    )
+    path.write_text(good)
+    assert load_model(path) == Transformer("m", 2, 64, 4, 4, 16, 256, None, False, "s")
+    for old, new, says in [
+        ("hidden = 64", "hiden = 64", "hiden: unknown key (did you mean 'hidden'?)"),
+        ("hidden = 64", "hidden = 62", "head_dim: missing, and 4 heads do not divide hidden 62"),
+        ("gated_ffn = false", "", "gated_ffn: missing; give true for a gated FFN"),
+        ('source = "s"', 'source = ""', "source: '' is not valid; give where the sizes are from"),
+        ("num_heads = 4", "num_heads = 4\nnum_kv_heads = 3", "num_kv_heads: 3 does not divide the 4 heads"),
+    ]:
+        path.write_text(good.replace(old, new, 1))
+        with pytest.raises(DescriptionError) as caught:
+            load_model(path)
+        assert f"mine.toml: {says}" in str(caught.value)
+
+
+def test_wrong_workloads() -> None:
+    for make in (
+        lambda: Workload(0, 1),
+        lambda: Workload(1, -1),
+        lambda: Workload(1, 1, "bf16"),
+        lambda: Gemm("g", "forward", 0, 1, 1, "float32"),
+        lambda: Transformer("t", 1, 8, 3, 2, 1, 8, None, False, "s"),
+        lambda: Transformer("t", 0, 8, 2, 2, 1, 8, None, False, "s"),
+    ):
+        with pytest.raises(DescriptionError):
+            make()
