@@ -1,0 +1,119 @@
+"""Derived edges: which earlier ops an op must wait for, from overlapping views alone.
+
+Within a rank: read after write, write after read, write after write, whatever the lanes; what a call stashes
+counts as memory that its forward part writes and the other parts read. Across ranks only
+fences and released writes order one-sided accesses; who races is `ir.races`' business.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from meshweave.ir.matching import Matched, Node
+from meshweave.ir.ops import READ, UPDATE, WRITE, Call, Copy, Fence, Matmul, Mode, Op, Put
+from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.views import View
+
+
+def exposed_buffers(program: Program) -> frozenset[str]:
+    """Buffers that some one-sided op reaches on another rank; fences order all access to them."""
+    return frozenset(
+        view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
+    )
+
+
+def is_one_sided(op: Op) -> bool:
+    """Whether the op reaches into another rank's memory."""
+    return any(view.rank is not None for _, view in op.accesses())
+
+
+def is_tracked(op: Op) -> bool:
+    """Whether the op's writes are released, so that later readers wait for them without a fence."""
+    return isinstance(op, (Matmul, Copy, Put)) and op.release is not None
+
+
+class _Memory:
+    """Accesses to one buffer slot that a later op may still conflict with."""
+
+    def __init__(self) -> None:
+        self.live: list[tuple[int, Mode, View]] = []
+
+    def conflicts(self, mode: Mode, view: View) -> list[int]:
+        return [
+            index
+            for index, other_mode, other in self.live
+            if not (mode == other_mode and mode in (READ, UPDATE)) and view.overlaps(other)
+        ]
+
+    def add(self, index: int, mode: Mode, view: View) -> None:
+        if mode == WRITE:
+            self.live = [entry for entry in self.live if not view.covers(entry[2])]
+        self.live.append((index, mode, view))
+
+
+def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:
+    """For each op of one rank, the indices of the earlier ops of that rank it must wait for."""
+    memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
+    edges: list[tuple[int, ...]] = []
+    last_fence: int | None = None
+    touched: list[int] = []
+    stashes: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, bound in enumerate(ops):
+        op = bound.op
+        before: set[int] = set()
+        own = [(mode, view) for mode, view in op.accesses() if view.rank is None]
+        for mode, view in own:
+            assert isinstance(view.slot, int)
+            before.update(memory[view.buffer, view.slot].conflicts(mode, view))
+        for mode, view in own:
+            assert isinstance(view.slot, int)
+            memory[view.buffer, view.slot].add(index, mode, view)
+        touches_exposed = any(view.buffer in exposed for _, view in own) or is_one_sided(op)
+        if isinstance(op, Fence):
+            before.update(touched)
+            if last_fence is not None:
+                before.add(last_fence)
+            last_fence, touched = index, []
+        elif touches_exposed:
+            if last_fence is not None:
+                before.add(last_fence)
+            touched.append(index)
+        if isinstance(op, Call) and op.stash:
+            users = stashes[op.stash, *op.args]
+            if op.part == "forward":
+                before.update(users)
+                users[:] = [index]
+            else:
+                before.update(users[:1])
+                users.append(index)
+        before.discard(index)
+        edges.append(tuple(sorted(before)))
+    return tuple(edges)
+
+
+def tracked_edges(matched: Matched) -> dict[Node, tuple[Node, ...]]:
+    """Across ranks: for each op, the released remote writes that it must wait for (track and trigger)."""
+    arriving: dict[int, list[tuple[Node, Mode, View]]] = defaultdict(list)
+    for rank, ops in matched.ops.items():
+        for index, bound in enumerate(ops):
+            if is_tracked(bound.op):
+                for mode, view in bound.op.accesses():
+                    if view.rank is not None and mode != READ:
+                        assert isinstance(view.rank, int)
+                        arriving[view.rank].append(((rank, index), mode, view))
+    edges: dict[Node, tuple[Node, ...]] = {}
+    for rank, writes in arriving.items():
+        for index, bound in enumerate(matched.ops[rank]):
+            before = {
+                node
+                for mode, view in bound.op.accesses()
+                if view.rank is None
+                for node, other_mode, other in writes
+                if not (mode == UPDATE and other_mode == UPDATE)
+                and matched.ops[node[0]][node[1]].key < bound.key
+                and view.overlaps(other)
+            }
+            if before:
+                edges[rank, index] = tuple(sorted(before))
+    return edges

@@ -1,0 +1,52 @@
+"""Skeletons: a program's shape in time, in op sizes without views, for costing by the ten thousand.
+
+A skeleton describes the rank on which everything is largest. It is a list of phases; each phase repeats
+its tasks for a number of turns. A task runs in a lane, after the tasks before it in that lane, and after
+those that `after` names: ("matmul", 2) is the matmul of two turns ago, counted over all phases. Prologue,
+steady state and epilogue of a software pipeline follow from that by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshweave.ir.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    name: str
+    lane: str
+    work: Work
+    after: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    turns: int
+    tasks: tuple[Task, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    phases: tuple[Phase, ...]
+
+    @classmethod
+    def of_turns(cls, turns: Iterable[tuple[Task, ...]]) -> Skeleton:
+        """A skeleton from its turns one by one; equal neighbours become one phase."""
+        phases: list[Phase] = []
+        for tasks in turns:
+            if phases and phases[-1].tasks == tasks:
+                phases[-1] = Phase(phases[-1].turns + 1, tasks)
+            else:
+                phases.append(Phase(1, tasks))
+        return cls(tuple(phases))
+
+    @property
+    def max_distance(self) -> int:
+        """Over how many turns a dependence reaches back."""
+        return max(
+            (distance for phase in self.phases for task in phase.tasks for _, distance in task.after),
+            default=0,
+        )

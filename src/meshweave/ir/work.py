@@ -1,0 +1,180 @@
+"""What one op asks of a machine: the sizes that its time depends on, without views.
+
+Both readings of time start here: a skeleton lists `Work` directly, and `work_of` reads it off a bound op.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from meshweave.ir.ops import (
+    Accumulate,
+    Add,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Copy,
+    Fence,
+    Get,
+    Matmul,
+    Op,
+    Permute,
+    Put,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Send,
+    Step,
+    Zero,
+)
+from meshweave.ir.program import Program
+from meshweave.ir.shapes import equal_parts
+from meshweave.units import dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Arithmetic on one rank: `flops` on the compute engine, or `bytes` (read plus written) through memory."""
+
+    kind: str
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Communication. `part_bytes` is the largest part that one member contributes (all_gather, permute,
+    broadcast, message) or receives (reduce_scatter), over all members. `axis` is the mesh axis ("tp.row"),
+    or "" where the group is no mesh axis."""
+
+    kind: str
+    axis: str
+    num_ranks: int
+    part_bytes: int
+    packets: int = 1
+    step: Step | None = None
+
+
+Work = Compute | Transfer
+
+
+def matmul_work(m: int, n: int, k: int) -> Compute:
+    return Compute("matmul", flops=2 * m * n * k)
+
+
+def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
+    """A copy or add of `num_elements`: each is read and written once (add reads both operands)."""
+    passes = {"copy": 2, "add": 3, "zero": 1}[kind]
+    return Compute(kind, bytes=passes * num_elements * dtype_bytes(dtype))
+
+
+def axis_of(program: Program, group: tuple[int, ...]) -> str:
+    """The mesh axis ("tp.row") whose group this is; the mesh where it is a whole mesh; else ""."""
+    for mesh in program.meshes:
+        if group[0] not in mesh:
+            continue
+        for axis in mesh.axes:
+            if mesh.group(group[0], axis) == group:
+                return f"{mesh.name}.{axis}"
+        if mesh.ranks == group:
+            return mesh.name
+    return ""
+
+
+def work_of(program: Program, op: Op) -> Work:
+    """The work of a resolved op."""
+    match op:
+        case Matmul():
+            k = op.a.shape[0 if op.transpose_a else 1]
+            return matmul_work(op.out.shape[0], op.out.shape[1], k)
+        case Copy() | Add() | Zero():
+            return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype, op.kind)
+        case Call():
+            assert isinstance(op.flops, int) and isinstance(op.bytes, int)
+            return Compute("call", op.flops, op.bytes)
+        case Send() | Put() | Get() | Accumulate():
+            step = op.step if isinstance(op, Send) else None
+            return Transfer(op.kind, "", 2, program.view_bytes(op.src), step=step)
+        case Recv():
+            return Transfer(op.kind, "", 2, program.view_bytes(op.out))
+        case Fence():
+            assert isinstance(op.over, tuple)
+            return Transfer("fence", axis_of(program, op.over), len(op.over), 0)
+        case AllGather() | ReduceScatter() | AllReduce() | Broadcast() | Reduce() | AllToAll() | Permute():
+            return _collective(program, op)
+    raise AssertionError(op)
+
+
+def _collective(
+    program: Program, op: AllGather | ReduceScatter | AllReduce | Broadcast | Reduce | AllToAll | Permute
+) -> Transfer:
+    assert isinstance(op.over, tuple)
+    count = len(op.over)
+    size = program.view_bytes(op.src)
+    packets, step = 1, None
+    match op:
+        case AllGather():
+            view, sizes = op.out, equal_parts(op.sizes, op.out.shape[op.dim], count)
+            size = _along(program, view.shape, op.dim, max(sizes), op.out.buffer)
+        case ReduceScatter():
+            sizes = equal_parts(op.sizes, op.src.shape[op.dim], count)
+            size = _along(program, op.src.shape, op.dim, max(sizes), op.src.buffer)
+        case AllToAll():
+            sizes = equal_parts(op.send_sizes, op.src.shape[op.split_dim], count)
+            size = _along(program, op.src.shape, op.split_dim, max(sizes), op.src.buffer)
+        case Broadcast() | Reduce():
+            assert isinstance(op.packets, int)
+            packets = op.packets
+        case Permute():
+            step = op.step
+        case AllReduce():
+            pass
+    return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step)
+
+
+def _along(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
+    others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
+    return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
+
+
+def bytes_moved(program: Program, op: Op, rank: int) -> int:
+    """Logical bytes that `rank` takes in from others (all_gather, broadcast, recv, get, permute) or must give
+    away (reduce_scatter, reduce); all_reduce counts both halves, all_to_all what leaves."""
+    match op:
+        case AllGather():
+            return program.view_bytes(op.out) - program.view_bytes(op.src)
+        case ReduceScatter():
+            return program.view_bytes(op.src) - program.view_bytes(op.out)
+        case AllReduce():
+            assert isinstance(op.over, tuple)
+            count = len(op.over)
+            return 2 * (count - 1) * program.view_bytes(op.src) // count
+        case AllToAll():
+            assert isinstance(op.over, tuple)
+            me = op.over.index(rank)
+            sizes = equal_parts(op.send_sizes, op.src.shape[op.split_dim], len(op.over))
+            total = program.view_bytes(op.src)
+            return total - total * sizes[me] // max(sum(sizes), 1)
+        case Broadcast() | Reduce():
+            assert isinstance(op.over, tuple)
+            return 0 if op.over[int(op.root)] == rank else program.view_bytes(op.src)  # type: ignore[arg-type]
+        case Permute() | Recv() | Get():
+            return program.view_bytes(op.out)
+        case Put() | Accumulate():
+            return program.view_bytes(op.src)
+    return 0
+
+
+def traffic(program: Program, rank: int) -> dict[str, int]:
+    """Logical bytes moved by `rank`, per mesh axis ("" for point to point); see `bytes_moved`."""
+    out: dict[str, int] = {}
+    for bound in program.on_rank(rank):
+        moved = bytes_moved(program, bound.op, rank)
+        if moved:
+            over = getattr(bound.op, "over", None)
+            axis = axis_of(program, over) if over else ""
+            out[axis] = out.get(axis, 0) + moved
+    return out

@@ -1,0 +1,168 @@
+"""The timeline record that simulators and executors both emit, so that prediction and measurement compare.
+
+Times are integer picoseconds from the start of the run. Spans of different ranks share one clock in a
+simulation and on one host (CLOCK_MONOTONIC); across hosts they must be aligned first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from meshweave.errors import ProgramError
+from meshweave.ir.dataflow import Dataflow
+from meshweave.ir.ops import COMPUTE_KINDS
+from meshweave.units import to_s
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op of one rank: `index` is its place in the rank's op list, `label` its kind or name and position."""
+
+    rank: int
+    index: int
+    lane: str
+    kind: str
+    label: str
+    start_ps: int
+    end_ps: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`source` says who emitted it: "simulate", "numpy", "torch"."""
+
+    program: str
+    source: str
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def of(self) -> Mapping[tuple[int, int], Span]:
+        """Spans by (rank, op index)."""
+        return {(span.rank, span.index): span for span in self.spans}
+
+    @property
+    def duration_s(self) -> float:
+        """From the first start to the last end, in seconds."""
+        if not self.spans:
+            return 0.0
+        return to_s(max(s.end_ps for s in self.spans) - min(s.start_ps for s in self.spans))
+
+    def overlap_s(self, rank: int) -> float:
+        """Time during which `rank` was computing (matmul or call) and communicating at once, in seconds."""
+        compute = _union(s for s in self.spans if s.rank == rank and s.kind in ("matmul", "call"))
+        communicate = _union(s for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS)
+        shared = 0
+        for a, b in compute:
+            for c, d in communicate:
+                shared += max(0, min(b, d) - max(a, c))
+        return to_s(shared)
+
+    def exposed_s(self, rank: int) -> float:
+        """Time during which `rank` communicated without computing, in seconds."""
+        communicate = _union(s for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS)
+        return to_s(sum(b - a for a, b in communicate)) - self.overlap_s(rank)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "program": self.program,
+            "source": self.source,
+            "spans": [asdict(span) for span in self.spans],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        return cls(data["program"], data["source"], tuple(Span(**span) for span in data["spans"]))
+
+
+def merge(traces: Sequence[Trace]) -> Trace:
+    """One trace of the per-rank traces of a run."""
+    spans = sorted((s for trace in traces for s in trace.spans), key=lambda s: (s.start_ps, s.rank, s.index))
+    return Trace(traces[0].program, traces[0].source, tuple(spans))
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[int, int]]:
+    out: list[tuple[int, int]] = []
+    for start, end in sorted((s.start_ps, s.end_ps) for s in spans):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
+        else:
+            out.append((start, end))
+    return out
+
+
+def check_order(trace: Trace, flow: Dataflow) -> int:
+    """Checks that a trace respects the program: edges, fifo lanes, and partners. Returns the number of
+    orderings checked; raises ProgramError naming the two ops that are out of order."""
+    checked = 0
+
+    def require(first: tuple[int, int], then: tuple[int, int]) -> None:
+        nonlocal checked
+        checked += 1
+        a, b = trace.of[first], trace.of[then]
+        if a.end_ps > b.start_ps:
+            raise ProgramError(
+                f"starts before {a.label} of rank {a.rank} ends, which it must wait for",
+                op=b.label,
+                rank=b.rank,
+            )
+
+    missing = [node for node in flow.nodes() if node not in trace.of]
+    if missing:
+        raise ProgramError("is not in the trace", op=flow.label(missing[0]), rank=missing[0][0])
+    for node in flow.nodes():
+        for other in flow.waits_for(node):
+            require(other, node)
+    for (rank, lane), queue in flow.queues.items():
+        declared = flow.program.lane_of[lane]
+        if declared.order != "fifo":
+            continue
+        if declared.width == 1:
+            for first, then in zip(queue, queue[1:], strict=False):
+                require((rank, first), (rank, then))
+            continue
+        for number, index in enumerate(queue):  # started in order, and at most `width` at once
+            checked += 1
+            span = trace.of[rank, index]
+            earlier = [trace.of[rank, other] for other in queue[:number]]
+            late = [other for other in earlier if other.start_ps > span.start_ps]
+            if late or sum(other.end_ps > span.start_ps for other in earlier) >= declared.width:
+                raise ProgramError(f"is started out of turn in lane {lane}", op=span.label, rank=rank)
+    return checked
+
+
+def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us."""
+    events: list[dict[str, Any]] = []
+    for number, trace in enumerate(traces):
+        lanes = sorted({span.lane for span in trace.spans})
+        for rank in sorted({span.rank for span in trace.spans}):
+            pid = rank * len(traces) + number
+            events.append(
+                {
+                    "ph": "M",
+                    "name": "process_name",
+                    "pid": pid,
+                    "args": {"name": f"rank {rank}: {trace.source}"},
+                }
+            )
+            events.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
+            events += [
+                {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+                for tid, lane in enumerate(lanes)
+            ]
+        events += [
+            {
+                "ph": "X",
+                "name": span.label,
+                "cat": span.kind,
+                "pid": span.rank * len(traces) + number,
+                "tid": lanes.index(span.lane),
+                "ts": span.start_ps / 1e6,
+                "dur": (span.end_ps - span.start_ps) / 1e6,
+            }
+            for span in trace.spans
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

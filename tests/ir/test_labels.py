@@ -1,0 +1,153 @@
+"""What the proof on index labels accepts and refuses, beyond the faults of the golden programs."""
+
+from __future__ import annotations
+
+import pytest
+from builders import dense, numbers_for, outputs_equal, run_numbers
+
+from meshweave.errors import ProgramError
+from meshweave.ir.parse import parse
+from meshweave.ir.validate import validate
+
+PARTIAL = """
+program("both axes hold terms")
+tp = mesh((2, 2), ("row", "col"))
+A = tensor((3, 8), "float32")
+B = tensor((8, 5), "float32")
+C = tensor((3, 5), "float32")
+computes(C, product(A, B))
+a = input(A, tp[S(1), S(1)])
+b = input(B, tp[S(0), S(0)])
+c = output(C, tp[P, P])
+l = lane()
+with tp:
+    matmul(c, a, b, lane=l)
+"""
+
+
+def refusal(text: str) -> ProgramError:
+    with pytest.raises(ProgramError) as caught:
+        validate(parse(text))
+    return caught.value
+
+
+def test_output_of_terms_along_two_axes() -> None:
+    validate(parse(PARTIAL))
+
+
+def test_terms_along_two_axes_that_are_not_the_whole() -> None:
+    error = refusal(PARTIAL.replace("with tp:", "with ranks(0, 1, 2):"))
+    assert (error.rank, error.buffer) == (3, "c") and "never written" in error.message
+    error = refusal(
+        PARTIAL.replace("a = input(A, tp[S(1), S(1)])", "a = input(A, tp[S(1), R])").replace(
+            "b = input(B, tp[S(0), S(0)])", "b = input(B, tp[S(0), R])"
+        )
+    )
+    assert (error.rank, error.buffer) == (
+        0,
+        "c",
+    ) and "k = 0, 1, 2, 3 and 4 more more than once" in error.message
+
+
+def test_input_of_terms_is_reduced_once() -> None:
+    text = """
+program("reduce what comes in parts")
+tp = mesh((2, 2), ("row", "col"))
+X = tensor((4, 3), "float32")
+Y = tensor((4, 3), "float32")
+computes(Y, same(X))
+x = input(X, tp[P, P])
+half = scratch((4, 3), "float32", on=tp)
+y = output(Y, tp[R, R])
+l = lane()
+with tp:
+    all_reduce(half, x, over="tp.row", lane=l)
+    all_reduce(y, half, over="tp.col", lane=l)
+"""
+    validate(parse(text))
+    assert "more than once" in refusal(text.replace('over="tp.col"', 'over="tp"')).message
+    assert (
+        "lacks k = 1, 3" in refusal(text.replace('all_reduce(y, half, over="tp.col"', "copy(y, half")).message
+    )
+
+
+CALL = """
+program("calls")
+tp = mesh((2,), ("x",))
+G = tensor((4, 3), "float32")
+g = output(G, tp[R])
+part = scratch((4, 3), "float32", on=tp)
+l = lane()
+with tp:
+    zero(g, lane=l)
+    for m in range(3):
+        call(fn="grad", outs=(part,), ins=(), args=(m,), lane=l)
+        add(g, part, lane=l)
+    all_reduce(g, g, over="tp", lane=l)
+"""
+
+
+def test_what_calls_make_can_be_added_up() -> None:
+    validate(parse(CALL))
+
+
+def test_what_calls_make_is_no_declared_product() -> None:
+    text = PARTIAL.replace(
+        "    matmul(c, a, b, lane=l)\n", "    matmul(c, a, b, lane=l)\n    add(c, s, lane=l)\n"
+    )
+    text = text.replace(
+        "l = lane()\nwith tp:\n",
+        's = scratch((3, 5), "float32", on=tp)\nl = lane()\nwith tp:\n'
+        '    call(fn="noise", outs=(s,), ins=(), lane=l)\n',
+    )
+    error = refusal(text)
+    assert error.buffer == "c" and "what a call made" in error.message
+
+
+@pytest.mark.parametrize(
+    "kind", ["copy(y, x[2:, :]", "copy(y[:1, :], x[1:2, :], lane=l)\n    copy(y[1:, :], x[1:2, :]"]
+)
+def test_elements_in_the_wrong_place(kind: str) -> None:
+    text = f"""
+program("wrong place")
+tp = mesh((1,), ("x",))
+X = tensor((4, 3), "float32")
+Y = tensor((2, 3), "float32")
+x = input(X, tp[R])
+W = tensor((2, 3), "float32")
+w = output(W, tp[R])
+y = temp(Y, tp[R])
+A = tensor((2, 4), "float32")
+a = input(A, tp[R])
+computes(Y, product(A, X))
+l = lane()
+with tp:
+    {kind}, lane=l)
+    call(fn="f", outs=(w,), ins=(y,), lane=l)
+"""
+    error = refusal(text)
+    assert (error.rank, error.buffer) == (0, "y") and "gives a call what is not Y" in error.message
+
+
+def test_too_many_elements_are_said_not_to_be_proved() -> None:
+    text = (
+        PARTIAL.replace("(3, 8)", "(3000, 8)")
+        .replace("(8, 5)", "(8, 5000)")
+        .replace("(3, 5)", "(3000, 5000)")
+    )
+    (note,) = validate(parse(text)).skipped
+    assert note.startswith("index labels: 60") and "are over 16000000" in note
+    assert validate(parse(PARTIAL), labels=False).skipped == ("index labels: not asked for",)
+
+
+def test_products_by_zeros_and_of_no_columns_count_for_nothing() -> None:
+    text = PARTIAL.replace("(3, 8)", "(3, 3)").replace("(8, 5)", "(3, 5)")
+    program = parse(
+        text.replace("tp[P, P]", "tp[P, R]").replace("S(1), S(1)", "S(1), R").replace("S(0), S(0)", "S(0), R")
+    )
+    proof = validate(program)
+    values = numbers_for(program)
+    whole = dense(program, values)["C"]
+    machine = run_numbers(proof.flow, proof.order, values)
+    total = machine.memory[0, "c", 0] + machine.memory[2, "c", 0]
+    assert (total == whole).all() and not outputs_equal(program, machine, {"C": whole})
