@@ -1,0 +1,84 @@
+"""The time of ONE op on an otherwise idle machine.
+
+A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2);
+a local product costs its FLOPs over the chip's effective rate; a copy its bytes over memory bandwidth. A
+price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.cost.machine import Machine
+from meshweave.ir.work import Compute, Transfer, Work
+from meshweave.units import to_ps, work_ps
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """`launch_ps` and `sync_ps` pass first, then `amount` (bytes or FLOPs) flows at most at `rate_per_s`."""
+
+    launch_ps: int
+    sync_ps: int
+    amount: int
+    rate_per_s: int
+
+    @property
+    def fixed_ps(self) -> int:
+        return self.launch_ps + self.sync_ps
+
+    @property
+    def flow_ps(self) -> int:
+        return work_ps(self.amount, self.rate_per_s) if self.amount else 0
+
+    @property
+    def total_ps(self) -> int:
+        return self.fixed_ps + self.flow_ps
+
+
+def price(work: Work, machine: Machine) -> Price:
+    """Price of one op. Raises UnsupportedError for a group that the machine cannot place."""
+    if isinstance(work, Compute):
+        chip = machine.cluster.chip
+        if work.flops:
+            return Price(to_ps(chip.launch_s), 0, work.flops, int(chip.effective_flops_per_s))
+        return Price(0, 0, work.bytes, int(chip.memory_bytes_per_s))
+    return _transfer(work, machine)
+
+
+def _transfer(work: Transfer, machine: Machine) -> Price:
+    count, part = work.num_ranks, work.part_bytes
+    kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
+    constants = machine.constants(work.axis, kind)
+    launch, sync = to_ps(constants.launch_s), to_ps(constants.sync_s)
+    if work.step and work.step.index > 0:
+        launch = 0
+    if count == 1:
+        steps, amount = 0, 0
+    elif work.kind in ("all_gather", "reduce_scatter"):
+        steps, amount = count - 1, (count - 1) * part
+    elif work.kind == "all_reduce":  # a reduce-scatter and an all-gather of parts of 1 / P
+        steps, amount = 2 * (count - 1), 2 * (count - 1) * -(-part // count)
+    elif work.kind in ("broadcast", "reduce"):  # D packets over P - 1 hops take P + D - 2 steps
+        steps = count + work.packets - 2
+        amount = steps * -(-part // work.packets)
+    elif work.kind == "all_to_all":  # parts travel P / 2 hops on a one-way ring, P / 4 on a two-way one
+        ways = machine.ways(work.axis)
+        steps = count - 1
+        amount = part * (count * (count - 1) // 2 if ways == 1 else count * count // 4)
+    elif work.kind == "fence":
+        steps, amount = count - 1, 0
+    else:
+        steps, amount = 1, part
+    return Price(launch, steps * sync, amount, int(machine.rate(work.axis, kind)))
+
+
+_CONSTANTS = {
+    "permute": "send_recv",
+    "send": "send_recv",
+    "recv": "send_recv",
+    "get": "send_recv",
+    "put": "send_recv",
+    "accumulate": "send_recv",
+    "fence": "all_gather",
+}

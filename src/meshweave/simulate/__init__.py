@@ -1,0 +1,5 @@
+"""The discrete-event reading of a program."""
+
+from meshweave.simulate.reference import simulate
+
+__all__ = ["simulate"]

@@ -1,0 +1,189 @@
+"""The reference simulator: what it must get right by hand calculation, and that it is deterministic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.cost.machine import Machine
+from meshweave.cost.price import price
+from meshweave.describe.cluster import Chip, Cluster, CommConstants, NetworkAxis, Switch, Torus, load_cluster
+from meshweave.errors import LayoutError, ProgramError
+from meshweave.ir.dataflow import analyse
+from meshweave.ir.parse import parse
+from meshweave.ir.program import Program
+from meshweave.ir.work import Transfer
+from meshweave.lower import lower_rings
+from meshweave.simulate import simulate
+from meshweave.simulate.flows import Flow, FlowTable, amount_left
+from meshweave.trace import check_order
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
+CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
+
+
+def torus(ways: int = 1, latency_s: float = 0.0, launch_s: float = 0.0, chips: int = 16) -> Cluster:
+    constants = tuple(
+        (kind, CommConstants(ways * 1e9, latency_s, launch_s)) for kind in ("all_gather", "send_recv")
+    )
+    axes = tuple(NetworkAxis(name, 1e9, latency_s, ways, constants, launch_s) for name in ("row", "col"))  # type: ignore[arg-type]
+    return Cluster("test", CHIP, Torus(axes, None, chips, True), "a test")
+
+
+def program(body: str, mesh: str = '(1, 4), ("row", "col")', lanes: tuple[str, ...] = ("x", "y")) -> Program:
+    text = f"""
+program("test")
+tp = mesh({mesh})
+s = scratch((1000, 250), "float32", on=tp, slots=4)
+g = scratch((1000, 1000), "float32", on=tp, slots=4)
+"""
+    text += "".join(f"{lane} = lane()\n" for lane in lanes)
+    return parse(text + "with tp:\n" + "".join(f"    {line}\n" for line in body.strip().splitlines()))
+
+
+def seconds(cluster: Cluster, body: str, **kwargs: object) -> float:
+    made = program(body, **kwargs)  # type: ignore[arg-type]
+    return simulate(made, Machine.of(cluster, made)).duration_s
+
+
+GATHER = 'all_gather(g, s, over="tp.col", dim=1, lane=x)'
+
+
+def test_a_collective_costs_launch_and_steps() -> None:
+    """t_launch + (P - 1) (t_sync + shard / bw): 1 MB shards at 1 GB/s."""
+    assert seconds(torus(latency_s=1e-4, launch_s=5e-4), GATHER) == pytest.approx(
+        5e-4 + 3 * (1e-4 + 1e-3), abs=1e-12
+    )
+
+
+def test_two_ways_halve_the_transfer() -> None:
+    assert seconds(torus(ways=2), GATHER) == pytest.approx(1.5e-3, abs=1e-12)
+
+
+def test_lanes_overlap_and_a_lane_does_not() -> None:
+    """Products in one lane, a gather in another; in one lane they follow each other."""
+    matmul = "matmul(g(1), g(2), g(3), lane={})"
+    one, two = (f"{GATHER}\n{matmul.format(lane)}" for lane in ("x", "y"))
+    assert seconds(torus(), one) == pytest.approx(3e-3 + 2e-3, abs=1e-12)
+    assert seconds(torus(), two) == pytest.approx(3e-3, abs=1e-12)
+
+
+def test_two_collectives_on_one_axis_share_its_links() -> None:
+    both = GATHER + '\nall_gather(g(1), s(1), over="tp.col", dim=1, lane=y)'
+    assert seconds(torus(), both) == pytest.approx(6e-3, abs=1e-12)
+
+
+def test_collectives_on_different_axes_do_not_meet() -> None:
+    mesh = '(4, 4), ("row", "col")'
+    both = GATHER + '\nall_gather(g(1)[:, :], s(1), over="tp.row", dim=1, lane=y)'
+    assert seconds(torus(), both, mesh=mesh) == pytest.approx(3e-3, abs=1e-12)
+
+
+def test_products_of_two_lanes_share_the_engine() -> None:
+    both = "matmul(g, g(2), g(3), lane=x)\nmatmul(g(1), g(2), g(3), lane=y)"
+    assert seconds(torus(), both) == pytest.approx(4e-3, abs=1e-12)
+
+
+def test_a_ring_step_by_step_costs_what_the_collective_costs() -> None:
+    """With equal shards: the same launch, steps and bytes, and the own part's copy besides."""
+    cluster = torus(latency_s=1e-4, launch_s=5e-4)
+    whole = program(GATHER)
+    ring = lower_rings(whole)
+    machine = Machine.of(cluster, whole)
+    copy_s = 2 * 1e6 / 1e12
+    assert simulate(ring, machine).duration_s == pytest.approx(
+        simulate(whole, machine).duration_s + copy_s, abs=1e-12
+    )
+
+
+def test_a_permute_by_two_crosses_two_links() -> None:
+    """Each link carries two of the four messages, so they run at half rate."""
+    text = 'permute(s(1), s, over="tp.col", shift={}, lane=x)'
+    assert seconds(torus(), text.format(1)) == pytest.approx(1e-3, abs=1e-12)
+    assert seconds(torus(), text.format(2)) == pytest.approx(2e-3, abs=1e-12)
+
+
+def test_a_switch_port_is_shared_by_senders() -> None:
+    axis = NetworkAxis("port", 1e9)
+    cluster = Cluster("test", CHIP, Switch(axis, 4), "a test")
+    made = parse("""
+program("incast")
+tp = mesh((4,), ("x",))
+s = scratch((1000, 250), "float32", on=tp, slots=4)
+one = lane(order="ready", width=3)
+with tp:
+    for r in range(3):
+        if rank == r + 1:
+            send(s, peer=0, tag=r, lane=one)
+        if rank == 0:
+            recv(s(r + 1), peer=r + 1, tag=r, lane=one)
+""")
+    assert simulate(made, Machine.of(cluster, made)).duration_s == pytest.approx(3e-3, abs=1e-11)
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_goldens_run_in_the_order_the_program_demands(path: Path) -> None:
+    made = parse(path.read_text())
+    flow = analyse(made)
+    machine = Machine.of(load_cluster("tpu-v4-pod:16"), made)
+    trace = simulate(flow, machine)
+    assert check_order(trace, flow) > 0
+    assert simulate(flow, machine) == trace
+
+
+def test_equal_inputs_give_equal_traces_of_a_product() -> None:
+    problem = MatmulProblem(512, 384, 640, (2, 4), "rs", "bfloat16")
+    made = lower_rings(ALGORITHMS["meshslice"].program(problem, Config((1, 2, 1))), 2)
+    machine = Machine.of(load_cluster("tpu-v4-pod:8"), made)
+    first = simulate(made, machine)
+    assert simulate(made, machine).to_json() == first.to_json()
+
+
+def test_a_deadlock_is_told_not_waited_for() -> None:
+    made = parse("""
+program("stuck")
+tp = mesh((2,), ("x",))
+s = scratch((4,), "float32", on=tp, slots=2)
+one = lane()
+with ranks(0):
+    send(s, peer=1, lane=one)
+    recv(s(1), peer=1, lane=one)
+with ranks(1):
+    send(s, peer=0, lane=one)
+    recv(s(1), peer=0, lane=one)
+""")
+    with pytest.raises(ProgramError, match="deadlock"):
+        simulate(made, Machine.of(torus(), made))
+
+
+def test_too_many_ranks_for_the_cluster() -> None:
+    with pytest.raises(LayoutError, match="16 ranks do not fit the 8 chips"):
+        made = program(GATHER, mesh='(4, 4), ("row", "col")')
+        Machine.of(torus(chips=8), made)
+
+
+def test_max_min_shares_are_fair_and_use_what_caps_leave() -> None:
+    """Three flows on a link of 90; one is capped at 10, the others get 40 each."""
+    table = FlowTable({"link": 90})
+    flows = [Flow(i, ((0, i),), ("link",), cap, amount_left(1)) for i, cap in enumerate((10, 1000, 1000))]
+    for flow in flows:
+        table.add(flow, 0)
+    assert [flow.rate for flow in flows] == [10, 40, 40]
+    table.remove(flows[0], 0)
+    assert [flow.rate for flow in flows[1:]] == [45, 45]
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce", "all_to_all", "fence", "permute"])
+def test_every_kind_of_transfer_has_a_price(kind: str) -> None:
+    machine = Machine.of(torus(latency_s=1e-6), program(GATHER))
+    cost = price(Transfer(kind, "tp.col", 4, 1000, packets=2), machine)
+    assert cost.total_ps > 0
+    assert price(Transfer(kind, "tp.col", 1, 1000), machine).amount == 0
+
+
+def test_broadcast_is_pipelined_in_packets() -> None:
+    """D packets over P - 1 hops take P + D - 2 steps of size / D bytes."""
+    machine = Machine.of(torus(), program(GATHER))
+    assert price(Transfer("broadcast", "tp.col", 4, 1000, packets=10), machine).amount == 12 * 100
