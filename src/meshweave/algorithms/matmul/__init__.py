@@ -1,0 +1,20 @@
+"""Distributed matrix products: the table of algorithms. A new one gets its tests by being listed here."""
+
+from __future__ import annotations
+
+from meshweave.algorithms.matmul.collective import COLLECTIVE
+from meshweave.algorithms.matmul.meshslice import MESHSLICE
+from meshweave.algorithms.matmul.problem import DATAFLOWS, Algorithm, Config, Dataflow, MatmulProblem
+from meshweave.errors import UnsupportedError, nearest
+
+ALGORITHMS: dict[str, Algorithm] = {entry.name: entry for entry in (COLLECTIVE, MESHSLICE)}
+
+
+def algorithm(name: str) -> Algorithm:
+    """The table entry called `name`. Raises UnsupportedError naming the nearest one."""
+    if name not in ALGORITHMS:
+        raise UnsupportedError(f"there is no algorithm '{name}'{nearest(name, ALGORITHMS)}")
+    return ALGORITHMS[name]
+
+
+__all__ = ["ALGORITHMS", "DATAFLOWS", "Algorithm", "Config", "Dataflow", "MatmulProblem", "algorithm"]
