@@ -1,0 +1,7 @@
+"""Passes from what algorithms write to what a transport has, one per file."""
+
+from meshweave.lower.linearise import linearise
+from meshweave.lower.one_sided import lower_one_sided, per_rank
+from meshweave.lower.rings import lower_rings
+
+__all__ = ["linearise", "lower_one_sided", "lower_rings", "per_rank"]

@@ -1,0 +1,21 @@
+"""One issue order that all ranks share.
+
+A runtime that issues from one thread per rank (NCCL: a stream and a communicator per lane) deadlocks if
+ranks issue communication in different orders. The events of an untimed run, each a whole collective or a
+send with its recv, are such an order: it respects every edge and lane, and partners come together in it.
+"""
+
+from __future__ import annotations
+
+from meshweave.ir.dataflow import Dataflow, analyse, untimed_order
+from meshweave.ir.program import Program
+
+
+def linearise(program: Program | Dataflow) -> dict[int, tuple[int, ...]]:
+    """For each rank its op indices in issue order. Raises ProgramError where the program deadlocks."""
+    flow = analyse(program) if isinstance(program, Program) else program
+    order: dict[int, list[int]] = {rank: [] for rank in flow.matched.ops}
+    for event in untimed_order(flow):
+        for rank, index in event:
+            order[rank].append(index)
+    return {rank: tuple(listed) for rank, listed in order.items()}

@@ -1,0 +1,113 @@
+"""Lowering changes how a program communicates, never what it computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.errors import ProgramError
+from meshweave.execute.numpy_backend import run_numpy
+from meshweave.ir.dataflow import analyse
+from meshweave.ir.edges import is_one_sided
+from meshweave.ir.ops import AllGather, Fence, Permute, ReduceScatter
+from meshweave.ir.parse import parse
+from meshweave.ir.program import Program
+from meshweave.ir.text import to_text
+from meshweave.ir.validate import validate
+from meshweave.lower import linearise, lower_one_sided, lower_rings, per_rank
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ONE_SIDED = ["universal_c", "universal_b", "t3_ring"]
+
+
+def golden(name: str) -> Program:
+    return parse((GOLDEN / f"{name}.txt").read_text())
+
+
+def inputs_of(program: Program) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    names = {b.tensor for b in program.buffers if b.kind == "input"}
+    return {t.name: rng.integers(-5, 5, t.shape).astype(t.dtype) for t in program.tensors if t.name in names}
+
+
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_one_sided_becomes_send_and_recv(name: str) -> None:
+    program = golden(name)
+    lowered = lower_one_sided(program)
+    assert not any(is_one_sided(op) or isinstance(op, Fence) for op in lowered.ops())
+    assert validate(lowered).skipped == ()
+    assert parse(to_text(lowered)) == lowered
+    inputs = inputs_of(program)
+    for seed in (None, 1, 2):
+        before, after = run_numpy(program, inputs, seed=seed), run_numpy(lowered, inputs, seed=seed)
+        for tensor, value in before.outputs.items():
+            np.testing.assert_array_equal(after.outputs[tensor], value)
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_written_out_per_rank_is_the_same_program(path: Path) -> None:
+    program = parse(path.read_text())
+    written = per_rank(program)
+    assert validate(written).skipped == ()
+    for rank in program.ranks:
+        assert [b.op for b in written.on_rank(rank)] == [b.op for b in program.on_rank(rank)]
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
+def test_linearised_order_is_one_that_all_ranks_share(path: Path) -> None:
+    """Each rank issues all of its ops once, after what they wait for, and partners meet in one order."""
+    flow = analyse(parse(path.read_text()))
+    order = linearise(flow)
+    place = {}
+    for rank, listed in order.items():
+        assert sorted(listed) == list(range(len(flow.matched.ops[rank])))
+        place.update({(rank, index): at for at, index in enumerate(listed)})
+    for rank, index in flow.nodes():
+        assert all(place[rank, other] < place[rank, index] for other in flow.before[rank][index])
+    joints = flow.matched.joints
+    for one in joints:
+        for two in joints:
+            ends = [
+                place[a] < place[b]
+                for a in one.members
+                for b in two.members
+                if a[0] == b[0] and one is not two
+            ]
+            assert all(ends) or not any(ends)
+
+
+@pytest.mark.parametrize(
+    ("ways", "lanes"), [(1, {"row", "col"}), (2, {"row", "col", "row_back", "col_back"})]
+)
+def test_rings_take_one_step_less_than_members(ways: int, lanes: set[str]) -> None:
+    problem = MatmulProblem(48, 48, 48, (3, 4), "ls")
+    program = lower_rings(ALGORITHMS["collective"].program(problem, Config()), ways)  # type: ignore[arg-type]
+    steps = [op for op in program.ops() if isinstance(op, Permute)]
+    assert not any(isinstance(op, (AllGather, ReduceScatter)) for op in program.ops())
+    assert len(steps) == ways * (2 + 3)
+    assert {op.lane for op in steps} == lanes
+    assert [op.step.index for op in steps if op.step and op.lane == "row"] == [0, 1]
+
+
+def test_only_wanted_collectives_are_lowered() -> None:
+    program = ALGORITHMS["collective"].program(MatmulProblem(8, 8, 8, (2, 2)), Config())
+    lowered = lower_rings(program, wanted=lambda op: op.lane == "row")
+    assert [op.lane for op in lowered.ops() if isinstance(op, AllGather)] == ["col"]
+
+
+def test_a_ring_without_sizes_over_uneven_shards_is_refused() -> None:
+    text = """
+program("uneven")
+tp = mesh((1, 3), ("row", "col"))
+A = tensor((4, 7), "float32")
+a = input(A, tp[S(0), S(1)])
+g = scratch((4, 7), "float32", on=tp)
+col = lane()
+with tp:
+    all_gather(g, a, over="tp.col", dim=1, lane=col)
+"""
+    with pytest.raises(ProgramError, match="uneven"):
+        lower_rings(parse(text))
