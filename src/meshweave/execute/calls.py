@@ -1,0 +1,51 @@
+"""What `call` ops run: the convention that all executors share.
+
+The function bound to a name is called as `fn(*ins, *args)`, where an op declares a stash as
+`fn(held, *ins, *args)`: `held` is a dict that the forward part fills and the gradient parts of the same
+stash, args and rank find, until the weight-gradient part has ended. The ins may alias buffers and must not
+be changed; what is stashed of them must be copied. It returns the outs: one, a sequence of several, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from meshweave.errors import BindError, nearest
+from meshweave.ir.ops import Call
+
+Calls = Mapping[str, Callable[..., Any]]
+
+
+class CallTable:
+    """Bound functions, and what one rank has stashed."""
+
+    def __init__(self, functions: Calls) -> None:
+        self._functions = functions
+        self._held: dict[tuple[object, ...], dict[Any, Any]] = {}
+
+    def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
+        """A function from the ins to the outs. Raises BindError where none is bound to the op's name.
+
+        What it returns raises BindError where shapes are not as the op declares.
+        """
+        if op.fn not in self._functions:
+            raise BindError(f"no function is bound to call '{op.fn}'{nearest(op.fn, self._functions)}")
+        function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]
+        held, key = self._held, (op.stash, *op.args)
+
+        def run(*ins: Any) -> Sequence[Any]:
+            if op.stash:
+                found = held.pop(key, {}) if op.part == "weight_grad" else held.setdefault(key, {})
+                result = function(found, *ins, *args)
+            else:
+                result = function(*ins, *args)
+            if result is None:
+                result = ()
+            outs: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)
+            shapes = [tuple(out.shape) for out in outs]
+            if shapes != expected:
+                raise BindError(f"call '{op.fn}' must return shapes {expected}, not {shapes}")
+            return outs
+
+        return run

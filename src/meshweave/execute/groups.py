@@ -1,0 +1,176 @@
+"""What bound programs share: process groups, one per lane and set of ranks, and the deadline of each wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+import torch.distributed as dist
+
+from meshweave.errors import BindError, DeadlineError, RankLostError
+from meshweave.execute.liveness import Liveness
+from meshweave.execute.torch_lanes import Crew
+from meshweave.ir.ops import Collective, Permute, Recv, Send
+from meshweave.ir.program import Program
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""A lane, and the global ranks in ascending order."""
+
+
+class Wait(Protocol):
+    """A guarded wait: what is left of its deadline."""
+
+    @property
+    def timeout(self) -> timedelta: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class _PlainWait:
+    """The guard where nobody listens for heartbeats: it can say what was waited for, not because of whom."""
+
+    __slots__ = ("_what", "timeout")
+
+    def __init__(self, what: str, timeout: timedelta) -> None:
+        self._what, self.timeout = what, timeout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            words = " ".join(str(error).split())
+            if "timed out" in words.lower() or "timeout" in words.lower():
+                raise DeadlineError(f"gave up waiting for {self._what} after {self.timeout}") from error
+            why = words.partition(". ")[0]
+            raise RankLostError(f"the connection broke while waiting for {self._what}: {why}", ()) from error
+
+
+class TorchContext:
+    """This process among the ranks of `torch.distributed`, as bound programs see it.
+
+    Groups are made once per (lane, ranks) and shared by all programs that are bound in this context. Making
+    them is collective among the ranks of a group: all ranks of a program bind the same programs in the same
+    order. Programs on disjoint ranks, such as replicas, know nothing of each other.
+
+    Args:
+        liveness: names the ranks that are missing when a wait fails; without it an error can only say what
+            was waited for.
+        deadline_s: seconds that any one wait for other ranks may take.
+        device: where buffers live.
+    """
+
+    def __init__(
+        self,
+        *,
+        liveness: Liveness | None = None,
+        deadline_s: float = 60.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.liveness, self.deadline_s = liveness, deadline_s
+        self.device = torch.device(device)
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank: int | None = dist.get_rank() if self.is_distributed else None
+        self.num_ranks: int = dist.get_world_size() if self.is_distributed else 1
+        self.crew = Crew(deadline_s)
+        self._timeout = timedelta(seconds=deadline_s)
+        self._groups: dict[GroupKey, Any] = {}
+
+    @classmethod
+    def default(cls, device: torch.device | str = "cpu") -> TorchContext:
+        """The context of a device in the default process group, without liveness; made once and kept."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        known = _defaults.get(str(device))
+        if known is None or known[0] is not world:
+            known = _defaults[str(device)] = (world, cls(device=device))
+        return known[1]
+
+    def prepare(self, program: Program) -> None:
+        """Makes the groups of this rank that `program` needs and that are not there yet. `bind` calls it.
+
+        Raises BindError where the program has ranks that the world does not have.
+        """
+        for key in group_keys(program):
+            lane, ranks = key
+            if key in self._groups or (self.is_distributed and self.rank not in ranks):
+                continue
+            if not self.is_distributed:
+                raise BindError(
+                    f"program {program.name} communicates over ranks {ranks}: initialise torch.distributed"
+                )
+            if ranks[-1] >= self.num_ranks:
+                raise BindError(
+                    f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
+                )
+            with self.guard(f"ranks {ranks} to form the group of lane {lane}", ranks):
+                # Only members take part, so that meshes side by side (replicas) need not run in step.
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=self._timeout,
+                    use_local_synchronization=True,
+                    group_desc=f"meshweave {lane}",
+                )
+                if self.device.type == "cuda":
+                    # NCCL connects a group at its first use, which must be one by all of its ranks.
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self._groups[key] = group
+
+    def group(self, lane: str, ranks: Sequence[int]) -> Any:
+        """The process group of a lane over `ranks`, in any order. It must have been prepared."""
+        return self._groups[lane, tuple(sorted(ranks))]
+
+    def guard(self, what: str, peers: Iterable[int]) -> Wait:
+        """Wraps one wait for other ranks; its `timeout` is what the wait may take."""
+        if self.liveness is None:
+            return _PlainWait(what, self._timeout)
+        return self.liveness.guard(what, self.deadline_s, peers=peers)
+
+    def close(self) -> None:
+        """Ends the threads and destroys the groups. Programs bound in this context run no more."""
+        self.crew.close()
+        for group in self._groups.values():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                with contextlib.suppress(RuntimeError, ValueError):  # the world may be gone already
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+_defaults: dict[str, tuple[Any, TorchContext]] = {}  # by device, with the world that each was made for
+
+
+def group_keys(program: Program) -> list[GroupKey]:
+    """All groups that some rank of a program needs, in an order that every rank derives alike.
+
+    They are read off the program as written: no rank instantiates what the others do. A lane's messages and
+    ring steps share one group over all ranks of the program; a collective has the groups of its axis.
+    """
+    keys: dict[GroupKey, None] = {}
+    for op in program.ops():
+        if isinstance(op, (Permute, Send, Recv)):
+            keys[op.lane, program.ranks] = None
+        elif isinstance(op, Collective):
+            for ranks in _groups_of(program, op.over):
+                keys[op.lane, tuple(sorted(ranks))] = None
+    return [(lane, ranks) for lane, ranks in keys if len(ranks) > 1]
+
+
+def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if not isinstance(over, str):
+        yield over
+        return
+    name, _, axis = over.partition(".")
+    if name not in program.mesh_of:
+        raise BindError(f"'{over}' names no mesh; declared are {', '.join(program.mesh_of)}")
+    mesh = program.mesh_of[name]
+    if axis:
+        yield from mesh.groups(axis)
+    else:
+        yield mesh.ranks

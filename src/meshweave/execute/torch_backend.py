@@ -1,0 +1,283 @@
+"""A program on tensors of one rank, over `torch.distributed`: bound once, run many times.
+
+Binding instantiates the ops of this rank alone, derives its local edges, allocates scratch and staging, makes
+every view a tensor and every op a closure. What is left for a run is to walk lists of closures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshweave.errors import BindError, nearest
+from meshweave.execute.calls import Calls, CallTable
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.torch_comm import bind_communication
+from meshweave.execute.torch_compute import Binder
+from meshweave.execute.torch_lanes import LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch_views import Action, Staging, empty
+from meshweave.execute.torch_wire import Wire, wire_orders
+from meshweave.ir.edges import exposed_buffers, local_edges
+from meshweave.ir.ops import COMPUTE_KINDS
+from meshweave.ir.program import BoundOp, Buffer, Program
+from meshweave.trace import Span, Trace
+
+Mode = Literal["threads", "linear"]
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of a program's `dtype`."""
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+class BoundProgram:
+    """A program bound to the memory of one rank; made by `bind`.
+
+    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by buffer name. They stay
+    the same from run to run: read results before the next run, or copy them. To give new input without a
+    copy, write into `inputs`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        context: TorchContext,
+        memory: Mapping[tuple[str, int], Tensor],
+        unset: set[str],
+        ops: Sequence[BoundOp],
+        execute: Callable[[], Mapping[int, tuple[int, int]]],
+        trace: bool,
+    ) -> None:
+        self.program, self.rank, self.context = program, rank, context
+        self._unset, self._execute, self._is_traced = unset, execute, trace
+        self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in ops] if trace else []
+        self.inputs = {b.name: memory[b.name, 0] for b in _held(program, rank) if b.kind == "input"}
+        self.outputs = {b.name: memory[b.name, 0] for b in _held(program, rank) if b.kind == "output"}
+        self._copies = [
+            (memory[name, slot], memory[name, 0])
+            for name in self.inputs
+            for slot in range(1, program.buffer_of[name].slots)
+        ]
+
+    def run(self, inputs: Mapping[str, Tensor] | None = None) -> Trace | None:
+        """Runs this rank's part of the program; all its ranks run it together.
+
+        Args:
+            inputs: new values by buffer name, copied into the bound tensors first.
+
+        Returns:
+            The spans of this rank if bound with `trace`. Their times are those of CLOCK_MONOTONIC, which the
+            processes of a host share.
+
+        Raises:
+            BindError: an input never got a value, or a new value does not fit.
+            RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
+            UnsupportedError: an earlier run in this context failed, or another is under way.
+
+        What a call raises comes out as it is, with a note that says where. After any failure ranks are out
+        of step, and the context is of no further use.
+        """
+        with torch.no_grad():
+            for name, value in (inputs or {}).items():
+                self._load(name, value)
+            if self._unset:
+                raise BindError(
+                    f"input buffer {min(self._unset)} of program {self.program.name} has no value"
+                )
+            for copy, first in self._copies:
+                copy.copy_(first)
+        spans = self._execute()
+        return self._trace(spans) if self._is_traced else None
+
+    def _load(self, name: str, value: Tensor) -> None:
+        if name not in self.inputs:
+            raise BindError(
+                f"program {self.program.name} has no input buffer '{name}'{nearest(name, self.inputs)}"
+            )
+        target = self.inputs[name]
+        if value is not target:
+            _check(name, value, tuple(target.shape), target.dtype)
+            target.copy_(value)
+        self._unset.discard(name)
+
+    def _trace(self, spans: Mapping[int, tuple[int, int]]) -> Trace:
+        listed: list[Span] = []
+        for index, (lane, kind, label) in enumerate(self._ops):
+            start_ns, end_ns = spans[index]
+            listed.append(Span(self.rank, index, lane, kind, label, start_ns * 1000, end_ns * 1000))
+        return Trace(self.program.name, "torch", tuple(listed))
+
+
+def bind(
+    program: Program,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    context: TorchContext | None = None,
+    calls: Calls | None = None,
+    mode: Mode | None = None,
+    order: Sequence[int] | None = None,
+    trace: bool = False,
+) -> BoundProgram:
+    """Binds the part of `rank` to tensors. Collective: see `TorchContext`.
+
+    Mode "threads" (the default on a CPU) runs each lane in a thread of its own, in program order one op at a
+    time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
+    ops from the calling thread in `order`, with a stream and a communicator per lane on CUDA. It needs an
+    order that all ranks share and in which no op waits for a later one: program order has that if messages
+    are written so that each receive stands where its send does; a lowering may hand over another.
+    The CUDA path follows NCCL's rules but its tests need several GPUs, and none of this project's own runs
+    has exercised it.
+
+    Args:
+        rank: the global rank, that of this process.
+        context: by default that of the tensors' device in the default process group.
+        tensors: by buffer name, local shards of input buffers and, if wanted, memory for output buffers. They
+            are aliased, not copied. Inputs left out get their value in the first `run`; what else is left out
+            is allocated. A tensor whose dims lie in memory as the buffer's `order` says needs least staging.
+        calls: the functions that `call` ops name; see `execute.calls`. Outs are copied.
+        order: op indices, for mode "linear"; None is program order.
+        trace: let `run` return a Trace.
+
+    Raises:
+        BindError: tensors, calls, ranks or order do not fit the program.
+        UnsupportedError: the program has one-sided ops (lower them first).
+    """
+    if context is None:
+        context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
+    context.crew.check()
+    if rank not in program.ranks:
+        raise BindError(f"program {program.name} has no rank {rank}")
+    if context.rank not in (None, rank):
+        raise BindError(f"cannot bind rank {rank} in the process of rank {context.rank}")
+    mode = mode or ("linear" if context.device.type == "cuda" else "threads")
+    if mode == "threads" and context.device.type != "cpu":
+        raise BindError(f"mode 'threads' is for tensors on a CPU, not on {context.device}: take 'linear'")
+    if order is not None and mode != "linear":
+        raise BindError("an order is for mode 'linear'")
+    ops = program.on_rank(rank)
+    memory, unset = _allocate(program, rank, tensors, context.device)
+    context.prepare(program)
+    binder = Binder(rank, memory, Staging(context.device), CallTable(calls or {}))
+    wire = Wire(context, binder, program, wire_orders(program))
+    actions = [binder.local(b) if b.op.kind in COMPUTE_KINDS else bind_communication(wire, b) for b in ops]
+    before = local_edges(ops, exposed_buffers(program))
+    if mode == "linear":
+        execute = _linear(context, ops, actions, before, order, trace)
+    else:
+        execute = _threads(context, ops, actions, before, trace)
+    return BoundProgram(program, rank, context, memory, unset, ops, execute, trace)
+
+
+def _held(program: Program, rank: int) -> list[Buffer]:
+    return [buffer for buffer in program.buffers if rank in program.mesh_of[buffer.mesh]]
+
+
+def _allocate(
+    program: Program, rank: int, tensors: Mapping[str, Tensor], device: torch.device
+) -> tuple[dict[tuple[str, int], Tensor], set[str]]:
+    """The tensor of each (buffer, slot) of `rank`, and the names of inputs that have no value yet."""
+    memory: dict[tuple[str, int], Tensor] = {}
+    bindable = {b.name for b in _held(program, rank) if b.kind in ("input", "output")}
+    for name in tensors:
+        if name not in bindable:
+            raise BindError(
+                f"rank {rank} of program {program.name} has no input or output buffer '{name}'"
+                f"{nearest(name, bindable)}"
+            )
+    for buffer in _held(program, rank):
+        shape, dtype = program.local_shape(buffer.name, rank), torch_dtype(buffer.dtype)
+        for slot in range(buffer.slots):
+            memory[buffer.name, slot] = empty(shape, dtype, buffer.order, device)
+        if buffer.name in tensors:
+            given = tensors[buffer.name].detach()
+            _check(buffer.name, given, shape, dtype)
+            if given.device.type != device.type:
+                raise BindError(f"buffer {buffer.name} is on {given.device}, its context on {device}")
+            memory[buffer.name, 0] = given
+    return memory, {b.name for b in _held(program, rank) if b.kind == "input"} - set(tensors)
+
+
+def _check(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(value.shape) != shape or value.dtype != dtype:
+        raise BindError(
+            f"buffer {name} is of shape {shape} and {dtype}, "
+            f"what was given of {tuple(value.shape)} and {value.dtype}"
+        )
+
+
+def _lanes(ops: Sequence[BoundOp]) -> list[str]:
+    """The lanes that a rank uses, the one with most compute ops first: the caller's thread runs it."""
+    num_local: dict[str, int] = {}
+    for bound in ops:
+        num_local[bound.op.lane] = num_local.get(bound.op.lane, 0) + (bound.op.kind in COMPUTE_KINDS)
+    return sorted(num_local, key=lambda name: -num_local[name])
+
+
+def _threads(
+    context: TorchContext,
+    ops: Sequence[BoundOp],
+    actions: Sequence[Action],
+    before: Sequence[Sequence[int]],
+    trace: bool,
+) -> Callable[[], Mapping[int, tuple[int, int]]]:
+    names = _lanes(ops)
+    lane_of = [names.index(bound.op.lane) for bound in ops]
+    lanes = [LaneRun(name) for name in names]
+    for index, needed in enumerate(cross_lane_waits(lane_of, before, len(lanes))):
+        lane = lanes[lane_of[index]]
+        lane.actions.append(actions[index])
+        lane.waits.append(tuple((lanes[other], count) for other, count in needed))
+        lane.labels.append(ops[index].label)
+        lane.indices.append(index)
+    crew = context.crew
+
+    def execute() -> Mapping[int, tuple[int, int]]:
+        if lanes:
+            crew.run(lanes, trace=trace)
+        if not trace:
+            return {}
+        return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
+
+    return execute
+
+
+def _linear(
+    context: TorchContext,
+    ops: Sequence[BoundOp],
+    actions: Sequence[Action],
+    before: Sequence[Sequence[int]],
+    order: Sequence[int] | None,
+    trace: bool,
+) -> Callable[[], Mapping[int, tuple[int, int]]]:
+    order = range(len(ops)) if order is None else order
+    if sorted(order) != list(range(len(ops))):
+        raise BindError(f"the order must list each of the {len(ops)} ops once")
+    place = {index: at for at, index in enumerate(order)}
+    for index, earlier in enumerate(before):
+        for other in earlier:
+            if place[other] > place[index]:
+                raise BindError(
+                    f"the order has {ops[index].label} before {ops[other].label}, which it must wait for"
+                )
+    names = _lanes(ops)
+    lane_of = [names.index(ops[index].op.lane) for index in order]
+    issued = [sorted(place[other] for other in before[index]) for index in order]
+    waits = cross_lane_waits(lane_of, issued, len(names))
+    labels = [ops[index].label for index in order]
+    streams = Streams(
+        context.device, [actions[index] for index in order], labels, lane_of, waits, trace=trace
+    )
+    crew = context.crew
+
+    def execute() -> Mapping[int, tuple[int, int]]:
+        with crew.alone():
+            return dict(zip(order, streams.run(), strict=bool(trace)))
+
+    return execute

@@ -1,0 +1,149 @@
+"""What travels between ranks and how: dense tensors, and guarded waits for them.
+
+Wire order. Dims travel in an order that both ends know without asking: for gathers and scatters the dim they
+cut comes first, so that a member's part is one run of memory; otherwise it is the memory order of the buffers
+that such ops of the lane use as written, where they agree, and row-major where they do not. A view that
+already lies so is sent and received in place, any other through staging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.torch_compute import Binder
+from meshweave.execute.torch_views import Action, Order, Strided, natural, to_wire
+from meshweave.ir.ops import DataCollective, Op, Recv, Send
+from meshweave.ir.program import Program
+from meshweave.ir.views import View
+
+Message = tuple[Tensor, int]
+"""A dense tensor, and the global rank it goes to or comes from."""
+
+WireKey = tuple[str, str, int]
+
+
+def wire_orders(program: Program) -> dict[WireKey, Order]:
+    """The memory order that all buffers of a lane's ops of one kind share, by (lane, kind, num_dims)."""
+    orders: dict[WireKey, Order] = {}
+    for op in program.ops():
+        if isinstance(op, (DataCollective, Send, Recv)):
+            for _, view in op.accesses():
+                num_dims = len(view.selectors)
+                key, plain = _wire_key(op, num_dims), natural(num_dims)
+                order = program.buffer_of[view.buffer].order or plain
+                orders[key] = order if orders.get(key, order) == order else plain
+    return orders
+
+
+def _wire_key(op: Op, num_dims: int) -> WireKey:
+    kind = "message" if isinstance(op, (Send, Recv)) else f"{op.kind} {op.name}"
+    return op.lane, kind, num_dims
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One rank's end: its memory, its groups, and the wire orders of the program."""
+
+    context: TorchContext
+    binder: Binder
+    program: Program
+    orders: dict[WireKey, Order]
+
+    @property
+    def rank(self) -> int:
+        return self.binder.rank
+
+    def group(self, lane: str, ranks: Sequence[int]) -> Any:
+        """The process group of a lane over `ranks`."""
+        return self.context.group(lane, ranks)
+
+    def wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
+        """Posts works and waits for them: a CPU within the deadline, a CUDA stream without the host."""
+        if self.context.device.type == "cuda":
+
+            def queue() -> None:
+                for work in post():
+                    work.wait()
+
+            return queue
+        guard, peers = self.context.guard, tuple(peer for peer in peers if peer != self.rank)
+
+        def run() -> None:
+            with guard(what, peers) as wait:
+                for work in post():
+                    work.wait(wait.timeout)
+
+        return run
+
+    def exchange(
+        self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> list[Action]:
+        """Receives are posted before sends; empty messages are not sent."""
+        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+        if not sends and not recvs:
+            return []
+        peers = sorted({peer for _, peer in (*sends, *recvs)})
+        if self.context.device.type == "cuda":
+            listed = [dist.P2POp(dist.irecv, t, p, group=group) for t, p in recvs]
+            listed += [dist.P2POp(dist.isend, t, p, group=group) for t, p in sends]
+            return [self.wait(what, peers, lambda: dist.batch_isend_irecv(listed))]
+        irecv, isend = dist.irecv, dist.isend
+
+        def post() -> list[Any]:
+            works = [irecv(tensor, peer, group=group, tag=tag) for tensor, peer in recvs]
+            works += [isend(tensor, peer, group=group, tag=tag) for tensor, peer in sends]
+            return works
+
+        return [self.wait(what, peers, post)]
+
+    def order(self, op: Op, view: View) -> Order:
+        """In which a view of this op's shape travels, unless the op cuts it along a dim."""
+        num_dims = len(view.selectors)
+        return self.orders.get(_wire_key(op, num_dims), natural(num_dims))
+
+    def outgoing(
+        self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
+    ) -> tuple[Tensor, list[Action]]:
+        """A dense tensor in wire order that holds `view`, and what fills it; `own`: it is overwritten."""
+        found = self.binder.view(view)
+        dtype = dtype or found.dtype
+        if found.direct is not None and dtype == found.dtype and not own:
+            wire = to_wire(found.direct, order)
+            if wire.is_contiguous():
+                return wire, []
+        packed = self.binder.staging.get(op.lane, "out", found.shape, dtype, order)
+        return to_wire(packed, order), self.binder.staging.transfer(op.lane, Strided.of(packed), found)
+
+    def incoming(
+        self,
+        op: Op,
+        view: View,
+        order: Order,
+        *,
+        dtype: torch.dtype | None = None,
+        update: bool = False,
+        apart: bool = False,
+    ) -> tuple[Tensor, list[Action]]:
+        """A dense tensor in wire order to receive `view` into, and what takes it from there."""
+        found = self.binder.view(view)
+        dtype = dtype or found.dtype
+        if found.direct is not None and dtype == found.dtype and not update and not apart:
+            wire = to_wire(found.direct, order)
+            if wire.is_contiguous():
+                return wire, []
+        packed = self.binder.staging.get(op.lane, "in", found.shape, dtype, order)
+        after = self.binder.staging.transfer(op.lane, found, Strided.of(packed), add=update)
+        return to_wire(packed, order), after
+
+    def native_dtype(self, view: View) -> torch.dtype:
+        """In which the transport's own collectives carry a view's elements; gloo's know no int16."""
+        dtype = self.binder.view(view).dtype
+        return torch.int32 if dtype == torch.int16 else dtype

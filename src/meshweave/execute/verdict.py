@@ -1,0 +1,136 @@
+"""Who is to blame: what one rank makes of the heartbeats it reads. No clock, no store, no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+# All but `alive` are farewells. `lost`: leaves because of other ranks. `overdue`: gave up on a wait.
+# `stopped`: was told to by a signal. `failed`: has an error of its own. `done`: has nothing left to do.
+State = Literal["alive", "lost", "overdue", "stopped", "failed", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One heartbeat: a count that only grows, and how its rank is doing."""
+
+    count: int
+    state: State = "alive"
+    detail: str = ""
+
+    def encode(self) -> str:
+        return f"{self.count} {self.state} {self.detail}"
+
+    @classmethod
+    def decode(cls, value: bytes) -> Beat:
+        count, state, detail = value.decode(errors="replace").split(" ", 2)
+        return cls(int(count), cast(State, state), detail)
+
+
+class Watch:
+    """What one observer has seen of the other ranks since its wait failed."""
+
+    def __init__(self, others: Iterable[int], *, interval_s: float, stale_s: float) -> None:
+        self._interval_s, self._stale_s = interval_s, stale_s
+        self._first: dict[int, int] = {}
+        self._silence_s = dict.fromkeys(others, 0.0)
+        self.beats: dict[int, Beat | None] = dict.fromkeys(self._silence_s)
+        self.num_rounds = 0
+
+    def feed(self, elapsed_s: float, beats: Mapping[int, Beat | None]) -> None:
+        """Take in one reading of all other ranks, `elapsed_s` seconds after the last one.
+
+        An observer that was itself paused has not been listening: a gap counts as two intervals at most.
+        """
+        heard_s = min(elapsed_s, 2 * self._interval_s) if self.num_rounds else 0.0
+        for rank, before in self.beats.items():
+            beat = beats.get(rank)
+            if beat is not None:
+                self._first.setdefault(rank, beat.count)
+            self._silence_s[rank] = 0.0 if beat != before else self._silence_s[rank] + heard_s
+        self.beats = {rank: beats.get(rank) for rank in self.beats}
+        self.num_rounds += 1
+
+    def in_state(self, *states: State) -> list[int]:
+        """The ranks whose last beat carried one of `states`."""
+        return [rank for rank, beat in self.beats.items() if beat is not None and beat.state in states]
+
+    @property
+    def silent(self) -> list[int]:
+        """The ranks that said no farewell and did not beat for `stale_s`."""
+        return [r for r, s in self._silence_s.items() if s >= self._stale_s and not self._has_left(r)]
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether some rank is neither known to be alive, nor to have left, nor to be silent yet."""
+        return self.num_rounds == 0 or any(
+            not self._has_left(rank) and silence_s < self._stale_s and not self._is_well(rank)
+            for rank, silence_s in self._silence_s.items()
+        )
+
+    def _has_left(self, rank: int) -> bool:
+        beat = self.beats[rank]
+        return beat is not None and beat.state != "alive"
+
+    def _is_well(self, rank: int) -> bool:
+        # One more beat proves nothing: the last of a dead rank may have been under way at the first reading.
+        beat = self.beats[rank]
+        fresh = beat is not None and beat.count >= self._first[rank] + 2
+        return fresh and self._silence_s[rank] <= 3 * self._interval_s
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of looking at the others: the culprits and the words for it."""
+
+    missing: tuple[int, ...]
+    reason: str
+    given_up: str = ""  # what a rank said that ran into a deadline before us
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
+
+
+def judge(
+    rank: int, watch: Watch, accused: Iterable[int], peers: Iterable[int] | None, overdue: bool
+) -> Finding:
+    """Name the culprits among what `rank` has watched.
+
+    A rank that left because of others is never one of them. Ranks that finished left early if it is `peers`,
+    the ranks waited for; otherwise they, and ranks told to stop, are blamed only for want of anybody else.
+    """
+    blamed = sorted({*watch.silent, *watch.in_state("failed"), *accused} - {rank})
+    if not blamed and rank in accused:
+        return Finding((rank,), f"the other ranks gave rank {rank} (this one) up: it did not answer")
+    done = set(watch.in_state("done"))
+    if peers is not None:
+        blamed = blamed or sorted(done & set(peers))
+    gave_up = watch.in_state("overdue")
+    if not blamed and gave_up:
+        beat = watch.beats[gave_up[0]]
+        return Finding((), "", f"{ranks_text(gave_up)} gave up first ({beat.detail if beat else ''})")
+    blamed = blamed or watch.in_state("stopped")
+    # An overdue wait may well be for a rank that still works; a broken connection was somebody's who left.
+    if peers is None and not overdue:
+        blamed = blamed or sorted(done)
+    by_reason: dict[str, list[int]] = {}
+    for culprit in blamed:
+        by_reason.setdefault(_reason(watch.beats.get(culprit)), []).append(culprit)
+    return Finding(tuple(blamed), ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items()))
+
+
+def _reason(beat: Beat | None) -> str:
+    if beat is None:
+        return "never answered"
+    by_state = {
+        "failed": f"failed ({beat.detail})",
+        "stopped": f"was told to stop ({beat.detail})",
+        "done": "left early",
+    }
+    return by_state.get(beat.state, "stopped answering")

@@ -1,0 +1,107 @@
+"""What the ranks of test_torch_backend.py run."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import torch
+from backend_programs import CALLS, PROGRAMS, inputs_for
+
+from meshweave.errors import UnsupportedError
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.numpy_backend import local_inputs, run_numpy
+from meshweave.execute.torch_backend import bind, torch_dtype
+from meshweave.ir.parse import parse
+from meshweave.lower.linearise import linearise
+
+LANES_THAT_WAIT = """
+program("lanes that wait")
+q = mesh((2,), ("x",))
+X = tensor((4, 4), "float32")
+x = input(X, q[S(0)])
+y = output(X, q[S(0)])
+z = scratch((2, 4), "float32", on=q)
+compute = lane()
+net = lane()
+third = lane()
+with q:
+    for i in range(STEPS):
+        permute(y, x, over="q.x", lane=net, name="ring")
+        call(fn="trouble", outs=(z,), ins=(x,), args=(q.x, i), lane=compute)
+        copy(y, z, lane=third)
+"""
+
+
+def shards(program, values, rank):
+    """The input buffers of a rank as tensors."""
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(shard)).to(torch_dtype(program.buffer_of[name].dtype))
+        for name, shard in local_inputs(program, values, rank).items()
+    }
+
+
+def differences(bound, result):
+    """The output buffers that are not exactly what the numpy run says."""
+    wrong = []
+    for name, tensor in bound.outputs.items():
+        value = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        if not np.array_equal(value, result.memory[bound.rank, name, 0]):
+            wrong.append(name)
+    return wrong
+
+
+def compare(context, payload):
+    """Runs programs many times with changing input in either mode; reports whatever differs from numpy."""
+    ours = TorchContext(liveness=context.liveness, deadline_s=30.0)
+    wrong, traces = [], {}
+    for name in payload["programs"]:
+        program = PROGRAMS[name]()
+        if context.rank not in program.ranks:
+            ours.prepare(program)
+            continue
+        results = [run_numpy(program, inputs_for(program, seed), calls=CALLS) for seed in range(2)]
+        given = [shards(program, inputs_for(program, seed), context.rank) for seed in range(2)]
+        aliased = {key: value.clone() for key, value in given[0].items()}
+        threads = bind(program, context.rank, aliased, context=ours, calls=CALLS, trace=True)
+        num_groups = len(ours._groups)
+        order = linearise(program)[context.rank]
+        linear = bind(program, context.rank, {}, context=ours, calls=CALLS, mode="linear", order=order)
+        assert len(ours._groups) == num_groups
+        traces[name] = threads.run().to_json()
+        wrong += [(name, "threads", 0, key) for key in differences(threads, results[0])]
+        for repetition in range(1, 6):
+            seed = repetition % 2
+            for mode, bound in (("threads", threads), ("linear", linear)):
+                bound.run(given[seed])
+                wrong += [(name, mode, repetition, key) for key in differences(bound, results[seed])]
+    ours.close()
+    return {"wrong": wrong, "traces": traces}
+
+
+def trouble(context, payload):
+    """One of two ranks fails in the lane `compute` while its other lanes wait for it and for the partner."""
+
+    def fails(x, rank, step):
+        if (rank, step) == (1, 3):
+            if payload["how"] == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.3)  # until the others wait
+            raise KeyError("boom")
+        return x
+
+    ours = TorchContext(liveness=context.liveness, deadline_s=40.0)
+    program = parse(LANES_THAT_WAIT.replace("STEPS", "6"))
+    calls = {"trouble": fails}
+    bound = bind(program, context.rank, {"x": torch.zeros(2, 4)}, context=ours, calls=calls)
+    start = time.monotonic()
+    try:
+        bound.run()
+    except KeyError as error:
+        assert time.monotonic() - start < 5.0, "the other lanes were not stopped"
+        assert error.__notes__ == ["in call 0.0.3.1 of lane compute"], error.__notes__
+        try:
+            bound.run()
+        except UnsupportedError as refusal:
+            assert "an earlier run in this context failed" in str(refusal)
+            raise error from None

@@ -1,0 +1,75 @@
+"""What the ranks of test_launch.py run."""
+
+import os
+import signal
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+
+def ring(context, payload):
+    """Pass a number around until the victim kills itself in the middle of it."""
+    rank, after, before = context.rank, (context.rank + 1) % context.num_ranks, context.rank - 1
+    guard = nullcontext if rank == payload["unguarded"] else context.liveness.guard
+    box = torch.zeros(1)
+    for step in range(1000):
+        if rank == payload["victim"] and step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with guard("the ring"):
+            received = dist.irecv(box, before % context.num_ranks)
+            dist.send(torch.ones(1), after)
+            received.wait()
+        time.sleep(0.005)
+
+
+def slow(context, payload):
+    """Rank 1 computes for longer than `stale_s`, and holds the GIL as best it can, while rank 0 looks."""
+    if context.rank == 1:
+        until = time.monotonic() + payload["busy_s"]
+        while time.monotonic() < until:
+            sum(range(1000))
+    missing = context.liveness.missing()
+    total = torch.tensor([context.rank + 1.0])
+    with context.liveness.guard("the slow rank"):
+        dist.all_reduce(total)
+    return {
+        "rank": context.rank,
+        "sum": total.item(),
+        "missing": list(missing),
+        "payload": payload,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def faulty(context, payload):
+    box = torch.zeros(1)
+    if context.rank == 1:
+        raise KeyError("colour")
+    with context.liveness.guard("rank 1"):
+        dist.recv(box, 1)
+
+
+def unprintable(context, payload):
+    return {1, 2}
+
+
+def hanging(context, payload):
+    """The last rank sleeps for ever, with its heart beating."""
+    if context.rank == context.num_ranks - 1:
+        time.sleep(1000)
+    with context.liveness.guard("word from rank 1", payload["deadline_s"]) as wait:
+        dist.irecv(torch.zeros(1), 1).wait(wait.timeout)
+
+
+def deserted(context, payload):
+    """Rank 0 dies, and rank 1 cannot notice: it waits for rank 2, which is busy."""
+    dist.barrier()
+    if context.rank == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.rank == 2:
+        time.sleep(1000)
+    with context.liveness.guard("rank 2"):
+        dist.recv(torch.zeros(1), 2)

@@ -1,0 +1,147 @@
+"""Real processes that die, fail, hang and dawdle."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshweave.errors import BindError, DeadlineError, RankLostError
+from meshweave.execute.launch import Job, RankError, _environment, launch
+from meshweave.execute.worker import _run as run_rank
+from meshweave.execute.worker import resolve
+
+dist = pytest.importorskip("torch.distributed")
+pytestmark = pytest.mark.gloo
+
+HERE = Path(__file__).parent
+ENV = {"PYTHONPATH": str(HERE)}
+
+
+def run(function, num_ranks, payload=None, **options):
+    options = {"timeout_s": 60.0, "env": ENV, "interval_s": 0.1, "stale_s": 1.0, **options}
+    return launch(f"rank_functions:{function}", num_ranks, payload or {}, **options)
+
+
+def test_results_come_back_in_order_and_a_slow_rank_is_not_lost():
+    payload = {"busy_s": 0.8, "a": [1, None]}
+    results = run("slow", 2, payload, stale_s=0.6)
+    common = {"sum": 3.0, "missing": [], "payload": payload, "threads": 1}
+    assert results == [{"rank": rank, **common} for rank in range(2)]
+
+
+def test_all_survivors_name_the_killed_rank_and_no_other():
+    with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
+        run("ring", 4, {"victim": 2, "unguarded": 1})
+    assert caught.value.missing == (2,)
+    assert caught.value.reports == {
+        0: "rank 2 stopped answering while waiting for the ring",
+        1: "rank 2 stopped answering while waiting for rank_functions:ring",
+        2: "was killed by SIGKILL",
+        3: "rank 2 stopped answering while waiting for the ring",
+    }
+
+
+def test_a_mistake_in_a_rank_is_raised_as_the_same_kind():
+    with pytest.raises(BindError, match=r"^rank 0: the target 'os:nothing' cannot be found") as caught:
+        launch("os:nothing", 1, {}, timeout_s=60.0)
+    assert caught.value.reports[0].startswith("the target 'os:nothing'")
+
+
+def test_any_other_exception_brings_its_traceback():
+    with pytest.raises(RankError, match=r"^rank 1: KeyError: 'colour'") as caught:
+        run("faulty", 2)
+    assert caught.value.rank == 1
+    assert "in faulty" in caught.value.remote_traceback
+    assert caught.value.reports == {
+        0: "rank 1 failed (KeyError: 'colour') while waiting for rank 1",
+        1: "KeyError: 'colour'",
+    }
+
+
+def test_a_hanging_rank_is_a_missed_deadline_and_not_a_lost_rank():
+    with pytest.raises(
+        DeadlineError, match=r"rank 0: gave up waiting for word from rank 1 after 0\.[5-9]"
+    ) as caught:
+        run("hanging", 2, {"deadline_s": 0.5}, grace_s=0.2)
+    assert "every rank still answers" in caught.value.reports[0]
+    assert "rank 1 got SIGTERM: rank 0 gave up first" in caught.value.reports[1]
+
+
+def test_ranks_told_to_stop_while_stuck_say_who_is_missing_before_they_go():
+    # What torchrun does: one rank dies, rank 0 even, and the others get SIGTERM before they can know.
+    with pytest.raises(RankLostError, match=r"^rank 0 was killed by SIGKILL$") as caught:
+        run("deserted", 3, grace_s=0.0)
+    assert caught.value.missing == (0,)
+    stuck, busy = caught.value.reports[1], caught.value.reports[2]
+    assert stuck == "meshweave: rank 1 got SIGTERM while waiting for rank 2: rank 0 stopped answering"
+    assert busy == "meshweave: rank 2 got SIGTERM: rank 0 stopped answering"
+
+
+def test_the_time_is_up():
+    begin = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"^rank 0 had not finished after 1 s"):
+        run("hanging", 1, timeout_s=1.0, deadline_s=50.0)
+    assert time.monotonic() - begin < 10.0
+
+
+def test_a_result_must_be_json(tmp_path, monkeypatch):
+    # A rank in this process: what becomes of its errors is shown above.
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    for name, value in _environment(0, 1, store.port, {}).items():
+        monkeypatch.setenv(name, value)
+    try:
+        with pytest.raises(BindError, match=r"the result of .* is not JSON"):
+            run_rank(Job("rank_functions:unprintable", {}, 10.0, 0.1, 1.0, os.getppid()), tmp_path, 0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("target", ["os", "os:nothing", "nowhere.at_all:function", "os:sep"])
+def test_a_target_must_be_a_function(target):
+    with pytest.raises(BindError, match=f"target '{target}'"):
+        resolve(target)
+
+
+def test_what_cannot_be_started():
+    with pytest.raises(BindError, match=r"payload .* not JSON"):
+        run("slow", 1, {"a": {1}})
+    with pytest.raises(BindError, match="at least one rank"):
+        run("slow", 0)
+
+
+def alive(pid):
+    try:
+        # A zombie that nobody reaps has ended all the same.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_no_rank_outlives_its_parent(tmp_path):
+    script = "from meshweave.execute.launch import launch; launch('stubborn:rank', 1, {}, timeout_s=60.0)"
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    parents = {}
+    try:
+        for signum in (signal.SIGKILL, signal.SIGINT):
+            env = {**os.environ, "PYTHONPATH": path, "STUBBORN_PID": str(tmp_path / signum.name)}
+            command = [sys.executable, "-c", script]
+            parents[signum] = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+        for signum, parent in parents.items():
+            file, until = tmp_path / signum.name, time.monotonic() + 30.0
+            while not file.exists() or not file.read_text():
+                assert time.monotonic() < until and parent.poll() is None
+                time.sleep(0.05)
+            parent.send_signal(signum)
+            until = time.monotonic() + 10.0
+            while alive(int(file.read_text())):
+                assert time.monotonic() < until, signum
+                time.sleep(0.05)
+    finally:
+        for parent in parents.values():
+            parent.kill()
+            parent.wait()

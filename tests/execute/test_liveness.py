@@ -1,0 +1,333 @@
+"""Liveness over a store of its own making: several ranks in one process, no torch, no sockets."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from meshweave.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
+from meshweave.execute.liveness import Liveness
+from meshweave.execute.verdict import Beat, Watch, judge, ranks_text
+
+INTERVAL_S, STALE_S = 0.02, 0.2
+CLOSED = "gloo: Connection closed by peer"
+
+
+class MemoryStore:
+    """What `torch.distributed.HashStore` does, with a plug to pull."""
+
+    def __init__(self, data=None, lock=None):
+        self.data = {} if data is None else data
+        self.lock = lock or threading.Lock()
+        self.plugged = True
+        self.free_to_answer = threading.Event()
+        self.free_to_answer.set()
+
+    def handle(self):
+        return MemoryStore(self.data, self.lock)
+
+    def _call(self):
+        self.free_to_answer.wait(10.0)
+        if not self.plugged:
+            raise RuntimeError("Broken pipe")
+
+    def set(self, key, value):
+        self._call()
+        self.data[key] = value.encode()
+
+    def get(self, key):
+        self._call()
+        return self.data[key]
+
+    def check(self, keys):
+        self._call()
+        return all(key in self.data for key in keys)
+
+    def multi_get(self, keys):
+        self._call()
+        return [self.data[key] for key in keys]
+
+    def compare_set(self, key, expected, desired):
+        self._call()
+        with self.lock:
+            if self.data.get(key, b"").decode() == expected:
+                self.data[key] = desired.encode()
+            return self.data[key]
+
+
+@pytest.fixture
+def world():
+    """`world(n)`: that many ranks over one store, and their handles of it; all closed at the end."""
+    made = []
+
+    def make(num_ranks, **options):
+        store = MemoryStore()
+        handles = [store.handle() for _ in range(num_ranks)]
+        options = {"interval_s": INTERVAL_S, "stale_s": STALE_S, **options}
+        made.extend(Liveness(handle, r, range(num_ranks), **options) for r, handle in enumerate(handles))
+        until = time.monotonic() + 5.0
+        while len(store.data) < num_ranks:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return made, handles
+
+    yield make
+    for liveness in made:
+        liveness.close()
+
+
+def fail(liveness, message=CLOSED, deadline_s=None, **options):
+    """The message of the error that a failed wait of `liveness` raises."""
+    with (
+        pytest.raises((RankLostError, DeadlineError)) as caught,
+        liveness.guard("the halo", deadline_s, **options),
+    ):
+        raise RuntimeError(message)
+    return caught.value
+
+
+def feed(watch, *rounds, elapsed_s=0.2):
+    for beats in rounds:
+        watch.feed(elapsed_s, beats)
+
+
+class TestWatch:
+    def watch(self, *others):
+        return Watch(others, interval_s=0.2, stale_s=1.0)
+
+    def test_a_beat_that_was_under_way_is_no_sign_of_life(self):
+        watch = self.watch(1)
+        feed(watch, {1: Beat(7)}, {1: Beat(8)})
+        assert watch.in_doubt
+        feed(watch, *[{1: Beat(8)}] * 5)
+        assert watch.silent == [1] and not watch.in_doubt
+
+    def test_two_more_beats_are(self):
+        watch = self.watch(1)
+        feed(watch, {1: Beat(7)}, {1: Beat(8)}, {1: Beat(9)})
+        assert not watch.in_doubt and watch.silent == []
+
+    def test_a_rank_that_falls_silent_later_is_in_doubt_again(self):
+        watch = self.watch(1)
+        feed(watch, {1: Beat(7)}, {1: Beat(9)}, *[{1: Beat(9)}] * 4)
+        assert watch.in_doubt and watch.silent == []
+
+    def test_a_paused_observer_blames_nobody(self):
+        watch = self.watch(1)
+        feed(watch, {1: Beat(7)})
+        feed(watch, {1: Beat(7)}, {1: Beat(7)}, elapsed_s=3600.0)
+        assert watch.silent == []
+
+    def test_a_rank_that_never_came_is_silent(self):
+        watch = self.watch(1)
+        feed(watch, *[{}] * 6)
+        assert watch.silent == [1]
+
+    def test_a_farewell_ends_the_doubt_without_blame(self):
+        watch = self.watch(1)
+        feed(watch, {1: Beat(7, "done")}, *[{1: Beat(7, "done")}] * 9)
+        assert watch.silent == [] and not watch.in_doubt
+
+
+def test_a_beat_survives_the_store():
+    for beat in (Beat(3), Beat(4, "failed", "ValueError: a b  c")):
+        assert Beat.decode(beat.encode().encode()) == beat
+
+
+@pytest.mark.parametrize(
+    ("states", "accused", "peers", "overdue", "missing", "reason"),
+    [
+        # The culprit, and not those who left because of it.
+        ({1: "lost", 2: None, 3: "lost"}, (), None, False, (2,), "rank 2 never answered"),
+        ({1: "lost", 2: "alive", 3: "stopped"}, (2,), None, False, (2,), "rank 2 stopped answering"),
+        ({1: "done", 2: "failed", 3: "alive"}, (), None, False, (2,), "rank 2 failed (why)"),
+        ({1: "done", 2: "failed", 3: "alive"}, (3,), None, False, (2, 3), None),
+        # Told to stop before left early, and both only for want of anybody lost.
+        ({1: "done", 2: "stopped"}, (), None, False, (2,), "rank 2 was told to stop (why)"),
+        ({1: "done", 2: "done"}, (), None, False, (1, 2), "ranks 1 and 2 left early"),
+        ({1: "done", 2: "done"}, (), [2], False, (2,), "rank 2 left early"),
+        # Somebody finished, and the wait for somebody else runs late.
+        ({1: "done", 2: "alive"}, (), None, True, (), ""),
+        ({1: "done", 2: "alive"}, (), [1], True, (1,), "rank 1 left early"),
+        # All the others agree that it is us.
+        ({1: "lost", 2: "lost"}, (0,), None, False, (0,), None),
+    ],
+)
+def test_who_is_to_blame(states, accused, peers, overdue, missing, reason):
+    watch = Watch(states, interval_s=0.2, stale_s=1.0)
+    for count in range(8):
+        feed(watch, {r: Beat(count if s == "alive" else 5, s, "why") for r, s in states.items() if s})
+    finding = judge(0, watch, accused, peers, overdue)
+    assert finding.missing == missing
+    assert reason is None or finding.reason == reason
+
+
+def test_ranks_text():
+    assert [ranks_text(ranks) for ranks in ([2], [5, 2], [7, 5, 2])] == [
+        "rank 2",
+        "ranks 2 and 5",
+        "ranks 2, 5 and 7",
+    ]
+
+
+def test_a_lost_rank_is_named_by_all_and_the_first_to_leave_by_none(world):
+    ranks, handles = world(4)
+    handles[2].plugged = False
+    error = fail(ranks[1])
+    assert str(error) == "rank 2 stopped answering while waiting for the halo"
+    assert error.missing == (2,)
+    assert str(error.__cause__) == CLOSED
+    ranks[1].close(error)
+    time.sleep(2 * STALE_S)  # rank 1 has been silent for long now
+    assert fail(ranks[3]).missing == fail(ranks[0]).missing == (2,)
+
+
+def test_all_lost_ranks_are_named(world):
+    ranks, handles = world(4)
+    handles[1].plugged = handles[2].plugged = False
+    assert str(fail(ranks[0])) == "ranks 1 and 2 stopped answering while waiting for the halo"
+    assert ranks[3].missing() == (1, 2)
+
+
+def test_nobody_is_missing_while_all_answer(world):
+    ranks, _ = world(3)
+    ranks[1].close()
+    assert ranks[0].missing() == ()
+
+
+def test_a_failure_of_ones_own_stays_what_it_was(world):
+    ranks, _ = world(2)
+    with pytest.raises(RuntimeError, match="shapes differ") as caught, ranks[0].guard("the product"):
+        raise RuntimeError("shapes differ")
+    assert type(caught.value) is RuntimeError
+    with pytest.raises(LayoutError), ranks[0].guard("the product"):
+        raise LayoutError("no")
+
+
+def test_a_rank_that_fails_is_named_with_its_error(world):
+    ranks, _ = world(3)
+    ranks[1].close(KeyError("colour"))
+    error = fail(ranks[0])
+    assert str(error) == "rank 1 failed (KeyError: 'colour') while waiting for the halo"
+    assert error.missing == (1,)
+
+
+def test_a_rank_that_left_in_peace_is_named_only_if_waited_for(world):
+    ranks, _ = world(3)
+    ranks[1].close()
+    assert isinstance(fail(ranks[0], "Timed out waiting 10ms"), DeadlineError)
+    error = fail(ranks[2], "Timed out waiting 10ms", peers=[1])
+    assert str(error) == "rank 1 left early while waiting for the halo"
+
+
+@pytest.mark.parametrize("message", ["Timed out waiting 1000ms for recv operation to complete", CLOSED])
+def test_an_overdue_wait_is_no_lost_rank(world, message):
+    ranks, _ = world(2)
+    error = fail(ranks[0], message, deadline_s=0.0 if message == CLOSED else None)
+    assert isinstance(error, DeadlineError)
+    assert "every rank still answers" in str(error)
+    ranks[0].close(error)
+    second = fail(ranks[1])
+    assert isinstance(second, DeadlineError)
+    assert "rank 0 gave up first (gave up waiting for the halo" in str(second)
+
+
+def test_a_silent_rank_at_the_deadline_is_lost(world):
+    ranks, handles = world(2)
+    handles[1].free_to_answer.clear()
+    assert fail(ranks[0], "Timed out").missing == (1,)
+    handles[1].free_to_answer.set()
+    time.sleep(5 * INTERVAL_S)  # a rank that comes back learns what became of it
+    assert "gave rank 1 (this one) up" in str(fail(ranks[1]))
+
+
+@pytest.mark.parametrize("dead", [True, False])
+@pytest.mark.parametrize(("store_rank", "missing"), [(1, (1,)), (None, ())])
+def test_a_store_that_is_gone_or_hangs(world, dead, store_rank, missing):
+    ranks, handles = world(2, store_rank=store_rank)
+    if dead:
+        handles[0].plugged = False
+    else:
+        handles[0].free_to_answer.clear()
+    error = fail(ranks[0])
+    assert error.missing == missing
+    assert "the store" in str(error)
+    if store_rank is None:
+        with pytest.raises(RankLostError, match="the store is gone"):
+            ranks[0].missing()
+    handles[0].free_to_answer.set()
+
+
+def test_a_store_whose_host_left_because_of_another_rank(world):
+    ranks, handles = world(3, store_rank=0)
+    handles[2].plugged = False
+    ranks[0].close(fail(ranks[0]))
+    handles[1].plugged = False
+    assert fail(ranks[1]).missing == (2,)
+
+
+def test_a_busy_interpreter_raises_no_alarm(world):
+    ranks, _ = world(2, interval_s=0.05, stale_s=1.0)
+    stop = threading.Event()
+
+    def spin():
+        while not stop.is_set():
+            sum(range(100))
+
+    spinners = [threading.Thread(target=spin) for _ in range(4)]
+    for spinner in spinners:
+        spinner.start()
+    try:
+        assert [liveness.missing() for liveness in ranks] == [(), ()]
+    finally:
+        stop.set()
+        for spinner in spinners:
+            spinner.join()
+
+
+def test_what_is_left_of_the_deadline(world):
+    ranks, _ = world(1, deadline_s=7.0)
+    with ranks[0].guard("nothing") as wait:
+        assert 6.0 < wait.timeout.total_seconds() <= 7.0
+    with ranks[0].guard("nothing", 0.0) as wait:
+        assert wait.timeout.total_seconds() == 0.001
+
+
+def test_a_signal_is_reported_and_then_goes_its_way(world):
+    ranks, handles = world(3)
+    handles[2].plugged = False
+    lines, seen = [], []
+    before = signal.signal(signal.SIGTERM, lambda signum, frame: seen.append((signum, list(lines))))
+    try:
+        ours = signal.getsignal(signal.SIGTERM)
+        ranks[0].install_signal_report(write=lines.append)
+        with ranks[0].guard("the halo"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            until = time.monotonic() + 5.0
+            while not seen and time.monotonic() < until:
+                time.sleep(0.01)
+        line = "meshweave: rank 0 got SIGTERM while waiting for the halo: rank 2 stopped answering"
+        assert seen == [(signal.SIGTERM, [line])]
+        ranks[0].close()
+        assert signal.getsignal(signal.SIGTERM) is ours
+        assert signal.set_wakeup_fd(-1) == -1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_only_the_main_thread_can_report_signals(world):
+    ranks, _ = world(1)
+    caught = []
+
+    def install():
+        try:
+            ranks[0].install_signal_report()
+        except UnsupportedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=install)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1

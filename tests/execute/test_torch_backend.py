@@ -1,0 +1,301 @@
+"""Programs over gloo: equal to the numpy run to the last bit, in order, and clear about what goes wrong."""
+
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from backend_programs import PROGRAMS, golden, inputs_for, ring  # noqa: E402
+
+from meshweave.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
+from meshweave.execute.groups import TorchContext, group_keys  # noqa: E402
+from meshweave.execute.launch import RankError, launch  # noqa: E402
+from meshweave.execute.numpy_backend import run_numpy  # noqa: E402
+from meshweave.execute.torch_backend import bind  # noqa: E402
+from meshweave.execute.torch_lanes import Streams, cross_lane_waits  # noqa: E402
+from meshweave.execute.torch_views import Staging, Strided, empty, strided  # noqa: E402
+from meshweave.execute.torch_wire import wire_orders  # noqa: E402
+from meshweave.ir.dataflow import analyse  # noqa: E402
+from meshweave.ir.interpret import index_of  # noqa: E402
+from meshweave.ir.parse import parse  # noqa: E402
+from meshweave.ir.views import Blocked, Range, View  # noqa: E402
+from meshweave.trace import Trace, check_order, merge  # noqa: E402
+
+ENV = {"PYTHONPATH": str(Path(__file__).parent)}
+CPU = torch.device("cpu")
+
+LOCAL = """
+program("local")
+q = mesh((1,), ("x",))
+X = tensor((4, 6), "int64")
+x = input(X, q[R], slots=2)
+y = output(X, q[R])
+z = scratch((4, 6), "int64", on=q)
+compute = lane()
+other = lane()
+with q:
+    all_gather(y, x, over="q.x", dim=0, lane=other)
+    call(fn="think", outs=(z,), ins=(x(1),), lane=compute)
+    add(y, z, lane=other)
+    fence(over="q", lane=other)
+"""
+
+
+def rank_0(text, tensors, **options):
+    return bind(parse(text), 0, tensors, context=TorchContext(deadline_s=0.2), **options)
+
+
+# --- between processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_every_program_equals_its_numpy_run(num_ranks):
+    names = [name for name, make in PROGRAMS.items() if (len(make().ranks) == 2) == (num_ranks == 2)]
+    names += ["ring 2"] if num_ranks == 4 else []  # a program over some of the ranks
+    found = launch("backend_rank_functions:compare", num_ranks, {"programs": names}, timeout_s=120.0, env=ENV)
+    assert [rank["wrong"] for rank in found] == [[]] * num_ranks
+    for name in names:
+        program = PROGRAMS[name]()
+        trace = merge([Trace.from_json(found[rank]["traces"][name]) for rank in program.ranks])
+        assert trace.source == "torch"
+        assert check_order(trace, analyse(program)) > 0
+
+
+@pytest.mark.gloo
+def test_a_failure_in_one_lane_stops_the_rank_and_is_named_by_the_other():
+    with pytest.raises(RankError, match=r"^rank 1: KeyError: 'boom'") as caught:
+        launch("backend_rank_functions:trouble", 2, {"how": "fails"}, timeout_s=60.0, env=ENV, stale_s=1.0)
+    assert "in call 0.0.3.1 of lane compute" in caught.value.remote_traceback
+    assert caught.value.reports[0].startswith("rank 1 failed (KeyError: 'boom') while waiting for ring 0.0.")
+
+
+@pytest.mark.gloo
+def test_a_rank_that_dies_is_named_with_the_op_that_waits_for_it():
+    with pytest.raises(RankLostError, match=r"^rank 1 was killed by SIGKILL$") as caught:
+        launch("backend_rank_functions:trouble", 2, {"how": "dies"}, timeout_s=60.0, env=ENV, stale_s=1.0)
+    assert caught.value.missing == (1,)
+    words = caught.value.reports[0]
+    assert words.startswith("rank 1 stopped answering while waiting for ring 0.0."), words
+    assert words.endswith("in lane net"), words
+
+
+# --- in this process -------------------------------------------------------------------------------------
+
+
+def test_one_rank_needs_no_process_group():
+    program, values = parse(LOCAL), {"X": np.arange(24).reshape(4, 6)}
+    calls = {"think": lambda x: 10 * x}
+    expected = run_numpy(program, values, calls=calls).outputs["X"]
+    x = torch.from_numpy(values["X"].copy())
+    for mode in ("threads", "linear"):
+        bound = rank_0(LOCAL, {"x": x}, calls=calls, mode=mode, trace=True)
+        assert bound.inputs["x"] is not None and bound.inputs["x"].data_ptr() == x.data_ptr()
+        assert check_order(bound.run(), analyse(program)) > 0
+        np.testing.assert_array_equal(bound.outputs["y"].numpy(), expected)
+        bound.run({"x": torch.ones(4, 6, dtype=torch.int64)})  # into the second slot too
+        assert (bound.outputs["y"] == 11).all() and (x == 1).all()
+        x.copy_(torch.from_numpy(values["X"]))
+    ring_of_one, values = ring(1), inputs_for(ring(1))
+    bound = bind(ring_of_one, 0, {}, context=TorchContext())
+    bound.run({"a": torch.from_numpy(values["A"]), "b": torch.from_numpy(values["B"])})
+    expected = run_numpy(ring_of_one, values).outputs
+    assert all(np.array_equal(bound.outputs[name.lower()].numpy(), expected[name]) for name in "CD")
+
+
+def test_outputs_may_be_given_and_layouts_are_kept():
+    y = torch.zeros(6, 4, dtype=torch.int64).t()
+    bound = rank_0(LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64), "y": y}, calls={"think": lambda x: x})
+    bound.run()
+    assert (y == 2).all() and bound.outputs["y"].data_ptr() == y.data_ptr()
+    assert empty((3, 5), torch.int8, (1, 0), CPU).stride() == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "error", "message"),
+    [
+        ({"xx": torch.zeros(1)}, {}, BindError, r"no input or output buffer 'xx' \(did you mean 'x'\?\)"),
+        ({"z": torch.zeros(4, 6)}, {}, BindError, "no input or output buffer 'z'"),
+        ({"x": torch.zeros(6, 4)}, {}, BindError, r"x is of shape \(4, 6\) and torch.int64, what was given"),
+        ({"x": torch.zeros(4, 6)}, {}, BindError, r"given of \(4, 6\) and torch.float32"),
+        ({}, {"calls": {}}, BindError, "no function is bound to call 'think'"),
+        ({}, {"order": [0, 1, 2, 3]}, BindError, "an order is for mode 'linear'"),
+        ({}, {"mode": "linear", "order": [0, 1]}, BindError, "must list each of the 4 ops once"),
+        ({}, {"mode": "linear", "order": [0, 2, 1, 3]}, BindError, r"has add 0.2 before call 0.1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_bind(tensors, options, error, message):
+    with pytest.raises(error, match=message):
+        rank_0(LOCAL, tensors, **{"calls": {"think": lambda x: x}, **options})
+
+
+def test_refusals_that_name_the_rank_or_the_op():
+    with pytest.raises(BindError, match="has no rank 7"):
+        bind(parse(LOCAL), 7, {}, context=TorchContext())
+    with pytest.raises(BindError, match=r"communicates over ranks .*: initialise torch.distributed"):
+        bind(ring(2), 0, {}, context=TorchContext())
+    text = LOCAL.replace("add(y, z, lane=other)", "put(at(rank, y), z, lane=other)")
+    with pytest.raises(UnsupportedError, match=r"put 0.2 of rank 0 reaches into .*lower one-sided ops"):
+        rank_0(text, {}, calls={"think": lambda x: x})
+    bound = rank_0(LOCAL, {}, calls={"think": lambda x: x})
+    with pytest.raises(BindError, match="input buffer x of program local has no value"):
+        bound.run()
+    with pytest.raises(BindError, match="no input buffer 'y'"):
+        bound.run({"y": torch.zeros(4, 6)})
+
+
+def test_a_lane_that_does_not_get_on_is_named():
+    release = threading.Event()
+    bound = rank_0(
+        LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64)}, calls={"think": lambda x: x * release.wait(1.5)}
+    )
+    start = time.monotonic()
+    with pytest.raises(DeadlineError, match=r"^add 0.2 gave up after 0.4 s: lane compute .* past call 0.1"):
+        bound.run()
+    assert time.monotonic() - start < 10.0
+
+
+def test_one_run_at_a_time_in_a_context():
+    inner = []
+    context = TorchContext()
+    x = torch.ones(4, 6, dtype=torch.int64)
+    nested = bind(parse(LOCAL), 0, {"x": x}, context=context, calls={"think": lambda x: x})
+    calls = {"think": lambda x: inner.append(nested.run()) or x}
+    with pytest.raises(UnsupportedError, match="already runs in this context"):
+        bind(parse(LOCAL), 0, {"x": x}, context=context, calls=calls).run()
+    with pytest.raises(UnsupportedError, match=r"an earlier run in this context failed.*already runs"):
+        nested.run()
+
+
+def test_what_a_call_returns_is_checked():
+    bound = rank_0(LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64)}, calls={"think": lambda x: x[:1]})
+    with pytest.raises(
+        BindError, match=r"call 'think' must return shapes \[\(4, 6\)\], not \[\(1, 6\)\]"
+    ) as caught:
+        bound.run()
+    assert caught.value.__notes__ == ["in call 0.1 of lane compute"]
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "message"),
+    [
+        ("wait timed out after 60000ms", DeadlineError, r"^gave up waiting for the ring after 0:00:00.2"),
+        (
+            "Connection closed by peer. GLHF!",
+            RankLostError,
+            r"broke while waiting for the ring: Connection closed",
+        ),
+    ],
+)
+def test_without_liveness_an_error_says_at_least_what_was_waited_for(said, error, message):
+    with pytest.raises(error, match=message), TorchContext(deadline_s=0.2).guard("the ring", (1,)):
+        raise RuntimeError(said)
+
+
+def test_groups_come_from_the_text_and_are_shared_by_messages():
+    assert group_keys(golden("uneven_wang")) == [
+        ("row", (0, 3)),
+        ("row", (1, 4)),
+        ("row", (2, 5)),
+        ("col", (0, 1, 2, 3, 4, 5)),
+    ]
+    assert wire_orders(ring(2)) == {("right", "permute ", 2): (1, 0), ("left", "permute ", 2): (0, 1)}
+
+
+def test_waits_between_lanes_are_the_last_and_only_the_needed():
+    #       0: a   1: b    2: a      3: b  4: c       5: c
+    lanes = [0, 1, 0, 1, 2, 2]
+    before = [(), (0,), (0, 1), (1,), (0, 1, 2), (1, 3)]
+    assert cross_lane_waits(lanes, before, 3) == [(), ((0, 1),), ((1, 1),), (), ((0, 2),), ((1, 2),)]
+
+
+def test_streams_wait_for_the_events_of_other_lanes(monkeypatch):
+    """What CUDA is told to keep in order, told to a stand-in."""
+    log, current, made = [], [], []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.name = f"stream {len(made)}"
+            made.append(self)
+
+        def wait_stream(self, other):
+            log.append((self.name, "follows", other.name))
+
+        def wait_event(self, event):
+            log.append((self.name, "waits for", event.after))
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            self.after = None
+
+        def record(self, stream):
+            assert current == [stream]
+            self.after = log[-1][2]
+
+    @contextmanager
+    def stream(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def act(label):
+        return lambda: log.append((current[-1].name, "runs", label))
+
+    caller = Stream()
+    for name, fake in {"Stream": Stream, "Event": Event, "stream": stream}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    labels, lane_of = ["a0", "b0", "a1", "b1"], [0, 1, 0, 1]
+    waits = cross_lane_waits(lane_of, [(), (0,), (0, 1), ()], 2)
+    streams = Streams(torch.device("cuda"), list(map(act, labels)), labels, lane_of, waits, trace=False)
+    for _ in range(2):
+        log.clear()
+        assert streams.run() == []
+        assert log == [
+            ("stream 1", "follows", "stream 0"),
+            ("stream 2", "follows", "stream 0"),
+            ("stream 1", "runs", "a0"),
+            ("stream 2", "waits for", "a0"),
+            ("stream 2", "runs", "b0"),
+            ("stream 1", "waits for", "b0"),
+            ("stream 1", "runs", "a1"),
+            ("stream 2", "runs", "b1"),
+            ("stream 0", "follows", "stream 1"),
+            ("stream 0", "follows", "stream 2"),
+        ]
+
+
+@st.composite
+def selectors(draw, size):
+    start, stop = sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))
+    stride = draw(st.integers(1, 7))
+    block = draw(st.integers(0, stride))
+    if block == stride:
+        return Range(start, stop)
+    return Blocked(draw(st.integers(-9, 9)), block, stride, start, stop)
+
+
+@given(st.data(), st.integers(1, 20), st.integers(1, 20), st.sampled_from([None, (1, 0)]))
+def test_views_alias_what_numpy_selects(data, rows, columns, order):
+    view = View("x", (data.draw(selectors(rows)), data.draw(selectors(columns))))
+    buffer = empty((rows, columns), torch.int64, order, CPU)
+    buffer.copy_(torch.arange(rows * columns).view(rows, columns))
+    expected = buffer.numpy()[index_of(view)].copy()
+    found, packed, staging = strided(view, buffer), torch.zeros(view.shape, dtype=torch.int64), Staging(CPU)
+    for action in staging.transfer("lane", Strided.of(packed), found):
+        action()
+    np.testing.assert_array_equal(packed.numpy(), expected)
+    assert found.direct is None or np.array_equal(found.direct.numpy(), expected)
+    for action in staging.transfer("lane", found, Strided.of(packed), add=True):
+        action()
+    np.testing.assert_array_equal(buffer.numpy()[index_of(view)], 2 * expected)
+    rest = buffer.clone()
+    rest.numpy()[index_of(view)] = expected
+    assert torch.equal(rest, torch.arange(rows * columns).view(rows, columns))
