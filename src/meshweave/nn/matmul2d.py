@@ -1,0 +1,191 @@
+"""A 2D-parallel product on local shards, for a user's own model: `matmul2d`.
+
+Forward and both backward products are programs of one algorithm. Their dataflows come from one row of
+MeshSlice's Table 1, so that no matrix is transposed and each gradient is sharded like what it is a gradient
+of. Programs are bound once per size and reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshweave.algorithms.matmul import Config, Dataflow, MatmulProblem, algorithm
+from meshweave.algorithms.matmul.passes import STATIONARY_OF, TABLE, PassName
+from meshweave.describe.layout import Layout, Shard
+from meshweave.errors import BindError, LayoutError
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.torch_backend import BoundProgram, bind
+from meshweave.ir.program import Program
+from meshweave.lower import lower_rings
+
+_DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
+}
+
+Slices = int | Sequence[int]
+
+
+def matmul2d(
+    a: Tensor,
+    b: Tensor,
+    *,
+    mesh: DeviceMesh,
+    shape: tuple[int, int, int],
+    dataflow: Dataflow = "os",
+    algorithm: str = "meshslice",
+    slices: Slices = 4,
+    block: int = 8,
+    ring_ways: Literal[0, 1, 2] | None = None,
+    context: TorchContext | None = None,
+) -> Tensor:
+    """This rank's shard of a distributed product; every rank of `mesh` calls it with its shards.
+
+    Rows of each global matrix are sharded over mesh dim 0, columns over dim 1, by DTensor's chunk rule
+    (`[Shard(0), Shard(1)]`), uneven sizes included:
+
+        dataflow  computes       a (global)  b (global)  stationary
+        os        C = A B        (M, K)      (K, N)      C
+        ls        C = A B^T      (M, K)      (N, K)      A
+        rs        C = A^T B      (K, M)      (K, N)      B
+
+    Args:
+        mesh: a 2D DeviceMesh that this rank is in.
+        shape: the global (M, N, K).
+        slices: slice count of MeshSlice, or the relative widths of unequal slices. At most as many as the
+            sliced dim (K for os, N for ls, M for rs) has elements; more are cut down to that.
+        block: neighbouring elements that stay together in a slice.
+        ring_ways: run collectives as rings of this many directions, 0 as the backend's own collectives;
+            None takes one-way rings on a CPU (gloo) and the backend's own on CUDA (NCCL).
+        context: process groups, deadline and liveness; by default those of the default process group.
+
+    Returns:
+        The local shard of C (M, N), of the operands' dtype. Differentiable in a and b; whether each needs a
+        gradient must be the same on all ranks.
+
+    Raises:
+        LayoutError: shards do not fit `shape` on `mesh`, or the mesh is not 2D.
+        BindError: a and b differ in dtype, or have one that no program has.
+        RankLostError, DeadlineError: other ranks are missing or late.
+    """
+    if mesh.ndim != 2:
+        raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
+    if a.dtype != b.dtype or a.dtype not in _DTYPES:
+        raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(_DTYPES.values())}")
+    ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1).tolist())
+    rows, columns = mesh.mesh.shape
+    problem = MatmulProblem(*shape, (int(rows), int(columns)), dataflow, _DTYPES[a.dtype], ranks)
+    rank = int(mesh.mesh.reshape(-1)[_position(mesh)])
+    _check_shard(problem, "a", a, rank)
+    _check_shard(problem, "b", b, rank)
+    widths = (1,) * slices if isinstance(slices, int) else tuple(slices)
+    if ring_ways is None:
+        ring_ways = 1 if a.device.type == "cpu" else 0
+    chosen = context or TorchContext.default(a.device)
+    out: Tensor = _Product.apply(a, b, problem, rank, algorithm, Config(widths, block), ring_ways, chosen)
+    return out
+
+
+def _position(mesh: DeviceMesh) -> int:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutError("this rank is not in the mesh")
+    return int(coordinate[0]) * int(mesh.mesh.shape[1]) + int(coordinate[1])
+
+
+def _check_shard(problem: MatmulProblem, operand: str, shard: Tensor, rank: int) -> None:
+    whole = problem.stored_shape(operand)
+    expected = Layout(problem.mesh, (Shard(0), Shard(1))).local_shape(whole, rank)
+    if tuple(shard.shape) != expected:
+        raise LayoutError(
+            f"{operand} of shape {tuple(shard.shape)} is no shard of {whole} on rank {rank} of mesh "
+            f"{problem.mesh_shape}, which is {expected}"
+        )
+
+
+class _Product(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        problem: MatmulProblem,
+        rank: int,
+        name: str,
+        config: Config,
+        ring_ways: int,
+        context: TorchContext,
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.how = problem, rank, name, config, ring_ways, context
+        return _run(problem, rank, name, config, ring_ways, context, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        problem, rank, name, config, ring_ways, context = ctx.how
+        a, b = ctx.saved_tensors
+        role = {"x": a, "w": b, "dy": grads[0]}
+        out: list[Tensor | None] = []
+        passes: tuple[PassName, PassName] = ("backward_data", "backward_weight")
+        for needed, of in zip(ctx.needs_input_grad, passes, strict=False):
+            if not needed:
+                out.append(None)
+                continue
+            left, right = (role[operand] for operand in TABLE[STATIONARY_OF[problem.dataflow]][of].operands)
+            out.append(
+                _run(backward_problem(problem, of), rank, name, config, ring_ways, context, left, right)
+            )
+        return (*out, None, None, None, None, None, None)
+
+
+def backward_problem(forward: MatmulProblem, name: PassName) -> MatmulProblem:
+    """The product that gives the gradient of A ("backward_data") or of B ("backward_weight")."""
+    rule = TABLE[STATIONARY_OF[forward.dataflow]][name]
+    size = {"t": forward.m, "o": forward.n, "i": forward.k}
+    m, n, k = (size[letter] for letter in rule.sizes)
+    return replace(forward, m=m, n=n, k=k, dataflow=rule.dataflow)
+
+
+def _run(
+    problem: MatmulProblem,
+    rank: int,
+    name: str,
+    config: Config,
+    ring_ways: int,
+    context: TorchContext,
+    a: Tensor,
+    b: Tensor,
+) -> Tensor:
+    bound = _bound(problem, rank, name, config, ring_ways, context)
+    bound.run({"a": a.detach(), "b": b.detach()})
+    return bound.outputs["c"].clone()
+
+
+_CACHE_ATTRIBUTE = "_meshweave_products"
+
+
+def _bound(
+    problem: MatmulProblem, rank: int, name: str, config: Config, ring_ways: int, context: TorchContext
+) -> BoundProgram:
+    """The bound program of a product, made at its first use. It lives as long as its context."""
+    cache: dict[Any, BoundProgram] = context.__dict__.setdefault(_CACHE_ATTRIBUTE, {})
+    key = problem, name, config, ring_ways
+    if key not in cache:
+        cache[key] = bind(product_program(problem, name, config, ring_ways), rank, {}, context=context)
+    return cache[key]
+
+
+def product_program(problem: MatmulProblem, name: str, config: Config, ring_ways: int) -> Program:
+    """The program that `matmul2d` runs for a product: slices cut down to the dim's size, rings lowered."""
+    if config.slice_count > problem.sliced_size:
+        config = replace(config, slices=config.slices[: problem.sliced_size])
+    program = algorithm(name).program(problem, config)
+    if ring_ways == 0:
+        return program
+    return lower_rings(program, 1 if ring_ways == 1 else 2)

@@ -1,0 +1,142 @@
+"""A planned product at reduced size: what stays, what shrinks, and what one rank does to run and check it.
+
+Dataflow, slices and lanes are the plan's, and so is the mesh shape as near as the number of processes allows;
+sizes shrink in proportion until a laptop can multiply them. Operands are small integers, so that every order of summation gives the
+same float32 and the check against the dense product is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshweave.algorithms.matmul.problem import MatmulProblem
+from meshweave.describe.layout import Layout, Shard
+from meshweave.describe.network import factorisations
+from meshweave.ir.parse import parse
+
+_LARGEST = 4
+"""Operands are integers of at most this size: sums of k products stay exact in float32 up to k = 2**20."""
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A layer's sizes and mesh for a rehearsal."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+    mesh_shape: tuple[int, int]
+
+
+def reduced(
+    sizes: tuple[int, int, int], mesh_shape: tuple[int, int], num_ranks: int, max_dim: int
+) -> Reduced:
+    """A layer of (tokens, in, out) features planned on `mesh_shape`, for a mesh of `num_ranks`.
+
+    The mesh is the factorisation nearest in proportion among those with both sides over 1, if there are any.
+    First the shards keep their size (tokens follow the rows of the mesh, features its columns), then all
+    shrink alike until no dim is over `max_dim`.
+    """
+    shapes = [(rows, columns) for rows, columns in factorisations(num_ranks, 2)]
+    square = [shape for shape in shapes if min(shape) > 1] or shapes
+    wanted = math.log(mesh_shape[0] / mesh_shape[1])
+    rows, columns = min(square, key=lambda shape: abs(math.log(shape[0] / shape[1]) - wanted))
+    ratio = (rows / mesh_shape[0], columns / mesh_shape[1], columns / mesh_shape[1])
+    kept = [size * min(factor, 1.0) for size, factor in zip(sizes, ratio, strict=True)]
+    scale = min(1.0, max_dim / max(kept))
+    step = 8 * math.lcm(rows, columns)
+    tokens, ins, outs = (
+        min(size, max(round(part * scale) // step * step, step))
+        for size, part in zip(sizes, kept, strict=True)
+    )
+    return Reduced(tokens, ins, outs, (rows, columns))
+
+
+def operand(problem: MatmulProblem, name: str, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Global operand "a" or "b" as stored: the same small integers on every rank."""
+    rng = np.random.default_rng([seed, "ab".index(name)])
+    shape = problem.stored_shape(name)
+    return rng.integers(-_LARGEST, _LARGEST, shape, dtype=np.int8, endpoint=True).astype(np.float32)
+
+
+def shard(
+    problem: MatmulProblem, name: str, whole: np.ndarray[Any, np.dtype[np.float32]], rank: int
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    layout = Layout(problem.mesh, (Shard(0), Shard(1)))
+    return np.ascontiguousarray(whole[np.ix_(*layout.indices(problem.stored_shape(name), rank))])
+
+
+def dense_shard(
+    problem: MatmulProblem, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], rank: int
+) -> np.ndarray[Any, Any]:
+    """The shard of the dense product that `rank` should hold."""
+    rows, columns = Layout(problem.mesh, (Shard(0), Shard(1))).indices((problem.m, problem.n), rank)
+    left = a[:, rows].T if problem.dataflow == "rs" else a[rows]
+    right = b[columns].T if problem.dataflow == "ls" else b[:, columns]
+    return np.asarray(left @ right)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rank is told, as JSON: the program as text, its problem, how often to run, operands' seed."""
+
+    program: str
+    problem: MatmulProblem
+    repeat: int
+    seed: int
+    deadline_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        p = self.problem
+        return {
+            "program": self.program,
+            "problem": [p.m, p.n, p.k, list(p.mesh_shape), p.dataflow],
+            "repeat": self.repeat,
+            "seed": self.seed,
+            "deadline_s": self.deadline_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Rehearsal:
+        m, n, k, (rows, columns), dataflow = data["problem"]
+        problem = MatmulProblem(m, n, k, (rows, columns), dataflow)
+        return cls(data["program"], problem, data["repeat"], data["seed"], data["deadline_s"])
+
+
+def rehearse(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs one rank: binds the program, runs it once to warm up and `repeat` times traced.
+
+    `context` is an `execute.launch.Context`. Returns the largest absolute error against the dense product
+    after each run's operands were renewed, the median-time run's trace, and all run times in seconds.
+    """
+    import torch
+
+    from meshweave.execute.groups import TorchContext
+    from meshweave.execute.torch_backend import bind
+
+    job = Rehearsal.from_json(payload)
+    problem, rank = job.problem, context.rank
+    torch.set_num_threads(1)
+    whole = {name: operand(problem, name, job.seed) for name in "ab"}
+    expected = torch.from_numpy(dense_shard(problem, whole["a"], whole["b"], rank))
+    shards = {name: torch.from_numpy(shard(problem, name, whole[name], rank)) for name in "ab"}
+    del whole
+    shared = TorchContext(liveness=context.liveness, deadline_s=job.deadline_s)
+    bound = bind(parse(job.program), rank, shards, context=shared, trace=True)
+    traces, error = [], 0.0
+    for _ in range(job.repeat + 1):
+        bound.outputs["c"].fill_(float("nan"))  # a run must write every element
+        with context.liveness.guard("all ranks to start a run"):
+            torch.distributed.barrier()
+        trace = bound.run()
+        assert trace is not None
+        traces.append(trace)
+        difference = (bound.outputs["c"] - expected).abs().nan_to_num(nan=float("inf"))
+        error = max(error, float(difference.max()) if difference.numel() else 0.0)
+    shared.close()
+    return {"error": error, "traces": [trace.to_json() for trace in traces[1:]]}

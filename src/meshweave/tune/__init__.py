@@ -1,0 +1,6 @@
+"""Search: which algorithm, mesh shape and slice counts a model should use on a cluster."""
+
+from meshweave.tune.plan import Plan, load_plan
+from meshweave.tune.search import plan_model
+
+__all__ = ["Plan", "load_plan", "plan_model"]

@@ -1,0 +1,20 @@
+"""Phase 1 of the MeshSlice autotuner: which matrix stays put (section 3.2.1).
+
+The largest of X (tokens x in), W (in x out) and Y (tokens x out) should not move.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.matmul.passes import Stationary
+
+
+def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple[Stationary, str]:
+    """The matrix that stays put in all three products of a layer, and why, in a few words.
+
+    Ties between X and Y go to X when in = out, as in the paper's public code.
+    """
+    if out_features > in_features and tokens >= in_features:
+        return "y", f"Y ({tokens} x {out_features}) is the largest matrix"
+    if in_features >= out_features and tokens >= out_features:
+        return "x", f"X ({tokens} x {in_features}) is the largest matrix"
+    return "w", f"W ({in_features} x {out_features}) is the largest matrix"

@@ -1,0 +1,97 @@
+"""The tuner: the paper's rule for dataflows, exhaustive search, and plans that survive a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.cost.machine import mesh_machine
+from meshweave.describe.cluster import load_cluster
+from meshweave.describe.model import load_model
+from meshweave.describe.workload import Workload
+from meshweave.errors import DescriptionError
+from meshweave.estimate import estimate
+from meshweave.tune import Plan, load_plan, plan_model
+from meshweave.tune.dataflow import choose_stationary
+from meshweave.tune.search import tune_product
+
+POD = load_cluster("tpu-v4-pod:16")
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_model(load_model("gpt3"), POD, Workload(8, 2048))
+
+
+@pytest.mark.parametrize("model", ["gpt3", "megatron-nlg"])
+def test_dataflows_are_those_of_the_paper(model: str) -> None:
+    """qkv Y, out X, ff1 Y, ff2 X stationary (os, ls, os, ls forward) at 256 chips, where batch is 128."""
+    chosen = [
+        choose_stationary(128 * 2048, layer.in_features, layer.out_features)[0]
+        for layer in load_model(model).fc_layers()
+    ]
+    assert chosen == ["y", "x", "y", "x"]
+
+
+def test_few_tokens_keep_the_weights_in_place() -> None:
+    assert choose_stationary(64, 12288, 49152)[0] == "w"
+
+
+def test_search_finds_the_best_configuration_there_is() -> None:
+    problem = MatmulProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
+    machine = mesh_machine(POD, (4, 4), AXES, MESH)
+    entry = ALGORITHMS["meshslice"]
+    best = tune_product(entry, problem, machine)
+    times = {
+        config: estimate(entry.skeleton(problem, config), machine).total_s
+        for config in entry.configs(problem)
+    }
+    assert best.estimate.total_s == min(times.values())
+    assert len(times) > 5
+
+
+def test_meshslice_is_never_slower_than_collective(plan: Plan) -> None:
+    """It may always take one slice."""
+    assert plan.best.algorithm == "meshslice"
+    for layer, other in zip(
+        plan.candidate("meshslice").layers, plan.candidate("collective").layers, strict=True
+    ):
+        for mine, theirs in zip(layer.passes, other.passes, strict=True):
+            assert mine.total_s <= theirs.total_s
+
+
+def test_plan_is_ranked_and_explained(plan: Plan) -> None:
+    assert [c.block_s for c in plan.candidates] == sorted(c.block_s for c in plan.candidates)
+    assert all("slower" in c.runner_up for c in plan.candidates)
+    assert all(layer.reason for layer in plan.best.layers)
+    assert 0 < plan.best.utilisation < 1
+
+
+def test_plan_survives_a_file(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert load_plan(path) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batsh": 3}, "batsh"),
+        ({"batch": -1}, "batch"),
+        ({"candidates": []}, "candidates"),
+        ({"format": "other"}, "format"),
+    ],
+)
+def test_a_broken_plan_is_one_line(
+    plan: Plan, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan.model_dump(mode="json"), **change}))
+    with pytest.raises(DescriptionError, match=message) as caught:
+        load_plan(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
