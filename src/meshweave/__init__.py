@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from meshweave.tune import load_plan as load_plan
     from meshweave.tune import plan_model as plan_model
 
-__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:

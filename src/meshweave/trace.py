@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from meshweave.errors import ProgramError
@@ -120,7 +121,7 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
         if declared.order != "fifo":
             continue
         if declared.width == 1:
-            for first, then in zip(queue, queue[1:], strict=False):
+            for first, then in pairwise(queue):
                 require((rank, first), (rank, then))
             continue
         for number, index in enumerate(queue):  # started in order, and at most `width` at once

@@ -67,7 +67,7 @@ def deserted(context, payload):
     """Rank 0 dies, and rank 1 cannot notice: it waits for rank 2, which is busy."""
     dist.barrier()
     if context.rank == 0:
-        time.sleep(0.5)
+        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if context.rank == 2:
         time.sleep(1000)

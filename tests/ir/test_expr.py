@@ -74,7 +74,11 @@ def test_means_what_python_means(index: Index) -> None:
         assert "division by zero" in str(error) or "has no entry" in str(error)
         return
     tree = ast.fix_missing_locations(_Truths().visit(ast.parse(str(index), mode="eval")))
-    assert ours == eval(compile(tree, "index", "eval"), {**scope, "int": int, "bool": bool})
+    try:
+        theirs = eval(compile(tree, "index", "eval"), {**scope, "int": int, "bool": bool})
+    except (IndexError, ZeroDivisionError):  # in an entry of a table that ours need not look at
+        return
+    assert ours == theirs
 
 
 class _Truths(ast.NodeTransformer):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.algorithms.matmul import MatmulProblem
+from meshweave.algorithms.matmul.problem import two_d_meshes
 from meshweave.nn.rehearse import Rehearsal, operand, reduced
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
@@ -32,13 +33,13 @@ def test_replicas_with_meshes_of_their_own_do_not_wait_for_each_other() -> None:
 
 def test_a_reduced_layer_keeps_the_proportions_of_its_shards() -> None:
     """GPT-3's ff1 on 32x8: shards of 8192 tokens by 1536 and 6144 features."""
-    small = reduced((262144, 12288, 49152), (32, 8), 4, 2048)
+    small = reduced((262144, 12288, 49152), (32, 8), two_d_meshes(4), 2048)
     assert small.mesh_shape == (2, 2)
     assert (small.tokens, small.in_features, small.out_features) == (2048, 384, 1536)
 
 
 def test_a_small_layer_is_left_alone() -> None:
-    small = reduced((64, 32, 48), (2, 2), 4, 2048)
+    small = reduced((64, 32, 48), (2, 2), two_d_meshes(4), 2048)
     assert (small.tokens, small.in_features, small.out_features) == (64, 32, 48)
 
 

@@ -157,7 +157,7 @@ def _jobs(
         candidate = plan.candidate(name)
         chosen = next(item for item in candidate.layers if item.name == layer)
         sizes = chosen.tokens, chosen.in_features, chosen.out_features
-        small = reduced(sizes, candidate.mesh_shape, ranks, max_dim)
+        small = reduced(sizes, candidate.mesh_shape, algorithm(name).meshes(ranks), max_dim)
         for item in chosen.passes:
             if item.name not in wanted:
                 continue
@@ -180,7 +180,9 @@ def _jobs(
                 program = lower_rings(program, 1 if rings == 1 else 2)
             validate(program, labels=False)
             rehearsal = Rehearsal(to_text(program), problem, 0, 0, 0.0)
-            title = f"{layer} {item.name.replace('_', ' ')}, {name} {config if name != 'collective' else ''}".rstrip()
+            title = f"{layer} {item.name.replace('_', ' ')}, {name}"
+            if config.slice_count > 1:
+                title += f" {config}"
             jobs.append(_Job(title, rehearsal, analyse(program)))
     return jobs
 

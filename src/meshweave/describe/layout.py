@@ -84,7 +84,8 @@ class Layout:
     def __post_init__(self) -> None:
         if len(self.placements) != len(self.mesh.shape):
             raise LayoutError(
-                f"mesh {self.mesh.name} has {len(self.mesh.shape)} axes, layout has {len(self.placements)} placements"
+                f"mesh {self.mesh.name} has {len(self.mesh.shape)} axes, "
+                f"layout has {len(self.placements)} placements"
             )
         for placement in self.placements:
             if isinstance(placement, Tile) and not (

@@ -94,13 +94,18 @@ class TorchContext:
         return known[1]
 
     def prepare(self, program: Program) -> None:
-        """Makes the groups of this rank that `program` needs and that are not there yet. `bind` calls it.
+        """Makes the groups that `program` needs and that are not there yet. `bind` calls it.
+
+        A program on all ranks of the world makes its groups together. One on some of them, such as one replica
+        of several, makes them among its own ranks; torch then names a group after how many groups its maker is
+        in, so these ranks must have been in equally many before.
 
         Raises BindError where the program has ranks that the world does not have.
         """
+        among_members = self.is_distributed and len(program.ranks) < self.num_ranks
         for key in group_keys(program):
             lane, ranks = key
-            if key in self._groups or (self.is_distributed and self.rank not in ranks):
+            if key in self._groups or (among_members and self.rank not in ranks):
                 continue
             if not self.is_distributed:
                 raise BindError(
@@ -111,14 +116,13 @@ class TorchContext:
                     f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
                 )
             with self.guard(f"ranks {ranks} to form the group of lane {lane}", ranks):
-                # Only members take part, so that meshes side by side (replicas) need not run in step.
                 group = dist.new_group(
                     list(ranks),
                     timeout=self._timeout,
-                    use_local_synchronization=True,
+                    use_local_synchronization=among_members,
                     group_desc=f"meshweave {lane}",
                 )
-                if self.device.type == "cuda":
+                if self.device.type == "cuda" and self.rank in ranks:
                     # NCCL connects a group at its first use, which must be one by all of its ranks.
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._groups[key] = group

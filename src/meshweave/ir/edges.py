@@ -54,6 +54,8 @@ class _Memory:
 
 def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:
     """For each op of one rank, the indices of the earlier ops of that rank it must wait for."""
+    # What nobody writes orders nothing; keeping its readers would make this quadratic.
+    written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}
     memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
     edges: list[tuple[int, ...]] = []
     last_fence: int | None = None
@@ -64,9 +66,13 @@ def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -
         before: set[int] = set()
         own = [(mode, view) for mode, view in op.accesses() if view.rank is None]
         for mode, view in own:
+            if view.buffer not in written:
+                continue
             assert isinstance(view.slot, int)
             before.update(memory[view.buffer, view.slot].conflicts(mode, view))
         for mode, view in own:
+            if view.buffer not in written:
+                continue
             assert isinstance(view.slot, int)
             memory[view.buffer, view.slot].add(index, mode, view)
         touches_exposed = any(view.buffer in exposed for _, view in own) or is_one_sided(op)

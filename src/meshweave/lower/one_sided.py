@@ -19,7 +19,7 @@ from meshweave.errors import ProgramError
 from meshweave.ir.edges import is_one_sided
 from meshweave.ir.expr import Index, maximum
 from meshweave.ir.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
-from meshweave.ir.program import Buffer, BoundOp, On, Program, Statement
+from meshweave.ir.program import BoundOp, Buffer, On, Program, Statement
 from meshweave.ir.views import Range, View
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from meshweave.errors import ProgramError
@@ -70,7 +71,7 @@ def _stride(values: list[Index]) -> int | None:
     """The common difference of integers in arithmetic progression, or None."""
     if not all(isinstance(value, int) for value in values):
         return None
-    gaps = {b - a for a, b in zip(values, values[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(values)}
     gap = gaps.pop() if len(gaps) == 1 else None
     return gap if isinstance(gap, int) else None
 

@@ -1,23 +1,23 @@
 """A planned product at reduced size: what stays, what shrinks, and what one rank does to run and check it.
 
 Dataflow, slices and lanes are the plan's, and so is the mesh shape as near as the number of processes allows;
-sizes shrink in proportion until a laptop can multiply them. Operands are small integers, so that every order of summation gives the
-same float32 and the check against the dense product is exact.
+sizes shrink in proportion until a laptop can multiply them. Operands are small integers, so that every order of
+summation gives the same float32 and the check against the dense product is exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from meshweave.algorithms.matmul.problem import MatmulProblem
-from meshweave.describe.layout import Layout, Shard
-from meshweave.describe.network import factorisations
+from meshweave.errors import LayoutError
 from meshweave.ir.parse import parse
+from meshweave.ir.program import Program
 
 _LARGEST = 4
 """Operands are integers of at most this size: sums of k products stay exact in float32 up to k = 2**20."""
@@ -30,31 +30,44 @@ class Reduced:
     tokens: int
     in_features: int
     out_features: int
-    mesh_shape: tuple[int, int]
+    mesh_shape: tuple[int, ...]
+
+
+def nearest_mesh(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape nearest in proportion to the planned one, among those with all sides over 1 if there are any.
+
+    Raises LayoutError where `shapes` is empty.
+    """
+    if not shapes:
+        raise LayoutError("the algorithm has no mesh of that many ranks")
+
+    def distance(shape: tuple[int, ...]) -> float:
+        logs = [math.log(mine / theirs) for mine, theirs in zip(shape, planned, strict=True)]
+        mean = sum(logs) / len(logs)
+        return sum((value - mean) ** 2 for value in logs)
+
+    full = [shape for shape in shapes if min(shape) > 1] or list(shapes)
+    return min(full, key=distance)
 
 
 def reduced(
-    sizes: tuple[int, int, int], mesh_shape: tuple[int, int], num_ranks: int, max_dim: int
+    sizes: tuple[int, int, int], planned: Sequence[int], shapes: Sequence[tuple[int, ...]], max_dim: int
 ) -> Reduced:
-    """A layer of (tokens, in, out) features planned on `mesh_shape`, for a mesh of `num_ranks`.
+    """A layer of (tokens, in, out) features planned on a mesh, for the nearest of the mesh `shapes` at hand.
 
-    The mesh is the factorisation nearest in proportion among those with both sides over 1, if there are any.
     First the shards keep their size (tokens follow the rows of the mesh, features its columns), then all
-    shrink alike until no dim is over `max_dim`.
+    shrink alike until no dim is over `max_dim`. Raises LayoutError where `shapes` is empty.
     """
-    shapes = [(rows, columns) for rows, columns in factorisations(num_ranks, 2)]
-    square = [shape for shape in shapes if min(shape) > 1] or shapes
-    wanted = math.log(mesh_shape[0] / mesh_shape[1])
-    rows, columns = min(square, key=lambda shape: abs(math.log(shape[0] / shape[1]) - wanted))
-    ratio = (rows / mesh_shape[0], columns / mesh_shape[1], columns / mesh_shape[1])
+    shape = nearest_mesh(planned, shapes)
+    ratio = (shape[0] / planned[0], shape[1] / planned[1], shape[1] / planned[1])
     kept = [size * min(factor, 1.0) for size, factor in zip(sizes, ratio, strict=True)]
     scale = min(1.0, max_dim / max(kept))
-    step = 8 * math.lcm(rows, columns)
+    step = 8 * math.lcm(*shape)
     tokens, ins, outs = (
         min(size, max(round(part * scale) // step * step, step))
         for size, part in zip(sizes, kept, strict=True)
     )
-    return Reduced(tokens, ins, outs, (rows, columns))
+    return Reduced(tokens, ins, outs, shape)
 
 
 def operand(problem: MatmulProblem, name: str, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -65,17 +78,21 @@ def operand(problem: MatmulProblem, name: str, seed: int) -> np.ndarray[Any, np.
 
 
 def shard(
-    problem: MatmulProblem, name: str, whole: np.ndarray[Any, np.dtype[np.float32]], rank: int
+    program: Program, name: str, whole: np.ndarray[Any, np.dtype[np.float32]], rank: int
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    layout = Layout(problem.mesh, (Shard(0), Shard(1)))
-    return np.ascontiguousarray(whole[np.ix_(*layout.indices(problem.stored_shape(name), rank))])
+    """What input buffer `name` of `rank` holds of a global operand."""
+    layout = program.buffer_of[name].layout
+    assert layout is not None
+    return np.ascontiguousarray(whole[np.ix_(*layout.indices(whole.shape, rank))])
 
 
 def dense_shard(
-    problem: MatmulProblem, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], rank: int
+    program: Program, problem: MatmulProblem, a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], rank: int
 ) -> np.ndarray[Any, Any]:
-    """The shard of the dense product that `rank` should hold."""
-    rows, columns = Layout(problem.mesh, (Shard(0), Shard(1))).indices((problem.m, problem.n), rank)
+    """The shard of the dense product that buffer c of `rank` should hold."""
+    layout = program.buffer_of["c"].layout
+    assert layout is not None
+    rows, columns = layout.indices((problem.m, problem.n), rank)
     left = a[:, rows].T if problem.dataflow == "rs" else a[rows]
     right = b[columns].T if problem.dataflow == "ls" else b[:, columns]
     return np.asarray(left @ right)
@@ -103,8 +120,8 @@ class Rehearsal:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Rehearsal:
-        m, n, k, (rows, columns), dataflow = data["problem"]
-        problem = MatmulProblem(m, n, k, (rows, columns), dataflow)
+        m, n, k, mesh_shape, dataflow = data["problem"]
+        problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
         return cls(data["program"], problem, data["repeat"], data["seed"], data["deadline_s"])
 
 
@@ -120,14 +137,14 @@ def rehearse(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     from meshweave.execute.torch_backend import bind
 
     job = Rehearsal.from_json(payload)
-    problem, rank = job.problem, context.rank
+    problem, rank, program = job.problem, context.rank, parse(job.program)
     torch.set_num_threads(1)
     whole = {name: operand(problem, name, job.seed) for name in "ab"}
-    expected = torch.from_numpy(dense_shard(problem, whole["a"], whole["b"], rank))
-    shards = {name: torch.from_numpy(shard(problem, name, whole[name], rank)) for name in "ab"}
+    expected = torch.from_numpy(dense_shard(program, problem, whole["a"], whole["b"], rank))
+    shards = {name: torch.from_numpy(shard(program, name, whole[name], rank)) for name in "ab"}
     del whole
     shared = TorchContext(liveness=context.liveness, deadline_s=job.deadline_s)
-    bound = bind(parse(job.program), rank, shards, context=shared, trace=True)
+    bound = bind(program, rank, shards, context=shared, trace=True)
     traces, error = [], 0.0
     for _ in range(job.repeat + 1):
         bound.outputs["c"].fill_(float("nan"))  # a run must write every element

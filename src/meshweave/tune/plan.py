@@ -13,6 +13,7 @@ from meshweave.algorithms.matmul.problem import Config
 from meshweave.describe import files
 from meshweave.errors import DescriptionError
 
+
 class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -27,6 +28,8 @@ class PassPlan(_Record):
     dataflow: Literal["os", "ls", "rs"]
     slices: tuple[int, ...] = Field(min_length=1)
     block: int = Field(gt=0)
+    packets: int = Field(default=1, gt=0)
+    overlap: Literal["row", "col"] = "col"
     total_s: float
     compute_s: float
     launch_s: float
@@ -37,7 +40,7 @@ class PassPlan(_Record):
 
     @property
     def config(self) -> Config:
-        return Config(self.slices, self.block)
+        return Config(self.slices, self.block, self.packets, self.overlap)
 
 
 class LayerPlan(_Record):
@@ -57,7 +60,7 @@ class Candidate(_Record):
     and FLOP utilisation against the chip's peak."""
 
     algorithm: str
-    mesh_shape: tuple[int, int]
+    mesh_shape: tuple[int, ...]
     block_s: float
     utilisation: float
     traffic_bytes: dict[str, int]

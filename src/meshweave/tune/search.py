@@ -49,17 +49,14 @@ def plan_model(
 
     Raises UnsupportedError where no mesh shape of the cluster works.
     """
-    shapes = [shape for shape in cluster.network.mesh_shapes(2) if min(shape) > 1] or list(
-        cluster.network.mesh_shapes(2)
-    )
-    total, done = len(shapes) * len(algorithms), 0
+    shapes = {name: _mesh_shapes(ALGORITHMS[name], cluster) for name in algorithms}
+    total, done = sum(map(len, shapes.values())), 0
     candidates = []
     for name in algorithms:
         entry = ALGORITHMS[name]
-        tried: list[tuple[float, tuple[int, int], list[tuple[FcLayer, str, list[Tuned]]]]] = []
-        for shape in shapes:
-            assert len(shape) == 2
-            machine = mesh_machine(cluster, shape, AXES, MESH)
+        tried: list[tuple[float, tuple[int, ...], list[tuple[FcLayer, str, list[Tuned]]]]] = []
+        for shape in shapes[name]:
+            machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
             layers = [
                 (layer, *_tune_layer(entry, layer, workload, shape, machine)) for layer in model.fc_layers()
             ]
@@ -68,7 +65,9 @@ def plan_model(
             done += 1
             progress(done, total)
         if not tried:
-            raise UnsupportedError(f"{cluster.name} has no 2D mesh shape for {name}")
+            raise UnsupportedError(
+                f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {name}"
+            )
         tried.sort(key=lambda item: item[0])
         candidates.append(_candidate(entry, tried, cluster, workload))
     candidates.sort(key=lambda candidate: candidate.block_s)
@@ -85,8 +84,16 @@ def plan_model(
     )
 
 
+def _mesh_shapes(entry: Algorithm, cluster: Cluster) -> list[tuple[int, ...]]:
+    """The mesh shapes that both the algorithm and the cluster can form; flat ones only if there are no others."""
+    wanted = entry.meshes(cluster.num_chips)
+    formed = {shape for dims in {len(s) for s in wanted} for shape in cluster.network.mesh_shapes(dims)}
+    both = [shape for shape in wanted if shape in formed]
+    return [shape for shape in both if min(shape) > 1] or both
+
+
 def _tune_layer(
-    entry: Algorithm, layer: FcLayer, workload: Workload, shape: tuple[int, int], machine: Machine
+    entry: Algorithm, layer: FcLayer, workload: Workload, shape: tuple[int, ...], machine: Machine
 ) -> tuple[str, list[Tuned]]:
     stationary, _ = choose_stationary(workload.tokens, layer.in_features, layer.out_features)
     problems = [
@@ -100,7 +107,7 @@ def _tune_layer(
 
 def _candidate(
     entry: Algorithm,
-    tried: list[tuple[float, tuple[int, int], list[tuple[FcLayer, str, list[Tuned]]]]],
+    tried: list[tuple[float, tuple[int, ...], list[tuple[FcLayer, str, list[Tuned]]]]],
     cluster: Cluster,
     workload: Workload,
 ) -> Candidate:
@@ -140,6 +147,8 @@ def _layer_plan(entry: Algorithm, layer: FcLayer, products: list[Tuned], workloa
                 dataflow=TABLE[stationary][name].dataflow,
                 slices=tuned.config.slices,
                 block=tuned.config.block,
+                packets=tuned.config.packets,
+                overlap=tuned.config.overlap,
                 total_s=cost.total_s,
                 compute_s=cost.compute_s,
                 launch_s=cost.launch_s,

@@ -59,7 +59,7 @@ def pass_problem(
     tokens: int,
     in_features: int,
     out_features: int,
-    mesh_shape: tuple[int, int],
+    mesh_shape: tuple[int, ...],
     dtype: str,
     ranks: tuple[int, ...] | None = None,
 ) -> MatmulProblem:

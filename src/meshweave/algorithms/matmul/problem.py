@@ -1,7 +1,8 @@
 """The distributed product that every algorithm of this folder solves.
 
-A mesh of Pr rows and Pc columns; rows of each stored matrix are sharded over mesh axis `row`, its columns
-over `col`, by DTensor's chunk rule. Which matrix stays put names the dataflow (MeshSlice, section 2.3.1):
+A mesh of Pr rows and Pc columns; unless an algorithm says otherwise, rows of each stored matrix are sharded
+over mesh axis `row`, its columns over `col`, by DTensor's chunk rule. A third axis, `depth`, holds copies.
+Which matrix stays put names the dataflow (MeshSlice, section 2.3.1):
 
     os   C = A B      A stored (M, K)   B stored (K, N)   C stationary
     ls   C = A B^T    A stored (M, K)   B stored (N, K)   A stationary
@@ -18,16 +19,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.describe.layout import Layout, Shard, chunk
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk
 from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError, MeshweaveError, nearest
+from meshweave.describe.network import factorisations
+from meshweave.errors import LayoutError, nearest
 from meshweave.ir.program import Buffer, Product, Program, Tensor
 from meshweave.ir.skeleton import Skeleton
 from meshweave.units import DTYPES, dtype_bytes
 
 Dataflow = Literal["os", "ls", "rs"]
+Placements = dict[str, tuple[Placement, ...]]
+"""Placements of operands "a", "b", "c", one per mesh axis."""
+
 DATAFLOWS: tuple[Dataflow, ...] = ("os", "ls", "rs")
-AXES = ("row", "col")
+AXES = ("row", "col", "depth")
 MESH = "tp"
 
 
@@ -48,12 +53,15 @@ _VERTICAL = {"os": "b", "ls": "b", "rs": "c"}
 
 @dataclass(frozen=True)
 class MatmulProblem:
-    """C (M, N) from M, N, K on a (rows, cols) mesh. Raises LayoutError for sizes that make no sense."""
+    """C (M, N) from M, N, K on a (rows, columns) or (rows, columns, depth) mesh.
+
+    Raises LayoutError for sizes that make no sense.
+    """
 
     m: int
     n: int
     k: int
-    mesh_shape: tuple[int, int]
+    mesh_shape: tuple[int, ...]
     dataflow: Dataflow = "os"
     dtype: str = "float32"
     ranks: tuple[int, ...] | None = None
@@ -64,16 +72,17 @@ class MatmulProblem:
             raise LayoutError(f"dataflow '{self.dataflow}' is none of {', '.join(DATAFLOWS)}")
         if min(self.m, self.n, self.k) < 1:
             raise LayoutError(f"M, N, K = {self.m}, {self.n}, {self.k} must be positive")
-        if len(self.mesh_shape) != 2 or min(self.mesh_shape) < 1:
-            raise LayoutError(f"a 2D product needs a mesh of two positive sizes, not {self.mesh_shape}")
+        if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
+            raise LayoutError(f"a product needs a mesh of two or three positive sizes, not {self.mesh_shape}")
         if self.dtype not in DTYPES:
             raise LayoutError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, DTYPES)}")
 
     @property
     def mesh(self) -> Mesh:
+        axes = AXES[: len(self.mesh_shape)]
         if self.ranks is None:
-            return Mesh.of(MESH, self.mesh_shape, AXES)
-        return Mesh(MESH, self.mesh_shape, AXES, self.ranks)
+            return Mesh.of(MESH, self.mesh_shape, axes)
+        return Mesh(MESH, self.mesh_shape, axes, self.ranks)
 
     @property
     def num_chips(self) -> int:
@@ -119,13 +128,20 @@ class MatmulProblem:
         """Largest part of `size` elements chunked over a mesh axis."""
         return chunk(size, self.axis_size(axis), 0)[1]
 
-    def declarations(self, name: str) -> Program:
+    def declarations(self, name: str, placements: Placements | None = None) -> Program:
         """A program with mesh, tensors, meaning and operand buffers a, b, c declared, and nothing done yet."""
         mesh = self.mesh
+        placed = placements or two_d_placements(self)
         tensors = tuple(Tensor(op.upper(), self.stored_shape(op), self.dtype) for op in "abc")
-        layout = Layout(mesh, (Shard(0), Shard(1)))
         buffers = tuple(
-            Buffer(op, "output" if op == "c" else "input", MESH, self.dtype, op.upper(), layout)
+            Buffer(
+                op,
+                "output" if op == "c" else "input",
+                MESH,
+                self.dtype,
+                op.upper(),
+                Layout(mesh, placed[op]),
+            )
             for op in "abc"
         )
         meaning = Product("C", "A", "B", transpose_a=self.dataflow == "rs", transpose_b=self.dataflow == "ls")
@@ -134,7 +150,7 @@ class MatmulProblem:
     def traffic_bytes(self, rank: int) -> dict[str, int]:
         """Logical bytes that a rank must move per mesh axis when each moving matrix crosses its axis once:
         (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven shards."""
-        layout = Layout(self.mesh, (Shard(0), Shard(1)))
+        layout = Layout(self.mesh, two_d_placements(self)["a"])
         out = {}
         for moving in (self.horizontal, self.vertical):
             shape = self.stored_shape(moving.operand)
@@ -146,30 +162,54 @@ class MatmulProblem:
         return out
 
 
+def two_d_placements(problem: MatmulProblem) -> Placements:
+    """Rows over `row`, columns over `col`, all operands alike; copies along `depth`."""
+    placed: tuple[Placement, ...] = (Shard(0), Shard(1))
+    if len(problem.mesh_shape) == 3:
+        placed = (*placed, Replicate())
+    return dict.fromkeys("abc", placed)
+
+
+def two_d_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
+    """Every (rows, columns) of that many chips."""
+    return factorisations(num_chips, 2)
+
+
 @dataclass(frozen=True)
 class Config:
-    """What an algorithm may choose: `slices` lists the relative widths of the slices (all equal: the plain
-    slice count), `block` is the number of neighbouring elements that stay together in a slice."""
+    """What an algorithm may choose.
+
+    `slices` lists the relative widths of the slices (all equal: the plain slice count; for algorithms that are
+    unrolled, only their number counts), `block` is the number of neighbouring elements that stay together in a
+    slice, `packets` into how many pieces a broadcast or reduce is cut, `overlap` the mesh axis along which an
+    algorithm that hides one direction only hides it.
+    """
 
     slices: tuple[int, ...] = (1,)
     block: int = 8
+    packets: int = 1
+    overlap: Literal["row", "col"] = "col"
 
     @property
     def slice_count(self) -> int:
         return len(self.slices)
 
     def __str__(self) -> str:
-        if len(set(self.slices)) == 1:
-            return f"S={len(self.slices)}"
-        return f"S={len(self.slices)} tapered {':'.join(map(str, self.slices))}"
+        text = f"S={len(self.slices)}"
+        if len(set(self.slices)) > 1:
+            text += f" tapered {':'.join(map(str, self.slices))}"
+        return text + (f" D={self.packets}" if self.packets > 1 else "")
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """One entry of the table of algorithms. All functions take (problem, config).
 
-    `program` raises MeshweaveError where the problem cannot be solved by this algorithm; `configs` lists
-    what a tuner may try; `traffic` is the closed form of bytes moved per axis by one rank.
+    `configs` lists what a tuner may try; `traffic` is the closed form of bytes moved per axis by one rank;
+    `meshes` lists the mesh shapes that the algorithm can use of a number of chips; `placements` says how its
+    operands lie on the mesh. `uneven_exact` says that the skeleton's time is the simulator's also where shards
+    are uneven; where it is False, the skeleton is an upper bound there, and within a picosecond per op of the
+    simulator on even shards.
     """
 
     name: str
@@ -180,4 +220,6 @@ class Algorithm:
     skeleton: Callable[[MatmulProblem, Config], Skeleton]
     configs: Callable[[MatmulProblem], Iterator[Config]]
     traffic: Callable[[MatmulProblem, Config, int], dict[str, int]]
-    supports: Callable[[MatmulProblem], MeshweaveError | None] = lambda problem: None
+    meshes: Callable[[int], tuple[tuple[int, ...], ...]] = two_d_meshes
+    placements: Callable[[MatmulProblem], Placements] = two_d_placements
+    uneven_exact: bool = True
