@@ -7,4 +7,4 @@ from pathlib import Path
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 Path(os.environ["STUBBORN_PID"]).write_text(str(os.getpid()))
-time.sleep(1000)
+time.sleep(100)

@@ -57,7 +57,7 @@ def _run_phase(
     history: list[dict[str, int]],
     lanes: dict[str, int],
 ) -> int:
-    tasks = [(task.name, task.lane, cost_ps(task.work), task.after) for task in phase.tasks]
+    tasks = [(task.name, task.lane, task.times * cost_ps(task.work), task.after) for task in phase.tasks]
     turn, end = 0, 0
     while turn < phase.turns:
         finish: dict[str, int] = {}
@@ -117,13 +117,14 @@ def estimate(skeleton: Skeleton, machine: Machine) -> Estimate:
     for phase in skeleton.phases:
         for task in phase.tasks:
             cost = priced(task.work)
+            count = phase.turns * task.times
             if isinstance(task.work, Compute):
                 if task.work.flops:
-                    compute += phase.turns * cost.total_ps
+                    compute += count * cost.total_ps
                 else:
-                    copy += phase.turns * cost.total_ps
+                    copy += count * cost.total_ps
             else:
-                launch += phase.turns * cost.launch_ps
-                sync += phase.turns * cost.sync_ps
-                transfer += phase.turns * cost.flow_ps
+                launch += count * cost.launch_ps
+                sync += count * cost.sync_ps
+                transfer += count * cost.flow_ps
     return Estimate(to_s(total), to_s(compute), to_s(copy), to_s(launch), to_s(sync), to_s(transfer))

@@ -16,10 +16,13 @@ from meshweave.ir.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Task:
+    """`times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task."""
+
     name: str
     lane: str
     work: Work
     after: tuple[tuple[str, int], ...] = ()
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from meshweave.algorithms.matmul.collective import COLLECTIVE
 from meshweave.algorithms.matmul.meshslice import MESHSLICE
+from meshweave.algorithms.matmul.one_dim import FSDP, TENSOR_1D
 from meshweave.algorithms.matmul.problem import DATAFLOWS, Algorithm, Config, Dataflow, MatmulProblem
+from meshweave.algorithms.matmul.wang import WANG
 from meshweave.errors import UnsupportedError, nearest
 
-ALGORITHMS: dict[str, Algorithm] = {entry.name: entry for entry in (COLLECTIVE, MESHSLICE)}
+ALGORITHMS: dict[str, Algorithm] = {
+    entry.name: entry for entry in (COLLECTIVE, MESHSLICE, WANG, TENSOR_1D, FSDP)
+}
 
 
 def algorithm(name: str) -> Algorithm:

@@ -1,0 +1,409 @@
+"""Products overlapped with the ring steps of one moving matrix (Wang et al., ASPLOS '23, section 3).
+
+An all-gather around a ring delivers one part after another, so the product can start with the part that is at
+home and take each further one as it arrives. A reduce-scatter passes partial sums on, so the product of a part
+is needed just before that part moves, the one that stays last. Cut in S turns, neighbouring parts share a
+product: fewer and larger products, at the price of a coarser overlap ("unrolling"; MeshSlice, section 4.2).
+
+At home, in turn 0 of a gather (or the last of a scatter), nothing has to move; the other P - 1 parts are
+dealt to the other S - 1 turns as evenly as possible. Parts that share a product lie side by side except where
+they wrap around the end of the matrix, and are then two products. This module builds such rings for any
+operand and axis; `wang` uses it on a 2D mesh and `one_dim` for 1D tensor parallelism and FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+from meshweave.algorithms.matmul.problem import MESH, MatmulProblem, Moving, Placements
+from meshweave.describe.layout import Layout, chunk
+from meshweave.ir.expr import Index, Var, binary, minimum
+from meshweave.ir.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter
+from meshweave.ir.program import Buffer, Lane, On, Program
+from meshweave.ir.skeleton import Skeleton, Task
+from meshweave.ir.views import FULL, Range, Selector, View
+from meshweave.ir.work import Transfer, matmul_work, move_work
+from meshweave.units import dtype_bytes
+
+Letters = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How to overlap one product: `moving` goes around its axis in parts; `other`, where there is one, is
+    gathered before (or reduced after) all products, by a collective. `count` is the number of turns S."""
+
+    problem: MatmulProblem
+    placements: Placements
+    moving: Moving
+    other: Moving | None
+    count: int
+
+    @property
+    def parts(self) -> int:
+        return self.problem.axis_size(self.moving.axis)
+
+    @property
+    def letters(self) -> dict[str, Letters]:
+        """Which of m, n, k each stored dim of each operand is."""
+        dataflow = self.problem.dataflow
+        return {
+            "a": ("k", "m") if dataflow == "rs" else ("m", "k"),
+            "b": ("n", "k") if dataflow == "ls" else ("k", "n"),
+            "c": ("m", "n"),
+        }
+
+    @property
+    def cut(self) -> str:
+        """The letter of the dim that is cut in parts."""
+        return self.letters[self.moving.operand][self.moving.dim]
+
+    @property
+    def size(self) -> int:
+        return self.problem.stored_shape(self.moving.operand)[self.moving.dim]
+
+    @property
+    def each(self) -> int:
+        return -(-self.size // self.parts)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """[first, last + 1) of the ring steps whose parts share a product, the part at home aside."""
+        count = min(max(self.count, 2), self.parts) - 1
+        if not count:
+            return ()
+        each, rest = divmod(self.parts - 1, count)
+        cuts = [number * each + min(number, rest) for number in range(count + 1)]  # larger groups first
+        return tuple(pairwise(cuts))
+
+    def bounds(self, part: Index) -> tuple[Index, Index]:
+        """[start, stop) of a part within the cut dim."""
+        begin, end = part * self.each, (part + 1) * self.each
+        if self.size % self.parts:
+            return minimum(begin, self.size), minimum(end, self.size)
+        return begin, end
+
+    def extent(self, part: Index) -> Index:
+        if self.size % self.parts == 0:
+            return self.each
+        begin, end = self.bounds(part)
+        return end - begin
+
+    def local_extents(self) -> dict[str, int]:
+        """Largest local size of m, n, k in a product, the cut one whole."""
+        sizes = {"m": self.problem.m, "n": self.problem.n, "k": self.problem.k}
+        mesh = self.problem.mesh
+        for operand, letters in self.letters.items():
+            local = Layout(mesh, self.placements[operand]).local_shape(
+                self.problem.stored_shape(operand), mesh.ranks[0]
+            )
+            whole = {m.dim for m in (self.moving, self.other) if m is not None and m.operand == operand}
+            for dim, letter in enumerate(letters):
+                if dim not in whole:
+                    sizes[letter] = min(sizes[letter], local[dim])
+        sizes[self.cut] = self.size
+        return sizes
+
+
+# --- program --------------------------------------------------------------------------------------------
+
+
+def build(ring: Ring, name: str) -> Program:
+    """The program of a ring product."""
+    builder = _Builder(ring)
+    body = tuple(builder.body())
+    declared = ring.problem.declarations(name, ring.placements)
+    lanes = {op.lane: Lane(op.lane) for op in body}
+    return replace(
+        declared,
+        buffers=declared.buffers + tuple(builder.buffers.values()),
+        lanes=tuple(lanes.values()),
+        body=(On(MESH, body),),
+    )
+
+
+class _Builder:
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.buffers: dict[str, Buffer] = {}
+        self.at = Var(f"{MESH}.{ring.moving.axis}")
+        self.holder = {operand: operand for operand in "abc"}
+        """The buffer from which (or into which) products take an operand."""
+
+    def body(self) -> Iterator[Op]:
+        ring, other = self.ring, self.ring.other
+        if other is not None and ring.problem.axis_size(other.axis) > 1:
+            whole = self._whole_buffer(other)
+            if other.scattered:
+                self.holder["c"] = whole
+            else:
+                self.holder[other.operand] = whole
+                yield self._collective(other, whole)
+        yield from self._scatter() if ring.moving.scattered else self._gather()
+        if other is not None and other.scattered and self.holder["c"] != "c":
+            yield self._collective(other, self.holder["c"])
+
+    def _collective(self, other: Moving, whole: str) -> Op:
+        over, lane = f"{MESH}.{other.axis}", other.axis
+        shard, block = _full(other.operand), _full(whole)
+        size = self.ring.problem.stored_shape(other.operand)[other.dim]
+        parts = self.ring.problem.axis_size(other.axis)
+        sizes: Index = size // parts
+        if size % parts:
+            each, peer = -(-size // parts), Var("peer")
+            sizes = minimum((peer + 1) * each, size) - minimum(peer * each, size)
+        if other.scattered:
+            return ReduceScatter(
+                over=over,
+                out=shard,
+                src=block,
+                dim=other.dim,
+                sizes=sizes,
+                lane=lane,
+                name=f"scatter_{other.operand}",
+            )
+        return AllGather(
+            over=over,
+            out=block,
+            src=shard,
+            dim=other.dim,
+            sizes=sizes,
+            lane=lane,
+            name=f"gather_{other.operand}",
+        )
+
+    def _gather(self) -> Iterator[Op]:
+        ring, moving = self.ring, self.ring.moving
+        yield self._product(*ring.bounds(self.at), own=True, first=True)
+        if ring.parts == 1:
+            return
+        whole = self.holder[moving.operand] = self._whole_buffer(moving)
+        for first, stop in ring.groups:
+            for step in range(first, stop):
+                sent = (
+                    _full(moving.operand) if step == 0 else self._part(whole, (self.at + step) % ring.parts)
+                )
+                got = self._part(whole, (self.at + step + 1) % ring.parts)
+                yield self._permute(got, sent, -1, step)
+            yield from self._products((self.at + first + 1) % ring.parts, (self.at + stop) % ring.parts)
+
+    def _scatter(self) -> Iterator[Op]:
+        ring = self.ring
+        if ring.parts == 1:
+            yield self._product(*ring.bounds(self.at), own=True, first=True)
+            return
+        own, whole = self.holder["c"], self._whole_buffer(ring.moving)
+        inbox = self._inbox()
+        for first, stop in ring.groups:
+            self.holder["c"] = whole
+            yield from self._products((self.at - stop) % ring.parts, (self.at - (first + 1)) % ring.parts)
+            for step in range(first, stop):
+                part = (self.at - (step + 1)) % ring.parts
+                if step:
+                    yield self._add(self._box(inbox, part, step - 1), self._part(whole, part))
+                sent = self._box(inbox, part, step - 1) if step else self._part(whole, part)
+                got = self._box(inbox, (self.at - (step + 2)) % ring.parts, step)
+                yield self._permute(got, sent, 1, step)
+        self.holder["c"] = own
+        yield self._product(*ring.bounds(self.at), own=True, first=True)
+        last = self._box(inbox, self.at, ring.parts - 2)
+        yield self._add(_full("c"), last)
+
+    def _products(self, first: Index, last: Index) -> Iterator[Op]:
+        """Products over parts `first` to `last`, inclusive and around the end: in up to two pieces."""
+        ring = self.ring
+        begin, end = ring.bounds(first)[0], ring.bounds(last)[1]
+        if first == last:
+            yield self._product(begin, end)
+            return
+        wraps = binary("<", last, first)
+        yield self._product(begin, wraps * ring.size + (1 - wraps) * end)
+        yield self._product(0, wraps * end)
+
+    def _product(self, begin: Index, end: Index, own: bool = False, first: bool = False) -> Op:
+        """The product over [begin, end) of the cut dim; `own` takes the part at home from the shard itself."""
+        ring, dataflow = self.ring, self.ring.problem.dataflow
+        views = {}
+        for operand, letters in ring.letters.items():
+            if own and operand == ring.moving.operand:
+                views[operand] = _full(operand)
+                continue
+            selectors: list[Selector] = [
+                Range(begin, end) if letter == ring.cut else FULL for letter in letters
+            ]
+            views[operand] = View(self.holder[operand], tuple(selectors))
+        return Matmul(
+            out=views["c"],
+            a=views["a"],
+            b=views["b"],
+            transpose_a=dataflow == "rs",
+            transpose_b=dataflow == "ls",
+            accumulate=int(ring.cut == "k" and not first),
+            lane="compute",
+        )
+
+    # --- moving ---------------------------------------------------------------------------------------
+
+    def _permute(self, got: View, sent: View, shift: int, step: int) -> Op:
+        axis = self.ring.moving.axis
+        name = f"step{step}_{self.ring.moving.operand}"
+        return Permute(over=f"{MESH}.{axis}", out=got, src=sent, shift=shift, lane=axis, name=name)
+
+    def _add(self, out: View, src: View) -> Op:
+        return Add(out=out, src=src, lane=self.ring.moving.axis, name=f"add_{self.ring.moving.operand}")
+
+    def _part(self, buffer: str, part: Index) -> View:
+        return _along(buffer, self.ring.moving.dim, Range(*self.ring.bounds(part)))
+
+    def _box(self, buffer: str, part: Index, step: int) -> View:
+        return _along(buffer, self.ring.moving.dim, Range(0, self.ring.extent(part)), step % 2)
+
+    def _whole_buffer(self, moving: Moving) -> str:
+        """Scratch `x_g` for a moving operand along its whole dim, which is outermost in memory."""
+        size = self.ring.problem.stored_shape(moving.operand)[moving.dim]
+        return self._scratch(f"{moving.operand}_g", moving, size, 1)
+
+    def _inbox(self) -> str:
+        return self._scratch("c_in", self.ring.moving, self.ring.each, 2)
+
+    def _scratch(self, name: str, moving: Moving, along: int, slots: int) -> str:
+        problem = self.ring.problem
+        shape: list[Index] = [along, along]
+        shape[1 - moving.dim] = self._across(moving)
+        order = (1, 0) if moving.dim == 1 else None
+        self.buffers[name] = Buffer(
+            name, "scratch", MESH, problem.dtype, shape=tuple(shape), slots=slots, order=order
+        )
+        return name
+
+    def _across(self, moving: Moving) -> Index:
+        """Local extent of the dim of a moving matrix that does not move."""
+        problem, dim = self.ring.problem, 1 - moving.dim
+        size = problem.stored_shape(moving.operand)[dim]
+        for axis, placement in zip(problem.mesh.axes, self.ring.placements[moving.operand], strict=True):
+            if getattr(placement, "dim", None) == dim:
+                parts = problem.axis_size(axis)
+                each = -(-size // parts)
+                if size % parts == 0:
+                    return each
+                at = Var(f"{MESH}.{axis}")
+                return minimum((at + 1) * each, size) - minimum(at * each, size)
+        return size
+
+
+def _full(buffer: str) -> View:
+    return View(buffer, (FULL, FULL))
+
+
+def _along(buffer: str, dim: int, selector: Selector, slot: int = 0) -> View:
+    return View(buffer, (selector, FULL) if dim == 0 else (FULL, selector), slot)
+
+
+# --- skeleton -------------------------------------------------------------------------------------------
+
+
+def build_skeleton(ring: Ring) -> Skeleton:
+    """The skeleton of `build` at the largest part everywhere; exact where all parts are equal."""
+    return Skeleton.of_turns(_turns(ring))
+
+
+def _turns(ring: Ring) -> Iterator[tuple[Task, ...]]:
+    other = ring.other
+    before = after = None
+    if other is not None and ring.problem.axis_size(other.axis) > 1:
+        kind: Literal["reduce_scatter", "all_gather"] = "reduce_scatter" if other.scattered else "all_gather"
+        work = Transfer(
+            kind, f"{MESH}.{other.axis}", ring.problem.axis_size(other.axis), _part_bytes(ring, other)
+        )
+        task = Task(kind, other.axis, work, (("matmul", 0),) if other.scattered else ())
+        before, after = (None, task) if other.scattered else (task, None)
+    turns = list(_scatter_turns(ring) if ring.moving.scattered else _gather_turns(ring))
+    if before is not None:
+        product = next(i for i, task in enumerate(turns[0]) if task.name == "matmul")
+        waiting = replace(turns[0][product], after=(*turns[0][product].after, (before.name, 0)))
+        turns[0] = (before, *turns[0][:product], waiting, *turns[0][product + 1 :])
+    if after is not None:
+        turns[-1] = (*turns[-1], after)
+    yield from turns
+
+
+def _gather_turns(ring: Ring) -> Iterator[tuple[Task, ...]]:
+    yield (_matmul(ring, 1),)
+    for first, stop in ring.groups if ring.parts > 1 else ():
+        product = replace(_matmul(ring, stop - first), after=(("steps", 0),))
+        yield _steps(ring, stop - first, ()), product
+
+
+def _scatter_turns(ring: Ring) -> Iterator[tuple[Task, ...]]:
+    for first, stop in ring.groups if ring.parts > 1 else ():
+        tasks = [_matmul(ring, stop - first)]
+        adds = stop - max(first, 1)  # what step 0 sends has nothing to be added to
+        if adds:
+            tasks.append(_adds(ring, adds))
+        yield (*tasks, _steps(ring, stop - first, (("matmul", 0),)))
+    last = (_adds(ring, 1),) if ring.parts > 1 else ()
+    yield (_matmul(ring, 1), *last)
+
+
+def _matmul(ring: Ring, num_parts: int) -> Task:
+    sizes = ring.local_extents()
+    sizes[ring.cut] = min(num_parts * ring.each, ring.size)
+    return Task("matmul", "compute", matmul_work(**sizes))
+
+
+def _steps(ring: Ring, count: int, after: tuple[tuple[str, int], ...]) -> Task:
+    moving = ring.moving
+    work = Transfer("permute", f"{MESH}.{moving.axis}", ring.parts, _part_bytes(ring, moving))
+    return Task("steps", moving.axis, work, after, count)
+
+
+def _adds(ring: Ring, count: int) -> Task:
+    elements = _part_bytes(ring, ring.moving) // dtype_bytes(ring.problem.dtype)
+    work = move_work(elements, ring.problem.dtype, "add")
+    return Task("adds", ring.moving.axis, work, (("matmul", 0),), count)
+
+
+def _part_bytes(ring: Ring, moving: Moving) -> int:
+    """Bytes of the largest part of a moving matrix on one rank."""
+    problem = ring.problem
+    mesh = problem.mesh
+    shape = problem.stored_shape(moving.operand)
+    local = Layout(mesh, ring.placements[moving.operand]).local_shape(shape, mesh.ranks[0])
+    along = chunk(shape[moving.dim], problem.axis_size(moving.axis), 0)[1]
+    return along * local[1 - moving.dim] * dtype_bytes(problem.dtype)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------
+
+
+def traffic(ring: Ring, rank: int) -> dict[str, int]:
+    """Bytes that a rank moves per axis: every part but its own arrives in a gather; in a scatter every part
+    but the one that it sends off first."""
+    problem = ring.problem
+    mesh, out = problem.mesh, {}
+    for moving in (ring.moving, ring.other):
+        if moving is None:
+            continue
+        shape = problem.stored_shape(moving.operand)
+        local = Layout(mesh, ring.placements[moving.operand]).local_shape(shape, rank)
+        parts = problem.axis_size(moving.axis)
+        at = mesh.coords(rank)[mesh.axis(moving.axis)]
+        if moving is ring.moving and moving.scattered:
+            at = (at - 1) % parts
+        begin, end = chunk(shape[moving.dim], parts, at)
+        moved = (shape[moving.dim] - (end - begin)) * local[1 - moving.dim] * dtype_bytes(problem.dtype)
+        if moved and parts > 1:
+            out[f"{MESH}.{moving.axis}"] = moved
+    return out
+
+
+def turn_counts(parts: int) -> list[int]:
+    """Turn counts worth trying on a ring: all small ones, then steps of 4/3 and 3/2, and one part a turn."""
+    if parts == 1:
+        return [1]
+    wanted = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    return sorted({count for count in wanted if count < parts} | {parts})
