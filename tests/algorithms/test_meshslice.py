@@ -117,3 +117,12 @@ def test_backward_products_follow_table_1() -> None:
                 assert problem.stored_shape(operand) == stored[stationary][role]
             result = {"forward": "dy", "backward_data": "x", "backward_weight": "w"}[name]
             assert problem.stored_shape("c") == stored[stationary][result]
+
+
+def test_slices_beyond_the_end_of_the_dim_are_left_out() -> None:
+    """Three elements in slices of 2, 1 and 1: the last would be empty on every rank, and cost launches."""
+    problem = MatmulProblem(3, 8, 8, (2, 4), "rs")
+    entry = ALGORITHMS["meshslice"]
+    wide, exact = (entry.program(problem, Config(widths)) for widths in ((2, 1, 1), (2, 1)))
+    assert wide == exact
+    assert entry.skeleton(problem, Config((2, 1, 1))) == entry.skeleton(problem, Config((2, 1)))

@@ -68,7 +68,7 @@ _BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Over": st.sampled_from(["tp.row", "tp", "pp.stage", (0, 2), (5,)]),
     "Sizes": st.none() | indices | st.lists(st.integers(0, 9), max_size=4).map(tuple),
     "Release | None": st.none() | st.builds(Release, st.integers(0, 2), indices, indices, st.booleans()),
-    "Step | None": st.none() | st.builds(Step, words, st.integers(0, 3), st.integers(1, 4)),
+    "Step | None": st.none() | st.builds(Step, words, indices, indices, st.just("") | words),
 }
 
 

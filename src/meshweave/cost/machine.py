@@ -28,7 +28,7 @@ class Machine:
     meshes: tuple[Mesh, ...]
 
     def __post_init__(self) -> None:
-        highest = max((rank for mesh in self.meshes for rank in mesh.ranks), default=0)
+        highest = max((max(mesh.ranks) for mesh in self.meshes), default=0)
         if highest >= self.cluster.num_chips:
             raise LayoutError(
                 f"{highest + 1} ranks do not fit the {self.cluster.num_chips} chips of {self.cluster.name}"

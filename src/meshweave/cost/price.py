@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.cost.machine import Machine
+from meshweave.describe.network import Ring, Torus
 from meshweave.ir.work import Compute, Transfer, Work
 from meshweave.units import to_ps, work_ps
 
@@ -36,22 +37,27 @@ class Price:
         return self.fixed_ps + self.flow_ps
 
 
-def price(work: Work, machine: Machine) -> Price:
-    """Price of one op. Raises UnsupportedError for a group that the machine cannot place."""
+def price(work: Work, machine: Machine, *, routed: bool = False) -> Price:
+    """Price of one op. Raises UnsupportedError for a group that the machine cannot place.
+
+    A permute over several hops of a ring shares every link with as many messages of other members. `routed`
+    is for a caller that lets messages meet on their links itself: the amount is then that of the message
+    alone, at the share of the rate that it has where all members take part at once.
+    """
     if isinstance(work, Compute):
         chip = machine.cluster.chip
         if work.flops:
             return Price(to_ps(chip.launch_s), 0, work.flops, int(chip.effective_flops_per_s))
         return Price(0, 0, work.bytes, int(chip.memory_bytes_per_s))
-    return _transfer(work, machine)
+    return _transfer(work, machine, routed)
 
 
-def _transfer(work: Transfer, machine: Machine) -> Price:
+def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     count, part = work.num_ranks, work.part_bytes
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
     constants = machine.constants(work.axis, kind)
     launch, sync = to_ps(constants.launch_s), to_ps(constants.sync_s)
-    if work.step and work.step.index > 0:
+    if work.step and work.step.index != 0:
         launch = 0
     if count == 1:
         steps, amount = 0, 0
@@ -69,7 +75,10 @@ def _transfer(work: Transfer, machine: Machine) -> Price:
     elif work.kind == "fence":
         steps, amount = count - 1, 0
     else:
-        steps, amount = 1, part
+        steps = work.hops if isinstance(machine.cluster.network, (Torus, Ring)) else 1  # a switch has no ring
+        amount = steps * part
+        if routed and steps > 1:
+            return Price(launch, steps * sync, part, max(machine.rate(work.axis, kind) // steps, 1))
     return Price(launch, steps * sync, amount, int(machine.rate(work.axis, kind)))
 
 

@@ -8,11 +8,17 @@ group of axis `row` is one mesh *column*, and communication in it runs between r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from meshweave.errors import LayoutError
+
+
+@lru_cache(maxsize=64)
+def _consecutive(first: int, count: int) -> tuple[int, ...]:
+    """Ranks from `first` on; shared, because a search lays hundreds of meshes over the same ranks."""
+    return tuple(range(first, first + count))
 
 
 @dataclass(frozen=True)
@@ -35,20 +41,30 @@ class Mesh:
             raise LayoutError(f"mesh {self.name}: axis names {self.axes} repeat")
         if any(size < 1 for size in self.shape):
             raise LayoutError(f"mesh {self.name}: every axis needs a size of at least 1, not {self.shape}")
-        if len(self.ranks) != math.prod(self.shape) or len(set(self.ranks)) != len(self.ranks):
-            raise LayoutError(f"mesh {self.name}: {self.shape} needs {math.prod(self.shape)} different ranks")
+        count = math.prod(self.shape)
+        if len(self.ranks) != count or (
+            self.ranks is not _consecutive(self.ranks[0], count) and len(set(self.ranks)) != count
+        ):
+            raise LayoutError(f"mesh {self.name}: {self.shape} needs {count} different ranks")
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], axes: tuple[str, ...], first_rank: int = 0) -> Mesh:
         """The mesh over consecutive ranks from `first_rank`."""
-        return cls(name, shape, axes, tuple(range(first_rank, first_rank + math.prod(shape))))
+        return cls(name, shape, axes, _consecutive(first_rank, math.prod(shape)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.shape, self.axes, self.ranks[0], self.ranks[-1]))  # not of all ranks
 
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)
 
     @cached_property
-    def _index(self) -> dict[int, int]:
+    def _index(self) -> Mapping[int, int] | range:
+        """Where each rank stands in `ranks`; for consecutive ranks, the range of them."""
+        first = self.ranks[0]
+        if self.ranks == _consecutive(first, len(self.ranks)):
+            return range(first, first + len(self.ranks))
         return {rank: index for index, rank in enumerate(self.ranks)}
 
     def __contains__(self, rank: int) -> bool:
@@ -65,7 +81,10 @@ class Mesh:
 
     def coords(self, rank: int) -> tuple[int, ...]:
         """Mesh coordinates of a global rank."""
-        index = self._index[rank]
+        places = self._index
+        if rank not in places:
+            raise KeyError(rank)
+        index = rank - places.start if isinstance(places, range) else places[rank]
         out = []
         for size in reversed(self.shape):
             index, coordinate = divmod(index, size)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from meshweave.ir.edges import exposed_buffers
-from meshweave.ir.ops import Call
+from meshweave.ir.expr import evaluate
+from meshweave.ir.ops import Call, Op
 from meshweave.ir.program import Program
+
+Written = Sequence[tuple[Op, Mapping[str, int]]]
 
 
 def lifetimes(program: Program, rank: int) -> dict[tuple[str, int], tuple[int, int]]:
@@ -14,20 +18,22 @@ def lifetimes(program: Program, rank: int) -> dict[tuple[str, int], tuple[int, i
 
     What other ranks reach one-sided lives throughout: they may come at any time.
     """
-    ops = program.on_rank(rank)
+    return _lifetimes(program, rank, list(program.written_on(rank)))
+
+
+def _lifetimes(program: Program, rank: int, ops: Written) -> dict[tuple[str, int], tuple[int, int]]:
+    """All that counts of a view is its slot, so ops are read as written: a search has no time to bind them."""
+    local = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
     spans: dict[tuple[str, int], tuple[int, int]] = {
         (name, slot): (0, len(ops) - 1)
         for name in sorted(exposed_buffers(program))
         for slot in range(program.buffer_of[name].slots)
-        if program.buffer_of[name].kind in ("scratch", "temp")
-        and ops
-        and rank in program.mesh_of[program.buffer_of[name].mesh]
+        if name in local and ops and rank in program.mesh_of[program.buffer_of[name].mesh]
     }
-    for index, bound in enumerate(ops):
-        for _, view in bound.op.accesses():
-            if view.rank is None and program.buffer_of[view.buffer].kind in ("scratch", "temp"):
-                assert isinstance(view.slot, int)
-                key = view.buffer, view.slot
+    for index, (op, env) in enumerate(ops):
+        for _, view in op.accesses():
+            if view.rank is None and view.buffer in local:
+                key = view.buffer, evaluate(view.slot, env)
                 spans[key] = (spans.get(key, (index, index))[0], index)
     return spans
 
@@ -40,18 +46,19 @@ def peak_bytes(program: Program, rank: int) -> int:
         if buffer.kind in ("input", "output") and rank in program.mesh_of[buffer.mesh]
     )
     change: dict[int, int] = defaultdict(int)
-    for (name, _), (first, last) in lifetimes(program, rank).items():
+    ops = list(program.written_on(rank))
+    for (name, _), (first, last) in _lifetimes(program, rank, ops).items():
         change[first] += program.buffer_bytes(name, rank)
         change[last + 1] -= program.buffer_bytes(name, rank)
     stashed: dict[tuple[object, ...], int] = {}
-    for index, bound in enumerate(program.on_rank(rank)):
-        if isinstance(bound.op, Call) and bound.op.stash:
-            if bound.op.part == "forward":
-                assert isinstance(bound.op.stash_bytes, int)
-                stashed[bound.op.stash, *bound.op.args] = bound.op.stash_bytes
-                change[index] += bound.op.stash_bytes
-            elif bound.op.part == "weight_grad":
-                change[index + 1] -= stashed.pop((bound.op.stash, *bound.op.args), 0)
+    for index, (op, env) in enumerate(ops):
+        if isinstance(op, Call) and op.stash:
+            stash = (op.stash, *(evaluate(arg, env) for arg in op.args))
+            if op.part == "forward":
+                stashed[stash] = evaluate(op.stash_bytes, env)
+                change[index] += stashed[stash]
+            elif op.part == "weight_grad":
+                change[index + 1] -= stashed.pop(stash, 0)
     peak = level = resident
     for index in sorted(change):
         level += change[index]

@@ -44,11 +44,13 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Step:
     """Step `index` of `count` of a lowered `collective`: it runs at that collective's bandwidth and
-    synchronisation cost, and only step 0 pays the launch."""
+    synchronisation cost, and only step 0 pays the launch. `axis` is the mesh axis that it runs along where
+    the op does not say ("tp.row")."""
 
     collective: str
-    index: int
-    count: int
+    index: Index
+    count: Index
+    axis: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +210,8 @@ class AllReduce(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast(DataCollective):
-    """out = src of member number `root`; the others' src is not read. Counts on `packets` pipelined parts."""
+    """out = src of member number `root`; the others' src is not read, and may be empty. Counts on `packets`
+    pipelined parts."""
 
     kind: ClassVar[str] = "broadcast"
     root: Index
@@ -217,7 +220,7 @@ class Broadcast(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(DataCollective):
-    """out of member number `root` = the reduction of all src; the others' out is not written."""
+    """out of member number `root` = the reduction of all src; the others' out is not written, may be empty."""
 
     kind: ClassVar[str] = "reduce"
     root: Index

@@ -18,7 +18,7 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.mesh import Mesh
 from meshweave.errors import LayoutError, ProgramError
 from meshweave.ir.expr import Expr, Index, evaluate
-from meshweave.ir.ops import Op, Over, Release
+from meshweave.ir.ops import Op, Over, Release, Step
 from meshweave.ir.views import View
 from meshweave.units import dtype_bytes
 
@@ -225,16 +225,32 @@ class Program:
 
     def on_rank(self, rank: int) -> tuple[BoundOp, ...]:
         """The ops of one rank in program order. Raises ProgramError where an expression does not fit."""
-        return tuple(self._walk(self.body, (), self.environment(rank), rank))
+        return tuple(self._bind(rank))
+
+    def written_on(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
+        """The ops of one rank in program order as they are written, each with what its names stand for."""
+        return ((op, env) for _, op, env in self._walk(self.body, (), self.environment(rank), rank))
 
     @cached_property
     def instance(self) -> dict[int, tuple[BoundOp, ...]]:
         """The ops of every rank."""
         return {rank: self.on_rank(rank) for rank in self.ranks}
 
+    def _bind(self, rank: int) -> Iterator[BoundOp]:
+        for key, op, env in self._walk(self.body, (), self.environment(rank), rank):
+            try:
+                yield BoundOp(key, self._resolve(op, env, rank))
+            except ProgramError as error:
+                raise ProgramError(
+                    error.message,
+                    op=error.op or f"{op.name or op.kind} {'.'.join(map(str, key))}",
+                    rank=rank,
+                    buffer=error.buffer,
+                ) from None
+
     def _walk(
         self, body: tuple[Statement, ...], at: Key, env: dict[str, int], rank: int
-    ) -> Iterator[BoundOp]:
+    ) -> Iterator[tuple[Key, Op, dict[str, int]]]:
         for number, statement in enumerate(body):
             key = (*at, number)
             match statement:
@@ -248,15 +264,7 @@ class Program:
                     for turn in range(_at(key, count, env, rank, "for")):
                         yield from self._walk(inner, (*key, turn), {**env, var: turn}, rank)
                 case _:
-                    try:
-                        yield BoundOp(key, self._resolve(statement, env, rank))
-                    except ProgramError as error:
-                        raise ProgramError(
-                            error.message,
-                            op=error.op or f"{statement.name or statement.kind} {'.'.join(map(str, key))}",
-                            rank=rank,
-                            buffer=error.buffer,
-                        ) from None
+                    yield key, statement, env
 
     def _resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
         changes: dict[str, Any] = {}
@@ -285,6 +293,8 @@ class Program:
                 raise ProgramError(error.message, rank=rank, buffer=value.buffer) from None
         if isinstance(value, Release):
             return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
+        if isinstance(value, Step):
+            return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
         if isinstance(value, tuple) and any(isinstance(item, (View, Expr)) for item in value):
             return tuple(self._value(item, env, rank) for item in value)
         return value

@@ -38,12 +38,23 @@ class Skeleton:
     @classmethod
     def of_turns(cls, turns: Iterable[tuple[Task, ...]]) -> Skeleton:
         """A skeleton from its turns one by one; equal neighbours become one phase."""
+        return cls.of_runs((1, tasks) for tasks in turns)
+
+    @classmethod
+    def of_runs(cls, runs: Iterable[tuple[int, tuple[Task, ...]]]) -> Skeleton:
+        """A skeleton from (number of turns, tasks of each); equal neighbours become one phase."""
         phases: list[Phase] = []
-        for tasks in turns:
-            if phases and phases[-1].tasks == tasks:
-                phases[-1] = Phase(phases[-1].turns + 1, tasks)
-            else:
-                phases.append(Phase(1, tasks))
+        last: tuple[Task, ...] | None = None
+        count = 0
+        for number, tasks in runs:
+            if tasks is last or tasks == last:
+                count += number
+                continue
+            if last is not None:
+                phases.append(Phase(count, last))
+            last, count = tasks, number
+        if last is not None:
+            phases.append(Phase(count, last))
         return cls(tuple(phases))
 
     @property

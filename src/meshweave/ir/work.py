@@ -48,7 +48,8 @@ class Compute:
 class Transfer:
     """Communication. `part_bytes` is the largest part that one member contributes (all_gather, permute,
     broadcast, message) or receives (reduce_scatter), over all members. `axis` is the mesh axis ("tp.row"),
-    or "" where the group is no mesh axis."""
+    or "" where the group is no mesh axis. `hops` is how many places on the ring a permute goes, the shorter way
+    round; every member does so, and each link then carries that many messages."""
 
     kind: str
     axis: str
@@ -56,6 +57,7 @@ class Transfer:
     part_bytes: int
     packets: int = 1
     step: Step | None = None
+    hops: int = 1
 
 
 Work = Compute | Transfer
@@ -97,15 +99,25 @@ def work_of(program: Program, op: Op) -> Work:
             return Compute("call", op.flops, op.bytes)
         case Send() | Put() | Get() | Accumulate():
             step = op.step if isinstance(op, Send) else None
-            return Transfer(op.kind, "", 2, program.view_bytes(op.src), step=step)
+            axis = step.axis if step else ""
+            return Transfer(op.kind, axis, 2, program.view_bytes(op.src), step=step)
         case Recv():
             return Transfer(op.kind, "", 2, program.view_bytes(op.out))
         case Fence():
             assert isinstance(op.over, tuple)
             return Transfer("fence", axis_of(program, op.over), len(op.over), 0)
+        case Permute() if not ring_hops(op):
+            return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype)
         case AllGather() | ReduceScatter() | AllReduce() | Broadcast() | Reduce() | AllToAll() | Permute():
             return _collective(program, op)
     raise AssertionError(op)
+
+
+def ring_hops(op: Permute) -> int:
+    """Places on the ring that a resolved permute goes, the shorter way round; 0 is a copy at home."""
+    assert isinstance(op.over, tuple) and isinstance(op.shift, int)
+    ahead = op.shift % len(op.over)
+    return min(ahead, len(op.over) - ahead)
 
 
 def _collective(
@@ -114,7 +126,7 @@ def _collective(
     assert isinstance(op.over, tuple)
     count = len(op.over)
     size = program.view_bytes(op.src)
-    packets, step = 1, None
+    packets, step, hops = 1, None, 1
     match op:
         case AllGather():
             view, sizes = op.out, equal_parts(op.sizes, op.out.shape[op.dim], count)
@@ -128,11 +140,13 @@ def _collective(
         case Broadcast() | Reduce():
             assert isinstance(op.packets, int)
             packets = op.packets
+            if isinstance(op, Broadcast):  # only the root's src is read; every member's out is written
+                size = program.view_bytes(op.out)
         case Permute():
-            step = op.step
+            step, hops = op.step, ring_hops(op)
         case AllReduce():
             pass
-    return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step)
+    return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step, hops)
 
 
 def _along(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
@@ -160,7 +174,10 @@ def bytes_moved(program: Program, op: Op, rank: int) -> int:
             return total - total * sizes[me] // max(sum(sizes), 1)
         case Broadcast() | Reduce():
             assert isinstance(op.over, tuple)
-            return 0 if op.over[int(op.root)] == rank else program.view_bytes(op.src)  # type: ignore[arg-type]
+            moved = op.out if isinstance(op, Broadcast) else op.src
+            return 0 if op.over[int(op.root)] == rank else program.view_bytes(moved)  # type: ignore[arg-type]
+        case Permute() if not ring_hops(op):
+            return 0
         case Permute() | Recv() | Get():
             return program.view_bytes(op.out)
         case Put() | Accumulate():

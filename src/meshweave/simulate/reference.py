@@ -19,7 +19,7 @@ from meshweave.ir.dataflow import Dataflow, Issuer, analyse
 from meshweave.ir.matching import Joint, Node
 from meshweave.ir.ops import Accumulate, Collective, Get, Permute, Put
 from meshweave.ir.program import Program
-from meshweave.ir.work import Compute, Transfer, Work, work_of
+from meshweave.ir.work import Transfer, Work, work_of
 from meshweave.simulate.flows import Flow, FlowTable, amount_left
 from meshweave.trace import Span, Trace
 
@@ -106,9 +106,7 @@ class _Simulation:
         shift = op.shift % count
         self.open_parts[node] = 2 if shift else 1
         if not shift:
-            self._begin(
-                (node,), Compute("copy", bytes=2 * self.flow.program.view_bytes(op.src)), self._memory(node)
-            )
+            self._begin((node,), self._work(node), self._memory(node))
             return
         for sender in {position, (position - shift) % count}:
             receiver = (sender + shift) % count
@@ -149,7 +147,8 @@ class _Simulation:
     # --- flows ----------------------------------------------------------------------------------------
 
     def _begin(self, nodes: tuple[Node, ...], work: Work, links: tuple[Hashable, ...], ways: int = 1) -> None:
-        cost = price(work, self.machine)
+        # With contention a message is routed over the links of its path, where it meets the others.
+        cost = price(work, self.machine, routed=self.contention)
         if not self.contention or not cost.amount:
             links = ()
         for link in links:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from meshweave.algorithms.matmul.cannon import CANNON
 from meshweave.algorithms.matmul.collective import COLLECTIVE
 from meshweave.algorithms.matmul.meshslice import MESHSLICE
 from meshweave.algorithms.matmul.one_dim import FSDP, TENSOR_1D
 from meshweave.algorithms.matmul.problem import DATAFLOWS, Algorithm, Config, Dataflow, MatmulProblem
+from meshweave.algorithms.matmul.replicated import MESHSLICE_DP
+from meshweave.algorithms.matmul.summa import SUMMA
+from meshweave.algorithms.matmul.tapered import MESHSLICE_TAPERED
+from meshweave.algorithms.matmul.two_half_d import TWO_HALF_D
 from meshweave.algorithms.matmul.wang import WANG
 from meshweave.errors import UnsupportedError, nearest
 
 ALGORITHMS: dict[str, Algorithm] = {
-    entry.name: entry for entry in (COLLECTIVE, MESHSLICE, WANG, TENSOR_1D, FSDP)
+    entry.name: entry
+    for entry in (
+        COLLECTIVE,
+        MESHSLICE,
+        MESHSLICE_TAPERED,
+        WANG,
+        SUMMA,
+        TENSOR_1D,
+        FSDP,
+        CANNON,
+        TWO_HALF_D,
+        MESHSLICE_DP,
+    )
 }
 
 

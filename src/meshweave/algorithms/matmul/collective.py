@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.matmul.meshslice import Slices, build, build_skeleton
+from meshweave.algorithms.matmul.meshslice import build, build_skeleton
 from meshweave.algorithms.matmul.problem import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul.slices import Slices
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 

@@ -14,16 +14,27 @@ are the same program with other numbers. For sizes that divide this is the paper
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 
-from meshweave.algorithms.matmul.problem import MESH, Algorithm, Config, MatmulProblem, Moving
-from meshweave.errors import LayoutError
-from meshweave.ir.expr import Index, Var, binary, maximum, minimum
+from meshweave.algorithms.matmul.extents import largest_extent, local_extent
+from meshweave.algorithms.matmul.problem import (
+    MESH,
+    Algorithm,
+    Config,
+    MatmulProblem,
+    Moving,
+    Placements,
+    two_d_placements,
+)
+from meshweave.algorithms.matmul.slices import Slices, slices_of
+from meshweave.ir.expr import Index, Var, binary
 from meshweave.ir.ops import AllGather, Copy, Matmul, Op, ReduceScatter
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
-from meshweave.ir.skeleton import Skeleton, Task
-from meshweave.ir.views import FULL, Blocked, Range, Selector, View
+from meshweave.ir.skeleton import Phase, Skeleton, Task
+from meshweave.ir.views import FULL, Range, Selector, View
 from meshweave.ir.work import Transfer, matmul_work, move_work
 from meshweave.units import dtype_bytes
 
@@ -33,75 +44,12 @@ SLOTS = 2
 PEER = Var("peer")
 
 
-@dataclass(frozen=True)
-class Slices:
-    """Which elements of the sliced dim (of `size`) form slice s, and how they lie on a mesh axis.
-
-    Blocks of `block` elements are dealt to slices in periods of sum(widths) blocks.
-    """
-
-    size: int
-    widths: tuple[int, ...]
-    block: int
-
-    @property
-    def period(self) -> int:
-        return sum(self.widths) * self.block
-
-    def bounds(self, number: int) -> tuple[int, int]:
-        """[start, stop) of slice `number` within a period."""
-        start = sum(self.widths[:number]) * self.block
-        return start, start + self.widths[number] * self.block
-
-    def count_below(self, position: Index, start: Index, width: Index) -> Index:
-        """How many elements of the slice [start, start + width) of the period lie below `position`."""
-        rest = minimum(maximum(position % self.period - start, 0), width)
-        return (position // self.period) * width + rest
-
-    def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Size and local selector of the slice on the shard at `coordinate` of a mesh axis."""
-        each = -(-self.size // axis_size)
-        if self.size % (axis_size * self.period) == 0:
-            return each // self.period * width, Blocked(start, width, self.period)
-        begin, end = coordinate * each, (coordinate + 1) * each
-        if self.size % axis_size:
-            begin, end = minimum(begin, self.size), minimum(end, self.size)
-        size = self.count_below(end, start, width) - self.count_below(begin, start, width)
-        return size, Blocked(start - begin % self.period, width, self.period)
-
-    def largest_part(self, axis_size: int, number: int) -> int:
-        start, stop = self.bounds(number)
-        sizes = (self.part(axis_size, c, start, stop - start)[0] for c in range(axis_size))
-        return max(size for size in sizes if isinstance(size, int))
-
-    def total(self, number: int) -> int:
-        start, stop = self.bounds(number)
-        count = self.count_below(self.size, start, stop - start)
-        assert isinstance(count, int)
-        return count
-
-
-def slices_of(problem: MatmulProblem, config: Config) -> Slices:
-    """The slices of a problem. Raises LayoutError where there are more than the sliced dim has elements."""
-    if not config.slices or min(config.slices) < 1 or config.block < 1:
-        raise LayoutError(f"slices {config.slices} and block {config.block} must be positive")
-    size = problem.sliced_size
-    if len(config.slices) > size:
-        raise LayoutError(
-            f"{len(config.slices)} slices of a dim of {size} elements; at most {size} make sense"
-        )
-    block = config.block
-    while block > 1 and sum(config.slices) * block > -(-size // max(problem.mesh_shape)):
-        block //= 2  # the period should fit into a shard, or some slices would be empty there
-    return Slices(size, config.slices, block)
-
-
 # --- program --------------------------------------------------------------------------------------------
 
 
 class _Builder:
-    def __init__(self, problem: MatmulProblem, slices: Slices) -> None:
-        self.problem, self.slices = problem, slices
+    def __init__(self, problem: MatmulProblem, slices: Slices, placements: Placements) -> None:
+        self.problem, self.slices, self.placements = problem, slices, placements
         self.sliced = len(slices.widths) > 1
         self.buffers: list[Buffer] = []
         for moving in (problem.horizontal, problem.vertical):
@@ -113,15 +61,7 @@ class _Builder:
     def _declare(self, moving: Moving) -> None:
         """Scratch: the local slice `x_s` and the gathered (or not yet reduced) block `x_g` of operand x."""
         problem, slices = self.problem, self.slices
-        shape = problem.stored_shape(moving.operand)
-        other_axis = "row" if moving.axis == "col" else "col"
-        other_size = shape[1 - moving.dim]
-        parts = problem.axis_size(other_axis)
-        each = -(-other_size // parts)
-        across: Index = each
-        if other_size % parts:
-            at = Var(f"{MESH}.{other_axis}")
-            across = minimum((at + 1) * each, other_size) - minimum(at * each, other_size)
+        across = local_extent(problem, self.placements, moving.operand, 1 - moving.dim)
         numbers = range(len(slices.widths))
         local = max(slices.largest_part(problem.axis_size(moving.axis), s) for s in numbers)
         whole = max(slices.total(s) for s in numbers)
@@ -221,9 +161,11 @@ def _along(buffer: str, dim: int, selector: Selector, slot: Index = 0) -> View:
     return View(buffer, (selector, FULL) if dim == 0 else (FULL, selector), slot)
 
 
-def build(problem: MatmulProblem, slices: Slices, name: str) -> Program:
-    """The program of `name` for slices of any widths; one slice is Collective."""
-    builder = _Builder(problem, slices)
+def build(problem: MatmulProblem, slices: Slices, name: str, placements: Placements | None = None) -> Program:
+    """The program of `name` for slices of any widths; one slice is Collective. `placements` may cut the dims
+    that are not sliced over further axes."""
+    placed = placements or two_d_placements(problem)
+    builder = _Builder(problem, slices, placed)
     count = len(slices.widths)
     even = problem.sliced_size % slices.period == 0
     if count > 1 and len(set(slices.widths)) == 1 and even:
@@ -237,7 +179,7 @@ def build(problem: MatmulProblem, slices: Slices, name: str) -> Program:
             start, stop = slices.bounds(number)
             listed += builder.turn(number, start, stop - start, slices.total(number))
         body = tuple(listed)
-    declared = problem.declarations(name)
+    declared = problem.declarations(name, placed)
     lanes = tuple(Lane(lane) for lane in ("compute", "row", "col"))
     return replace(
         declared, buffers=declared.buffers + tuple(builder.buffers), lanes=lanes, body=(On(MESH, body),)
@@ -247,43 +189,58 @@ def build(problem: MatmulProblem, slices: Slices, name: str) -> Program:
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def build_skeleton(problem: MatmulProblem, slices: Slices) -> Skeleton:
+def build_skeleton(problem: MatmulProblem, slices: Slices, placements: Placements | None = None) -> Skeleton:
     """The skeleton of `build`: rank (0, 0), which by the chunk rule has the largest shards."""
-    return Skeleton.of_turns(_turn_tasks(problem, slices, number) for number in range(len(slices.widths)))
+    return Skeleton.of_runs(runs(problem, slices, placements or two_d_placements(problem)))
 
 
-def _turn_tasks(problem: MatmulProblem, slices: Slices, number: int) -> tuple[Task, ...]:
+def runs(
+    problem: MatmulProblem, slices: Slices, placements: Placements
+) -> Iterator[tuple[int, tuple[Task, ...]]]:
+    """The tasks of `build`, slice by slice, and how many neighbours share them."""
+    axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
+    if all(slices.size % (size * slices.period) == 0 for size in axis_sizes):
+        for relative, group in groupby(slices.widths):  # all that matters follows from the width
+            total = slices.size // slices.period * relative * slices.block
+            parts = [total // size for size in axis_sizes]
+            yield len(list(group)), _turn_tasks(problem, placements, total, parts, sliced)
+        return
+    known: dict[tuple[int, ...], tuple[Task, ...]] = {}
+    start = 0
+    for relative in slices.widths:
+        width = relative * slices.block
+        total = slices.below(slices.size, start, width)
+        parts = [slices.largest(size, start, width) for size in axis_sizes]
+        tasks = known.get((total, *parts))
+        if tasks is None:
+            tasks = known[total, *parts] = _turn_tasks(problem, placements, total, parts, sliced)
+        yield 1, tasks
+        start += width
+
+
+def _turn_tasks(
+    problem: MatmulProblem, placements: Placements, total: int, parts: list[int], sliced: bool
+) -> tuple[Task, ...]:
+    """One turn, in which the largest `parts` of the moving matrices make a slice of `total` elements."""
     before: list[Task] = []
     after: list[Task] = []
     waits: list[tuple[str, int]] = []
-    for moving in (problem.horizontal, problem.vertical):
-        tasks = _move_tasks(problem, slices, number, moving, sliced)
+    for moving, part in zip((problem.horizontal, problem.vertical), parts, strict=True):
+        across = largest_extent(problem, placements, moving.operand, 1 - moving.dim)
+        tasks = _move_tasks(problem, part, moving, across, sliced)
         if not tasks:
             continue
         (after if moving.scattered else before).extend(tasks)
         waits.append((tasks[0].name, SLOTS) if moving.scattered else (tasks[-1].name, 0))
-    total = slices.total(number)
-    sizes = {
-        "m": problem.largest_part(problem.m, "row"),
-        "n": problem.largest_part(problem.n, "col"),
-        "k": total,
-    }
-    if problem.dataflow == "ls":
-        sizes |= {"n": total, "k": problem.largest_part(problem.k, "col")}
-    elif problem.dataflow == "rs":
-        sizes |= {"m": total, "k": problem.largest_part(problem.k, "row")}
-    product = Task("matmul", "compute", matmul_work(**sizes), tuple(waits))
+    first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
+    work = matmul_work(first, second, total)  # the stationary shard times the slice, whichever dims these are
+    product = Task("matmul", "compute", work, tuple(waits))
     return (*before, product, *after)
 
 
-def _move_tasks(
-    problem: MatmulProblem, slices: Slices, number: int, moving: Moving, sliced: bool
-) -> list[Task]:
+def _move_tasks(problem: MatmulProblem, part: int, moving: Moving, across: int, sliced: bool) -> list[Task]:
     size = problem.axis_size(moving.axis)
-    other_axis = "row" if moving.axis == "col" else "col"
-    across = problem.largest_part(problem.stored_shape(moving.operand)[1 - moving.dim], other_axis)
-    part = slices.largest_part(size, number)
     # A collective waits for the member that copies most, whichever that is in this turn.
     copy = Task(_copy_name(moving), moving.axis, move_work(across * part, problem.dtype))
     if size == 1:
@@ -300,6 +257,23 @@ def _move_tasks(
     return [copy, gather] if sliced else [gather]
 
 
+def least_tasks(problem: MatmulProblem, placements: Placements) -> tuple[Task, ...]:
+    """What is left of any slicing: the whole product, and each moving matrix across its axis in one go."""
+    first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
+    tasks = [Task("matmul", "compute", matmul_work(first, second, problem.sliced_size))]
+    for moving in (problem.horizontal, problem.vertical):
+        size = problem.axis_size(moving.axis)
+        if size > 1:
+            across = largest_extent(problem, placements, moving.operand, 1 - moving.dim)
+            part = -(-problem.sliced_size // size)
+            tasks += _move_tasks(problem, part, moving, across, sliced=False)
+    return tuple(replace(task, after=()) for task in tasks)
+
+
+def least(problem: MatmulProblem) -> Iterator[Skeleton]:
+    yield Skeleton((Phase(1, least_tasks(problem, two_d_placements(problem))),))
+
+
 # --- table entry ----------------------------------------------------------------------------------------
 
 
@@ -311,18 +285,21 @@ def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
     return build_skeleton(problem, slices_of(problem, config))
 
 
-def configs(problem: MatmulProblem, block: int = 8, most: int = 128) -> Iterator[Config]:
+def slice_counts(problem: MatmulProblem, block: int = 8, most: int = 128) -> list[int]:
     """Every slice count that the paper allows: divisors of the local sliced dim over the block size, on
     both axes, 1 included; where nothing divides, every power of two up to the local dim."""
     size = problem.sliced_size
     local = [size // problem.axis_size(axis) // block for axis in ("row", "col")]
-    exact = all(size % (problem.axis_size(axis) * block) == 0 for axis in ("row", "col"))
-    if exact:
-        counts = [s for s in range(1, min(most, *local) + 1) if all(part % s == 0 for part in local)]
-    else:
-        top = max(1, min(size // max(problem.mesh_shape), most))
-        counts = [1 << e for e in range(top.bit_length())]
-    for count in counts:
+    if all(size % (problem.axis_size(axis) * block) == 0 for axis in ("row", "col")):
+        common = math.gcd(*local)
+        return [count for count in range(1, min(most, common) + 1) if common % count == 0]
+    top = max(1, min(size // max(problem.mesh_shape), most))
+    return [1 << e for e in range(top.bit_length())]
+
+
+def configs(problem: MatmulProblem, block: int = 8) -> Iterator[Config]:
+    """Equal slices, in each number that the paper allows."""
+    for count in slice_counts(problem, block):
         yield Config((1,) * count, block)
 
 
@@ -335,4 +312,5 @@ MESHSLICE = Algorithm(
     skeleton=skeleton,
     configs=configs,
     traffic=lambda problem, config, rank: problem.traffic_bytes(rank),
+    least=least,
 )

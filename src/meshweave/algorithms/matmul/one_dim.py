@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshweave.algorithms.matmul.problem import Algorithm, Config, Dataflow, MatmulProblem, Moving, Placements
-from meshweave.algorithms.matmul.ring import Ring, build, build_skeleton, traffic, turn_counts
+from meshweave.algorithms.matmul.ring import Ring, build
+from meshweave.algorithms.matmul.ring_costs import build_skeleton, peak_bytes, traffic, turn_counts
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
@@ -88,6 +89,7 @@ TENSOR_1D = Algorithm(
     skeleton=tensor_skeleton,
     configs=_configs,
     traffic=lambda problem, config, rank: traffic(_tensor_ring(problem, config), rank),
+    peak=lambda problem, config: peak_bytes(_tensor_ring(problem, config)),
     meshes=_ring_meshes,
     placements=tensor_placements,
     uneven_exact=False,
@@ -102,6 +104,7 @@ FSDP = Algorithm(
     skeleton=fsdp_skeleton,
     configs=_configs,
     traffic=lambda problem, config, rank: traffic(_fsdp_ring(problem, config), rank),
+    peak=lambda problem, config: peak_bytes(_fsdp_ring(problem, config)),
     meshes=_ring_meshes,
     placements=fsdp_placements,
     uneven_exact=False,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk
@@ -77,7 +78,7 @@ class MatmulProblem:
         if self.dtype not in DTYPES:
             raise LayoutError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, DTYPES)}")
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         axes = AXES[: len(self.mesh_shape)]
         if self.ranks is None:
@@ -101,21 +102,21 @@ class MatmulProblem:
             return (self.n, self.k) if self.dataflow == "ls" else (self.k, self.n)
         return self.m, self.n
 
-    @property
+    @cached_property
     def stationary(self) -> str:
         return {"os": "c", "ls": "a", "rs": "b"}[self.dataflow]
 
-    @property
+    @cached_property
     def sliced_size(self) -> int:
         return {"os": self.k, "ls": self.n, "rs": self.m}[self.dataflow]
 
-    @property
+    @cached_property
     def horizontal(self) -> Moving:
         """The matrix that moves between columns."""
         operand = _HORIZONTAL[self.dataflow]
         return Moving(operand, "col", 1, operand == "c")
 
-    @property
+    @cached_property
     def vertical(self) -> Moving:
         """The matrix that moves between rows."""
         operand = _VERTICAL[self.dataflow]
@@ -209,7 +210,10 @@ class Algorithm:
     `meshes` lists the mesh shapes that the algorithm can use of a number of chips; `placements` says how its
     operands lie on the mesh. `uneven_exact` says that the skeleton's time is the simulator's also where shards
     are uneven; where it is False, the skeleton is an upper bound there, and within a picosecond per op of the
-    simulator on even shards.
+    simulator on even shards. `floor`, for algorithms of many turns, gives a skeleton of a few tasks that never
+    takes longer than `skeleton`, so that a search need not follow the turns of what cannot win; `least`
+    gives some of which one never takes longer, whichever configuration is chosen. `peak`, for
+    those whose programs grow with the mesh, is the closed form of `ir.lifetimes.peak_bytes` on rank 0.
     """
 
     name: str
@@ -223,3 +227,6 @@ class Algorithm:
     meshes: Callable[[int], tuple[tuple[int, ...], ...]] = two_d_meshes
     placements: Callable[[MatmulProblem], Placements] = two_d_placements
     uneven_exact: bool = True
+    floor: Callable[[MatmulProblem, Config], Skeleton] | None = None
+    least: Callable[[MatmulProblem], Iterator[Skeleton]] | None = None
+    peak: Callable[[MatmulProblem, Config], int] | None = None

@@ -8,7 +8,8 @@ product: fewer and larger products, at the price of a coarser overlap ("unrollin
 At home, in turn 0 of a gather (or the last of a scatter), nothing has to move; the other P - 1 parts are
 dealt to the other S - 1 turns as evenly as possible. Parts that share a product lie side by side except where
 they wrap around the end of the matrix, and are then two products. This module builds such rings for any
-operand and axis; `wang` uses it on a 2D mesh and `one_dim` for 1D tensor parallelism and FSDP.
+operand and axis, `ring_costs` says what they cost; `wang` uses it on a 2D mesh and `one_dim` for 1D tensor
+parallelism and FSDP.
 """
 
 from __future__ import annotations
@@ -16,18 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Literal
+from itertools import accumulate, pairwise
 
+from meshweave.algorithms.matmul.extents import largest_extent
 from meshweave.algorithms.matmul.problem import MESH, MatmulProblem, Moving, Placements
-from meshweave.describe.layout import Layout, chunk
 from meshweave.ir.expr import Index, Var, binary, minimum
 from meshweave.ir.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter
 from meshweave.ir.program import Buffer, Lane, On, Program
-from meshweave.ir.skeleton import Skeleton, Task
 from meshweave.ir.views import FULL, Range, Selector, View
-from meshweave.ir.work import Transfer, matmul_work, move_work
-from meshweave.units import dtype_bytes
 
 Letters = tuple[str, str]
 
@@ -73,12 +70,17 @@ class Ring:
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """[first, last + 1) of the ring steps whose parts share a product, the part at home aside."""
+        sizes = (size for count, size in self.group_sizes for _ in range(count))
+        return tuple(pairwise(accumulate(sizes, initial=0)))
+
+    @property
+    def group_sizes(self) -> list[tuple[int, int]]:
+        """(number of groups, steps in each) of `groups`, larger ones first."""
         count = min(max(self.count, 2), self.parts) - 1
         if not count:
-            return ()
+            return []
         each, rest = divmod(self.parts - 1, count)
-        cuts = [number * each + min(number, rest) for number in range(count + 1)]  # larger groups first
-        return tuple(pairwise(cuts))
+        return [(rest, each + 1), (count - rest, each)] if rest else [(count, each)]
 
     def bounds(self, part: Index) -> tuple[Index, Index]:
         """[start, stop) of a part within the cut dim."""
@@ -96,15 +98,12 @@ class Ring:
     def local_extents(self) -> dict[str, int]:
         """Largest local size of m, n, k in a product, the cut one whole."""
         sizes = {"m": self.problem.m, "n": self.problem.n, "k": self.problem.k}
-        mesh = self.problem.mesh
         for operand, letters in self.letters.items():
-            local = Layout(mesh, self.placements[operand]).local_shape(
-                self.problem.stored_shape(operand), mesh.ranks[0]
-            )
             whole = {m.dim for m in (self.moving, self.other) if m is not None and m.operand == operand}
             for dim, letter in enumerate(letters):
                 if dim not in whole:
-                    sizes[letter] = min(sizes[letter], local[dim])
+                    local = largest_extent(self.problem, self.placements, operand, dim)
+                    sizes[letter] = min(sizes[letter], local)
         sizes[self.cut] = self.size
         return sizes
 
@@ -301,109 +300,3 @@ def _full(buffer: str) -> View:
 
 def _along(buffer: str, dim: int, selector: Selector, slot: int = 0) -> View:
     return View(buffer, (selector, FULL) if dim == 0 else (FULL, selector), slot)
-
-
-# --- skeleton -------------------------------------------------------------------------------------------
-
-
-def build_skeleton(ring: Ring) -> Skeleton:
-    """The skeleton of `build` at the largest part everywhere; exact where all parts are equal."""
-    return Skeleton.of_turns(_turns(ring))
-
-
-def _turns(ring: Ring) -> Iterator[tuple[Task, ...]]:
-    other = ring.other
-    before = after = None
-    if other is not None and ring.problem.axis_size(other.axis) > 1:
-        kind: Literal["reduce_scatter", "all_gather"] = "reduce_scatter" if other.scattered else "all_gather"
-        work = Transfer(
-            kind, f"{MESH}.{other.axis}", ring.problem.axis_size(other.axis), _part_bytes(ring, other)
-        )
-        task = Task(kind, other.axis, work, (("matmul", 0),) if other.scattered else ())
-        before, after = (None, task) if other.scattered else (task, None)
-    turns = list(_scatter_turns(ring) if ring.moving.scattered else _gather_turns(ring))
-    if before is not None:
-        product = next(i for i, task in enumerate(turns[0]) if task.name == "matmul")
-        waiting = replace(turns[0][product], after=(*turns[0][product].after, (before.name, 0)))
-        turns[0] = (before, *turns[0][:product], waiting, *turns[0][product + 1 :])
-    if after is not None:
-        turns[-1] = (*turns[-1], after)
-    yield from turns
-
-
-def _gather_turns(ring: Ring) -> Iterator[tuple[Task, ...]]:
-    yield (_matmul(ring, 1),)
-    for first, stop in ring.groups if ring.parts > 1 else ():
-        product = replace(_matmul(ring, stop - first), after=(("steps", 0),))
-        yield _steps(ring, stop - first, ()), product
-
-
-def _scatter_turns(ring: Ring) -> Iterator[tuple[Task, ...]]:
-    for first, stop in ring.groups if ring.parts > 1 else ():
-        tasks = [_matmul(ring, stop - first)]
-        adds = stop - max(first, 1)  # what step 0 sends has nothing to be added to
-        if adds:
-            tasks.append(_adds(ring, adds))
-        yield (*tasks, _steps(ring, stop - first, (("matmul", 0),)))
-    last = (_adds(ring, 1),) if ring.parts > 1 else ()
-    yield (_matmul(ring, 1), *last)
-
-
-def _matmul(ring: Ring, num_parts: int) -> Task:
-    sizes = ring.local_extents()
-    sizes[ring.cut] = min(num_parts * ring.each, ring.size)
-    return Task("matmul", "compute", matmul_work(**sizes))
-
-
-def _steps(ring: Ring, count: int, after: tuple[tuple[str, int], ...]) -> Task:
-    moving = ring.moving
-    work = Transfer("permute", f"{MESH}.{moving.axis}", ring.parts, _part_bytes(ring, moving))
-    return Task("steps", moving.axis, work, after, count)
-
-
-def _adds(ring: Ring, count: int) -> Task:
-    elements = _part_bytes(ring, ring.moving) // dtype_bytes(ring.problem.dtype)
-    work = move_work(elements, ring.problem.dtype, "add")
-    return Task("adds", ring.moving.axis, work, (("matmul", 0),), count)
-
-
-def _part_bytes(ring: Ring, moving: Moving) -> int:
-    """Bytes of the largest part of a moving matrix on one rank."""
-    problem = ring.problem
-    mesh = problem.mesh
-    shape = problem.stored_shape(moving.operand)
-    local = Layout(mesh, ring.placements[moving.operand]).local_shape(shape, mesh.ranks[0])
-    along = chunk(shape[moving.dim], problem.axis_size(moving.axis), 0)[1]
-    return along * local[1 - moving.dim] * dtype_bytes(problem.dtype)
-
-
-# --- bytes ----------------------------------------------------------------------------------------------
-
-
-def traffic(ring: Ring, rank: int) -> dict[str, int]:
-    """Bytes that a rank moves per axis: every part but its own arrives in a gather; in a scatter every part
-    but the one that it sends off first."""
-    problem = ring.problem
-    mesh, out = problem.mesh, {}
-    for moving in (ring.moving, ring.other):
-        if moving is None:
-            continue
-        shape = problem.stored_shape(moving.operand)
-        local = Layout(mesh, ring.placements[moving.operand]).local_shape(shape, rank)
-        parts = problem.axis_size(moving.axis)
-        at = mesh.coords(rank)[mesh.axis(moving.axis)]
-        if moving is ring.moving and moving.scattered:
-            at = (at - 1) % parts
-        begin, end = chunk(shape[moving.dim], parts, at)
-        moved = (shape[moving.dim] - (end - begin)) * local[1 - moving.dim] * dtype_bytes(problem.dtype)
-        if moved and parts > 1:
-            out[f"{MESH}.{moving.axis}"] = moved
-    return out
-
-
-def turn_counts(parts: int) -> list[int]:
-    """Turn counts worth trying on a ring: all small ones, then steps of 4/3 and 3/2, and one part a turn."""
-    if parts == 1:
-        return [1]
-    wanted = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-    return sorted({count for count in wanted if count < parts} | {parts})

@@ -9,11 +9,15 @@ MeshSlice paper unrolls to MeshSlice's slice count; at its own best a planner ma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from meshweave.algorithms.matmul.problem import Algorithm, Config, MatmulProblem, two_d_placements
-from meshweave.algorithms.matmul.ring import Ring, build, build_skeleton, traffic, turn_counts
+from meshweave.algorithms.matmul.ring import Ring, build
+from meshweave.algorithms.matmul.ring_costs import build_skeleton, least, peak_bytes, traffic, turn_counts
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
+
+OVERLAPS: tuple[Literal["col", "row"], ...] = ("col", "row")
 
 
 def _ring(problem: MatmulProblem, config: Config) -> Ring:
@@ -32,7 +36,7 @@ def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
 
 
 def configs(problem: MatmulProblem) -> Iterator[Config]:
-    for overlap in ("col", "row"):
+    for overlap in OVERLAPS:
         for count in turn_counts(problem.axis_size(overlap)):
             yield Config((1,) * count, overlap=overlap)
 
@@ -46,5 +50,7 @@ WANG = Algorithm(
     skeleton=skeleton,
     configs=configs,
     traffic=lambda problem, config, rank: traffic(_ring(problem, config), rank),
+    least=lambda problem: (least(_ring(problem, Config(overlap=overlap))) for overlap in OVERLAPS),
+    peak=lambda problem, config: peak_bytes(_ring(problem, config)),
     uneven_exact=False,
 )

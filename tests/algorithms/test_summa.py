@@ -1,0 +1,110 @@
+"""What is SUMMA's own: where its panels begin and end, who owns them, and what unrolling saves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshweave.algorithms.matmul import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
+from meshweave.algorithms.matmul.summa import Turn, turns_of
+from meshweave.cost.machine import mesh_machine
+from meshweave.describe.cluster import load_cluster
+from meshweave.errors import LayoutError
+from meshweave.estimate import estimate
+from meshweave.ir.ops import Broadcast, Reduce
+from meshweave.ir.program import On, Repeat
+
+SUMMA = ALGORITHMS["summa"]
+
+
+def config(turns: int, packets: int = 1) -> Config:
+    return Config((1,) * turns, packets=packets)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_turns_cover_the_dim_and_panels_lie_in_one_shard(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 90))
+    shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    count = data.draw(st.integers(1, size))
+    problem = MatmulProblem(8, 8, size, shape)
+    turns = turns_of(problem, count)
+    assert len(turns) == count
+    assert min(turn.width for turn in turns) > 0
+    ends = [turn.start + turn.width for turn in turns]
+    assert [turn.start for turn in turns] == [0, *ends[:-1]]
+    assert ends[-1] == size
+    for moving in (problem.horizontal, problem.vertical):
+        each = problem.largest_part(size, moving.axis)
+        for turn in turns:
+            panels = turn.panels(problem, moving)
+            assert sum(width for _, width in panels) == turn.width
+            owners = [(turn.start + offset) // each for offset, _ in panels]
+            assert owners == [(turn.start + offset + width - 1) // each for offset, width in panels]
+            assert len(set(owners)) == len(owners)  # one broadcast per owner and turn
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "widths"),
+    [
+        ((4, 4), 4, [12] * 4),  # one shard each
+        ((2, 4), 2, [24] * 2),  # unrolled: two columns, one row
+        ((4, 4), 16, [3] * 16),
+        ((2, 3), 6, [8] * 6),  # the common multiple, finer than the shards of both axes together
+        ((2, 3), 4, [16, 8, 8, 16]),  # what these shards give
+        ((4, 4), 3, [12, 24, 12]),  # no cut through a shard just to be even
+        ((1, 1), 5, [9, 10, 9, 10, 10]),
+    ],
+)
+def test_turns_end_at_shards_where_they_can(shape: tuple[int, int], count: int, widths: list[int]) -> None:
+    turns = turns_of(MatmulProblem(8, 8, 48, shape), count)
+    assert [turn.width for turn in turns] == widths
+
+
+def test_panels_of_uneven_shards() -> None:
+    problem = MatmulProblem(8, 8, 31, (2, 3))  # rows hold 16 and 15 of k, columns 11, 11 and 9
+    assert turns_of(problem, 2) == (Turn(0, 16), Turn(16, 15))
+    assert Turn(0, 16).panels(problem, problem.horizontal) == ((0, 11), (11, 5))
+    assert Turn(0, 16).panels(problem, problem.vertical) == ((0, 16),)
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_turns_without_elements_are_a_user_error(count: int) -> None:
+    with pytest.raises(LayoutError, match=f"{count} turns over a dim of 3 elements; between 1 and 3"):
+        turns_of(MatmulProblem(8, 8, 3, (2, 2)), count)
+
+
+@pytest.mark.parametrize("dataflow", DATAFLOWS)
+def test_even_turns_are_a_loop(dataflow: str) -> None:
+    """One template for all, however many: P turns of one broadcast per axis, as in the paper's figure 2."""
+    program = SUMMA.program(MatmulProblem(64, 64, 64, (4, 4), dataflow), config(4, packets=8))  # type: ignore[arg-type]
+    (where,) = program.body
+    assert isinstance(where, On)
+    (loop,) = where.body
+    assert isinstance(loop, Repeat) and loop.count == 4
+    moves = [op for op in program.ops() if isinstance(op, (Broadcast, Reduce))]
+    assert [op.kind for op in moves] == (["broadcast"] * 2 if dataflow == "os" else ["broadcast", "reduce"])
+    assert [str(op.root) for op in moves] == ["p", "p"]
+    assert {op.packets for op in moves} == {8}
+
+
+def test_synchronisations_grow_quadratically_with_the_mesh() -> None:
+    """P broadcasts of P + D - 2 steps (section 2.3.3), where a gathering ring takes P - 1 in all."""
+    cluster, packets = load_cluster("tpu-v4-pod:256"), 4
+    for members in (4, 8, 16):
+        machine = mesh_machine(cluster, (members, members), ("row", "col"))
+        problem = MatmulProblem(4096, 4096, 4096, (members, members), "os", "bfloat16")
+        sync_s = cluster.network.axis(0).comm("broadcast").sync_s
+        for name, per_axis in (("summa", members * (members + packets - 2)), ("collective", members - 1)):
+            chosen = config(members, packets) if name == "summa" else Config()
+            found = estimate(ALGORITHMS[name].skeleton(problem, chosen), machine)
+            assert found.sync_s == pytest.approx(2 * per_axis * sync_s)
+
+
+def test_offered_configurations_are_few() -> None:
+    for shape in ((1, 1), (2, 2), (16, 16), (4, 15), (32, 8), (256, 1)):
+        offered = list(SUMMA.configs(MatmulProblem(4096, 4096, 4096, shape)))
+        assert 1 <= len(offered) <= 40
+        assert len(set(offered)) == len(offered)
+    assert {c.packets for c in SUMMA.configs(MatmulProblem(64, 64, 64, (2, 2)))} == {1}  # no hop to pipeline
