@@ -56,7 +56,7 @@ def test_search_finds_the_best_configuration_there_is() -> None:
 
 def test_meshslice_is_never_slower_than_collective(plan: Plan) -> None:
     """It may always take one slice."""
-    assert plan.best.algorithm == "meshslice"
+    assert plan.candidate("meshslice").block_s < plan.candidate("collective").block_s
     for layer, other in zip(
         plan.candidate("meshslice").layers, plan.candidate("collective").layers, strict=True
     ):
@@ -66,7 +66,9 @@ def test_meshslice_is_never_slower_than_collective(plan: Plan) -> None:
 
 def test_plan_is_ranked_and_explained(plan: Plan) -> None:
     assert [c.block_s for c in plan.candidates] == sorted(c.block_s for c in plan.candidates)
-    assert all("slower" in c.runner_up for c in plan.candidates)
+    with_a_choice = [c for c in plan.candidates if c.entry in ("collective", "meshslice", "wang", "summa")]
+    assert len(with_a_choice) == 6  # two of them also at MeshSlice's slice counts
+    assert all("slower" in c.runner_up for c in with_a_choice)
     assert all(layer.reason for layer in plan.best.layers)
     assert 0 < plan.best.utilisation < 1
 

@@ -2,8 +2,8 @@
 
 A software pipeline costs prologue + (n - 1) steady + epilogue (MeshSlice, section 3.2.2). Instead of
 writing that down per algorithm, the recurrence of its tasks is followed for a few turns; max-plus
-recurrences are linear, so as soon as one turn shifts every finish time by the same amount, all further
-turns of that phase do, and they are skipped in one step. All in integers, so the result is exact.
+recurrences are linear, so as soon as one turn shifts all that the next one depends on by the same amount,
+all further turns of that phase do, and they are skipped in one step. All in integers, so the result is exact.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
-from meshweave.ir.skeleton import Phase, Skeleton
+from meshweave.ir.skeleton import Skeleton, Task
 from meshweave.ir.work import Compute, Work
 from meshweave.units import to_s
+
+CostPs = Callable[[Work], int]
+"""Picoseconds of one op."""
 
 
 @dataclass(frozen=True)
@@ -39,67 +42,189 @@ class Estimate:
         return self.total_s - self.compute_s
 
 
-def skeleton_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> int:
-    """Makespan in picoseconds, each task taking `cost_ps(work)`; exact."""
-    depth = skeleton.max_distance + 1
-    history: list[dict[str, int]] = []
-    lanes: dict[str, int] = {}
-    end = 0
-    for phase in skeleton.phases:
-        end = max(end, _run_phase(phase, cost_ps, depth, history, lanes))
-    return end
+_Step = tuple[int, int, int, list[int], list[tuple[int, int]]]
+"""A task with numbers for names: (task, lane, picoseconds, after tasks of this turn, after (task, distance))."""
+
+
+class Timed:
+    """A skeleton with the durations of its tasks: how long it takes, exactly or at least."""
+
+    __slots__ = ("_phases",)
+
+    def __init__(self, skeleton: Skeleton, cost_ps: CostPs) -> None:
+        self._phases = [
+            (phase.turns, phase.tasks, [task.times * cost_ps(task.work) for task in phase.tasks])
+            for phase in skeleton.phases
+        ]
+
+    def floor_ps(self) -> int:
+        """A lower bound that costs next to nothing: what the longest lane has to do."""
+        lanes: dict[str, int] = {}
+        for turns, tasks, durations in self._phases:
+            for task, duration in zip(tasks, durations, strict=True):
+                lanes[task.lane] = lanes.get(task.lane, 0) + turns * duration
+        return max(lanes.values(), default=0)
+
+    def total_ps(self) -> int:
+        """Makespan in picoseconds; exact."""
+        if not any(task.after for _, tasks, _ in self._phases for task in tasks):
+            return self.floor_ps()
+        numbers: dict[str, int] = {}
+        lane_numbers: dict[str, int] = {}
+        compiled = [
+            (turns, _compile(tasks, durations, numbers, lane_numbers))
+            for turns, tasks, durations in self._phases
+        ]
+        depth = max((reach for _, (_, reach) in compiled), default=0)
+        lanes = [0] * len(lane_numbers)
+        blank = [-1] * len(numbers)
+        history = [blank] * depth  # finish times of the last turns by task; -1 where it did not run
+        for turns, (steps, reach) in compiled:
+            _run_phase(turns, steps, reach, depth, blank, history, lanes)
+        return max(lanes, default=0)
+
+
+def _compile(
+    tasks: tuple[Task, ...], durations: list[int], numbers: dict[str, int], lane_numbers: dict[str, int]
+) -> tuple[list[_Step], int]:
+    """The steps of a turn, and over how many turns they reach back."""
+    steps: list[_Step] = []
+    seen: set[str] = set()
+    reach = 0
+    for task, duration in zip(tasks, durations, strict=True):
+        now: list[int] = []
+        back: list[tuple[int, int]] = []
+        for name, distance in task.after:
+            number = numbers.setdefault(name, len(numbers))
+            if distance:
+                back.append((number, distance))
+                if distance > reach:
+                    reach = distance
+            else:
+                assert name in seen, f"{task.name} waits for {name}, which comes later in its turn"
+                now.append(number)
+        seen.add(task.name)
+        number = numbers.setdefault(task.name, len(numbers))
+        lane = lane_numbers.setdefault(task.lane, len(lane_numbers))
+        steps.append((number, lane, duration, now, back))
+    return steps, reach
 
 
 def _run_phase(
-    phase: Phase,
-    cost_ps: Callable[[Work], int],
+    turns: int,
+    steps: list[_Step],
+    reach: int,
     depth: int,
-    history: list[dict[str, int]],
-    lanes: dict[str, int],
-) -> int:
-    tasks = [(task.name, task.lane, task.times * cost_ps(task.work), task.after) for task in phase.tasks]
-    turn, end = 0, 0
-    while turn < phase.turns:
-        finish: dict[str, int] = {}
-        for name, lane, duration, after in tasks:
-            start = lanes.get(lane, 0)
-            for other, distance in after:
-                if distance == 0:
-                    start = max(start, finish[other])
-                elif distance <= len(history):
-                    start = max(start, history[-distance].get(other, 0))
-            finish[name] = lanes[lane] = start + duration
+    blank: list[int],
+    history: list[list[int]],
+    lanes: list[int],
+) -> None:
+    """Follows the turns of a phase in `history` and `lanes`, or jumps over those that only shift."""
+    used = {lane for _, lane, _, _, _ in steps}
+    watched = {number for _, _, _, _, back in steps for number, _ in back}
+    for turn in range(1, turns + 1):
+        before = lanes.copy()
+        finish = blank.copy()
+        for number, lane, duration, now, back in steps:
+            start = lanes[lane]
+            for other in now:
+                if finish[other] > start:
+                    start = finish[other]
+            for other, distance in back:
+                end = history[-distance][other]
+                if end > start:
+                    start = end
+            finish[number] = lanes[lane] = start + duration
         history.append(finish)
-        del history[: -2 * depth - 1]
-        turn += 1
-        end = max(end, *finish.values())
-        shift = _steady_shift(history, depth, phase)
-        if shift is not None:
-            ahead = (phase.turns - turn) * shift
-            for past in history:
-                for name in past:
-                    past[name] += ahead
-            for _, lane, _, _ in tasks:
-                lanes[lane] = max(finish[name] for name, of, _, _ in tasks if of == lane)
-            return end + ahead
-    return end
+        if turn > reach and turn < turns:
+            shift = _steady_shift(before, lanes, used, history, watched, reach)
+            if shift is not None:
+                left = turns - turn
+                for lane in used:
+                    lanes[lane] += left * shift
+                for ahead in range(max(left - depth, 0) + 1, left + 1):
+                    history.append([end + ahead * shift if end >= 0 else -1 for end in finish])
+                break
+            rates = _steady_rates(steps, lanes, history, reach) if turn & (turn - 1) == 0 else None
+            if rates is not None:
+                left = turns - turn
+                for number, lane, _, _, _ in steps:  # the last task in a lane decides
+                    lanes[lane] = finish[number] + left * rates[number]
+                for ahead in range(max(left - depth, 0) + 1, left + 1):
+                    history.append([end + ahead * rate for end, rate in zip(finish, rates, strict=True)])
+                break
+        if len(history) > 4 * depth + 64:
+            del history[: -depth - 1]
 
 
-def _steady_shift(history: list[dict[str, int]], depth: int, phase: Phase) -> int | None:
-    """By how much each of the last `depth` turns lies behind the turn before it, if by one amount."""
-    if len(history) < depth + 1:
-        return None
-    names = [task.name for task in phase.tasks]
+def _steady_shift(
+    before: list[int],
+    lanes: list[int],
+    used: set[int],
+    history: list[list[int]],
+    watched: set[int],
+    reach: int,
+) -> int | None:
+    """By how much the last turn shifted everything that the next one depends on, if by one amount."""
     shift: int | None = None
-    for older, newer in zip(history[-depth - 1 : -1], history[-depth:], strict=True):
-        for name in names:
-            if name not in older or name not in newer:
-                return None
-            gap = newer[name] - older[name]
-            if shift is not None and gap != shift:
-                return None
+    for lane in used:
+        gap = lanes[lane] - before[lane]
+        if shift is None:
             shift = gap
+        elif gap != shift:
+            return None
+    for distance in range(1, reach + 1):
+        newer, older = history[-distance], history[-distance - 1]
+        for number in watched:
+            if newer[number] >= 0 and newer[number] - older[number] != shift:
+                return None
     return shift
+
+
+def _steady_rates(
+    steps: list[_Step], lanes: list[int], history: list[list[int]], reach: int
+) -> list[int] | None:
+    """By how much each task's end shifts from turn to turn, if that stays so although it is not one amount.
+
+    Lanes that do not hold each other up, such as a ring that is faster than the products, drift apart. Their
+    ends stay linear in time if they are so as far as the next turn looks back, and if in that turn whatever a
+    task has to wait for longest is also what shifts most, so that it is what to wait for ever after.
+    """
+    if len(history) < reach + 2:
+        return None
+    last, older = history[-1], history[-2]
+    rates = [end - before if end >= 0 else 0 for end, before in zip(last, older, strict=True)]
+    lane_ends: dict[int, tuple[int, int]] = {}
+    for number, lane, _, _, back in steps:
+        if older[number] < 0:
+            return None
+        lane_ends[lane] = lanes[lane], rates[number]
+        for other, distance in back:
+            if last[other] >= 0 and any(
+                history[-ago][other] - history[-ago - 1][other] != rates[other]
+                for ago in range(1, distance + 1)
+            ):
+                return None
+    ends: dict[int, int] = {}
+    for number, lane, duration, now, back in steps:
+        waits = [lane_ends[lane], *((ends[other], rates[other]) for other in now)]
+        waits += [(history[-d][other], rates[other]) for other, d in back if last[other] >= 0]
+        start, rate = max(waits)
+        end = start + duration
+        if rate < max(waits, key=_rate)[1] or rate != rates[number] or end != last[number] + rate:
+            return None
+        ends[number] = end
+        lane_ends[lane] = end, rate
+    return rates
+
+
+def _rate(wait: tuple[int, int]) -> int:
+    return wait[1]
+
+
+def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs) -> int:
+    """Makespan in picoseconds, each op of a task taking `cost_ps(work)`; exact."""
+    return Timed(skeleton, cost_ps).total_ps()
 
 
 def estimate(skeleton: Skeleton, machine: Machine) -> Estimate:

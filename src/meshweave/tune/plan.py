@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from meshweave.algorithms.matmul.passes import PassName, Stationary
+from meshweave.algorithms.matmul.passes import PASSES, TABLE, PassName, Stationary
 from meshweave.algorithms.matmul.problem import Config
 from meshweave.describe import files
 from meshweave.errors import DescriptionError
+
+# Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
+Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]
+Width = Annotated[int, Field(gt=0, le=2**31)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite number of seconds")]
+Bytes = Annotated[int, Field(ge=0, le=2**128, description="a whole number of bytes")]
 
 
 class _Record(BaseModel):
@@ -19,24 +26,29 @@ class _Record(BaseModel):
 
 
 class PassPlan(_Record):
-    """One product: its sizes, slices, and estimated times in seconds per layer and step."""
+    """One product: its sizes, slices, and estimated times in seconds per layer and step.
+
+    `runner_up` says which other configuration on the same mesh comes next, and what it costs."""
 
     name: PassName
-    m: int = Field(gt=0)
-    n: int = Field(gt=0)
-    k: int = Field(gt=0)
+    m: Dim
+    n: Dim
+    k: Dim
     dataflow: Literal["os", "ls", "rs"]
-    slices: tuple[int, ...] = Field(min_length=1)
-    block: int = Field(gt=0)
-    packets: int = Field(default=1, gt=0)
+    slices: tuple[Width, ...] = Field(
+        min_length=1, max_length=2**16, description="a list of 1 to 65536 widths, each at least 1"
+    )
+    block: Dim
+    packets: int = Field(default=1, gt=0, le=2**16, description="a whole number from 1 to 65536")
     overlap: Literal["row", "col"] = "col"
-    total_s: float
-    compute_s: float
-    launch_s: float
-    sync_s: float
-    transfer_s: float
-    exposed_s: float
-    peak_bytes: int
+    total_s: Seconds
+    compute_s: Seconds
+    launch_s: Seconds
+    sync_s: Seconds
+    transfer_s: Seconds
+    exposed_s: Seconds
+    peak_bytes: Bytes
+    runner_up: str = ""
 
     @property
     def config(self) -> Config:
@@ -47,9 +59,9 @@ class LayerPlan(_Record):
     """One fully connected layer: which matrix stays put, why, and its three products."""
 
     name: str
-    tokens: int = Field(gt=0)
-    in_features: int = Field(gt=0)
-    out_features: int = Field(gt=0)
+    tokens: Dim
+    in_features: Dim
+    out_features: Dim
     stationary: Stationary
     reason: str
     passes: tuple[PassPlan, ...]
@@ -57,15 +69,26 @@ class LayerPlan(_Record):
 
 class Candidate(_Record):
     """One algorithm at its best: mesh shape, layers, estimated seconds of one block's products (all passes)
-    and FLOP utilisation against the chip's peak."""
+    and FLOP utilisation against the chip's peak.
+
+    `runner_up` says which mesh comes next, and what it costs. `base` is the entry of the table of algorithms
+    that runs it, where that has another name: `wang` for `wang[S=meshslice]`."""
 
     algorithm: str
-    mesh_shape: tuple[int, ...]
-    block_s: float
-    utilisation: float
-    traffic_bytes: dict[str, int]
-    layers: tuple[LayerPlan, ...]
+    mesh_shape: tuple[Width, ...] = Field(
+        min_length=2, max_length=3, description="a list of two or three sizes, each at least 1"
+    )
+    block_s: Seconds
+    utilisation: float = Field(ge=0, allow_inf_nan=False, description="a finite fraction of at least 0")
+    traffic_bytes: dict[str, Bytes]
+    layers: tuple[LayerPlan, ...] = Field(min_length=1, description="a list of at least one layer")
     runner_up: str = ""
+    base: str = ""
+
+    @property
+    def entry(self) -> str:
+        """Its name in the table of algorithms."""
+        return self.base or self.algorithm
 
 
 class Plan(_Record):
@@ -74,9 +97,9 @@ class Plan(_Record):
     format: Literal["meshweave-plan-1"] = "meshweave-plan-1"
     model: str
     cluster: str
-    num_chips: int = Field(gt=0)
-    batch: int = Field(gt=0)
-    sequence: int = Field(gt=0)
+    num_chips: Width
+    batch: Dim
+    sequence: Dim
     dtype: str
     candidates: tuple[Candidate, ...] = Field(min_length=1)
     note: str = ""
@@ -102,5 +125,33 @@ class Plan(_Record):
 
 
 def load_plan(path: Path) -> Plan:
-    """Reads a plan. Raises DescriptionError naming file and key for anything that is no plan."""
-    return files.check(Plan, files.load(path), path)
+    """Reads a plan. Raises DescriptionError naming file and key for anything that is no plan, or one that
+    contradicts itself."""
+    plan = files.check(Plan, files.parse(files.read_text(path), path, "json"), path)
+    names = [layer.name for layer in plan.best.layers]
+    for i, candidate in enumerate(plan.candidates):
+        at = f"candidates.{i}"
+        if any(other.algorithm == candidate.algorithm for other in plan.candidates[:i]):
+            files.fail(path, f"{at}.algorithm", f"{candidate.algorithm} is listed twice; give each once")
+        if math.prod(candidate.mesh_shape) != plan.num_chips:
+            shape = "x".join(map(str, candidate.mesh_shape))
+            files.fail(
+                path, f"{at}.mesh_shape", f"{shape} is not a mesh of the {plan.num_chips} chips planned"
+            )
+        if [layer.name for layer in candidate.layers] != names or len(set(names)) != len(names):
+            files.fail(path, f"{at}.layers", "give the same layers for each candidate, each once")
+        for j, layer in enumerate(candidate.layers):
+            _check_layer(layer, path, f"{at}.layers.{j}")
+    return plan
+
+
+def _check_layer(layer: LayerPlan, path: Path, at: str) -> None:
+    if tuple(item.name for item in layer.passes) != PASSES:
+        files.fail(path, f"{at}.passes", f"give exactly {', '.join(PASSES)}")
+    size = {"t": layer.tokens, "i": layer.in_features, "o": layer.out_features}
+    for number, item in enumerate(layer.passes):
+        rule = TABLE[layer.stationary][item.name]
+        m, n, k = (size[letter] for letter in rule.sizes)
+        if (item.m, item.n, item.k) != (m, n, k):
+            given = f"{item.m} x {item.n} x {item.k}"
+            files.fail(path, f"{at}.passes.{number}", f"M x N x K is {given}; this layer has {m} x {n} x {k}")

@@ -3,39 +3,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
-from meshweave.algorithms.matmul.passes import PASSES, TABLE, pass_problem
-from meshweave.algorithms.matmul.problem import AXES, MESH
-from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, MatmulProblem
+from meshweave.algorithms.matmul.passes import PASSES, TABLE, PassName, pass_problem
 from meshweave.describe.cluster import Cluster
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.workload import Workload
 from meshweave.errors import UnsupportedError
-from meshweave.estimate import Estimate, estimate
 from meshweave.ir.lifetimes import peak_bytes
 from meshweave.tune.dataflow import choose_stationary
+from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
+from meshweave.tune.product import Tally, Tuned, tune_choices, tune_product
+from meshweave.tune.unrolled import FOLLOWERS, LEADER, Product, follower, planned_names, product_of
+
+__all__ = ["Progress", "Tuned", "plan_model", "tune_product"]
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) after each mesh shape of each algorithm."""
 
 
 @dataclass(frozen=True)
-class Tuned:
-    """A product at its best slice count."""
+class _Job:
+    """What to plan: the products of a block, and the ground to lay them on."""
 
-    problem: MatmulProblem
-    config: Config
-    estimate: Estimate
+    layers: tuple[FcLayer, ...]
+    workload: Workload
+    ground: Ground
+    tally: Tally
 
+    def products(self) -> Iterator[tuple[FcLayer, PassName]]:
+        for layer in self.layers:
+            for name in PASSES:
+                yield layer, name
 
-def tune_product(entry: Algorithm, problem: MatmulProblem, machine: Machine) -> Tuned:
-    """The fastest configuration of one product; the first (fewest slices) wins a tie."""
-    tried = [Tuned(problem, c, estimate(entry.skeleton(problem, c), machine)) for c in entry.configs(problem)]
-    return min(tried, key=lambda tuned: tuned.estimate.total_s)
+    def problems(self, shape: Shape) -> list[MatmulProblem]:
+        tokens, dtype = self.workload.tokens, self.workload.dtype
+        return [
+            pass_problem(
+                choose_stationary(tokens, layer.in_features, layer.out_features)[0],
+                name,
+                tokens,
+                layer.in_features,
+                layer.out_features,
+                shape,
+                dtype,
+            )
+            for layer, name in self.products()
+        ]
 
 
 def plan_model(
@@ -44,33 +61,54 @@ def plan_model(
     workload: Workload,
     algorithms: Sequence[str] = tuple(ALGORITHMS),
     progress: Progress = lambda done, total: None,
+    tally: Tally | None = None,
 ) -> Plan:
     """Tunes every algorithm for the fully connected layers of one block, forward and both backward products.
 
-    Raises UnsupportedError where no mesh shape of the cluster works.
+    `algorithms` names entries of the table; `wang[S=meshslice]` and `summa[S=meshslice]` run at the slice
+    counts that MeshSlice takes for the same product, and are added where both are asked for. An algorithm
+    without a mesh shape on this cluster is left out, and `note` says so. `tally` counts what the search looks at.
+
+    Raises UnsupportedError for an unknown name, and where no algorithm has a mesh shape.
     """
-    shapes = {name: _mesh_shapes(ALGORITHMS[name], cluster) for name in algorithms}
+    names = planned_names(algorithms)
+    job = _Job(model.fc_layers(), workload, Ground(cluster), tally if tally is not None else Tally())
+    entries = {name: ALGORITHMS[FOLLOWERS.get(name, name)] for name in names}
+    shapes = {name: job.ground.shapes(entry) for name, entry in entries.items()}
+    missing = [name for name in names if not shapes[name]]
+    if len(missing) == len(names):
+        raise UnsupportedError(
+            f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {', '.join(names)}"
+        )
+    leader_unseen = LEADER not in names and any(name in FOLLOWERS for name in names)
+    if leader_unseen:
+        shapes[LEADER] = job.ground.shapes(ALGORITHMS[LEADER])
     total, done = sum(map(len, shapes.values())), 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
     candidates = []
-    for name in algorithms:
-        entry = ALGORITHMS[name]
-        tried: list[tuple[float, tuple[int, ...], list[tuple[FcLayer, str, list[Tuned]]]]] = []
-        for shape in shapes[name]:
-            machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
-            layers = [
-                (layer, *_tune_layer(entry, layer, workload, shape, machine)) for layer in model.fc_layers()
-            ]
-            seconds = sum(tuned.estimate.total_s for _, _, products in layers for tuned in products)
-            tried.append((seconds, shape, layers))
-            done += 1
-            progress(done, total)
-        if not tried:
-            raise UnsupportedError(
-                f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {name}"
-            )
-        tried.sort(key=lambda item: item[0])
-        candidates.append(_candidate(entry, tried, cluster, workload))
+    counts: dict[Product, int] = {}
+    for name in sorted(shapes, key=lambda name: name in FOLLOWERS):
+        if not shapes[name]:
+            continue
+        entry = follower(name, counts) if name in FOLLOWERS else ALGORITHMS[name]
+        found = best_meshes(entry, job.ground, shapes[name], job.problems, job.tally, advance)
+        tuned = _tune(job, found[0][1])
+        if name == LEADER:
+            counts = {product_of(item.problem): item.config.slice_count for item in tuned}
+        if name in names:
+            candidates.append(_candidate(entry, found, tuned, job, FOLLOWERS.get(name, name)))
     candidates.sort(key=lambda candidate: candidate.block_s)
+    note = (
+        "Estimated times of the fully connected layers of one block; attention, element-wise "
+        "layers and memory contention are left out."
+    )
+    if missing:
+        note += f" No mesh shape of {cluster.num_chips} chips for {', '.join(missing)}."
     return Plan(
         model=model.name,
         cluster=cluster.name,
@@ -79,61 +117,62 @@ def plan_model(
         sequence=workload.sequence,
         dtype=workload.dtype,
         candidates=tuple(candidates),
-        note="Estimated times of the fully connected layers of one block; attention, element-wise "
-        "layers and memory contention are left out.",
+        note=note,
     )
 
 
-def _mesh_shapes(entry: Algorithm, cluster: Cluster) -> list[tuple[int, ...]]:
-    """The mesh shapes that both the algorithm and the cluster can form; flat ones only if there are no others."""
-    wanted = entry.meshes(cluster.num_chips)
-    formed = {shape for dims in {len(s) for s in wanted} for shape in cluster.network.mesh_shapes(dims)}
-    both = [shape for shape in wanted if shape in formed]
-    return [shape for shape in both if min(shape) > 1] or both
-
-
-def _tune_layer(
-    entry: Algorithm, layer: FcLayer, workload: Workload, shape: tuple[int, ...], machine: Machine
-) -> tuple[str, list[Tuned]]:
-    stationary, _ = choose_stationary(workload.tokens, layer.in_features, layer.out_features)
-    problems = [
-        pass_problem(
-            stationary, name, workload.tokens, layer.in_features, layer.out_features, shape, workload.dtype
-        )
-        for name in PASSES
-    ]
-    return stationary, [tune_product(entry, problem, machine) for problem in problems]
+def _tune(job: _Job, mesh: OnMesh) -> list[Tuned]:
+    """The products on a mesh at their best, with runners-up."""
+    machine = job.ground.machine(mesh.shape)
+    tuned: dict[MatmulProblem, Tuned] = {}
+    for choices in mesh.choices:
+        if choices.problem not in tuned:
+            tuned[choices.problem] = tune_choices(choices, machine)
+    return [tuned[problem] for problem in mesh.problems]
 
 
 def _candidate(
-    entry: Algorithm,
-    tried: list[tuple[float, tuple[int, ...], list[tuple[FcLayer, str, list[Tuned]]]]],
-    cluster: Cluster,
-    workload: Workload,
+    entry: Algorithm, found: list[tuple[int, OnMesh]], tuned: list[Tuned], job: _Job, base: str
 ) -> Candidate:
-    seconds, shape, layers = tried[0]
-    flops = sum(tuned.problem.flops for _, _, products in layers for tuned in products)
+    cluster, workload = job.ground.cluster, job.workload
+    seconds = sum(item.estimate.total_s for item in tuned)
+    peaks: dict[MatmulProblem, int] = {}
     traffic: dict[str, int] = {}
-    for _, _, products in layers:
-        for tuned in products:
-            for axis, moved in entry.traffic(tuned.problem, tuned.config, 0).items():
-                traffic[axis] = traffic.get(axis, 0) + moved
+    for item in tuned:
+        if item.problem not in peaks:
+            peaks[item.problem] = (
+                entry.peak(item.problem, item.config)
+                if entry.peak is not None
+                else peak_bytes(entry.program(item.problem, item.config), 0)
+            )
+        for axis, moved in entry.traffic(item.problem, item.config, 0).items():
+            traffic[axis] = traffic.get(axis, 0) + moved
     runner_up = ""
-    if len(tried) > 1:
-        other_s, other, _ = tried[1]
-        runner_up = f"{other[0]}x{other[1]} is {100 * (other_s / seconds - 1):.1f} % slower"
+    if len(found) > 1:
+        (best_ps, _), (other_ps, other) = found
+        runner_up = f"{'x'.join(map(str, other.shape))} is {100 * (other_ps / best_ps - 1):.1f} % slower"
+    size = len(PASSES)
     return Candidate(
         algorithm=entry.name,
-        mesh_shape=shape,
+        base=base if base != entry.name else "",
+        mesh_shape=found[0][1].shape,
         block_s=seconds,
-        utilisation=flops / cluster.num_chips / cluster.chip.peak(workload.dtype) / seconds,
+        utilisation=sum(item.problem.flops for item in tuned)
+        / cluster.num_chips
+        / cluster.chip.peak(workload.dtype)
+        / seconds,
         traffic_bytes=traffic,
-        layers=tuple(_layer_plan(entry, layer, products, workload) for layer, _, products in layers),
+        layers=tuple(
+            _layer_plan(layer, tuned[size * i : size * (i + 1)], peaks, workload)
+            for i, layer in enumerate(job.layers)
+        ),
         runner_up=runner_up,
     )
 
 
-def _layer_plan(entry: Algorithm, layer: FcLayer, products: list[Tuned], workload: Workload) -> LayerPlan:
+def _layer_plan(
+    layer: FcLayer, products: list[Tuned], peaks: dict[MatmulProblem, int], workload: Workload
+) -> LayerPlan:
     stationary, reason = choose_stationary(workload.tokens, layer.in_features, layer.out_features)
     passes = []
     for name, tuned in zip(PASSES, products, strict=True):
@@ -155,7 +194,8 @@ def _layer_plan(entry: Algorithm, layer: FcLayer, products: list[Tuned], workloa
                 sync_s=cost.sync_s,
                 transfer_s=cost.transfer_s,
                 exposed_s=cost.exposed_s,
-                peak_bytes=peak_bytes(entry.program(tuned.problem, tuned.config), 0),
+                peak_bytes=peaks[tuned.problem],
+                runner_up=tuned.why,
             )
         )
     return LayerPlan(
