@@ -33,7 +33,16 @@ def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, st
 @pytest.fixture(scope="module")
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", "--out", str(path), "--json"]) == 0
+    args = [
+        "--cluster",
+        "tpu-v4-pod:16",
+        "--algorithms",
+        "meshslice,collective",
+        "--out",
+        str(path),
+        "--json",
+    ]
+    assert run_app(["plan", "gpt3", *args]) == 0
     return path
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import typer
 
+from meshweave.cli.catalog import catalog
+from meshweave.cli.lab import lab
 from meshweave.cli.plan import plan
 from meshweave.cli.run import run
 from meshweave.cli.show import show
+from meshweave.cli.verify import verify
 from meshweave.errors import MeshweaveError
 
 app = typer.Typer(
@@ -17,21 +21,29 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Plan, predict and run the communication of tensor-parallel models: one program, three readings.",
-    epilog="Errors are one line on stderr and exit status 2. Every verb takes --json.",
+    epilog="Errors are one line on stderr and exit status 2; verify ends with 1 where a result is wrong. "
+    "Every verb takes --json.",
 )
 app.command()(plan)
 app.command()(run)
+app.command()(verify)
 app.command()(show)
+app.command()(catalog)
+app.add_typer(lab, name="lab")
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """By way of typer: newer versions carry a click of their own, older ones import it."""
 
 
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
+
+
 def run_app(args: list[str]) -> int:
     """Runs one command; returns the exit status."""
-    command = typer.main.get_command(app)
     try:
-        status = command.main(args=args, prog_name="meshweave", standalone_mode=False)
+        status = _command().main(args=args, prog_name="meshweave", standalone_mode=False)
     except MeshweaveError as error:
         typer.echo(f"error: {error}", err=True)
         for rank, report in sorted(getattr(error, "reports", {}).items()):

@@ -3,33 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from meshweave.algorithms.matmul import ALGORITHMS, algorithm
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.describe.files import printable
+from meshweave.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.tune.search import Progress
+from meshweave.tune.unrolled import planned_names
 
+MAX_RANKS = 1 << 12
 JSON_HELP = "Print JSON instead of text."
 
 
 def read_mesh(text: str) -> tuple[int, int]:
     """ "2x4" as (2, 4)."""
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
-        raise LayoutError(f"mesh '{text}' is not written ROWSxCOLS, such as 2x4")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part[:10]) for part in parts):
+        raise LayoutError(f"mesh '{printable(text)}' is not written ROWSxCOLS, such as 2x4")
+    if any(len(part) > 9 for part in parts) or int(parts[0]) * int(parts[1]) > MAX_RANKS:
+        raise LayoutError(
+            f"mesh '{printable(text)}' has more than {MAX_RANKS} ranks, which is all that is shown"
+        )
     return int(parts[0]), int(parts[1])
 
 
 def read_slices(text: str) -> tuple[int, ...]:
     """ "4" as four equal slices, "1:2:1" as three of these relative widths."""
     parts = text.split(":")
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise LayoutError(f"slices '{text}' is neither a count, such as 4, nor widths, such as 1:2:1")
+    if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
+        raise LayoutError(
+            f"slices '{printable(text)}' is neither a count, such as 4, nor widths, such as 1:2:1"
+        )
     numbers = tuple(int(part) for part in parts)
     if len(numbers) > 1:
         return numbers
@@ -45,7 +56,27 @@ def read_algorithms(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if not names:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
-    return tuple(algorithm(name).name for name in names)
+    return planned_names(names)
+
+
+def check_writable(path: Path | None) -> None:
+    """Before any work is done: raises DescriptionError where a file cannot be written there."""
+    if path is None:
+        return
+    try:
+        is_dir, has_parent = path.is_dir(), path.parent.is_dir()
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        is_dir, has_parent, writable = False, True, False
+    if is_dir:
+        reason = "it is a directory; give a file"
+    elif not has_parent:
+        reason = f"there is no directory {printable(path.parent)}"
+    elif not writable:
+        reason = "not permitted; give a file in a directory of yours"
+    else:
+        return
+    raise DescriptionError(f"{printable(path)}: cannot write: {reason}")
 
 
 def print_json(data: Any) -> None:

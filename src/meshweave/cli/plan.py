@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_algorithms
+from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_algorithms
 from meshweave.describe.cluster import load_cluster
+from meshweave.describe.memory import chip_memory
 from meshweave.describe.model import load_model
 from meshweave.describe.workload import Workload
+from meshweave.report.timeline import write_text
 from meshweave.tune import Plan, plan_model
 from meshweave.units import format_bytes, format_s
 
@@ -41,6 +43,10 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(help="Write the plan here as JSON, for `meshweave run`.")
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a page here: tables, timelines and curves, self-contained HTML."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Choose mesh shape, dataflow and slice counts for a model's fully connected layers.
@@ -51,52 +57,74 @@ def plan(
     Example: meshweave plan gpt3 --cluster tpu-v4-pod:256 --out plan.json
     """
     found = load_cluster(cluster)
+    architecture = load_model(model)
     workload = Workload(batch if batch is not None else max(found.num_chips // 2, 1), seq, dtype)
     names = read_algorithms(algorithms)
+    memory = chip_memory(architecture, workload, found.num_chips)
+    for path in (out, report):
+        check_writable(path)
     with progress_bar("tuning") as progress:
-        chosen = plan_model(load_model(model), found, workload, names, progress)
+        chosen = plan_model(architecture, found, workload, names, progress)
+    if report is not None:
+        from meshweave.report.html import html_report
+
+        with progress_bar("report") as progress:
+            page = html_report(chosen, found, memory, progress)
+        write_text(report, page)
     if out is not None:
         chosen.save(out)
     if json:
         print_json(chosen.model_dump(mode="json"))
         return
-    _print(chosen, out)
+    _print(chosen, memory.summary(found.chip.memory_bytes))
+    if out is not None:
+        typer.echo(
+            f"written to {out}; check it with: meshweave verify {out}; execute a layer with: meshweave run {out}"
+        )
+    if report is not None:
+        typer.echo(f"written to {report}; open it in a browser")
 
 
-def _print(plan: Plan, out: Path | None) -> None:
+def _print(plan: Plan, memory: str) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=None if Console().is_terminal else 130)
     console.print(
         f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: batch {plan.batch} x {plan.sequence} "
         f"tokens, {plan.dtype}"
     )
-    table = Table(title="one block, all products", title_justify="left")
-    for column in (
-        "algorithm",
-        "mesh",
-        "time",
-        "utilisation",
-        "exposed",
-        "to/from rows",
-        "to/from columns",
-        "next mesh",
-    ):
-        table.add_column(column, justify="left" if column in ("algorithm", "next mesh") else "right")
+    table = Table(
+        title="one block, all products", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    axes = [a for a in ("row", "col", "depth") if any(f"tp.{a}" in c.traffic_bytes for c in plan.candidates)]
+    columns = ["algorithm", "mesh", "time", "of peak", "exposed", "launch", "transfer", "sync"]
+    for column in (*columns, *(f"by {axis}" for axis in axes), "memory"):
+        table.add_column(column, justify="left" if column == "algorithm" else "right")
     for candidate in plan.candidates:
-        exposed = sum(p.exposed_s for layer in candidate.layers for p in layer.passes)
+        passes = [item for layer in candidate.layers for item in layer.passes]
+        exposed = sum(item.exposed_s for item in passes)
         table.add_row(
             candidate.algorithm,
             "x".join(map(str, candidate.mesh_shape)),
             format_s(candidate.block_s),
             f"{100 * candidate.utilisation:.1f} %",
             f"{100 * exposed / candidate.block_s:.1f} %",
-            format_bytes(candidate.traffic_bytes.get("tp.row", 0)),
-            format_bytes(candidate.traffic_bytes.get("tp.col", 0)),
-            candidate.runner_up,
+            format_s(sum(item.launch_s for item in passes)),
+            format_s(sum(item.transfer_s for item in passes)),
+            format_s(sum(item.sync_s for item in passes)),
+            *(format_bytes(candidate.traffic_bytes.get(f"tp.{axis}", 0)) for axis in axes),
+            format_bytes(max(item.peak_bytes for item in passes)),
         )
     console.print(table)
+    console.print(
+        "launch, transfer and sync: of all communication, hidden or not; 'by' an axis: bytes that a chip moves "
+        "along it; memory: peak of a product."
+    )
+    second_best = [f"{c.algorithm}: {c.runner_up}" for c in plan.candidates if c.runner_up]
+    if second_best:
+        console.print(f"next best meshes: {'; '.join(second_best)}")
     _print_layers(console, plan)
     best, second = plan.candidates[0], plan.candidates[1] if len(plan.candidates) > 1 else None
     if second is not None:
@@ -104,8 +132,7 @@ def _print(plan: Plan, out: Path | None) -> None:
         console.print(
             f"{best.algorithm} is estimated {gain:.1f} % faster than {second.algorithm}. {plan.note}"
         )
-    if out is not None:
-        console.print(f"written to {out}; execute a layer of it with: meshweave run {out}", soft_wrap=True)
+    console.print(memory)
 
 
 def _print_layers(console: Console, plan: Plan) -> None:

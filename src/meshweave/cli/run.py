@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ import typer
 
 from meshweave.algorithms.matmul import algorithm
 from meshweave.algorithms.matmul.passes import PASSES, PassName, pass_problem
-from meshweave.cli.options import JSON_HELP, print_json
+from meshweave.cli.options import JSON_HELP, check_writable, print_json
 from meshweave.cost.machine import Machine
 from meshweave.describe.cluster import load_cluster
 from meshweave.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError, nearest
@@ -71,6 +71,8 @@ def run(
         raise LayoutError("repeat must be 1 to 1000, max-dim 8 to 2**20, timeout positive seconds")
     if rings not in (0, 1, 2):
         raise LayoutError(f"a ring has 1 or 2 ways, or 0 for none, not {rings}")
+    for path in (trace, svg):
+        check_writable(path)
     jobs = _jobs(loaded, layer, passes, algorithms, ranks, max_dim, rings)
     predicted_on = load_cluster(machine)
     if predicted_on.num_chips < ranks:
@@ -153,11 +155,18 @@ def _jobs(
     wanted: tuple[PassName, ...] = PASSES if passes == "all" else (passes,)  # type: ignore[assignment]
     names = [c.algorithm for c in plan.candidates] if algorithms == "all" else algorithms.split(",")
     jobs = []
+    skipped: list[str] = []
     for name in names:
         candidate = plan.candidate(name)
         chosen = next(item for item in candidate.layers if item.name == layer)
+        shapes = algorithm(candidate.entry).meshes(ranks)
+        if not shapes and algorithms == "all":
+            skipped.append(name)
+            continue
+        if not shapes:
+            raise LayoutError(f"{name} has no mesh of {ranks} ranks; give another number of --ranks")
         sizes = chosen.tokens, chosen.in_features, chosen.out_features
-        small = reduced(sizes, candidate.mesh_shape, algorithm(name).meshes(ranks), max_dim)
+        small = reduced(sizes, candidate.mesh_shape, shapes, max_dim)
         for item in chosen.passes:
             if item.name not in wanted:
                 continue
@@ -170,12 +179,9 @@ def _jobs(
                 small.mesh_shape,
                 "float32",
             )
-            config = item.config
-            if config.slice_count > problem.sliced_size:
-                raise LayoutError(
-                    f"{config} does not fit a dim reduced to {problem.sliced_size}; raise --max-dim"
-                )
-            program = algorithm(name).program(problem, config)
+            # A small rehearsal may have fewer elements than the plan has slices.
+            config = replace(item.config, slices=item.config.slices[: problem.sliced_size])
+            program = algorithm(candidate.entry).program(problem, config)
             if rings:
                 program = lower_rings(program, 1 if rings == 1 else 2)
             validate(program, labels=False)
@@ -184,6 +190,10 @@ def _jobs(
             if config.slice_count > 1:
                 title += f" {config}"
             jobs.append(_Job(title, rehearsal, analyse(program)))
+    if not jobs:
+        raise LayoutError(f"no algorithm of the plan has a mesh of {ranks} ranks")
+    for name in skipped:
+        typer.echo(f"skipped: {name} has no mesh of {ranks} ranks", err=True)
     return jobs
 
 

@@ -10,7 +10,7 @@ import typer
 
 from meshweave.algorithms.matmul import Config, MatmulProblem, algorithm
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
-from meshweave.describe.files import read_text
+from meshweave.describe.files import read_text, shown
 from meshweave.errors import LayoutError, ProgramError
 from meshweave.ir.lifetimes import peak_bytes
 from meshweave.ir.parse import parse
@@ -19,6 +19,9 @@ from meshweave.ir.text import op_to_text, to_text
 from meshweave.ir.validate import validate
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings, per_rank
+
+MAX_SIZE = 2**40
+"""More elements along a dim than anything has; a slip of the keyboard."""
 
 
 def show(
@@ -54,7 +57,10 @@ def show(
         program = lower_rings(program, 1 if rings == 1 else 2)
     verdict = "not checked"
     if check:
-        validation = validate(program)
+        try:
+            validation = validate(program)
+        except ProgramError as error:
+            raise ProgramError(f"{what}: {error}") from None
         verdict = "; ".join(validation.skipped) or "valid"
     if expand:
         program = per_rank(program)
@@ -95,5 +101,8 @@ def _program(
             return parse(read_text(path))
         except ProgramError as error:
             raise ProgramError(f"{what}: {error}") from None
+    for option, size in zip(("--m", "--n", "--k", "--block"), (*sizes, block), strict=True):
+        if not 1 <= size <= MAX_SIZE:
+            raise LayoutError(f"{option} is {shown(size)}; give 1 to {MAX_SIZE}")
     problem = MatmulProblem(*sizes, read_mesh(mesh), dataflow, dtype)  # type: ignore[arg-type]
     return algorithm(what).program(problem, Config(read_slices(slices), block))

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from meshweave.describe.files import shown
 from meshweave.describe.model import Transformer
 from meshweave.errors import DescriptionError, nearest
 from meshweave.units import DTYPES
+
+MAX_SIZE = 2**31
+"""Sequences in a batch, and tokens in a sequence: more is a slip of the keyboard."""
 
 Pass = Literal["forward", "backward_data", "backward_weight"]
 
@@ -31,6 +35,8 @@ class Workload:
         for key, size in (("batch", self.batch), ("sequence", self.sequence)):
             if size < 1:
                 raise DescriptionError(f"workload: {key} is {size}; give at least 1")
+            if size > MAX_SIZE:
+                raise DescriptionError(f"workload: {key} is {shown(size)}; give at most {MAX_SIZE}")
         _check_dtype("workload", self.dtype)
 
     @property

@@ -7,15 +7,17 @@ summation gives the same float32 and the check against the dense product is exac
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshweave.algorithms.matmul.problem import MatmulProblem
-from meshweave.errors import LayoutError
+from meshweave.describe.shapes import nearest_mesh
 from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
 
@@ -31,23 +33,6 @@ class Reduced:
     in_features: int
     out_features: int
     mesh_shape: tuple[int, ...]
-
-
-def nearest_mesh(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape nearest in proportion to the planned one, among those with all sides over 1 if there are any.
-
-    Raises LayoutError where `shapes` is empty.
-    """
-    if not shapes:
-        raise LayoutError("the algorithm has no mesh of that many ranks")
-
-    def distance(shape: tuple[int, ...]) -> float:
-        logs = [math.log(mine / theirs) for mine, theirs in zip(shape, planned, strict=True)]
-        mean = sum(logs) / len(logs)
-        return sum((value - mean) ** 2 for value in logs)
-
-    full = [shape for shape in shapes if min(shape) > 1] or list(shapes)
-    return min(full, key=distance)
 
 
 def reduced(
@@ -129,21 +114,51 @@ def rehearse(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Runs one rank: binds the program, runs it once to warm up and `repeat` times traced.
 
     `context` is an `execute.launch.Context`. Returns the largest absolute error against the dense product
-    after each run's operands were renewed, the median-time run's trace, and all run times in seconds.
+    over all runs, each of which must write every element anew, and the traces of the `repeat` runs.
+    """
+    return rehearse_all(context, {"rehearsals": [payload]})[0]
+
+
+def rehearse_all(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Runs one rank of several rehearsals, one after another in the same processes: what `rehearse` returns,
+    for each.
+
+    `payload` holds "rehearsals", a list of `Rehearsal.to_json()`, all with the deadline of the first, and
+    may hold "log", a folder in which every rank appends to `log_path` as it goes along: a line
+    {"number", "error"} per rehearsal that it has ended, or {"number", "failed"} before it raises. So it is
+    known what went well, and which one went wrong, where the processes do not live to return.
+
+    Raises what binding and running raise: BindError, RankLostError, DeadlineError.
     """
     import torch
 
     from meshweave.execute.groups import TorchContext
+
+    jobs = [Rehearsal.from_json(one) for one in payload["rehearsals"]]
+    torch.set_num_threads(1)
+    shared = TorchContext(liveness=context.liveness, deadline_s=jobs[0].deadline_s if jobs else 60.0)
+    results = []
+    for number, job in enumerate(jobs):
+        try:
+            results.append(_rehearse(context, shared, job))
+        except Exception as error:
+            _log(payload, context.rank, {"number": number, "failed": " ".join(str(error).split())})
+            raise
+        _log(payload, context.rank, {"number": number, "error": results[-1]["error"]})
+    shared.close()
+    return results
+
+
+def _rehearse(context: Any, shared: Any, job: Rehearsal) -> dict[str, Any]:
+    import torch
+
     from meshweave.execute.torch_backend import bind
 
-    job = Rehearsal.from_json(payload)
     problem, rank, program = job.problem, context.rank, parse(job.program)
-    torch.set_num_threads(1)
     whole = {name: operand(problem, name, job.seed) for name in "ab"}
     expected = torch.from_numpy(dense_shard(program, problem, whole["a"], whole["b"], rank))
     shards = {name: torch.from_numpy(shard(program, name, whole[name], rank)) for name in "ab"}
     del whole
-    shared = TorchContext(liveness=context.liveness, deadline_s=job.deadline_s)
     bound = bind(program, rank, shards, context=shared, trace=True)
     traces, error = [], 0.0
     for _ in range(job.repeat + 1):
@@ -155,5 +170,22 @@ def rehearse(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
         traces.append(trace)
         difference = (bound.outputs["c"] - expected).abs().nan_to_num(nan=float("inf"))
         error = max(error, float(difference.max()) if difference.numel() else 0.0)
-    shared.close()
     return {"error": error, "traces": [trace.to_json() for trace in traces[1:]]}
+
+
+def log_path(folder: str | Path, rank: int) -> Path:
+    """The file of a rank in the folder that `rehearse_all` is told to log to."""
+    return Path(folder) / f"rank-{rank}.jsonl"
+
+
+def read_log(folder: str | Path, rank: int) -> list[dict[str, Any]]:
+    """The complete lines that a rank has logged so far; none where it has not begun."""
+    path = log_path(folder, rank)
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _log(payload: Mapping[str, Any], rank: int, line: dict[str, Any]) -> None:
+    if "log" in payload:
+        with log_path(payload["log"], rank).open("a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,204 @@
+"""`meshweave catalog`: the clusters and models that ship with the package, and where their numbers are from."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshweave.cli.options import JSON_HELP, print_json
+from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.cluster import Cluster, load_cluster
+from meshweave.describe.files import printable
+from meshweave.describe.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops
+from meshweave.describe.model import Transformer, load_model
+from meshweave.describe.workload import Workload
+from meshweave.errors import DescriptionError, nearest
+from meshweave.units import format_bytes, format_s
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+KINDS = ("models", "clusters")
+ONE_SEQUENCE = Workload(1, 2048)
+
+_RECOMPUTED = {"none": "", "selective": "_selective_recomputation", "full": "_full_recomputation"}
+
+
+def catalog(
+    kind: Annotated[str | None, typer.Argument(help="models or clusters. Default: both.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="An entry: all of its numbers and their sources.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """List the models and clusters that can be named, with their key figures and sources.
+
+    Memory and FLOPs of a model follow from its sizes: mixed-precision training with Adam, one sequence of
+    2048 tokens.
+
+    Example: meshweave catalog models gpt3
+    """
+    if name is None and kind is not None and kind not in KINDS:  # a name alone will do
+        kind, name = next(((k, kind) for k in KINDS if kind in _names(k)), (kind, None))
+    if kind is not None and kind not in KINDS:
+        known = (*KINDS, *model_names(), *cluster_names())
+        raise DescriptionError(
+            f"the catalog has no '{printable(kind)}'{nearest(kind, known)}; it has {', '.join(KINDS)}"
+        )
+    kinds = KINDS if kind is None else (kind,)
+    if name is not None:
+        data = _entry(kinds[0], name)
+        if json:
+            print_json(data)
+        else:
+            _print_entry(data)
+        return
+    if json:
+        print_json({k: [_entry(k, entry) for entry in _names(k)] for k in kinds})
+        return
+    from rich.console import Console
+
+    console = Console(width=None if Console().is_terminal else 120)
+    for k in kinds:
+        if k == "models":
+            _print_models(console)
+        else:
+            _print_clusters(console)
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return model_names() if kind == "models" else cluster_names()
+
+
+def _entry(kind: str, name: str) -> dict[str, Any]:
+    """What the file says, under "file", and what follows from it, under "derived"."""
+    data = tomllib.loads(catalog_text(kind, name))
+    if kind == "models":
+        derived = _of_model(load_model(name))
+    else:
+        derived = _of_cluster(load_cluster(name))
+    return {"name": name, "derived": derived, "file": data}
+
+
+def _of_model(model: Transformer) -> dict[str, Any]:
+    count = model.num_parameters
+    layers = ", ".join(f"{x.name} {x.in_features} x {x.out_features}" for x in model.fc_layers())
+    return {
+        "num_parameters": count,
+        "fc_layers": layers,
+        "bfloat16_weight_bytes": 2 * count,
+        "bfloat16_gradient_bytes": 2 * count,
+        "adam_bytes": ADAM_BYTES[2] * count,
+        "one sequence of 2048 tokens": {
+            **{
+                f"activation_bytes{_RECOMPUTED[kind]}": model.num_layers
+                * activation_bytes(model, ONE_SEQUENCE, kind)
+                for kind in RECOMPUTES
+            },
+            "step_flops": step_flops(model, ONE_SEQUENCE),
+        },
+    }
+
+
+def _of_cluster(cluster: Cluster) -> dict[str, Any]:
+    shapes = ["x".join(map(str, shape)) for shape in cluster.network.mesh_shapes(2)]
+    chip = cluster.chip
+    return {
+        "num_chips": cluster.num_chips,
+        "peak_flops_per_s": {dtype: rate * cluster.num_chips for dtype, rate in chip.peak_flops_per_s},
+        "memory_bytes": chip.memory_bytes * cluster.num_chips,
+        "mesh_shapes": ", ".join(shapes),
+    }
+
+
+def _print_entry(data: dict[str, Any]) -> None:
+    typer.echo(data["name"])
+    _print_table(data["file"], 1)
+    typer.echo("  derived:")
+    _print_table(data["derived"], 2)
+
+
+def _print_table(table: dict[str, Any], depth: int) -> None:
+    """Nested tables as indented lines, numbers with the unit that their key ends in."""
+    pad = "  " * depth
+    plain = {key: value for key, value in table.items() if not _is_nested(value)}
+    width = max(map(len, plain), default=0)
+    for key, value in plain.items():
+        typer.echo(f"{pad}{key:<{width}}  {_shown(key, value)}")
+    for key, value in table.items():
+        if isinstance(value, dict):
+            typer.echo(f"{pad}{key}:")
+            _print_table(value, depth + 1)
+        elif _is_nested(value):
+            for number, part in enumerate(value, 1):
+                typer.echo(f"{pad}{key} {number}:")
+                _print_table(part, depth + 1)
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
+
+
+def _shown(key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, int | float):
+        return str(value)
+    if key.endswith("bytes_per_s"):
+        return f"{format_bytes(value)}/s"
+    if key.endswith("flops_per_s") or key in ("bfloat16", "float16", "float32", "float64", "int8"):
+        return f"{value / 1e12:g} TFLOP/s"
+    if "bytes" in key:
+        return f"{value} ({format_bytes(value)})"
+    if key.endswith("_s"):
+        return format_s(value) if value else "0 s"
+    return f"{value:.4g}" if isinstance(value, float) or key.endswith("flops") else str(value)
+
+
+def _print_models(console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="models", title_justify="left")
+    for column in ("name", "parameters", "layers", "hidden", "heads", "FFN", "vocabulary", "source"):
+        table.add_column(column, justify="left" if column in ("name", "source") else "right")
+    for name in model_names():
+        model = load_model(name)
+        heads = str(model.num_heads)
+        if model.num_kv_heads != model.num_heads:
+            heads += f" ({model.num_kv_heads} kv)"
+        table.add_row(
+            name,
+            f"{model.num_parameters / 1e9:.3g} B",
+            str(model.num_layers),
+            str(model.hidden),
+            heads,
+            f"{model.ffn_hidden}{' gated' if model.gated_ffn else ''}",
+            str(model.vocab_size or "not stated"),
+            model.source,
+        )
+    console.print(table)
+
+
+def _print_clusters(console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="clusters", title_justify="left")
+    for column in ("name", "chips", "chip", "peak", "memory", "links", "source"):
+        table.add_column(column, justify="left" if column in ("name", "chip", "links", "source") else "right")
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        chip, network = cluster.chip, cluster.network
+        dtype, peak = max(chip.peak_flops_per_s, key=lambda pair: pair[1])
+        axes = {axis.name: axis for axis in (network.axis(i, 2) for i in range(2))}
+        table.add_row(
+            name,
+            str(cluster.num_chips),
+            chip.name,
+            f"{peak / 1e12:g} TFLOP/s {dtype}",
+            format_bytes(chip.memory_bytes),
+            "\n".join(f"{a.name}: {format_bytes(a.link_bytes_per_s)}/s" for a in axes.values()),
+            cluster.source,
+        )
+    console.print(table)

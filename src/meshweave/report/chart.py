@@ -1,0 +1,167 @@
+"""Line charts as SVG: axes, labels, units and a legend, without a plotting library or a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLOURS = (
+    *("#3b6fb6", "#d9822b", "#2a9d76", "#b5477a", "#7a5cc0", "#8a6d3b", "#4aa3c7"),
+    *("#c23b3b", "#5f6b7a", "#7d9b22", "#1f3f73", "#e0a0c0", "#000000"),
+)
+_LEFT, _TOP, _LETTER = 68, 34, 6.4  # margins, and the width of a letter at font size 12
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line through `points` (x, y), y positive; the points numbered in `chosen` are ringed."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    chosen: tuple[int, ...] = ()
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    *,
+    x_ticks: Sequence[tuple[float, str]] | None = None,
+    x_log: bool = False,
+    y_text: Callable[[float], str] = lambda value: f"{value:g}",
+    width: int = 960,
+    height: int = 360,
+) -> str:
+    """An SVG line chart. y is logarithmic where values span over a factor of 8, and starts at 0 otherwise.
+
+    Args:
+        x_ticks: (x, text) of each tick; without it, ticks stand at the x of the points.
+        x_log: powers of two stand at equal distances.
+        y_text: text of a y value, with its unit: in tooltips.
+    """
+    points = [point for one in series for point in one.points]
+    if not points:
+        return ""
+    ticks = x_ticks or [(x, f"{x:g}") for x in sorted({x for x, _ in points})]
+    longest = max(len(text) for _, text in ticks)
+    right = 28 + int(_LETTER * max(len(one.name) for one in series)) + 16
+    across = width - _LEFT - right
+    turned = len(ticks) * (longest + 2) * _LETTER > across
+    bottom = 44 + (int(longest * _LETTER) if turned else 14)
+    x_at = _scale([x for x, _ in ticks], x_log, _LEFT + 14, _LEFT + across - 14)
+    lowest, highest = min(y for _, y in points), max(y for _, y in points)
+    logarithmic = highest > 8 * lowest
+    y_ticks = _log_ticks(lowest, highest) if logarithmic else _linear_ticks(highest)
+    y_at = _scale(y_ticks, logarithmic, height - bottom, _TOP)
+    parts = [f'<text x="{_LEFT}" y="16" font-weight="bold">{escape(title)}</text>']
+    for y in y_ticks:
+        at = y_at(y)
+        parts.append(
+            f'<line x1="{_LEFT}" x2="{_LEFT + across}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e3e7ec"/>'
+            f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end" fill="#4a5562">{y:g}</text>'
+        )
+    parts += _x_axis(ticks, x_at, height - bottom, across, turned)
+    middle = (_TOP + height - bottom) / 2
+    parts.append(
+        f'<text x="{_LEFT + across / 2:.1f}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>'
+        f'<text transform="translate(16 {middle:.1f}) rotate(-90)" text-anchor="middle">'
+        f"{escape(y_label + (', logarithmic' if logarithmic else ''))}</text>"
+    )
+    texts = dict(ticks)
+    for number, one in enumerate(series):
+        parts += _line(one, number, x_at, y_at, lambda x: texts.get(x, f"{x:g}"), y_text)
+        y, x = _TOP + 8 + 20 * number, _LEFT + across + 16
+        parts.append(
+            f'<line x1="{x - 8}" x2="{x + 10}" y1="{y}" y2="{y}" stroke="{_colour(number)}" stroke-width="2"/>'
+            f'{_marker(x + 1, y, number, "")}<text x="{x + 16}" y="{y + 4}">{escape(one.name)}</text>'
+        )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>'
+    )
+
+
+def _x_axis(
+    ticks: Sequence[tuple[float, str]], x_at: Callable[[float], float], y: float, across: float, turned: bool
+) -> list[str]:
+    parts = [f'<line x1="{_LEFT}" x2="{_LEFT + across}" y1="{y}" y2="{y}" stroke="#4a5562"/>']
+    for x, text in ticks:
+        at = x_at(x)
+        place = f'transform="translate({at + 4:.1f} {y + 10}) rotate(-90)" text-anchor="end"'
+        if not turned:
+            place = f'x="{at:.1f}" y="{y + 18}" text-anchor="middle"'
+        parts.append(
+            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{y}" y2="{y + 4}" stroke="#4a5562"/>'
+            f'<text {place} fill="#4a5562">{escape(text)}</text>'
+        )
+    return parts
+
+
+def _line(
+    one: Series,
+    number: int,
+    x_at: Callable[[float], float],
+    y_at: Callable[[float], float],
+    x_text: Callable[[float], str],
+    y_text: Callable[[float], str],
+) -> list[str]:
+    colour = _colour(number)
+    path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in one.points)
+    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
+    for place, (x, y) in enumerate(one.points):
+        if place in one.chosen:
+            parts.append(
+                f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="8" fill="none" stroke="{colour}" '
+                'stroke-width="2"/>'
+            )
+        parts.append(_marker(x_at(x), y_at(y), number, f"{one.name}, {x_text(x)}: {y_text(y)}"))
+    return parts
+
+
+def _marker(x: float, y: float, number: int, title: str) -> str:
+    """Circle, square, diamond or triangle, so that lines differ in more than their colour."""
+    shapes = (
+        "M-3.5 0 a3.5 3.5 0 1 0 7 0 a3.5 3.5 0 1 0 -7 0",
+        "M-3.2 -3.2 h6.4 v6.4 h-6.4 Z",
+        "M0 -4.5 L4.5 0 L0 4.5 L-4.5 0 Z",
+        "M0 -4.2 L4 3.2 L-4 3.2 Z",
+    )
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    return (
+        f'<path d="{shapes[number % len(shapes)]}" transform="translate({x:.1f} {y:.1f})" '
+        f'fill="{_colour(number)}">{inside}</path>'
+    )
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def _scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
+    """Maps the range of `values` to `start` .. `stop`; a single value to the middle."""
+    kind: Callable[[float], float] = math.log if log else float
+    low, high = kind(min(values)), kind(max(values))
+    if high == low:
+        return lambda value: (start + stop) / 2
+    return lambda value: start + (kind(value) - low) / (high - low) * (stop - start)
+
+
+def _linear_ticks(highest: float) -> list[float]:
+    """0 up to at least `highest` in four to eight steps of 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(highest))
+    step = next(s for s in (0.1, 0.2, 0.5, 1.0, 2.0) if highest / (s * power) <= 8) * power
+    return [round(step * i, 12) for i in range(math.ceil(highest / step - 1e-9) + 1)]
+
+
+def _log_ticks(lowest: float, highest: float) -> list[float]:
+    """1, 2 and 5 times powers of ten, from one at most `lowest` to one at least `highest`."""
+    first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
+    steps = (1, 2, 5) if last - first <= 4 else (1,)
+    ticks = [float(f"{s}e{e}") for e in range(first, last + 1) for s in steps]
+    low = max((t for t in ticks if t <= lowest), default=ticks[0])
+    high = min((t for t in ticks if t >= highest), default=ticks[-1])
+    return [t for t in ticks if low <= t <= high]

@@ -1,0 +1,383 @@
+"""A plan as one HTML page: self-contained, nothing is loaded from anywhere, no scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.describe.cluster import Cluster
+from meshweave.describe.memory import ChipMemory
+from meshweave.report.chart import Series, line_chart
+from meshweave.report.curves import (
+    MAX_RANKS,
+    REDUCED_RANKS,
+    Timeline,
+    largest_layer,
+    mesh_curve,
+    mesh_shapes,
+    slice_curve,
+    timelines,
+    title_of,
+)
+from meshweave.report.timeline import to_svg
+from meshweave.tune import Plan
+from meshweave.tune.plan import Candidate, PassPlan
+from meshweave.tune.search import Progress
+from meshweave.units import format_bytes, format_s
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; max-width: 1180px;
+  margin: 32px auto; padding: 0 20px; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 40px 0 8px; }
+p { margin: 6px 0 12px; max-width: 900px; } .quiet { color: #5a6673; font-size: 13.5px; }
+.lead { font-size: 16px; border-left: 4px solid #3b6fb6; padding: 4px 14px; margin: 18px 0; background: #f5f8fc; }
+.wide { overflow-x: auto; margin: 10px 0 18px; }
+table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
+th, td { padding: 5px 6px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e7ec; }
+th { color: #4a5562; font-weight: 600; white-space: normal; border-bottom: 2px solid #c6ced8; }
+th { vertical-align: bottom; }
+th.l, td.l { text-align: left; } tr.best td { background: #f5f8fc; font-weight: 600; }
+tr.group td { border-top: 2px solid #c6ced8; }
+.bar { display: block; max-width: none; } details { margin: 8px 0; } summary { cursor: pointer; color: #3b6fb6; }
+.key { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 12px; }
+"""
+_SLOW = 4
+_PRODUCT, _EXPOSED, _FREE = "#3b6fb6", "#d9822b", "#e9edf2"
+
+
+def html_report(
+    plan: Plan,
+    cluster: Cluster,
+    memory: ChipMemory | None = None,
+    progress: Progress = lambda done, total: None,
+) -> str:
+    """The page of a plan made for `cluster`.
+
+    It re-tunes every mesh shape for the curves and simulates products for the timelines, which takes about
+    as long as planning did. `progress` is told (done, total). Raises UnsupportedError for an algorithm or
+    collective that the cluster has no constants for.
+    """
+    others = plan.candidates[1:]
+    best = plan.best
+    num_shapes = sum(len(mesh_shapes(c, cluster)) for c in plan.candidates)
+    num_products = sum(len(layer.passes) for layer in best.layers)
+    total = num_shapes + num_products + len(others)
+
+    def after(base: int) -> Progress:
+        return lambda done, _: progress(base + done, total)
+
+    meshes = mesh_curve(plan, cluster, after(0))
+    passes = [item.name for item in best.layers[0].passes]
+    own = timelines(plan, cluster, best, best.layers, passes, after(num_shapes))
+    compared = [line for line in own if f": {largest_layer(best).name} forward" in line.title]
+    for number, candidate in enumerate(others):
+        compared += timelines(plan, cluster, candidate, [largest_layer(candidate)])
+        progress(num_shapes + num_products + number + 1, total)
+    title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
+    body = "\n".join(
+        [
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="quiet">Batch {plan.batch} x {plan.sequence} tokens, {escape(plan.dtype)}. A plan by '
+            "meshweave for the fully connected layers of one transformer block, forward and both backward "
+            "products.</p>",
+            _lead(plan),
+            _algorithms(plan),
+            _layers(best),
+            _memory(memory, cluster, best) if memory else "",
+            _timelines(plan, compared, own),
+            _mesh_charts(plan, meshes),
+            _slice_charts(plan, cluster),
+            _sources(plan, cluster),
+        ]
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _sum(candidate: Candidate, field: str) -> float:
+    return float(sum(getattr(item, field) for layer in candidate.layers for item in layer.passes))
+
+
+def peak_memory_bytes(candidate: Candidate) -> int:
+    """The most that one product of a candidate holds on a chip, operands and double buffers, in bytes."""
+    return max(item.peak_bytes for layer in candidate.layers for item in layer.passes)
+
+
+def _lead(plan: Plan) -> str:
+    best = plan.best
+    text = (
+        f"<b>{escape(title_of(best))}</b> on a <b>{_shape(best.mesh_shape)}</b> mesh: "
+        f"{format_s(best.block_s)} per block, {100 * best.utilisation:.1f} % of the chips' peak."
+    )
+    if len(plan.candidates) > 1:
+        second = plan.candidates[1]
+        gain = 100 * (second.block_s / best.block_s - 1)
+        text += (
+            f" That is {gain:.1f} % faster than {escape(title_of(second))}, at its own best "
+            f"on {_shape(second.mesh_shape)}."
+        )
+    return f'<p class="lead">{text}</p>'
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], left: Sequence[str]) -> str:
+    """`rows` are (class, cells); cells are HTML already, `head` is text. Columns named in `left` align so."""
+    classes = [' class="l"' if name in left else "" for name in head]
+    top = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, head, strict=True))
+    lines = "".join(
+        f'<tr class="{kind}">'
+        + "".join(f"<td{c}>{cell}</td>" for c, cell in zip(classes, cells, strict=True))
+        + "</tr>\n"
+        for kind, cells in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{lines}</tbody></table></div>'
+
+
+def _bar(parts: Sequence[tuple[float, str]], whole: float, width: int = 150) -> str:
+    """Stacked bar of (amount, colour), `whole` being all of the width."""
+    x, boxes = 0.0, []
+    for amount, colour in parts:
+        wide = width * amount / whole if whole else 0.0
+        boxes.append(f'<rect x="{x:.1f}" width="{wide:.1f}" height="13" fill="{colour}"/>')
+        x += wide
+    return f'<svg class="bar" width="{width}" height="13">{"".join(boxes)}</svg>'
+
+
+def _key(colour: str, text: str) -> str:
+    return f'<span class="key" style="background:{colour}"></span>{text}'
+
+
+def _algorithms(plan: Plan) -> str:
+    axes = sorted(
+        {axis for c in plan.candidates for axis in c.traffic_bytes},
+        key=lambda axis: ("row", "col", "depth").index(axis.split(".")[-1]),
+    )
+    words = {"row": "bytes between rows", "col": "bytes between columns", "depth": "bytes along depth"}
+    head = ["algorithm", "mesh", "time", "", "of peak", "exposed", "launch", "transfer", "sync"]
+    head += [words[axis.split(".")[-1]] for axis in axes] + ["peak memory", "next best mesh"]
+    rows = []
+    for number, c in enumerate(plan.candidates):
+        exposed = _sum(c, "exposed_s")
+        cells = [
+            escape(title_of(c)),
+            _shape(c.mesh_shape),
+            format_s(c.block_s),
+            _bar([(c.block_s - exposed, _PRODUCT), (exposed, _EXPOSED)], c.block_s, 80),
+            f"{100 * c.utilisation:.1f} %",
+            format_s(exposed),
+            *(format_s(_sum(c, name)) for name in ("launch_s", "transfer_s", "sync_s")),
+            *(format_bytes(c.traffic_bytes.get(axis, 0)) for axis in axes),
+            format_bytes(peak_memory_bytes(c)),
+            escape(c.runner_up).replace(" is ", ": +").replace(" slower", "") or "-",
+        ]
+        rows.append(("best" if number == 0 else "", cells))
+    return (
+        "<h2>Algorithms, each at its best</h2>"
+        + _table(head, rows, ("algorithm", "", "next best mesh"))
+        + f'<p class="quiet">{_key(_PRODUCT, "products run")}{_key(_EXPOSED, "exposed: no product runs")}. '
+        "Of peak: FLOPs over those at the chips' peak. Launch, transfer and sync add up over all communication, "
+        "hidden or not, so they may exceed what is exposed. Bytes are those that one chip moves along each mesh "
+        "axis; peak memory is that of the product that needs most.</p>"
+    )
+
+
+def _layers(best: Candidate) -> str:
+    head = [
+        "layer",
+        "pass",
+        "dataflow",
+        "M x N x K",
+        "slices",
+        "time",
+        "",
+        "exposed",
+        "peak memory",
+        "next best",
+    ]
+    longest = max((item.total_s for layer in best.layers for item in layer.passes), default=0.0)
+
+    def cells(name: str, item: PassPlan) -> list[str]:
+        bar = _bar([(item.total_s - item.exposed_s, _PRODUCT), (item.exposed_s, _EXPOSED)], longest)
+        return [
+            escape(name),
+            item.name.replace("_", " "),
+            item.dataflow,
+            f"{item.m} x {item.n} x {item.k}",
+            escape(str(item.config).removeprefix("S=")),
+            format_s(item.total_s),
+            bar,
+            format_s(item.exposed_s),
+            format_bytes(item.peak_bytes),
+            escape(item.runner_up) or "-",
+        ]
+
+    rows = [
+        ("group" if number == 0 else "", cells(layer.name if number == 0 else "", item))
+        for layer in best.layers
+        for number, item in enumerate(layer.passes)
+    ]
+    why = "".join(
+        f"<li><b>{escape(layer.name)}</b>: {layer.stationary.upper()} stays put, {escape(layer.reason)}.</li>"
+        for layer in best.layers
+    )
+    return (
+        f"<h2>Layers with {escape(title_of(best))}</h2>"
+        + _table(head, rows, ("layer", "pass", "dataflow", "", "next best"))
+        + f"<p>The largest matrix of a layer stays put in all three of its products:</p><ul>{why}</ul>"
+    )
+
+
+def _memory(memory: ChipMemory, cluster: Cluster, best: Candidate) -> str:
+    have = cluster.chip.memory_bytes
+    kinds = {"none": "no recomputation", "selective": "selective recomputation", "full": "full recomputation"}
+    colours = ("#3b6fb6", "#7fa3d1", "#5f6b7a", "#d9822b")
+    states = (memory.weight_bytes, memory.gradient_bytes, memory.optimizer_bytes)
+    widest = max(have, *(memory.total_bytes(kind) for kind in memory.activation_bytes))
+    rows = []
+    for kind, activations in memory.activation_bytes.items():
+        used = memory.total_bytes(kind)
+        amounts = [float(a) for a in (*states, activations)]
+        parts = [*zip(amounts, colours, strict=True), (max(0.0, float(have - used)), _FREE)]
+        verdict = "fits" if used <= have else f"{format_bytes(used - have)} too much"
+        cells = [kinds[kind], *(format_bytes(a) for a in amounts), format_bytes(used), verdict]
+        rows.append(("", [*cells, _bar(parts, widest, 260)]))
+    names = ["weights", "gradients", "Adam", "activations"]
+    keys = "".join(_key(colour, name) for colour, name in zip(colours, names, strict=True))
+    return (
+        f"<h2>Memory of one chip ({format_bytes(have)})</h2>"
+        + _table(["activations with", *names, "all", "", " "], rows, ("activations with", "", " "))
+        + f'<p class="quiet">{keys}{_key(_FREE, "free")}. The whole model under 2D tensor parallelism over all '
+        "chips, everything sharded. Weights, gradients and Adam after Rajbhandari et al., ZeRO (2020), section "
+        "3.1; activations after Korthikanti et al. (2023), equation 1. The buffers of the products, at most "
+        f"{format_bytes(peak_memory_bytes(best))} at a time, shards of their operands included, come on top.</p>"
+    )
+
+
+def _timelines(plan: Plan, compared: Sequence[Timeline], own: Sequence[Timeline]) -> str:
+    if not compared:
+        return ""
+    where = "on the planned meshes"
+    if plan.num_chips > MAX_RANKS:
+        where = (
+            f"not on {plan.num_chips} chips but on the nearest mesh of {REDUCED_RANKS} or about as many, each "
+            "chip with a local product of the planned size; so products take as long and gathered matrices are as "
+            "large, while rings have fewer steps"
+        )
+
+    shown = {line.title.split(":")[0] for line in compared}
+    left_out = [title_of(c) for c in plan.candidates if title_of(c) not in shown]
+    fastest = min(line.trace.duration_s for line in compared)
+    slow = [line for line in compared if line.trace.duration_s > _SLOW * fastest]
+
+    def drawn(lines: Sequence[Timeline]) -> str:
+        return f'<div class="wide">{to_svg([(line.title, line.trace) for line in lines])}</div>'
+
+    return (
+        "<h2>Timelines of one chip</h2>"
+        f"<p>Simulated with contention, {where}. The forward product of the largest "
+        "layer with each algorithm, all on one scale of time:</p>"
+        + drawn([line for line in compared if line not in slow])
+        + (f"<p>Those that take over {_SLOW} times as long, on a scale of their own:</p>" if slow else "")
+        + (drawn(slow) if slow else "")
+        + (f"<p>Could not be simulated so: {escape(', '.join(left_out))}.</p>" if left_out else "")
+        + f"<details><summary>All products with the best algorithm</summary>{drawn(own)}</details>"
+    )
+
+
+MeshCurves = dict[str, list[tuple[tuple[int, ...], float]]]
+
+
+def _mesh_charts(plan: Plan, meshes: MeshCurves) -> str:
+    flat, deep = [], []
+    shapes = sorted({shape for curve in meshes.values() for shape, _ in curve if len(shape) == 2})
+    rows = sorted({shape[0] for curve in meshes.values() for shape, _ in curve if len(shape) == 3})
+    for c in plan.candidates:
+        title, curve = title_of(c), sorted(meshes[c.algorithm])
+        two = [(float(shapes.index(s)), t * 1e3, s) for s, t in curve if len(s) == 2]
+        flat.append(_marked(title, two, c.mesh_shape))
+        for depth in sorted({s[2] for s, _ in curve if len(s) == 3}):
+            three = [(float(s[0]), t * 1e3, s) for s, t in curve if s[2:] == (depth,)]
+            deep.append(_marked(f"{title}, depth {depth}", three, c.mesh_shape))
+    title, y_label = "Time of one block by mesh shape", "time of one block (ms)"
+    ticks = [(float(i), _shape(shape)) for i, shape in enumerate(shapes)]
+    charts = [
+        line_chart(
+            title, [x for x in flat if x.points], "rows x columns", y_label, x_ticks=ticks, y_text=_ms
+        ),
+        line_chart(
+            f"{title}, with a third axis",
+            [x for x in deep if x.points],
+            f"rows (columns = {plan.num_chips} / rows / depth)",
+            y_label,
+            x_ticks=[(float(count), str(count)) for count in rows],
+            x_log=True,
+            y_text=_ms,
+        ),
+    ]
+    return (
+        "<h2>Mesh shapes</h2><p>Every product at its best slice count on each mesh shape. Rings mark the planned "
+        "shapes.</p>" + "".join(f'<div class="wide">{chart}</div>' for chart in charts if chart)
+    )
+
+
+def _marked(
+    title: str, points: Sequence[tuple[float, float, tuple[int, ...]]], chosen: tuple[int, ...]
+) -> Series:
+    ringed = tuple(i for i, (_, _, shape) in enumerate(points) if shape == chosen)
+    return Series(title, tuple((x, y) for x, y, _ in points), ringed)
+
+
+def _ms(value: float) -> str:
+    return format_s(value / 1e3)
+
+
+def _slice_charts(plan: Plan, cluster: Cluster) -> str:
+    counts = {c.algorithm: c for c in plan.candidates}
+    sliced = [c for c in plan.candidates if _is_sliced(c)]
+    candidate = counts.get("meshslice") or (sliced[0] if sliced else None)
+    if candidate is None:
+        return ""
+    charts = []
+    all_curves = slice_curve(plan, candidate, cluster)
+    for layer in candidate.layers:
+        curves = all_curves[layer.name]
+        series = []
+        for item in layer.passes:
+            points = tuple((float(count), seconds * 1e3) for count, seconds in curves[item.name])
+            chosen = tuple(i for i, (s, _) in enumerate(curves[item.name]) if s == item.config.slice_count)
+            series.append(Series(item.name.replace("_", " "), points, chosen))
+        charts.append(
+            line_chart(
+                f"{layer.name} ({layer.in_features} to {layer.out_features})",
+                series,
+                "slice count S (powers of two at equal distances)",
+                "time (ms)",
+                x_log=True,
+                y_text=_ms,
+                height=270,
+            )
+        )
+    title = escape(title_of(candidate))
+    return (
+        f"<h2>Slice counts</h2><p>{title} on its {_shape(candidate.mesh_shape)} mesh: few slices hide little, "
+        "many cost a launch each. Rings mark the planned counts.</p>"
+        + "".join(f'<div class="wide">{chart}</div>' for chart in charts)
+    )
+
+
+def _is_sliced(candidate: Candidate) -> bool:
+    return any(item.config.slice_count > 1 for layer in candidate.layers for item in layer.passes)
+
+
+def _sources(plan: Plan, cluster: Cluster) -> str:
+    sources = {f"Cluster {cluster.name}": cluster.source, f"Chip {cluster.chip.name}": cluster.chip.source}
+    sources |= {ALGORITHMS[c.entry].title: ALGORITHMS[c.entry].source for c in plan.candidates}
+    rows = "".join(f"<li><b>{escape(k)}</b>: {escape(v)}</li>" for k, v in sources.items() if v)
+    return f"<h2>What this leaves out, and sources</h2><p>{escape(plan.note)}</p><ul>{rows}</ul>"
