@@ -78,7 +78,9 @@ def shapes(chips: int) -> list[tuple[int, ...]]:
     return [shape for shape in cluster(chips).network.mesh_shapes(2) if min(shape) > 1]
 
 
-def problems(model: str, chips: int, shape: tuple[int, ...], always: Stationary | None = None) -> list[MatmulProblem]:
+def problems(
+    model: str, chips: int, shape: tuple[int, ...], always: Stationary | None = None
+) -> list[MatmulProblem]:
     """The 12 products of a block under weak scaling (batch = chips / 2, sequence 2048, bf16)."""
     tokens = chips // 2 * 2048
     out = []
@@ -105,10 +107,13 @@ def unrolled_to(problem: MatmulProblem, count: int) -> float:
     )
 
 
-def block_s(model: str, chips: int, shape: tuple[int, ...], algorithm: str, always: Stationary | None = None) -> float:
+def block_s(
+    model: str, chips: int, shape: tuple[int, ...], algorithm: str, always: Stationary | None = None
+) -> float:
     if algorithm == "wang[S=meshslice]":
         return sum(
-            unrolled_to(p, tuned("meshslice", p).config.slice_count) for p in problems(model, chips, shape, always)
+            unrolled_to(p, tuned("meshslice", p).config.slice_count)
+            for p in problems(model, chips, shape, always)
         )
     return sum(tuned(algorithm, p).estimate.total_s for p in problems(model, chips, shape, always))
 
@@ -198,10 +203,16 @@ def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
 OURS: dict[str, Callable[[str], float]] = {
     "flops": lambda model: block_flops(model, 256) / 256 / 1e13,
     "utilisation": lambda model: utilisation(model, 256, best_s(model, 256, "meshslice")),
-    "over_wang": lambda model: faster(best_s(model, 256, "wang[S=meshslice]"), best_s(model, 256, "meshslice")),
-    "over_wang_at_its_best": lambda model: faster(best_s(model, 256, "wang"), best_s(model, 256, "meshslice")),
+    "over_wang": lambda model: faster(
+        best_s(model, 256, "wang[S=meshslice]"), best_s(model, 256, "meshslice")
+    ),
+    "over_wang_at_its_best": lambda model: faster(
+        best_s(model, 256, "wang"), best_s(model, 256, "meshslice")
+    ),
     "unoptimised": lambda model: utilisation(model, 256, best_s(model, 256, "meshslice", "y")),
-    "dataflow_gain": lambda model: faster(best_s(model, 256, "meshslice", "y"), best_s(model, 256, "meshslice")),
+    "dataflow_gain": lambda model: faster(
+        best_s(model, 256, "meshslice", "y"), best_s(model, 256, "meshslice")
+    ),
     "scaling_loss": scaling_loss,
     "products_over_collective": lambda model: product_gain("collective"),
     "products_over_wang": lambda model: product_gain("wang"),
@@ -237,7 +248,10 @@ def rows(wanted: Sequence[str] | None = None) -> list[Row]:
 
 def table(computed: Sequence[Row]) -> str:
     """A Markdown table."""
-    lines = ["| what | model | published | ours | unit | verdict | where |", "|---|---|---:|---:|---|---|---|"]
+    lines = [
+        "| what | model | published | ours | unit | verdict | where |",
+        "|---|---|---:|---:|---|---|---|",
+    ]
     for row in computed:
         shown = ["-" if value is None else f"{value:.4g}" for value in (row.published, row.ours)]
         lines.append(
@@ -247,7 +261,9 @@ def table(computed: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--save", action="store_true", help="write validation/results/meshslice.{json,md}")
     arguments = parser.parse_args()
     computed = rows()

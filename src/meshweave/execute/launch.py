@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,14 @@ class RankError(RuntimeError):
         super().__init__(message)
         self.rank, self.remote_traceback = rank, remote_traceback
         self.add_note(remote_traceback)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a command that its own is appended to, and variables on top of its environment."""
+
+    prefix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,8 @@ def launch(
     grace_s: float = 10.0,
     interval_s: float = 0.2,
     stale_s: float = 2.0,
+    places: Sequence[Place] = (),
+    store: Any = None,
 ) -> list[Any]:
     """Run `function(context, payload)` in `num_ranks` processes on this host; return what each returned.
 
@@ -132,6 +142,10 @@ def launch(
             `timeout_s` that ranks can find out, and say, what is wrong.
         grace_s: seconds that the others have to end by themselves once one rank has failed.
         interval_s, stale_s: see `Liveness`.
+        places: where each rank runs, one for each if any; what a prefix starts must become the rank itself
+            (exec) and no other process of it.
+        store: a TCPStore that this process hosts, where the ranks reach it by another address than loopback:
+            the MASTER_ADDR that `places` must then give.
 
     Raises:
         RankLostError: ranks died without a word, or the ranks agree that some stopped answering; `missing`
@@ -145,16 +159,20 @@ def launch(
 
     if num_ranks < 1:
         raise BindError(f"num_ranks is {num_ranks}, and at least one rank is needed")
+    assert len(places) in (0, num_ranks), places
     if deadline_s is None:
         deadline_s = max(timeout_s - 10.0, timeout_s / 2)
     with tempfile.TemporaryDirectory(prefix="meshweave-") as name:
         folder = Path(name)
         Job(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        if store is None:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         run = _Run(folder, num_ranks, time.monotonic() + timeout_s)
         try:
             for rank in range(num_ranks):
-                run.start(rank, _environment(rank, num_ranks, store.port, env or {}))
+                place = places[rank] if places else Place()
+                environment = {**_environment(rank, num_ranks, store.port, env or {}), **place.env}
+                run.start(rank, environment, place.prefix)
             run.wait(grace_s)
             # A told rank listens for some `stale_s` before it reports and goes.
             run.stop_rest(grace_s=2 * stale_s + 1.0)
@@ -187,8 +205,8 @@ class _Run:
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
     told: set[int] = field(default_factory=set)  # ranks that we ended
 
-    def start(self, rank: int, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "meshweave.execute.worker", str(self.folder)]
+    def start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
+        command = [*prefix, sys.executable, "-m", "meshweave.execute.worker", str(self.folder)]
         self.running[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     @property

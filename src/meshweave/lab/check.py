@@ -1,0 +1,83 @@
+"""What this machine can do for a lab, found by trying it on a small one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+
+from meshweave.errors import MeshweaveError, UnsupportedError
+from meshweave.lab.build import build
+from meshweave.lab.description import LabDescription, Link, SwitchLab
+from meshweave.lab.namespaces import leftovers, new_prefix, ours, remove
+from meshweave.lab.wiring import wire
+
+STILL_WORKS = "plan, simulate, verify and run (over unshaped loopback) work without"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """`problem` is why there can be no lab here, in one line, or "". `can_pace` is whether torch allows it."""
+
+    problem: str
+    can_pace: bool
+    num_cores: int
+    num_labs: int
+    leftovers: tuple[str, ...]
+
+    @property
+    def can_build(self) -> bool:
+        return not self.problem
+
+
+_known: list[str] = []
+
+
+def problem() -> str:
+    """Why there can be no lab on this machine, or ""; tried out once per process, in some 50 ms."""
+    if not _known:
+        _known.append(_try())
+    return _known[0]
+
+
+def require() -> None:
+    """Raises UnsupportedError, with what works all the same, where there can be no lab."""
+    if problem():
+        raise UnsupportedError(f"no lab on this machine: {problem()}; {STILL_WORKS}")
+
+
+def abilities() -> Abilities:
+    """What this machine can do."""
+    owners = {name.rpartition("-")[0] for name in ours()}
+    num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return Abilities(problem(), _can_pace(), num_cores, len(owners), tuple(leftovers()))
+
+
+def _can_pace() -> bool:
+    try:
+        from torch.library import get_kernel  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _try() -> str:
+    if sys.platform != "linux":
+        return "it needs Linux network namespaces"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"there is no `{missing[0]}`; install iproute2"
+    if os.geteuid() != 0:
+        return "it needs root, to make network namespaces"
+    link = Link(1_000_000, 1_000_000)
+    wiring = wire(LabDescription("probe", SwitchLab(2, 1, link, 1e9), 9000, None))
+    prefix = new_prefix()
+    try:
+        try:
+            build(wiring, prefix, 9000)
+        finally:
+            remove([name for name in ours() if name.startswith(prefix)])
+    except (MeshweaveError, OSError) as error:
+        return " ".join(str(error).replace(prefix, "").split())
+    return ""

@@ -1,0 +1,176 @@
+"""Network namespaces that know whose they are: making, finding, entering and removing them.
+
+A name holds the process that owns the namespace by pid and start time, and the pid namespace these count in:
+`meshweave-<pid namespace>-<pid>-<start>-<number>-<space>`. A namespace whose owner is gone is a leftover.
+Nothing else is ever removed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshweave.errors import UnsupportedError
+
+FOLDER = Path("/run/netns")
+_NAME = re.compile(r"meshweave-([0-9a-f]+)-([0-9]+)-([0-9]+)-([0-9]+)-([a-z0-9]+)")
+_CLONE_NEWNET = 0x40000000
+_COMMAND_TIMEOUT_S = 60.0
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process: its pid, when it started (clock ticks since boot), and the pid namespace it counts in."""
+
+    pid_space: str
+    pid: int
+    start: int
+
+    @classmethod
+    def current(cls) -> Owner:
+        return cls(_pid_space(), os.getpid(), _start_of(os.getpid()) or 0)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it surely ended: a process of another pid namespace is never taken to have."""
+        return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
+
+
+def _pid_space() -> str:
+    return f"{int(str(Path('/proc/self/ns/pid').readlink()).strip('pid:[]')):x}"
+
+
+def _start_of(pid: int) -> int | None:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def new_prefix() -> str:
+    """The start of the names of a new lab of this process."""
+    owner = Owner.current()
+    return f"meshweave-{owner.pid_space}-{owner.pid}-{owner.start}-{next(_numbers)}-"
+
+
+def ours() -> list[str]:
+    """All namespaces that a lab made, of this process or of any other."""
+    with suppress(FileNotFoundError):
+        return sorted(entry.name for entry in FOLDER.iterdir() if _NAME.fullmatch(entry.name))
+    return []
+
+
+def leftovers() -> list[str]:
+    """Those whose owner is gone."""
+    return [name for name in ours() if _owner(name).is_gone]
+
+
+def _owner(name: str) -> Owner:
+    match = _NAME.fullmatch(name)
+    assert match is not None, name
+    return Owner(match[1], int(match[2]), int(match[3]))
+
+
+def remove_leftovers() -> list[str]:
+    """Ends what still runs in the namespaces of owners that are gone, and removes them; returns the names."""
+    names = leftovers()
+    remove(names)
+    return names
+
+
+def remove(names: Sequence[str]) -> None:
+    """Kills every process inside the namespaces, then removes them. What is gone already is no error."""
+    assert all(_NAME.fullmatch(name) for name in names), names
+    kill_inside(names)
+    if names:
+        batch(["ip", "-force"], [f"netns del {name}" for name in names], check=False)
+    # Another process may have removed some at the same time; what is there now is what could not be removed.
+    rest = [name for name in names if (FOLDER / name).exists()]
+    if rest:
+        raise UnsupportedError(f"cannot remove {len(rest)} network namespaces, {rest[0]} first")
+
+
+def kill_inside(names: Iterable[str], timeout_s: float = 5.0) -> None:
+    """SIGKILL to every process that lives in one of the namespaces, until none does."""
+    inodes = set()
+    for name in names:
+        with suppress(FileNotFoundError):
+            stat = (FOLDER / name).stat()
+            inodes.add((stat.st_dev, stat.st_ino))
+    until = time.monotonic() + timeout_s
+    while inodes and (pids := _pids_in(inodes)) and time.monotonic() < until:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _pids_in(inodes: set[tuple[int, int]]) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):  # it ended, or is a zombie
+                stat = (entry / "ns" / "net").stat()
+                if (stat.st_dev, stat.st_ino) in inodes:
+                    found.append(int(entry.name))
+    return found
+
+
+def batch(command: Sequence[str], lines: Sequence[str], *, check: bool = True) -> None:
+    """Runs `ip` or `tc` on many lines at once. Raises UnsupportedError with the first thing it says."""
+    if not lines:
+        return
+    try:
+        done = subprocess.run(
+            [*command, "-batch", "-"],
+            input="\n".join(lines) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            process_group=0,  # Ctrl-C is for us: what takes things down must not be interrupted by it
+        )
+    except FileNotFoundError:
+        raise UnsupportedError(f"there is no `{command[0]}`; install iproute2") from None
+    if check and done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        number = re.search(r"Command failed -:(\d+)", done.stderr)
+        line = lines[int(number[1]) - 1] if number else lines[0]
+        raise UnsupportedError(f"`{' '.join(command)} {line}` failed: {said[0]}")
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """This thread, in namespace `name`. Sockets made, and threads started, in here stay in it."""
+    libc: Any = ctypes.CDLL(None, use_errno=True)
+    back = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        there = os.open(FOLDER / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _setns(libc, there)
+        finally:
+            os.close(there)
+        try:
+            yield
+        finally:
+            _setns(libc, back)
+    finally:
+        os.close(back)
+
+
+def _setns(libc: Any, descriptor: int) -> None:
+    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

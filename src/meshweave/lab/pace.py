@@ -1,0 +1,256 @@
+"""Paced compute: products of matrices take the time that a rank of the lab would take for them.
+
+The CPU kernels of torch's matrix products are overridden below autograd and DTensor, so that anybody's code
+is paced. The product really runs and then the thread sleeps until flops / rate has passed: 16 ranks do not
+fight for two cores, as long as the real products are small. A rank has one engine: products of several
+threads queue for it.
+
+What is not paced: everything that is no matrix product (`mv`, convolutions, fused attention, code compiled by
+inductor), `baddbmm_`, and any device but the CPU.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshweave.errors import DescriptionError, UnsupportedError
+
+_MAX_DEBT_S = 10e-3
+# Where the two factors of a product stand among its arguments. Not `baddbmm_`: the others are made of it.
+_FIRST_FACTOR = {
+    **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), 0),
+    **dict.fromkeys(("addmm", "addmm.out", "addmm_", "baddbmm", "baddbmm.out"), 1),
+}
+
+
+@dataclass(frozen=True)
+class PaceReport:
+    """How well products kept to the rate.
+
+    Attributes:
+        flops_per_s: the rate.
+        num_products: products paced, of `flops` in all, meant to take `paced_s` seconds.
+        error_mean_s, error_worst_s: seconds a product ended after its time (before it, where negative), over
+            those that slept. An overshoot is made up for by the next product, so the mean is near zero.
+        num_overruns, overrun_s: products whose real computation took longer than their time, and by how many
+            seconds in all. With any of these the machine is too slow for the rate.
+    """
+
+    flops_per_s: float
+    num_products: int
+    flops: int
+    paced_s: float
+    error_mean_s: float
+    error_worst_s: float
+    num_overruns: int
+    overrun_s: float
+
+
+class Pacer:
+    """Keeps the books of one rank's engine. `clock` gives seconds, `sleep` takes them."""
+
+    def __init__(
+        self,
+        flops_per_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not (math.isfinite(flops_per_s) and flops_per_s > 0):
+            raise DescriptionError(f"a pace of {flops_per_s:g} FLOP/s makes no sense; give a positive number")
+        self.flops_per_s = flops_per_s
+        self._clock, self._sleep = clock, sleep
+        self._lock = threading.Lock()
+        self._of_thread = threading.local()
+        self._busy_until = 0.0
+        self._num_products = self._num_slept = self._num_overruns = self._flops = 0
+        self._error_s = self._worst_s = self._overrun_s = 0.0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is at a product."""
+        return bool(getattr(self._of_thread, "is_inside", False))
+
+    def product(self, flops: int, work: Callable[[], Any]) -> Any:
+        """What `work` returns, `flops / flops_per_s` seconds after the engine was free for it."""
+        begin, debt = self._clock(), getattr(self._of_thread, "debt_s", 0.0)
+        duration = flops / self.flops_per_s
+        with self._lock:
+            due = max(begin, self._busy_until) + duration
+            # A sleep overshoots by some 0.1 ms; as much sooner does the next product begin.
+            end = self._busy_until = max(begin - debt, self._busy_until) + duration
+        self._of_thread.is_inside = True
+        try:
+            result = work()
+        finally:
+            self._of_thread.is_inside = False
+        done = self._clock()
+        is_overrun = done > due
+        if done < end:
+            self._sleep(end - done)
+        woke = self._clock()
+        self._of_thread.debt_s = 0.0 if is_overrun else min(max(woke - end, 0.0), _MAX_DEBT_S)
+        with self._lock:
+            self._num_products += 1
+            self._flops += flops
+            if is_overrun:
+                self._num_overruns += 1
+                self._overrun_s += done - due
+                self._busy_until = max(self._busy_until, done)
+            else:
+                self._num_slept += 1
+                self._error_s += woke - due
+                self._worst_s = max(self._worst_s, woke - due, key=abs)
+        return result
+
+    def report(self) -> PaceReport:
+        """The books so far."""
+        with self._lock:
+            return PaceReport(
+                self.flops_per_s,
+                self._num_products,
+                self._flops,
+                self._flops / self.flops_per_s,
+                self._error_s / max(self._num_slept, 1),
+                self._worst_s,
+                self._num_overruns,
+                self._overrun_s,
+            )
+
+
+def flops_of(name: str, args: tuple[Any, ...]) -> int:
+    """The FLOPs of a product by the name of its kernel, 2 per multiply-add."""
+    at = _FIRST_FACTOR[name]
+    a, b = args[at].shape, args[at + 1].shape
+    return 2 * int(math.prod(a)) * int(b[-1])
+
+
+_current: Pacer | None = None
+_library: Any = None
+
+
+def _install() -> None:
+    """Puts kernels of ours in front of torch's, once; without a pacer they pass everything on."""
+    global _library
+    if _library is not None:
+        return
+    import torch.library
+
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None:
+        raise UnsupportedError("pacing needs torch.library.get_kernel: install a newer torch")
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that kernels are overridden is the point
+        for name in _FIRST_FACTOR:
+            kernel = _kernel(name, get_kernel(f"aten::{name}", "CPU"))
+            library.impl(name, kernel, "CPU", with_keyset=True)
+    _library = library
+
+
+def _kernel(name: str, original: Any) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        pacer = _current
+        if pacer is None or pacer.is_inside:  # one kernel may be made of another
+            return original.call_boxed(keyset, *args, **kwargs)
+        flops = flops_of(name, args)
+        return pacer.product(flops, lambda: _multiply(name, original, keyset, args, kwargs))
+
+    return kernel
+
+
+def _multiply(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The product itself, other threads running meanwhile.
+
+    Calling the original kernel keeps the GIL, which `baddbmm_` through torch's own binding does not. What is
+    out of the ordinary, a mistake in shapes for instance, is left to the original.
+    """
+    import torch
+
+    at = _FIRST_FACTOR[name]
+    a, b = args[at], args[at + 1]
+    shape = (*a.shape[:-1], b.shape[-1])
+    out = kwargs.get("out", args[0] if name == "addmm_" else None)
+    fits = a.shape[-1] == b.shape[-2] and a.shape[:-2] == b.shape[:-2] and a.dtype == b.dtype
+    if not fits or (out is not None and (out.shape != shape or out.dtype != a.dtype)):
+        return original.call_boxed(keyset, *args, **kwargs)
+    beta, alpha = (kwargs.get("beta", 1), kwargs.get("alpha", 1)) if at else (0, 1)
+    if at and (args[0].dtype != a.dtype or args[0].dim() > len(shape)):
+        return original.call_boxed(keyset, *args, **kwargs)
+    if out is None:
+        out = torch.empty(shape, dtype=a.dtype, device=a.device)
+    if beta != 0 and args[0] is not out:
+        out.copy_(args[0])
+    whole = out if out.dim() == 3 else out.unsqueeze(0)
+    a, b = (a, b) if a.dim() == 3 else (a.unsqueeze(0), b.unsqueeze(0))
+    whole.baddbmm_(a, b, beta=beta, alpha=alpha)
+    return out
+
+
+@contextmanager
+def paced(flops_per_s: float) -> Iterator[Pacer]:
+    """Paces the matrix products of this process's CPU tensors, in all threads, at `flops_per_s`.
+
+    Gives the `Pacer`, whose `report()` tells how well that went. An inner `paced` holds until it is left.
+
+    Raises:
+        DescriptionError: the rate is not a positive number.
+        UnsupportedError: this torch has no `torch.library.get_kernel`.
+    """
+    global _current
+    pacer = Pacer(flops_per_s)
+    _install()
+    before, _current = _current, pacer
+    try:
+        yield pacer
+    finally:
+        _current = before
+
+
+def pace_from_environment() -> None:
+    """Paces this process for good, where MESHWEAVE_PACE_FLOPS_PER_S says at which rate.
+
+    At its orderly end the process leaves its report in the folder MESHWEAVE_PACE_REPORT, if that is set.
+    """
+    global _current
+    text = os.environ.get("MESHWEAVE_PACE_FLOPS_PER_S")
+    if not text or _current is not None:
+        return
+    try:
+        rate = float(text)
+    except ValueError:
+        raise DescriptionError(f"MESHWEAVE_PACE_FLOPS_PER_S is '{text}'; give a number") from None
+    pacer = Pacer(rate)
+    _install()
+    _current = pacer
+    folder, rank = os.environ.get("MESHWEAVE_PACE_REPORT"), os.environ.get("RANK", "0")
+    if folder:
+        atexit.register(_write_report, pacer, Path(folder) / f"pace-{rank}-{os.getpid()}.json")
+
+
+def _write_report(pacer: Pacer, path: Path) -> None:
+    report = pacer.report()
+    if report.num_products and path.parent.is_dir():
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(asdict(report)))
+        part.replace(path)
+
+
+def read_reports(folder: Path) -> dict[int, PaceReport]:
+    """The reports in a folder, by rank; of several processes of a rank the one with most products."""
+    found: dict[int, PaceReport] = {}
+    for path in sorted(folder.glob("pace-*.json")):
+        rank, report = int(path.name.split("-")[1]), PaceReport(**json.loads(path.read_text()))
+        if rank not in found or report.num_products > found[rank].num_products:
+            found[rank] = report
+    return found
