@@ -14,7 +14,7 @@ def sent_bytes(interface):
 
 
 def exchange(context, payload):
-    """Rank 0 sends to rank 1; how fast that arrived, and over which interface it went. Then two products, and one of DTensors."""
+    """Rank 0 sends to rank 1: how fast, and over which interface. Then two products, and one of DTensors."""
     data = torch.ones(payload["num_bytes"] // 4)
     warm = torch.ones(payload["num_bytes"] // 16)
     before = {name: sent_bytes(name) for name in ("eth0", "mgmt0")}

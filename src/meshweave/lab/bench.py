@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
@@ -40,7 +40,7 @@ class Case:
 
     name: str
     algorithm: str = ""
-    config: Config = Config()
+    config: Config = field(default_factory=Config)
     rings: int = 0
 
 
@@ -101,8 +101,8 @@ def balanced_flops_per_s(problem: MatmulProblem, cluster: Cluster, ratio: float)
 def cases(
     problem: MatmulProblem, cluster: Cluster, names: Sequence[str], slices: Sequence[int] = ()
 ) -> list[Case]:
-    """Each algorithm at its best by estimate on `cluster` (MeshSlice also at the given slice counts), Collective on
-    gloo's own collectives, and DTensor with the same and with its best placements.
+    """Each algorithm at its best by estimate on `cluster` (MeshSlice also at the given slice counts), Collective
+    on gloo's own collectives, and DTensor with the same and with its best placements.
 
     Algorithms that cannot use the mesh are left out.
     """

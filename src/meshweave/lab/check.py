@@ -7,10 +7,11 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from meshweave.errors import MeshweaveError, UnsupportedError
+from meshweave.errors import MeshweaveError
 from meshweave.lab.build import build
 from meshweave.lab.description import LabDescription, Link, SwitchLab
 from meshweave.lab.namespaces import leftovers, new_prefix, ours, remove
+from meshweave.lab.signals import deferred_signals
 from meshweave.lab.wiring import wire
 
 STILL_WORKS = "plan, simulate, verify and run (over unshaped loopback) work without"
@@ -41,12 +42,6 @@ def problem() -> str:
     return _known[0]
 
 
-def require() -> None:
-    """Raises UnsupportedError, with what works all the same, where there can be no lab."""
-    if problem():
-        raise UnsupportedError(f"no lab on this machine: {problem()}; {STILL_WORKS}")
-
-
 def abilities() -> Abilities:
     """What this machine can do."""
     owners = {name.rpartition("-")[0] for name in ours()}
@@ -62,7 +57,8 @@ def _can_pace() -> bool:
     return True
 
 
-def _try() -> str:
+def obvious_problem() -> str:
+    """Why there can be no lab, as far as one can tell without building one, or ""."""
     if sys.platform != "linux":
         return "it needs Linux network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -70,14 +66,21 @@ def _try() -> str:
         return f"there is no `{missing[0]}`; install iproute2"
     if os.geteuid() != 0:
         return "it needs root, to make network namespaces"
+    return ""
+
+
+def _try() -> str:
+    if found := obvious_problem():
+        return found
     link = Link(1_000_000, 1_000_000)
     wiring = wire(LabDescription("probe", SwitchLab(2, 1, link, 1e9), 9000, None))
     prefix = new_prefix()
     try:
-        try:
-            build(wiring, prefix, 9000)
-        finally:
-            remove([name for name in ours() if name.startswith(prefix)])
+        with deferred_signals():
+            try:
+                build(wiring, prefix, 9000)
+            finally:
+                remove([name for name in ours() if name.startswith(prefix)])
     except (MeshweaveError, OSError) as error:
         return " ".join(str(error).replace(prefix, "").split())
     return ""

@@ -19,16 +19,16 @@ from meshweave.describe.cluster import Cluster
 from meshweave.errors import BindError, UnsupportedError
 from meshweave.lab import startup
 from meshweave.lab.build import build
-from meshweave.lab.check import require
+from meshweave.lab.check import STILL_WORKS, obvious_problem
 from meshweave.lab.description import LabDescription, load_lab
 from meshweave.lab.namespaces import inside, kill_inside, new_prefix, ours, remove, remove_leftovers
 from meshweave.lab.pace import PaceReport, read_reports
 from meshweave.lab.processes import RankProcesses, RunResult, Say, say
+from meshweave.lab.signals import SIGNALS, deferred_signals
 from meshweave.lab.wiring import FABRIC, STORE_ADDRESS, Wiring, wire
 
 MASTER_PORT = 29500
 """Of the ranks' own rendezvous; free, for the namespace is new."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,10 @@ class RunningLab:
         self._wiring = wire(self.description)
 
     def __enter__(self) -> Self:
-        require()
+        if problem := obvious_problem():
+            raise UnsupportedError(f"no lab on this machine: {problem}; {STILL_WORKS}")
         assert not self._prefix, "entered twice"
-        with _deferred_signals():
+        with deferred_signals():
             self.removed = tuple(remove_leftovers())
         self._prefix, self._pid = new_prefix(), os.getpid()
         # An interrupt in the first steps of `__exit__` would be the end of that.
@@ -90,8 +91,12 @@ class RunningLab:
         try:
             self._handle_signals()
             build(self._wiring, self._prefix, self.description.mtu_bytes)
-        except BaseException:
+        except BaseException as error:
+            prefix = self._prefix
             self._down()
+            if isinstance(error, UnsupportedError):
+                said = str(error).replace(prefix, "")
+                raise UnsupportedError(f"no lab on this machine: {said}; {STILL_WORKS}") from error
             raise
         return self
 
@@ -250,7 +255,7 @@ class RunningLab:
         if os.getpid() != self._pid or not self._prefix:
             return  # a forked child leaves the block; the lab is its parent's
         try:
-            with _deferred_signals():
+            with deferred_signals():
                 remove([name for name in ours() if name.startswith(self._prefix)])
             atexit.unregister(self._down)
         finally:
@@ -261,30 +266,10 @@ class RunningLab:
 
     def _handle_signals(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for signum in _SIGNALS:
+            for signum in SIGNALS:
                 if signal.getsignal(signum) == signal.SIG_DFL:
                     self._handlers[signum] = signal.signal(signum, _exit_on)
 
 
 def _exit_on(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """Signals that would end this process wait until the block is done. In other threads: nothing to do."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before: dict[int, Any] = {}
-    try:
-        for signum in _SIGNALS:
-            if signal.getsignal(signum) not in (None, signal.SIG_IGN):
-                before[signum] = signal.signal(signum, lambda signum, _: came.append(signum))
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(signal.Signals(number))
