@@ -282,5 +282,7 @@ def test_the_command_line_runs_and_reports(nothing_left, capsys):
     assert '"exit_status": 0' in capsys.readouterr().out
     assert run_app(["lab", "check", str(EXAMPLES / "torus-2x2.toml"), "--measure"]) == 0
     assert "of nominally 50.00 Mbit/s" in capsys.readouterr().out
+    assert run_app(["lab", "check", "--json"]) == 0 and '"can_build": true' in capsys.readouterr().out
+    assert run_app(["lab", "clean", "--json"]) == 0 and '"removed": []' in capsys.readouterr().out
     assert run_app([*arguments, "--", "no-such-program"]) == 1
     assert "no-such-program" in capsys.readouterr().err

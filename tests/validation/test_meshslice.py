@@ -51,5 +51,7 @@ def test_meshslice_is_never_slower_than_collective() -> None:
         sizes = [8 * rng.randint(1, 6000) if rng.random() < 0.5 else rng.randint(8, 60000) for _ in range(3)]
         problem = MatmulProblem(sizes[0], sizes[1], sizes[2], shape, rng.choice(DATAFLOWS), "bfloat16")
         at = mesh_machine(pods[chips], shape, ("row", "col"), "tp")
-        times = [tune_product(ALGORITHMS[n], problem, at).estimate.total_s for n in ("meshslice", "collective")]
+        times = [
+            tune_product(ALGORITHMS[n], problem, at).estimate.total_s for n in ("meshslice", "collective")
+        ]
         assert times[0] <= times[1], problem

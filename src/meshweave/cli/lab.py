@@ -88,10 +88,12 @@ def _print_run(running: RunningLab, result: RunResult) -> None:
         mean_s = sum(r.error_mean_s * (r.num_products - r.num_overruns) for r in reports) / max(slept, 1)
         worst_s = max((r.error_worst_s for r in reports), key=abs)
         overruns, late_s = sum(r.num_overruns for r in reports), sum(r.overrun_s for r in reports)
-        too_slow = f", {late_s:.3g} s late: this machine is too slow for the pace" if overruns else ""
+        late = f", {late_s:.3g} s in all" if overruns else ""
+        if late_s > 0.01 * sum(r.paced_s for r in reports):
+            late += ": this machine is too slow for the pace"
         line = (
             f"{count} products paced at {reports[0].flops_per_s:g} FLOP/s; error mean {mean_s * 1e6:.1f} us, "
-            f"worst {worst_s * 1e3:.2f} ms; {overruns} overruns{too_slow}"
+            f"worst {worst_s * 1e3:.2f} ms; {overruns} overruns{late}"
         )
         say(-1, line, True)
     if result.message:
