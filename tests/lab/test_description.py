@@ -8,7 +8,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.cluster import Hosts, Ring, Switch, Torus
 from meshweave.errors import DescriptionError
 from meshweave.ir.program import Mesh
-from meshweave.lab.description import load_lab
+from meshweave.lab.description import Link, load_lab
 from meshweave.lab.wiring import FABRIC, wire
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "labs"
@@ -132,3 +132,10 @@ def test_what_the_kernel_would_refuse(tmp_path, text):
         assert (host.name, host.interface) in ports
     bridged = {port.bridge for cable in wiring.cables for port, _ in cable.ends() if port.space == FABRIC}
     assert bridged == set(wiring.bridges)
+
+
+def test_a_bucket_follows_the_rate_within_bounds():
+    assert Link(1, 1).bucket_bytes(6_250_000) == 65536
+    assert Link(1, 1).bucket_bytes(40_000_000) == 100_000
+    assert Link(1, 1).bucket_bytes(500_000_000) == 262144
+    assert Link(1, 1, 70_000).bucket_bytes(500_000_000) == 70_000

@@ -32,6 +32,9 @@ _FORWARDING = {
 }
 _SIOCGIFFLAGS, _IFF_RUNNING = 0x8913, 0x40
 _TBF = "tbf"
+# A packet lost at the end of a message is sent again after this and not after 200 ms, longer than many a step.
+# More than the 40 ms for which a receiver may hold an acknowledgement back.
+_RETRY = "rto_min 50ms"
 _OPTIONAL = ("ipv6/", "ipv4/tcp_no_metrics_save")
 
 
@@ -67,12 +70,19 @@ def build(wiring: Wiring, prefix: str, mtu_bytes: int) -> None:
             master = f"master {port.bridge} " if port.bridge else ""
             ip[port.space].append(f"link set {port.interface} {master}up")
             if cable.link is not None:
+                address, _, length = port.address.partition("/")
+                if length == "16":
+                    ip[port.space].append(
+                        f"route replace 10.1.0.0/16 dev {port.interface} scope link src {address} {_RETRY}"
+                    )
                 tc[port.space].append(
                     f"qdisc add dev {port.interface} root {_TBF} rate {8 * bytes_per_s}bit "
-                    f"burst {cable.link.burst_bytes}b latency {round(cable.link.queue_s * 1e6)}us"
+                    f"burst {cable.link.bucket_bytes(bytes_per_s)}b latency {round(cable.link.queue_s * 1e6)}us"
                 )
     for route in wiring.routes:
-        ip[route.space].append(f"route add {route.address}/32 via {route.via} dev {route.interface} onlink")
+        ip[route.space].append(
+            f"route add {route.address}/32 via {route.via} dev {route.interface} onlink {_RETRY}"
+        )
     for space, lines in ip.items():
         batch(["ip", "-n", f"{prefix}{space}"], lines)
     for space, lines in tc.items():
