@@ -158,7 +158,19 @@ def test_run_executes_checks_and_writes_both_timelines(plan_path: Path, tmp_path
     """A planned layer on four processes, all three products of both algorithms."""
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     trace, svg = tmp_path / "trace.json", tmp_path / "timeline.svg"
-    args = ["--max-dim", "256", "--repeat", "2", "--trace", str(trace), "--svg", str(svg), "--json"]
+    args = [
+        "--algorithm",
+        "all",
+        "--max-dim",
+        "256",
+        "--repeat",
+        "2",
+        "--trace",
+        str(trace),
+        "--svg",
+        str(svg),
+        "--json",
+    ]
     done = meshweave("run", str(plan_path), "--layer", "out", "--pass", "backward_weight", *args)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)

@@ -25,6 +25,7 @@ from meshweave.execute.torch_wire import wire_orders  # noqa: E402
 from meshweave.ir.dataflow import analyse  # noqa: E402
 from meshweave.ir.interpret import index_of  # noqa: E402
 from meshweave.ir.parse import parse  # noqa: E402
+from meshweave.ir.validate import validate  # noqa: E402
 from meshweave.ir.views import Blocked, Range, View  # noqa: E402
 from meshweave.trace import Trace, check_order, merge  # noqa: E402
 
@@ -299,3 +300,20 @@ def test_views_alias_what_numpy_selects(data, rows, columns, order):
     rest = buffer.clone()
     rest.numpy()[index_of(view)] = expected
     assert torch.equal(rest, torch.arange(rows * columns).view(rows, columns))
+
+
+def test_wide_lanes_that_a_program_needs_are_refused_not_hung():
+    """Two sends before two receives: fine in a lane of width 2, a deadlock where lanes run one op at a time."""
+    program = parse("""
+program("wide")
+tp = mesh((2,), ("x",))
+s = scratch((4,), "float32", on=tp, slots=2)
+net = lane(width=2)
+with tp:
+    zero(s, lane=net)
+    send(s, peer=1 - rank, lane=net)
+    recv(s(1), peer=1 - rank, lane=net)
+""")
+    validate(program)
+    with pytest.raises(BindError, match="one op at a time here, in program order; that ends in a deadlock"):
+        bind(program, 0, {}, context=TorchContext())

@@ -151,3 +151,54 @@ def test_products_by_zeros_and_of_no_columns_count_for_nothing() -> None:
     machine = run_numbers(proof.flow, proof.order, values)
     total = machine.memory[0, "c", 0] + machine.memory[2, "c", 0]
     assert (total == whole).all() and not outputs_equal(program, machine, {"C": whole})
+
+
+def test_two_products_of_the_same_tensors() -> None:
+    """C = A B and D = A B^T: each multiplication is recognised as its own."""
+    program = parse("""
+program("two")
+tp = mesh((1,), ("x",))
+A = tensor((3, 3), "float32")
+B = tensor((3, 3), "float32")
+C = tensor((3, 3), "float32")
+D = tensor((3, 3), "float32")
+computes(C, product(A, B))
+computes(D, product(A, B, transpose_b=True))
+a = input(A, tp[R])
+b = input(B, tp[R])
+c = output(C, tp[R])
+d = output(D, tp[R])
+compute = lane()
+with tp:
+    matmul(c, a, b, lane=compute)
+    matmul(d, a, b, transpose_b=True, lane=compute)
+""")
+    assert validate(program).skipped == ()
+
+
+def test_an_output_has_one_slot() -> None:
+    text = """
+program("slots")
+tp = mesh((1,), ("x",))
+C = tensor((3, 3), "float32")
+c = output(C, tp[R], slots=2)
+compute = lane()
+with tp:
+    zero(c, lane=compute)
+"""
+    with pytest.raises(ProgramError, match="more than one slot"):
+        validate(parse(text))
+
+
+def test_a_loop_without_end_is_a_mistake() -> None:
+    text = """
+program("long")
+tp = mesh((1,), ("x",))
+c = scratch((3, 3), "float32", on=tp)
+compute = lane()
+with tp:
+    for i in range(10000000000):
+        zero(c, lane=compute)
+"""
+    with pytest.raises(ProgramError, match="over the limit"):
+        validate(parse(text))

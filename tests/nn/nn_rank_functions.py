@@ -78,6 +78,10 @@ def _mistakes(mesh: Any, shared: TorchContext, rank: int) -> list[str]:
         "is no shard": {"shape": (100, 100, 100)},
         "dataflow": {"dataflow": "ws"},
         "no algorithm": {"algorithm": "meshlice"},
+        "shards otherwise": {"algorithm": "fsdp"},
+        "ring has": {"ring_ways": 9},
+        "slices 0 ": {"slices": 0},
+        "slices '4'": {"slices": "4"},
     }.items():
         options = {"mesh": mesh, "shape": (4, 4, 4), "context": shared, **change}
         try:
@@ -105,6 +109,21 @@ def separate_meshes(context: Any, payload: Mapping[str, Any]) -> float:
     return float(error)
 
 
+def sub_mesh_then_whole(context: Any, payload: Mapping[str, Any]) -> list[float]:
+    """Ranks 0 and 1 use a mesh of their own first, then all four one mesh: groups must not be mixed up."""
+    shared = TorchContext(liveness=context.liveness, deadline_s=30)
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "col"))
+    pairs = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pair", "row", "col"))["row", "col"]
+    a = torch.arange(64, dtype=torch.float64).reshape(8, 8)
+    errors = []
+    for mesh in (pairs, whole) if context.rank < 2 else (whole,):
+        mine = _shard(mesh, a, context.rank)
+        out = matmul2d(mine, mine, mesh=mesh, shape=(8, 8, 8), slices=2, block=1, ring_ways=0, context=shared)
+        errors.append(float((out - _shard(mesh, a @ a, context.rank)).abs().max()))
+    shared.close()
+    return errors
+
+
 def _shard(mesh: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
     from meshweave.describe.mesh import Mesh
 
@@ -113,3 +132,17 @@ def _shard(mesh: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
     layout = Layout(Mesh("m", (rows, columns), ("row", "col"), ranks), (Shard(0), Shard(1)))
     index = layout.indices(tuple(whole.shape), rank)
     return whole[torch.from_numpy(index[0])][:, torch.from_numpy(index[1])].clone()
+
+
+def second_derivative(context: Any, payload: Mapping[str, Any]) -> str:
+    """One rank: a gradient of a gradient must be refused, not silently wrong."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("row", "col"))
+    a = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
+    shared = TorchContext(liveness=context.liveness, deadline_s=30)
+    out = matmul2d(a, a, mesh=mesh, shape=(4, 4, 4), slices=1, context=shared)
+    (gradient,) = torch.autograd.grad(out.square().sum(), a, create_graph=True)
+    try:
+        gradient.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"

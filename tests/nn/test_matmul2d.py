@@ -31,6 +31,18 @@ def test_replicas_with_meshes_of_their_own_do_not_wait_for_each_other() -> None:
     assert launch("nn_rank_functions:separate_meshes", 4, {}, timeout_s=60, env=HERE) == [0.0] * 4
 
 
+@pytest.mark.gloo
+def test_a_mesh_of_some_ranks_before_one_of_all() -> None:
+    results = launch("nn_rank_functions:sub_mesh_then_whole", 4, {}, timeout_s=60, env=HERE)
+    assert results == [[0.0, 0.0], [0.0, 0.0], [0.0], [0.0]]
+
+
+@pytest.mark.gloo
+def test_a_second_derivative_is_refused() -> None:
+    (told,) = launch("nn_rank_functions:second_derivative", 1, {}, timeout_s=60, env=HERE)
+    assert "once_differentiable" in told
+
+
 def test_a_reduced_layer_keeps_the_proportions_of_its_shards() -> None:
     """GPT-3's ff1 on 32x8: shards of 8192 tokens by 1536 and 6144 features."""
     small = reduced((262144, 12288, 49152), (32, 8), two_d_meshes(4), 2048)

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from meshweave.cli.bench import bench
 from meshweave.cli.catalog import catalog
 from meshweave.cli.lab import lab
 from meshweave.cli.plan import plan
@@ -30,6 +31,7 @@ app.command()(verify)
 app.command()(show)
 app.command()(catalog)
 app.add_typer(lab, name="lab")
+app.add_typer(bench, name="bench")
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """By way of typer: newer versions carry a click of their own, older ones import it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -22,16 +23,18 @@ MAX_RANKS = 1 << 12
 JSON_HELP = "Print JSON instead of text."
 
 
-def read_mesh(text: str) -> tuple[int, int]:
-    """ "2x4" as (2, 4)."""
+def read_mesh(text: str) -> tuple[int, ...]:
+    """ "2x4" as (2, 4), "2x4x2" as (2, 4, 2)."""
     parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part[:10]) for part in parts):
-        raise LayoutError(f"mesh '{printable(text)}' is not written ROWSxCOLS, such as 2x4")
-    if any(len(part) > 9 for part in parts) or int(parts[0]) * int(parts[1]) > MAX_RANKS:
+    if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part[:10]) for part in parts):
+        raise LayoutError(
+            f"mesh '{printable(text)}' is not written ROWSxCOLS or ROWSxCOLSxDEPTH, such as 2x4"
+        )
+    if any(len(part) > 9 for part in parts) or math.prod(map(int, parts)) > MAX_RANKS:
         raise LayoutError(
             f"mesh '{printable(text)}' has more than {MAX_RANKS} ranks, which is all that is shown"
         )
-    return int(parts[0]), int(parts[1])
+    return tuple(map(int, parts))
 
 
 def read_slices(text: str) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def _print(plan: Plan, memory: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=None if Console().is_terminal else 130)
+    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
     console.print(
         f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: batch {plan.batch} x {plan.sequence} "
         f"tokens, {plan.dtype}"
@@ -101,7 +101,8 @@ def _print(plan: Plan, memory: str) -> None:
     axes = [a for a in ("row", "col", "depth") if any(f"tp.{a}" in c.traffic_bytes for c in plan.candidates)]
     columns = ["algorithm", "mesh", "time", "of peak", "exposed", "launch", "transfer", "sync"]
     for column in (*columns, *(f"by {axis}" for axis in axes), "memory"):
-        table.add_column(column, justify="left" if column == "algorithm" else "right")
+        # Under some 110 columns numbers break; names and numbers must not.
+        table.add_column(column, justify="left" if column == "algorithm" else "right", no_wrap=True)
     for candidate in plan.candidates:
         passes = [item for layer in candidate.layers for item in layer.passes]
         exposed = sum(item.exposed_s for item in passes)

@@ -35,8 +35,9 @@ def run(
         str, typer.Option("--pass", help="forward, backward_data, backward_weight or all.")
     ] = "all",
     algorithms: Annotated[
-        str, typer.Option("--algorithm", help="An algorithm of the plan, or 'all'.")
-    ] = "all",
+        str,
+        typer.Option("--algorithm", help="Algorithms of the plan, separated by commas; 'best'; or 'all'."),
+    ] = "best",
     ranks: Annotated[int, typer.Option(help="Local processes.")] = 4,
     max_dim: Annotated[
         int, typer.Option(help="Sizes are reduced in proportion until no dim is larger.")
@@ -77,11 +78,9 @@ def run(
     predicted_on = load_cluster(machine)
     if predicted_on.num_chips < ranks:
         predicted_on = predicted_on.with_chips(ranks)
-    outcomes = []
-    for job in jobs:
-        outcome = _execute(job, predicted_on, ranks, repeat, seed, timeout)
-        outcomes.append(outcome)
-        if not json:
+    outcomes = _execute(jobs, predicted_on, ranks, repeat, seed, timeout)
+    if not json:
+        for outcome in outcomes:
             _print(outcome)
     if trace is not None:
         write_chrome(trace, [t for o in outcomes for t in (_titled(o, "predicted"), _titled(o, "measured"))])
@@ -153,7 +152,12 @@ def _jobs(
             f"there is no pass '{passes}'{nearest(passes, PASSES)}; give all or {', '.join(PASSES)}"
         )
     wanted: tuple[PassName, ...] = PASSES if passes == "all" else (passes,)  # type: ignore[assignment]
-    names = [c.algorithm for c in plan.candidates] if algorithms == "all" else algorithms.split(",")
+    planned = [candidate.algorithm for candidate in plan.candidates]
+    if algorithms == "best":  # of those that have a mesh of so many ranks
+        usable = [c.algorithm for c in plan.candidates if algorithm(c.entry).meshes(ranks)]
+        names = usable[:1] or planned[:1]
+    else:
+        names = planned if algorithms == "all" else algorithms.split(",")
     jobs = []
     skipped: list[str] = []
     for name in names:
@@ -197,25 +201,35 @@ def _jobs(
     return jobs
 
 
-def _execute(job: _Job, cluster: Any, ranks: int, repeat: int, seed: int, timeout: float) -> _Outcome:
+def _execute(
+    jobs: list[_Job], cluster: Any, ranks: int, repeat: int, seed: int, timeout: float
+) -> list[_Outcome]:
+    """Runs all jobs in one set of processes."""
     try:
         from meshweave.execute.launch import launch
     except ImportError:
         raise UnsupportedError("running needs torch: pip install 'meshweave[torch]'") from None
-    rehearsal = Rehearsal(job.rehearsal.program, job.rehearsal.problem, repeat, seed, timeout)
-    results = launch("meshweave.nn.rehearse:rehearse", ranks, rehearsal.to_json(), timeout_s=timeout)
+    rehearsals = [replace(job.rehearsal, repeat=repeat, seed=seed, deadline_s=timeout) for job in jobs]
+    payload = {"rehearsals": [rehearsal.to_json() for rehearsal in rehearsals]}
+    ranked = launch("meshweave.nn.rehearse:rehearse_all", ranks, payload, timeout_s=timeout)
+    return [
+        _outcome(job, [results[number] for results in ranked], cluster, repeat)
+        for number, job in enumerate(jobs)
+    ]
+
+
+def _outcome(job: _Job, results: list[dict[str, Any]], cluster: Any, repeat: int) -> _Outcome:
     runs = [
         merge([Trace.from_json(result["traces"][number]) for result in results]) for number in range(repeat)
     ]
     orderings = sum(check_order(trace, job.flow) for trace in runs)
     runs.sort(key=lambda trace: trace.duration_s)
-    predicted = simulate(job.flow, Machine.of(cluster, job.flow.program))
     return _Outcome(
         job,
         max(result["error"] for result in results),
         tuple(trace.duration_s for trace in runs),
         runs[(len(runs) - 1) // 2],
-        predicted,
+        simulate(job.flow, Machine.of(cluster, job.flow.program)),
         orderings,
     )
 

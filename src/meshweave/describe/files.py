@@ -144,8 +144,10 @@ def check(model: type[_M], data: Any, file: str | Path, at: tuple[str | int, ...
             known = list(_model_at(model, loc[:-1]).model_fields)
             hint = nearest(str(loc[-1]), known)
             fail(file, key, f"unknown key{hint}; known keys: {', '.join(known)}{more}")
-        what = "missing" if first["type"] == "missing" else f"{shown(first['input'])} is not valid"
-        fail(file, key, f"{what}; give {_wanted(model, loc, first['msg'])}{more}")
+        wanted = _wanted(model, loc, first["msg"])
+        if first["type"] == "missing":
+            fail(file, key, f"missing; give {'a value' if wanted == first['msg'] else wanted}{more}")
+        fail(file, key, f"{shown(first['input'])} is not valid; give {wanted}{more}")
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:

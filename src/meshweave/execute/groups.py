@@ -51,7 +51,10 @@ class _PlainWait:
             if "timed out" in words.lower() or "timeout" in words.lower():
                 raise DeadlineError(f"gave up waiting for {self._what} after {self.timeout}") from error
             why = words.partition(". ")[0]
-            raise RankLostError(f"the connection broke while waiting for {self._what}: {why}", ()) from error
+            if any(word in words.lower() for word in ("connect", "peer", "socket", "pipe", "closed")):
+                raise RankLostError(
+                    f"the connection broke while waiting for {self._what}: {why}", ()
+                ) from error
 
 
 class TorchContext:
@@ -82,7 +85,8 @@ class TorchContext:
         self.num_ranks: int = dist.get_world_size() if self.is_distributed else 1
         self.crew = Crew(deadline_s)
         self._timeout = timedelta(seconds=deadline_s)
-        self._groups: dict[GroupKey, Any] = {}
+        self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
+        """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""
 
     @classmethod
     def default(cls, device: torch.device | str = "cpu") -> TorchContext:
@@ -105,7 +109,8 @@ class TorchContext:
         among_members = self.is_distributed and len(program.ranks) < self.num_ranks
         for key in group_keys(program):
             lane, ranks = key
-            if key in self._groups or (among_members and self.rank not in ranks):
+            known = key, program.ranks
+            if known in self._groups or (among_members and self.rank not in ranks):
                 continue
             if not self.is_distributed:
                 raise BindError(
@@ -125,11 +130,11 @@ class TorchContext:
                 if self.device.type == "cuda" and self.rank in ranks:
                     # NCCL connects a group at its first use, which must be one by all of its ranks.
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-            self._groups[key] = group
+            self._groups[known] = group
 
-    def group(self, lane: str, ranks: Sequence[int]) -> Any:
-        """The process group of a lane over `ranks`, in any order. It must have been prepared."""
-        return self._groups[lane, tuple(sorted(ranks))]
+    def group(self, program: Program, lane: str, ranks: Sequence[int]) -> Any:
+        """The process group of a lane over `ranks`, in any order. `program` must have been prepared."""
+        return self._groups[(lane, tuple(sorted(ranks))), program.ranks]
 
     def guard(self, what: str, peers: Iterable[int]) -> Wait:
         """Wraps one wait for other ranks; its `timeout` is what the wait may take."""

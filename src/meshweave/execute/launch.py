@@ -167,7 +167,7 @@ def launch(
         Job(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
         if store is None:
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        run = _Run(folder, num_ranks, time.monotonic() + timeout_s)
+        run = _Run(folder, num_ranks, time.monotonic() + timeout_s, is_ours=target.startswith("meshweave."))
         try:
             for rank in range(num_ranks):
                 place = places[rank] if places else Place()
@@ -201,12 +201,15 @@ class _Run:
     folder: Path
     num_ranks: int
     until: float  # monotonic seconds
+    is_ours: bool = False  # whether the target is a function of this package
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
     told: set[int] = field(default_factory=set)  # ranks that we ended
 
     def start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
-        command = [*prefix, sys.executable, "-m", "meshweave.execute.worker", str(self.folder)]
+        # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
+        safe = ["-P"] if self.is_ours else []
+        command = [*prefix, sys.executable, *safe, "-m", "meshweave.execute.worker", str(self.folder)]
         self.running[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     @property

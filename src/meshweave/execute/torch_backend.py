@@ -7,12 +7,13 @@ every view a tensor and every op a closure. What is left for a run is to walk li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from meshweave.errors import BindError, nearest
+from meshweave.errors import BindError, ProgramError, nearest
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.groups import TorchContext
 from meshweave.execute.torch_comm import bind_communication
@@ -20,9 +21,10 @@ from meshweave.execute.torch_compute import Binder
 from meshweave.execute.torch_lanes import LaneRun, Streams, cross_lane_waits
 from meshweave.execute.torch_views import Action, Staging, empty
 from meshweave.execute.torch_wire import Wire, wire_orders
+from meshweave.ir.dataflow import analyse, untimed_order
 from meshweave.ir.edges import exposed_buffers, local_edges
 from meshweave.ir.ops import COMPUTE_KINDS
-from meshweave.ir.program import BoundOp, Buffer, Program
+from meshweave.ir.program import BoundOp, Buffer, Lane, Program
 from meshweave.trace import Span, Trace
 
 Mode = Literal["threads", "linear"]
@@ -163,6 +165,7 @@ def bind(
         raise BindError("an order is for mode 'linear'")
     ops = program.on_rank(rank)
     memory, unset = _allocate(program, rank, tensors, context.device)
+    _check_serial(program)
     context.prepare(program)
     binder = Binder(rank, memory, Staging(context.device), CallTable(calls or {}))
     wire = Wire(context, binder, program, wire_orders(program))
@@ -173,6 +176,19 @@ def bind(
     else:
         execute = _threads(context, ops, actions, before, trace)
     return BoundProgram(program, rank, context, memory, unset, ops, execute, trace)
+
+
+def _check_serial(program: Program) -> None:
+    """Refuses a program that needs its wide or ready-first lanes to end: here each runs one op at a time."""
+    serial = tuple(Lane(lane.name) for lane in program.lanes)
+    if serial == program.lanes:
+        return
+    try:
+        untimed_order(analyse(replace(program, lanes=serial)))
+    except ProgramError as error:
+        raise BindError(
+            f"lanes run one op at a time here, in program order; that ends in a {error}"
+        ) from None
 
 
 def _held(program: Program, rank: int) -> list[Buffer]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from meshweave.errors import BindError, UnsupportedError, nearest
 from meshweave.execute.torch_views import Action, Order, Strided, chain, from_wire
 from meshweave.execute.torch_wire import Wire
-from meshweave.ir.matching import equal_parts
 from meshweave.ir.ops import (
     AllGather,
     AllReduce,
@@ -34,6 +33,7 @@ from meshweave.ir.ops import (
     Send,
 )
 from meshweave.ir.program import BoundOp
+from meshweave.ir.shapes import equal_parts
 from meshweave.ir.views import View
 
 RING_TAG = 0  # of ring steps and exchanges; messages have 1 + their own tag

@@ -62,7 +62,7 @@ class Wire:
 
     def group(self, lane: str, ranks: Sequence[int]) -> Any:
         """The process group of a lane over `ranks`."""
-        return self.context.group(lane, ranks)
+        return self.context.group(self.program, lane, ranks)
 
     def wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
         """Posts works and waits for them: a CPU within the deadline, a CUDA stream without the host."""

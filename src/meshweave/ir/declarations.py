@@ -56,6 +56,7 @@ def _check_buffer(program: Program, buffer: Buffer) -> None:
     )
     require(buffer.dtype in DTYPES, f"unknown dtype '{buffer.dtype}'{nearest(buffer.dtype, DTYPES)}")
     require(buffer.slots >= 1, f"has {buffer.slots} slots")
+    require(buffer.slots == 1 or buffer.kind != "output", "is an output and has more than one slot")
     if buffer.tensor is None:
         require(buffer.kind == "scratch", f"is of kind {buffer.kind} and holds no tensor")
     else:

@@ -109,16 +109,26 @@ class LabelAlgebra:
         if 0 in (*a.shape, *b.shape) or self._only(a, ZERO) or self._only(b, ZERO):
             return self.zeros(shape, "")
         left, right = self._tensor(a), self._tensor(b)
-        product = next((p for p in self.products.values() if (p.a, p.b) == (left, right)), None)
-        if product is None:
+        declared = [p for p in self.products.values() if (p.a, p.b) == (left, right)]
+        if not declared:
             raise ProgramError(f"multiplies {left} by {right}, which no declared product does")
+        for number, product in enumerate(declared):
+            try:
+                return self._product(a, b, product)
+            except ProgramError:
+                if number == len(declared) - 1:
+                    raise
+        raise AssertionError
+
+    def _product(self, a: Labels, b: Labels, product: Product) -> Labels:
+        left, right = product.a, product.b
         m, k = self._axes(a, left, product.transpose_a)
         k_right, n = self._axes(b, right, product.transpose_b)
         if not np.array_equal(k, k_right):
             bad = int(np.argmax(k != k_right)) if k.shape == k_right.shape else 0
             raise ProgramError(f"multiplies k = {k[bad]} of {left} by k = {k_right[bad]} of {right}")
         counts = np.bincount(k, minlength=self.summands[product.out])
-        out = np.zeros(shape, LABEL)
+        out = np.zeros((len(m), len(n)), LABEL)
         out["term"] = self.intern(_Term(product.out, tuple(counts.tolist())))
         out["index"] = m[:, None] * self.program.tensor_of[product.out].shape[1] + n[None, :]
         return out

@@ -28,7 +28,6 @@ from meshweave.ir.ops import (
 )
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.shapes import check_joint
-from meshweave.ir.shapes import equal_parts as equal_parts
 
 Node = tuple[int, int]
 """(rank, index in the rank's op list)."""

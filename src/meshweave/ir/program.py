@@ -22,6 +22,9 @@ from meshweave.ir.ops import Op, Over, Release, Step
 from meshweave.ir.views import View
 from meshweave.units import dtype_bytes
 
+MAX_TURNS = 1 << 20
+"""A loop that repeats more often is taken for a mistake."""
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -261,7 +264,12 @@ class Program:
                     if _at(key, condition, env, rank, "if"):
                         yield from self._walk(inner, key, env, rank)
                 case Repeat(var=var, count=count, body=inner):
-                    for turn in range(_at(key, count, env, rank, "for")):
+                    turns = _at(key, count, env, rank, "for")
+                    if turns > MAX_TURNS:
+                        raise ProgramError(
+                            f"repeats {turns} times, over the limit of {MAX_TURNS}", op="for", rank=rank
+                        )
+                    for turn in range(turns):
                         yield from self._walk(inner, (*key, turn), {**env, var: turn}, rank)
                 case _:
                     yield key, statement, env

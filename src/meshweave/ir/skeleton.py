@@ -56,11 +56,3 @@ class Skeleton:
         if last is not None:
             phases.append(Phase(count, last))
         return cls(tuple(phases))
-
-    @property
-    def max_distance(self) -> int:
-        """Over how many turns a dependence reaches back."""
-        return max(
-            (distance for phase in self.phases for task in phase.tasks for _, distance in task.after),
-            default=0,
-        )

@@ -13,10 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.matmul import Config, Dataflow, MatmulProblem, algorithm
+from meshweave.algorithms.matmul import ALGORITHMS, Config, Dataflow, MatmulProblem, algorithm
 from meshweave.algorithms.matmul.passes import STATIONARY_OF, TABLE, PassName
+from meshweave.algorithms.matmul.problem import two_d_placements
 from meshweave.describe.layout import Layout, Shard
 from meshweave.errors import BindError, LayoutError
 from meshweave.execute.groups import TorchContext
@@ -66,7 +68,7 @@ def matmul2d(
         context: process groups, deadline and liveness; by default those of the default process group.
 
     Returns:
-        The local shard of C (M, N), of the operands' dtype. Differentiable in a and b; whether each needs a
+        The local shard of C (M, N), of the operands' dtype. Once differentiable in a and b; whether each needs a
         gradient must be the same on all ranks.
 
     Raises:
@@ -84,12 +86,22 @@ def matmul2d(
     rank = int(mesh.mesh.reshape(-1)[_position(mesh)])
     _check_shard(problem, "a", a, rank)
     _check_shard(problem, "b", b, rank)
-    widths = (1,) * slices if isinstance(slices, int) else tuple(slices)
+    widths = _widths(slices)
     if ring_ways is None:
         ring_ways = 1 if a.device.type == "cpu" else 0
+    if ring_ways not in (0, 1, 2):
+        raise BindError(f"a ring has 1 or 2 ways, or 0 for the backend's own collectives, not {ring_ways}")
     chosen = context or TorchContext.default(a.device)
     out: Tensor = _Product.apply(a, b, problem, rank, algorithm, Config(widths, block), ring_ways, chosen)
     return out
+
+
+def _widths(slices: Slices) -> tuple[int, ...]:
+    if isinstance(slices, int) and slices > 0:
+        return (1,) * slices
+    if isinstance(slices, (int, str)) or not all(isinstance(width, int) and width > 0 for width in slices):
+        raise BindError(f"slices {slices!r} is neither a positive count nor a sequence of positive widths")
+    return tuple(slices)
 
 
 def _position(mesh: DeviceMesh) -> int:
@@ -127,6 +139,7 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         return _run(problem, rank, name, config, ring_ways, context, a, b)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         problem, rank, name, config, ring_ways, context = ctx.how
         a, b = ctx.saved_tensors
@@ -185,7 +198,13 @@ def product_program(problem: MatmulProblem, name: str, config: Config, ring_ways
     """The program that `matmul2d` runs for a product: slices cut down to the dim's size, rings lowered."""
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])
-    program = algorithm(name).program(problem, config)
+    entry = algorithm(name)
+    if entry.placements(problem) != two_d_placements(problem):
+        known = [n for n, e in ALGORITHMS.items() if e.placements(problem) == two_d_placements(problem)]
+        raise LayoutError(
+            f"{name} shards otherwise than [Shard(0), Shard(1)]; take one of {', '.join(known)}"
+        )
+    program = entry.program(problem, config)
     if ring_ways == 0:
         return program
     return lower_rings(program, 1 if ring_ways == 1 else 2)

@@ -110,18 +110,11 @@ class Rehearsal:
         return cls(data["program"], problem, data["repeat"], data["seed"], data["deadline_s"])
 
 
-def rehearse(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs one rank: binds the program, runs it once to warm up and `repeat` times traced.
-
-    `context` is an `execute.launch.Context`. Returns the largest absolute error against the dense product
-    over all runs, each of which must write every element anew, and the traces of the `repeat` runs.
-    """
-    return rehearse_all(context, {"rehearsals": [payload]})[0]
-
-
 def rehearse_all(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Runs one rank of several rehearsals, one after another in the same processes: what `rehearse` returns,
-    for each.
+    """Runs one rank of several rehearsals, one after another in the same processes.
+
+    Each program is bound, run once to warm up and `repeat` times traced. Returns for each the largest absolute
+    error against the dense product over all runs, which must each write every element anew, and the traces.
 
     `payload` holds "rehearsals", a list of `Rehearsal.to_json()`, all with the deadline of the first, and
     may hold "log", a folder in which every rank appends to `log_path` as it goes along: a line
