@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
-from meshweave.cli.options import JSON_HELP, print_json, read_algorithms, read_mesh
+from meshweave.cli.options import JSON_HELP, print_json, read_algorithms, read_mesh, read_slices
 from meshweave.errors import LayoutError
 from meshweave.units import format_s
 
@@ -34,14 +34,17 @@ def matmul(
         float, typer.Option(help="Compute time over communication time; sets the pace. 0: unpaced.")
     ] = 1.0,
     algorithms: Annotated[str, typer.Option(help="Names separated by commas, or 'all'.")] = "all",
+    slices: Annotated[str, typer.Option(help="MeshSlice slice counts to run besides, such as 4,8.")] = "",
     repeat: Annotated[int, typer.Option(help="Measured runs of each rival, after one to warm up.")] = 5,
     timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 600.0,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Run every algorithm and PyTorch's DTensor, interleaved, in a lab that is built for it and taken down.
 
-    Products are paced, so this measures how well communication is hidden, not this machine's arithmetic. Each
-    time stands beside max(compute, bytes per axis / rate) and beside the algorithm's own theory without latency.
+    Configurations are chosen by estimates on the described lab, which has no launch costs as long as nobody has
+    measured them: give --slices to see coarser ones. Products are paced, so this measures how well communication is
+    hidden, not this machine's arithmetic. Each time stands beside max(compute, bytes per axis / rate) and beside the
+    algorithm's own theory without latency.
 
     Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 1
     """
@@ -58,7 +61,9 @@ def matmul(
     problem = MatmulProblem(m, n, k, shape, dataflow)  # type: ignore[arg-type]
     names = [name for name in read_algorithms(algorithms) if name in ALGORITHMS]
     flops_per_s = balanced_flops_per_s(problem, loaded.cluster(), ratio) if ratio else 0.0
-    rivals = cases(problem, loaded.cluster(), names)
+    rivals = cases(
+        problem, loaded.cluster(), names, [len(read_slices(count)) for count in slices.split(",") if count]
+    )
     with loaded.up() as running:
         results, pace = measure(
             running, problem, rivals, flops_per_s=flops_per_s, repeat=repeat, timeout_s=timeout

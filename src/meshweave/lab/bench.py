@@ -30,8 +30,8 @@ BEST = {
     "ls": {"a": ["S0", "S1"], "b": ["R", "S1"], "c": ["S0", "R"]},
     "rs": {"a": ["S0", "R"], "b": ["S0", "S1"], "c": ["R", "S1"]},
 }
-"""Placements under which DTensor gathers least. Operands that are already replicated cost nothing here, so
-these times are lower bounds of what DTensor would need from the same shards."""
+"""Placements under which DTensor need not gather: its inputs are replicated beforehand, at no cost here. A lower
+bound of what DTensor could reach, not a rival on the same shards."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def cases(
     problem: MatmulProblem, cluster: Cluster, names: Sequence[str], slices: Sequence[int] = ()
 ) -> list[Case]:
     """Each algorithm at its best by estimate on `cluster` (MeshSlice also at the given slice counts), Collective
-    on gloo's own collectives, and DTensor with the same and with its best placements.
+    on gloo's own collectives, and DTensor with the same placements and with replicated inputs.
 
     Algorithms that cannot use the mesh are left out.
     """
@@ -120,7 +120,7 @@ def cases(
         out.append(Case(f"{name} {best}" if best.slice_count > 1 else name, name, best, ways))
     out += [Case(f"meshslice S={s}", "meshslice", Config((1,) * s), ways) for s in slices]
     out.append(Case("collective, gloo's own", "collective"))
-    return [*out, Case("DTensor, same placements"), Case("DTensor, its best placements")]
+    return [*out, Case("DTensor, same placements"), Case("DTensor, inputs replicated")]
 
 
 def bench(
