@@ -41,10 +41,10 @@ def matmul(
 ) -> None:
     """Run every algorithm and PyTorch's DTensor, interleaved, in a lab that is built for it and taken down.
 
-    Configurations are chosen by estimates on the described lab, which has no launch costs as long as nobody has
-    measured them: give --slices to see coarser ones. Products are paced, so this measures how well communication is
-    hidden, not this machine's arithmetic. Each time stands beside max(compute, bytes per axis / rate) and beside the
-    algorithm's own theory without latency.
+    Configurations are chosen by estimates on the described lab, which has no launch costs as long as
+    nobody has measured them: give --slices to see coarser ones. Products are paced, so this measures how
+    well communication is hidden, not this machine's arithmetic. Each time stands beside
+    max(compute, bytes per axis / rate) and beside the algorithm's own theory without latency.
 
     Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 1
     """
