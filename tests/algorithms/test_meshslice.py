@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
 from meshweave.algorithms.matmul.meshslice import Slices
-from meshweave.algorithms.matmul.passes import PASSES, TABLE, pass_problem
+from meshweave.algorithms.matmul.passes import PASSES, TABLE, pass_problem, pass_rule
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.cluster import load_cluster
@@ -126,3 +126,17 @@ def test_slices_beyond_the_end_of_the_dim_are_left_out() -> None:
     wide, exact = (entry.program(problem, Config(widths)) for widths in ((2, 1, 1), (2, 1)))
     assert wide == exact
     assert entry.skeleton(problem, Config((2, 1, 1))) == entry.skeleton(problem, Config((2, 1)))
+
+
+def test_transposed_versions_store_every_matrix_the_other_way_round() -> None:
+    """Same operands, shapes turned; and each multiplies to the turned result."""
+    sizes = (24, 20, 28)
+    for stationary in TABLE:
+        for name in PASSES:
+            plain = pass_problem(stationary, name, *sizes, (2, 3), "int64")
+            turned = pass_problem(stationary, name, *sizes, (2, 3), "int64", transposed=True)
+            rule, other = pass_rule(stationary, name), pass_rule(stationary, name, transposed=True)
+            assert other.operands == rule.operands[::-1]
+            for operand, same in (("a", "b"), ("b", "a"), ("c", "c")):
+                assert turned.stored_shape(operand) == plain.stored_shape(same)[::-1]
+            assert turned.flops == plain.flops

@@ -16,7 +16,7 @@ from meshweave.describe.workload import Workload
 from meshweave.errors import DescriptionError
 from meshweave.estimate import estimate
 from meshweave.tune import Plan, load_plan, plan_model
-from meshweave.tune.dataflow import choose_stationary
+from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.search import tune_product
 
 POD = load_cluster("tpu-v4-pod:16")
@@ -97,3 +97,20 @@ def test_a_broken_plan_is_one_line(
         load_plan(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_transposed_layers_keep_activations_as_they_are_stored() -> None:
+    """Following the chain, each layer takes its input as the one before gave it."""
+    for chain in (["y", "x", "y", "x"], ["w", "y", "w", "x"], ["w", "w", "w"], ["x", "w", "x"]):
+        turned = False  # activations stored (tokens, features)
+        for which, transposed in zip(chain, choose_transposed(chain), strict=True):  # type: ignore[arg-type]
+            assert turned == ((which == "w") != transposed)
+            turned = transposed  # the plain version gives Y stored (tokens, features)
+
+
+def test_a_plan_for_few_tokens_has_transposed_layers_and_survives_a_file(tmp_path: Path) -> None:
+    few = plan_model(load_model("gpt3"), POD, Workload(1, 512), ("meshslice",))
+    assert [layer.stationary for layer in few.best.layers] == ["w"] * 4
+    assert [layer.transposed for layer in few.best.layers] == [True, False, True, False]
+    few.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == few

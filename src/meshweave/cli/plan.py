@@ -157,4 +157,10 @@ def _print_layers(console: Console, plan: Plan) -> None:
             )
     console.print(table)
     for layer in best.layers:
-        console.print(f"{layer.name}: {layer.stationary.upper()} stays put, {layer.reason}.")
+        console.print(
+            f"{layer.name}: {layer.stationary.upper()} stays put, {layer.reason}{_stored(layer.transposed)}."
+        )
+
+
+def _stored(transposed: bool) -> str:
+    return "; its matrices are stored transposed, so that no activation is turned" if transposed else ""

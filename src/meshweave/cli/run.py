@@ -182,6 +182,7 @@ def _jobs(
                 small.out_features,
                 small.mesh_shape,
                 "float32",
+                transposed=chosen.transposed,
             )
             # A small rehearsal may have fewer elements than the plan has slices.
             config = replace(item.config, slices=item.config.slices[: problem.sliced_size])

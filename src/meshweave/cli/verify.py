@@ -172,7 +172,9 @@ def _products_of(candidate: Candidate, layer: LayerPlan, ranks: int, max_dim: in
         needed = min(-(-config.slice_count * config.block // step) * step, max_dim)
         sizes = (small.tokens, small.in_features, small.out_features)
         t, i, o = (max(size, min(needed, whole)) for size, whole in zip(sizes, planned, strict=True))
-        problem = pass_problem(layer.stationary, item.name, t, i, o, small.mesh_shape, "float32")
+        problem = pass_problem(
+            layer.stationary, item.name, t, i, o, small.mesh_shape, "float32", transposed=layer.transposed
+        )
         problem = replace(problem, dataflow=item.dataflow)
         try:
             yield _Product(name, layer.name, item, problem, entry.program(problem, config))

@@ -5,7 +5,23 @@ The largest of X (tokens x in), W (in x out) and Y (tokens x out) should not mov
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshweave.algorithms.matmul.passes import Stationary
+
+
+def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
+    """Which layers of a chain take the transposed version, so that no activation is transposed between layers.
+
+    A layer takes the plain version unless its input would have to be transposed for it (section 3.2.1). Only a
+    W-stationary layer hands activations on the other way round than it takes them: its plain version takes
+    X stored (features, tokens) and gives Y stored (tokens, features).
+    """
+    out, flipped = [], False
+    for which in stationary:
+        out.append(flipped if which != "w" else not flipped)
+        flipped = not flipped if which == "w" else flipped
+    return out
 
 
 def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple[Stationary, str]:

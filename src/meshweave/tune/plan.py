@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from meshweave.algorithms.matmul.passes import PASSES, TABLE, PassName, Stationary
+from meshweave.algorithms.matmul.passes import PASSES, PassName, Stationary, pass_rule
 from meshweave.algorithms.matmul.problem import Config
 from meshweave.describe import files
 from meshweave.errors import DescriptionError
@@ -56,13 +56,15 @@ class PassPlan(_Record):
 
 
 class LayerPlan(_Record):
-    """One fully connected layer: which matrix stays put, why, and its three products."""
+    """One fully connected layer: which matrix stays put, why, and its three products. `transposed` says that all
+    its matrices are stored the other way round (`algorithms.matmul.passes`)."""
 
     name: str
     tokens: Dim
     in_features: Dim
     out_features: Dim
     stationary: Stationary
+    transposed: bool = False
     reason: str
     passes: tuple[PassPlan, ...]
 
@@ -150,7 +152,7 @@ def _check_layer(layer: LayerPlan, path: Path, at: str) -> None:
         files.fail(path, f"{at}.passes", f"give exactly {', '.join(PASSES)}")
     size = {"t": layer.tokens, "i": layer.in_features, "o": layer.out_features}
     for number, item in enumerate(layer.passes):
-        rule = TABLE[layer.stationary][item.name]
+        rule = pass_rule(layer.stationary, item.name, layer.transposed)
         m, n, k = (size[letter] for letter in rule.sizes)
         if (item.m, item.n, item.k) != (m, n, k):
             given = f"{item.m} x {item.n} x {item.k}"

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, MatmulProblem
-from meshweave.algorithms.matmul.passes import PASSES, TABLE, PassName, pass_problem
+from meshweave.algorithms.matmul.passes import PASSES, PassName, Stationary, pass_problem
 from meshweave.describe.cluster import Cluster
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.workload import Workload
 from meshweave.errors import UnsupportedError
 from meshweave.ir.lifetimes import peak_bytes
-from meshweave.tune.dataflow import choose_stationary
+from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.product import Tally, Tuned, tune_choices, tune_product
@@ -43,16 +43,20 @@ class _Job:
         tokens, dtype = self.workload.tokens, self.workload.dtype
         return [
             pass_problem(
-                choose_stationary(tokens, layer.in_features, layer.out_features)[0],
-                name,
-                tokens,
-                layer.in_features,
-                layer.out_features,
-                shape,
-                dtype,
+                which, name, tokens, layer.in_features, layer.out_features, shape, dtype, transposed=flipped
             )
-            for layer, name in self.products()
+            for layer, which, flipped in zip(self.layers, self.stationary(), self.transposed(), strict=True)
+            for name in PASSES
         ]
+
+    def stationary(self) -> list[Stationary]:
+        """Which matrix stays put in each layer."""
+        tokens = self.workload.tokens
+        return [choose_stationary(tokens, it.in_features, it.out_features)[0] for it in self.layers]
+
+    def transposed(self) -> list[bool]:
+        """Which layers take the transposed version."""
+        return choose_transposed(self.stationary())
 
 
 def plan_model(
@@ -163,15 +167,19 @@ def _candidate(
         / seconds,
         traffic_bytes=traffic,
         layers=tuple(
-            _layer_plan(layer, tuned[size * i : size * (i + 1)], peaks, workload)
-            for i, layer in enumerate(job.layers)
+            _layer_plan(layer, tuned[size * i : size * (i + 1)], peaks, workload, flipped)
+            for i, (layer, flipped) in enumerate(zip(job.layers, job.transposed(), strict=True))
         ),
         runner_up=runner_up,
     )
 
 
 def _layer_plan(
-    layer: FcLayer, products: list[Tuned], peaks: dict[MatmulProblem, int], workload: Workload
+    layer: FcLayer,
+    products: list[Tuned],
+    peaks: dict[MatmulProblem, int],
+    workload: Workload,
+    transposed: bool,
 ) -> LayerPlan:
     stationary, reason = choose_stationary(workload.tokens, layer.in_features, layer.out_features)
     passes = []
@@ -183,7 +191,7 @@ def _layer_plan(
                 m=tuned.problem.m,
                 n=tuned.problem.n,
                 k=tuned.problem.k,
-                dataflow=TABLE[stationary][name].dataflow,
+                dataflow=tuned.problem.dataflow,
                 slices=tuned.config.slices,
                 block=tuned.config.block,
                 packets=tuned.config.packets,
@@ -204,6 +212,7 @@ def _layer_plan(
         in_features=layer.in_features,
         out_features=layer.out_features,
         stationary=stationary,
+        transposed=transposed,
         reason=reason,
         passes=tuple(passes),
     )

@@ -8,6 +8,9 @@ matrix is ever transposed. X' and W' are the gradients; (T, I, O) are tokens, in
     Y      X (T, I)  W (I, O)        Y  = OS(X, W)      X'  = LS(Y', W)     W'  = RS(X, Y')
     X      X (T, I)  Wt (O, I)       Y  = LS(X, Wt)     X'  = OS(Y', Wt)    Wt' = RS(Y', X)
     W      Xt (I, T) W (I, O)        Y  = RS(Xt, W)     Xt' = LS(W, Y')     W'  = OS(Xt, Y')
+
+In the transposed version of a row every matrix is stored the other way round: operands swap, and with them M and
+N, os stays os, ls and rs change places, and the two moving matrices swap mesh axes.
 """
 
 from __future__ import annotations
@@ -53,6 +56,18 @@ TABLE: dict[Stationary, dict[PassName, PassRule]] = {
 }
 
 
+_TRANSPOSED: dict[Dataflow, Dataflow] = {"os": "os", "ls": "rs", "rs": "ls"}
+
+
+def pass_rule(stationary: Stationary, name: PassName, transposed: bool = False) -> PassRule:
+    """The entry of Table 1 for one pass, or its transposed version."""
+    rule = TABLE[stationary][name]
+    if not transposed:
+        return rule
+    (a, b), (m, n, k) = rule.operands, rule.sizes
+    return PassRule(_TRANSPOSED[rule.dataflow], (b, a), (n, m, k))
+
+
 def pass_problem(
     stationary: Stationary,
     name: PassName,
@@ -62,9 +77,10 @@ def pass_problem(
     mesh_shape: tuple[int, ...],
     dtype: str,
     ranks: tuple[int, ...] | None = None,
+    transposed: bool = False,
 ) -> MatmulProblem:
-    """The product of one pass of a layer. Raises LayoutError as MatmulProblem does."""
-    rule = TABLE[stationary][name]
+    """The product of one pass of a layer, or its transposed version. Raises LayoutError as MatmulProblem does."""
+    rule = pass_rule(stationary, name, transposed)
     size = {"t": tokens, "i": in_features, "o": out_features}
     m, n, k = (size[letter] for letter in rule.sizes)
     return MatmulProblem(m, n, k, mesh_shape, rule.dataflow, dtype, ranks)
