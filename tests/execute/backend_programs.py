@@ -1,5 +1,6 @@
 """Programs for the executors, as text, with integer inputs that make every result exact."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,31 @@ with q:
 """
 
 
+# A message is on its way into memory that a slow reader still needs: its receive must not be posted ahead.
+SLOW_READER = """
+program("slow reader")
+q = mesh((2,), ("x",))
+X = tensor((12, 3), "int64")
+T = tensor((12, 3), "int64")
+x = input(X, q[S(0)])
+t = output(T, q[S(0)])
+inbox = scratch((1, 3), "int64", on=q)
+other = scratch((1, 3), "int64", on=q)
+compute = lane()
+net = lane()
+with q:
+    for s in range(6):
+        permute(inbox, x[s:s + 1, :], over="q.x", shift=1, lane=net)
+        call(fn="slowly", outs=(t[s:s + 1, :],), ins=(inbox,), lane=compute)
+        permute(other, x[s:s + 1, :], over="q.x", shift=1, lane=net)
+"""
+
+
+def slowly(x):
+    time.sleep(0.02)
+    return x + 0
+
+
 def mix(first, second, factor):
     return factor * first, second - factor
 
@@ -238,7 +264,7 @@ def loss_grad(y, t):
     return y - t
 
 
-CALLS = {f.__name__: f for f in (mix, square, stage, stage_input_grad, stage_weight_grad, loss_grad)}
+CALLS = {f.__name__: f for f in (slowly, mix, square, stage, stage_input_grad, stage_weight_grad, loss_grad)}
 
 
 def golden(name):
@@ -258,6 +284,7 @@ PROGRAMS = {
     "collectives": lambda: parse(COLLECTIVES),
     "more ranks than rows": lambda: parse(EMPTY),
     "messages": lambda: parse(MESSAGES),
+    "slow reader": lambda: parse(SLOW_READER),
     "ring 2": lambda: ring(2, "int32"),
     "ring 4": lambda: ring(4),
     "ring 4 in halves": lambda: ring(4, "bfloat16"),

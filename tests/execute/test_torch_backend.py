@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from backend_programs import PROGRAMS, golden, inputs_for, ring  # noqa: E402
 
 from meshweave.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
-from meshweave.execute.groups import TorchContext, group_keys  # noqa: E402
+from meshweave.execute.groups import TorchContext, channels, group_keys  # noqa: E402
 from meshweave.execute.launch import RankError, launch  # noqa: E402
 from meshweave.execute.numpy_backend import run_numpy  # noqa: E402
 from meshweave.execute.torch_backend import bind  # noqa: E402
@@ -201,13 +201,21 @@ def test_without_liveness_an_error_says_at_least_what_was_waited_for(said, error
 
 
 def test_groups_come_from_the_text_and_are_shared_by_messages():
-    assert group_keys(golden("uneven_wang")) == [
-        ("row", (0, 3)),
-        ("row", (1, 4)),
-        ("row", (2, 5)),
-        ("col", (0, 1, 2, 3, 4, 5)),
+    wang = golden("uneven_wang")
+    assert group_keys(wang, channels(wang, shared=False)) == [
+        (0, (0, 3)),
+        (0, (1, 4)),
+        (0, (2, 5)),
+        (1, (0, 1, 2, 3, 4, 5)),
     ]
     assert wire_orders(ring(2)) == {("right", "permute ", 2): (1, 0), ("left", "permute ", 2): (0, 1)}
+
+
+def test_lanes_share_a_channel_only_where_they_never_meet_on_a_connection():
+    wang, both_ways = golden("uneven_wang"), ring(2)
+    assert channels(wang) == {"row": 0, "col": 0}  # two axes of a mesh have one rank in common
+    assert channels(both_ways) == {"right": 0, "left": 1}  # one axis, in two directions
+    assert channels(golden("one_f_one_b"), shared=True) == channels(golden("one_f_one_b"), shared=False)
 
 
 def test_waits_between_lanes_are_the_last_and_only_the_needed():

@@ -1,9 +1,9 @@
-"""What bound programs share: process groups, one per lane and set of ranks, and the deadline of each wait."""
+"""What bound programs share: process groups, one per channel and set of ranks, and the deadline of each wait."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -17,8 +17,8 @@ from meshweave.execute.torch_lanes import Crew
 from meshweave.ir.ops import Collective, Permute, Recv, Send
 from meshweave.ir.program import Program
 
-GroupKey = tuple[str, tuple[int, ...]]
-"""A lane, and the global ranks in ascending order."""
+GroupKey = tuple[int, tuple[int, ...]]
+"""A channel (see `channels`), and the global ranks in ascending order."""
 
 
 class Wait(Protocol):
@@ -60,7 +60,7 @@ class _PlainWait:
 class TorchContext:
     """This process among the ranks of `torch.distributed`, as bound programs see it.
 
-    Groups are made once per (lane, ranks) and shared by all programs that are bound in this context. Making
+    Groups are made once per (channel, ranks) and shared by all programs that are bound in this context. Making
     them is collective among the ranks of a group: all ranks of a program bind the same programs in the same
     order. Programs on disjoint ranks, such as replicas, know nothing of each other.
 
@@ -107,8 +107,8 @@ class TorchContext:
         Raises BindError where the program has ranks that the world does not have.
         """
         among_members = self.is_distributed and len(program.ranks) < self.num_ranks
-        for key in group_keys(program):
-            lane, ranks = key
+        for key in group_keys(program, self.channels(program)):
+            channel, ranks = key
             known = key, program.ranks
             if known in self._groups or (among_members and self.rank not in ranks):
                 continue
@@ -120,21 +120,26 @@ class TorchContext:
                 raise BindError(
                     f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
                 )
-            with self.guard(f"ranks {ranks} to form the group of lane {lane}", ranks):
+            with self.guard(f"ranks {ranks} to form a group", ranks):
                 group = dist.new_group(
                     list(ranks),
                     timeout=self._timeout,
                     use_local_synchronization=among_members,
-                    group_desc=f"meshweave {lane}",
+                    group_desc=f"meshweave {channel}",
                 )
                 if self.device.type == "cuda" and self.rank in ranks:
                     # NCCL connects a group at its first use, which must be one by all of its ranks.
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             self._groups[known] = group
 
-    def group(self, program: Program, lane: str, ranks: Sequence[int]) -> Any:
-        """The process group of a lane over `ranks`, in any order. `program` must have been prepared."""
-        return self._groups[(lane, tuple(sorted(ranks))), program.ranks]
+    def channels(self, program: Program) -> dict[str, int]:
+        """The channel of each communicating lane: see `channels`. NCCL runs a communicator's work in one
+        order, so that there each lane has its own."""
+        return channels(program, shared=self.device.type != "cuda")
+
+    def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
+        """The process group of a channel over `ranks`, in any order. `program` must have been prepared."""
+        return self._groups[(channel, tuple(sorted(ranks))), program.ranks]
 
     def guard(self, what: str, peers: Iterable[int]) -> Wait:
         """Wraps one wait for other ranks; its `timeout` is what the wait may take."""
@@ -155,20 +160,55 @@ class TorchContext:
 _defaults: dict[str, tuple[Any, TorchContext]] = {}  # by device, with the world that each was made for
 
 
-def group_keys(program: Program) -> list[GroupKey]:
+def channels(program: Program, *, shared: bool = True) -> dict[str, int]:
+    """A number for each lane that communicates; lanes of one number have their process groups in common.
+
+    Each group of gloo has a connection per pair of ranks, and a thread that wakes up 100 times a second. Lanes
+    share one only where they never meet on a connection: two ranks have at most one mesh axis in common.
+    Lanes of one axis keep apart, for two directions of a ring in one connection slow each other down; so do
+    lanes with messages, whose peers are not known here. Without `shared` each lane has its own.
+    """
+    axes: dict[str, set[str]] = {}
+    for op in program.ops():
+        if isinstance(op, (Send, Recv)):
+            axes.setdefault(op.lane, set()).add("")
+        elif isinstance(op, (Permute, Collective)):
+            axes.setdefault(op.lane, set()).add(op.over if isinstance(op.over, str) else "")
+    members: list[list[str]] = []
+    found: dict[str, int] = {}
+    for lane, mine in axes.items():
+        fits = (
+            number
+            for number, others in enumerate(members)
+            if shared and all(_never_meet(a, b) for other in others for a in mine for b in axes[other])
+        )
+        found[lane] = next(fits, len(members))
+        if found[lane] == len(members):
+            members.append([])
+        members[found[lane]].append(lane)
+    return found
+
+
+def _never_meet(a: str, b: str) -> bool:
+    """Whether these are different axes of one mesh."""
+    (mesh, _, axis), (other_mesh, _, other_axis) = a.partition("."), b.partition(".")
+    return bool(mesh == other_mesh and axis and other_axis and axis != other_axis)
+
+
+def group_keys(program: Program, channel_of: Mapping[str, int]) -> list[GroupKey]:
     """All groups that some rank of a program needs, in an order that every rank derives alike.
 
     They are read off the program as written: no rank instantiates what the others do. A lane's messages and
-    ring steps share one group over all ranks of the program; a collective has the groups of its axis.
+    ring steps need a group over all ranks of the program; a collective needs the groups of its axis.
     """
     keys: dict[GroupKey, None] = {}
     for op in program.ops():
         if isinstance(op, (Permute, Send, Recv)):
-            keys[op.lane, program.ranks] = None
+            keys[channel_of[op.lane], program.ranks] = None
         elif isinstance(op, Collective):
             for ranks in _groups_of(program, op.over):
-                keys[op.lane, tuple(sorted(ranks))] = None
-    return [(lane, ranks) for lane, ranks in keys if len(ranks) > 1]
+                keys[channel_of[op.lane], tuple(sorted(ranks))] = None
+    return [(channel, ranks) for channel, ranks in keys if len(ranks) > 1]
 
 
 def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -18,11 +18,11 @@ from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.groups import TorchContext
 from meshweave.execute.torch_comm import bind_communication
 from meshweave.execute.torch_compute import Binder
-from meshweave.execute.torch_lanes import LaneRun, Streams, cross_lane_waits
-from meshweave.execute.torch_views import Action, Staging, empty
-from meshweave.execute.torch_wire import Wire, wire_orders
+from meshweave.execute.torch_lanes import Ahead, LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch_views import Action, Chain, Staging, empty
+from meshweave.execute.torch_wire import Exchange, Wire, wire_orders
 from meshweave.ir.dataflow import analyse, untimed_order
-from meshweave.ir.edges import exposed_buffers, local_edges
+from meshweave.ir.edges import exposed_buffers, local_edges, write_edges
 from meshweave.ir.ops import COMPUTE_KINDS
 from meshweave.ir.program import BoundOp, Buffer, Lane, Program
 from meshweave.trace import Span, Trace
@@ -168,7 +168,7 @@ def bind(
     _check_serial(program)
     context.prepare(program)
     binder = Binder(rank, memory, Staging(context.device), CallTable(calls or {}))
-    wire = Wire(context, binder, program, wire_orders(program))
+    wire = Wire(context, binder, program, wire_orders(program), context.channels(program))
     actions = [binder.local(b) if b.op.kind in COMPUTE_KINDS else bind_communication(wire, b) for b in ops]
     before = local_edges(ops, exposed_buffers(program))
     if mode == "linear":
@@ -252,6 +252,7 @@ def _threads(
         lane.waits.append(tuple((lanes[other], count) for other, count in needed))
         lane.labels.append(ops[index].label)
         lane.indices.append(index)
+    _post_ahead(ops, actions, lanes, lane_of)
     crew = context.crew
 
     def execute() -> Mapping[int, tuple[int, int]]:
@@ -262,6 +263,34 @@ def _threads(
         return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
 
     return execute
+
+
+def _post_ahead(
+    ops: Sequence[BoundOp], actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
+) -> None:
+    """While a lane waits in an exchange, the receives of its next one are posted if their memory is free.
+
+    Not further ahead, nor past another kind of communication: between two ranks receives match in the order
+    of posting.
+    """
+    before = write_edges(ops)
+    place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
+    for lane in lanes:
+        previous: Exchange | None = None
+        for index in lane.indices:
+            if ops[index].op.kind in COMPUTE_KINDS:
+                continue
+            action = actions[index]
+            steps = action.steps if isinstance(action, Chain) else (action,)
+            exchange = next((step for step in steps if isinstance(step, Exchange)), None)
+            # What follows in the chain takes the data out of staging, which the next op may not fill yet.
+            if previous is not None and exchange is not None and exchange is steps[-1] and exchange.receives:
+                needed: dict[int, int] = {}
+                for other in before[index]:
+                    needed[lane_of[other]] = max(needed.get(lane_of[other], 0), place[other])
+                waits = tuple((lanes[number], count) for number, count in needed.items())
+                previous.while_waiting(Ahead(waits, exchange.post_receives).try_to)
+            previous = exchange
 
 
 def _linear(

@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -86,6 +87,20 @@ class LaneRun:
         with self.moved:
             self.wanted = math.inf
             self.moved.notify_all()
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Something of a later step that may be done early, once each of `waits` has completed so many steps."""
+
+    waits: tuple[tuple[LaneRun, int], ...]
+    action: Action
+
+    def try_to(self) -> None:
+        for lane, count in self.waits:
+            if lane.done < count:
+                return
+        self.action()
 
 
 class Crew:

@@ -198,14 +198,19 @@ class Staging:
         return [partial(into.add_ if add else into.copy_, value) for into, value in pairs if into.numel()]
 
 
-def chain(actions: Sequence[Action]) -> Action:
-    """The actions one after another, as one."""
-    if len(actions) == 1:
-        return actions[0]
-    steps = tuple(actions)
+class Chain:
+    """Actions one after another, as one."""
 
-    def run() -> None:
-        for step in steps:
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: Sequence[Action]) -> None:
+        self.steps = tuple(steps)
+
+    def __call__(self) -> None:
+        for step in self.steps:
             step()
 
-    return run
+
+def chain(actions: Sequence[Action]) -> Action:
+    """The actions one after another, as one."""
+    return actions[0] if len(actions) == 1 else Chain(actions)

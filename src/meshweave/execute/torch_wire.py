@@ -8,8 +8,10 @@ already lies so is sent and received in place, any other through staging.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +49,58 @@ def _wire_key(op: Op, num_dims: int) -> WireKey:
     return op.lane, kind, num_dims
 
 
+class Exchange:
+    """Messages to and from other ranks, as an action; receives may be posted ahead of it.
+
+    A receive that is posted before its message is sent spares the sender to ask for it first. A run that fails
+    may leave one posted; it is of no use to anybody then, for its context is not either.
+    """
+
+    __slots__ = ("_ahead", "_guard", "_peers", "_posted", "_recvs", "_sends", "_what")
+
+    def __init__(
+        self,
+        wire: Wire,
+        what: str,
+        group: Any,
+        tag: int,
+        peers: Sequence[int],
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+    ) -> None:
+        self._guard, self._what, self._peers = wire.context.guard, what, tuple(peers)
+        self._sends = [partial(dist.isend, tensor, peer, group=group, tag=tag) for tensor, peer in sends]
+        self._recvs = [partial(dist.irecv, tensor, peer, group=group, tag=tag) for tensor, peer in recvs]
+        self._posted: list[Any] | None = None
+        self._ahead: Callable[[], None] | None = None
+
+    @property
+    def receives(self) -> bool:
+        return bool(self._recvs)
+
+    def while_waiting(self, ahead: Callable[[], None]) -> None:
+        """Lets each run call `ahead` once its own messages are posted."""
+        self._ahead = ahead
+
+    def post_receives(self) -> None:
+        """Once before each run; of an error the run itself will tell."""
+        if self._posted is None:
+            with contextlib.suppress(RuntimeError):
+                self._posted = [post() for post in self._recvs]
+
+    def __call__(self) -> None:
+        with self._guard(self._what, self._peers) as wait:
+            works = self._posted
+            if works is None:
+                works = [post() for post in self._recvs]
+            self._posted = None
+            works += [post() for post in self._sends]
+            if self._ahead is not None:
+                self._ahead()
+            for work in works:
+                work.wait(wait.timeout)
+
+
 @dataclass(frozen=True)
 class Wire:
     """One rank's end: its memory, its groups, and the wire orders of the program."""
@@ -55,6 +109,7 @@ class Wire:
     binder: Binder
     program: Program
     orders: dict[WireKey, Order]
+    channels: Mapping[str, int]
 
     @property
     def rank(self) -> int:
@@ -62,7 +117,7 @@ class Wire:
 
     def group(self, lane: str, ranks: Sequence[int]) -> Any:
         """The process group of a lane over `ranks`."""
-        return self.context.group(self.program, lane, ranks)
+        return self.context.group(self.program, self.channels[lane], ranks)
 
     def wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
         """Posts works and waits for them: a CPU within the deadline, a CUDA stream without the host."""
@@ -95,14 +150,7 @@ class Wire:
             listed = [dist.P2POp(dist.irecv, t, p, group=group) for t, p in recvs]
             listed += [dist.P2POp(dist.isend, t, p, group=group) for t, p in sends]
             return [self.wait(what, peers, lambda: dist.batch_isend_irecv(listed))]
-        irecv, isend = dist.irecv, dist.isend
-
-        def post() -> list[Any]:
-            works = [irecv(tensor, peer, group=group, tag=tag) for tensor, peer in recvs]
-            works += [isend(tensor, peer, group=group, tag=tag) for tensor, peer in sends]
-            return works
-
-        return [self.wait(what, peers, post)]
+        return [Exchange(self, what, group, tag, peers, sends, recvs)]
 
     def order(self, op: Op, view: View) -> Order:
         """In which a view of this op's shape travels, unless the op cuts it along a dim."""

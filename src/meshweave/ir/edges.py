@@ -8,7 +8,7 @@ fences and released writes order one-sided accesses; who races is `ir.races`' bu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from meshweave.ir.matching import Matched, Node
 from meshweave.ir.ops import READ, UPDATE, WRITE, Call, Copy, Fence, Matmul, Mode, Op, Put
@@ -54,28 +54,14 @@ class _Memory:
 
 def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:
     """For each op of one rank, the indices of the earlier ops of that rank it must wait for."""
-    # What nobody writes orders nothing; keeping its readers would make this quadratic.
-    written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}
-    memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
     edges: list[tuple[int, ...]] = []
     last_fence: int | None = None
     touched: list[int] = []
     stashes: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, bound in enumerate(ops):
+    for index, (bound, conflicts) in enumerate(zip(ops, _conflicts(ops), strict=True)):
         op = bound.op
-        before: set[int] = set()
-        own = [(mode, view) for mode, view in op.accesses() if view.rank is None]
-        for mode, view in own:
-            if view.buffer not in written:
-                continue
-            assert isinstance(view.slot, int)
-            before.update(memory[view.buffer, view.slot].conflicts(mode, view))
-        for mode, view in own:
-            if view.buffer not in written:
-                continue
-            assert isinstance(view.slot, int)
-            memory[view.buffer, view.slot].add(index, mode, view)
-        touches_exposed = any(view.buffer in exposed for _, view in own) or is_one_sided(op)
+        before = {other for _, others in conflicts for other in others}
+        touches_exposed = is_one_sided(op) or any(view.buffer in exposed for _, view in op.accesses())
         if isinstance(op, Fence):
             before.update(touched)
             if last_fence is not None:
@@ -96,6 +82,30 @@ def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -
         before.discard(index)
         edges.append(tuple(sorted(before)))
     return tuple(edges)
+
+
+def write_edges(ops: Sequence[BoundOp]) -> tuple[tuple[int, ...], ...]:
+    """As `local_edges`, of what an op writes alone: when these have ended, its results may be written."""
+    return tuple(
+        tuple(sorted({other for mode, others in conflicts if mode != READ for other in others} - {index}))
+        for index, conflicts in enumerate(_conflicts(ops))
+    )
+
+
+def _conflicts(ops: Sequence[BoundOp]) -> Iterator[list[tuple[Mode, list[int]]]]:
+    """For each op of one rank, by local access: how it accesses, and the earlier ops that this conflicts with."""
+    # What nobody writes orders nothing; keeping its readers would make this quadratic.
+    written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}
+    memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
+    for index, bound in enumerate(ops):
+        own: list[tuple[Mode, View, _Memory]] = []
+        for mode, view in bound.op.accesses():
+            if view.rank is None and view.buffer in written:
+                assert isinstance(view.slot, int)
+                own.append((mode, view, memory[view.buffer, view.slot]))
+        yield [(mode, place.conflicts(mode, view)) for mode, view, place in own]
+        for mode, view, place in own:
+            place.add(index, mode, view)
 
 
 def tracked_edges(matched: Matched) -> dict[Node, tuple[Node, ...]]:
