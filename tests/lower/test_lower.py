@@ -12,7 +12,7 @@ from meshweave.errors import ProgramError
 from meshweave.execute.numpy_backend import run_numpy
 from meshweave.ir.dataflow import analyse
 from meshweave.ir.edges import is_one_sided
-from meshweave.ir.ops import AllGather, Fence, Permute, ReduceScatter
+from meshweave.ir.ops import AllGather, Copy, Fence, Permute, ReduceScatter
 from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
 from meshweave.ir.text import to_text
@@ -90,6 +90,17 @@ def test_rings_take_one_step_less_than_members(ways: int, lanes: set[str]) -> No
     assert len(steps) == ways * (2 + 3)
     assert {op.lane for op in steps} == lanes
     assert [op.step.index for op in steps if op.step and op.lane == "row"] == [0, 1]
+
+
+@pytest.mark.parametrize("slices", [(1,) * 4, (1, 2, 3, 2)])
+def test_a_slice_goes_straight_to_its_place_in_what_is_gathered(slices: tuple[int, ...]) -> None:
+    program = ALGORITHMS["meshslice"].program(MatmulProblem(96, 96, 96, (2, 2)), Config(slices))
+    assert {"a_s", "b_s"} <= set(program.buffer_of)
+    lowered = lower_rings(program)
+    assert not {"a_s", "b_s"} & set(lowered.buffer_of)
+    assert {op.out.buffer for op in lowered.ops() if isinstance(op, Copy)} == {"a_g", "b_g"}
+    kept = lower_rings(program, wanted=lambda op: op.lane == "row")  # the other is still gathered from it
+    assert len({"a_s", "b_s"} & set(kept.buffer_of)) == 1
 
 
 def test_only_wanted_collectives_are_lowered() -> None:

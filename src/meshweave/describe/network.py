@@ -30,6 +30,8 @@ _FALLBACK: dict[str, tuple[str, ...]] = {
     "send_recv": ("all_gather", "reduce_scatter"),
 }
 
+_ONE_WAY = ("broadcast", "reduce", "send_recv")
+
 
 def require(owner: str, low: float, **values: float) -> None:
     """Raise DescriptionError unless every value is finite and at least `low`."""
@@ -83,15 +85,17 @@ class NetworkAxis:
         """Constants of a collective along this axis.
 
         A kind without its own takes those of all_gather (reduce: of reduce_scatter first), then of the other
-        of these two; with neither they follow from the link: `ways * link_bytes_per_s`, `link_latency_s`,
-        `launch_s`. Raises DescriptionError for an unknown kind.
+        of these two; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where
+        the collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
+        DescriptionError for an unknown kind.
         """
         _known_kind(kind)
         have = dict(self.constants)
         for candidate in (kind, *_FALLBACK[kind]):
             if candidate in have:
                 return have[candidate]
-        return CommConstants(self.ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
+        ways = 1 if kind in _ONE_WAY else self.ways
+        return CommConstants(ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 
 
 def _known_kind(kind: str) -> None:

@@ -10,6 +10,7 @@ The pass works on the template: parts are addressed by expressions in the member
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,9 +38,8 @@ def lower_rings(
     pass_ = _Pass(program, ways, wanted)
     body = pass_.lower(program.body)
     lanes = program.lanes + tuple(pass_.new_lanes.values())
-    return replace(
-        program, body=body, lanes=lanes, buffers=program.buffers + tuple(pass_.new_buffers.values())
-    )
+    kept = tuple(buffer for buffer in program.buffers if buffer.name not in pass_.dropped)
+    return replace(program, body=body, lanes=lanes, buffers=kept + tuple(pass_.new_buffers.values()))
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,44 @@ class _Pass:
         self.program, self.ways, self.wanted = program, ways, wanted
         self.new_lanes: dict[str, Lane] = {}
         self.new_buffers: dict[str, Buffer] = {}
+        self.dropped = self._passed_through(program)
 
     def lower(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
         out: list[Statement] = []
         for statement in body:
             if isinstance(statement, (On, Repeat, When)):
                 out.append(replace(statement, body=self.lower(statement.body)))
-            elif isinstance(statement, (AllGather, ReduceScatter)) and self._applies(statement):
-                out += (
-                    self._gather(statement) if isinstance(statement, AllGather) else self._scatter(statement)
-                )
+            elif isinstance(statement, AllGather) and self._applies(statement):
+                made = out.pop() if statement.src.buffer in self.dropped else None
+                assert made is None or isinstance(made, Copy)
+                out += self._gather(statement, made)
+            elif isinstance(statement, ReduceScatter) and self._applies(statement):
+                out += self._scatter(statement)
             else:
                 out.append(statement)
         return tuple(out)
+
+    def _passed_through(self, program: Program) -> set[str]:
+        """Scratch in which a copy makes the `src` of the gather right after it, and that has no other use.
+
+        Such a copy can go to the own part of the gathered dim at once, and the buffer is dropped.
+        """
+        uses = Counter(view.buffer for op in program.ops() for _, view in op.accesses())
+
+        def walk(body: tuple[Statement, ...]) -> None:
+            for before, statement in zip((None, *body), body, strict=False):
+                if isinstance(statement, (On, Repeat, When)):
+                    walk(statement.body)
+                    continue
+                is_made = isinstance(before, Copy) and before.release is None
+                if is_made and isinstance(statement, AllGather) and self._applies(statement):
+                    assert isinstance(before, Copy)
+                    uses[before.out.buffer] -= 2 if before.out == statement.src else 0
+
+        walk(program.body)
+        return {
+            buffer.name for buffer in program.buffers if buffer.kind == "scratch" and not uses[buffer.name]
+        }
 
     def _applies(self, op: AllGather | ReduceScatter) -> bool:
         return isinstance(op.over, str) and "." in op.over and self.wanted(op)
@@ -147,12 +172,16 @@ class _Pass:
 
     # --- rings ----------------------------------------------------------------------------------------
 
-    def _gather(self, op: AllGather) -> list[Statement]:
+    def _gather(self, op: AllGather, made: Copy | None) -> list[Statement]:
+        """The ring; `made` is the copy that makes its `src`, where that goes straight to its place."""
         count, at = self._ring(op)
-        out: list[Statement] = []
         parts = self._parts(op, count)
         own = _sub(op.out, op.dim, *_whole_part(parts, at, count))
-        out.append(Copy(out=own, src=op.src, lane=op.lane, name=_name(op, "own")))
+        out: list[Statement] = []
+        if made is None:
+            out.append(Copy(out=own, src=op.src, lane=op.lane, name=_name(op, "own")))
+        else:
+            out.append(replace(made, out=own))
         for step in range(count - 1):
             for part in parts:
                 sender: Index = (at - part.shift * step) % count if step else at

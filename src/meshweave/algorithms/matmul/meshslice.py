@@ -38,8 +38,9 @@ from meshweave.ir.views import FULL, Range, Selector, View
 from meshweave.ir.work import Transfer, matmul_work, move_work
 from meshweave.units import dtype_bytes
 
-SLOTS = 2
-"""Double buffering: the collective of one slice fills a buffer while the product reads the other."""
+SLOTS = 4
+"""Buffers per moving matrix, where there are as many slices: a product reads one while a collective fills the
+next. Two suffice where nothing is ever late; two more keep a late slice from stopping the lane that is not."""
 
 PEER = Var("peer")
 
@@ -51,6 +52,7 @@ class _Builder:
     def __init__(self, problem: MatmulProblem, slices: Slices, placements: Placements) -> None:
         self.problem, self.slices, self.placements = problem, slices, placements
         self.sliced = len(slices.widths) > 1
+        self.slots = min(SLOTS, len(slices.widths))
         self.buffers: list[Buffer] = []
         for moving in (problem.horizontal, problem.vertical):
             self._declare(moving)
@@ -67,7 +69,7 @@ class _Builder:
         whole = max(slices.total(s) for s in numbers)
         # Pieces of a collective along dim 1 are contiguous when dim 1 is the outer one in memory.
         order = (1, 0) if moving.dim == 1 else None
-        slots = SLOTS if self.sliced else 1
+        slots = self.slots
         if self.sliced and self.gathers(moving):
             self._scratch(f"{moving.operand}_s", moving, across, local, slots, order)
         if self.sliced or self.gathers(moving):
@@ -84,7 +86,7 @@ class _Builder:
     def turn(self, number: Index, start: Index, width: Index, total: Index) -> list[Op]:
         """The ops of one slice: `number` picks the slot, [start, start + width) the slice of the period."""
         problem = self.problem
-        slot = number % SLOTS if self.sliced else 0
+        slot = number % self.slots if self.sliced else 0
         before: list[Op] = []
         after: list[Op] = []
         operand = {"a": _whole("a"), "b": _whole("b"), "c": _whole("c")}

@@ -130,8 +130,13 @@ class MatmulProblem:
         return chunk(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
-        """A program with mesh, tensors, meaning and operand buffers a, b, c declared, and nothing done yet."""
+        """A program with mesh, tensors, meaning and operand buffers a, b, c declared, and nothing done yet.
+
+        A matrix that moves along its dim 1 lies in memory with that dim outermost, as its pieces do that
+        travel: then no slice of it needs to be transposed on the way.
+        """
         mesh = self.mesh
+        turned = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
         placed = placements or two_d_placements(self)
         tensors = tuple(Tensor(op.upper(), self.stored_shape(op), self.dtype) for op in "abc")
         buffers = tuple(
@@ -142,6 +147,7 @@ class MatmulProblem:
                 self.dtype,
                 op.upper(),
                 Layout(mesh, placed[op]),
+                order=(1, 0) if op in turned else None,
             )
             for op in "abc"
         )
