@@ -1,40 +1,16 @@
-"""What every benchmark result must carry: date, machine, versions."""
+"""Saving benchmark results beside the machine that they were measured on."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from meshweave.report.provenance import describe
+
+__all__ = ["RESULTS", "describe", "save"]
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def describe() -> dict[str, Any]:
-    """Date, processor, cores, system, and versions of what is measured."""
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line
-        ]
-        cpu = names[0] if names else cpu
-    versions = {"python": platform.python_version()}
-    for package in ("meshweave", "numpy", "torch", "pydantic"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "system": f"{platform.system()} {platform.release()}",
-        "versions": versions,
-    }
 
 
 def save(name: str, rows: Any) -> Path:

@@ -1,7 +1,7 @@
 """The timeline record that simulators and executors both emit, so that prediction and measurement compare.
 
 Times are integer picoseconds from the start of the run. Spans of different ranks share one clock in a
-simulation and on one host (CLOCK_MONOTONIC); across hosts they must be aligned first.
+simulation and on one host (CLOCK_MONOTONIC); across hosts they must be aligned first (`execute.clocks`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """`source` says who emitted it: "simulate", "numpy", "torch"."""
+    """`source` says who emitted it: "estimate", "simulate", "numpy", "torch"."""
 
     program: str
     source: str

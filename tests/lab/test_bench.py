@@ -1,15 +1,75 @@
 """Rivals measured in a lab: the right numbers, and times that cannot be under the bound."""
 
+import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul import Config, MatmulProblem
+from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.cli.app import run_app
+from meshweave.cli.bench_tables import gain_lines, table
 from meshweave.cost.machine import mesh_machine
+from meshweave.describe.cluster import load_cluster
 from meshweave.lab import Lab
-from meshweave.lab.bench import Case, balanced_flops_per_s, bench, bound_s, cases, ideal
+from meshweave.lab.bench import (
+    DTENSOR,
+    Case,
+    Comparison,
+    Measured,
+    Result,
+    Round,
+    balanced_flops_per_s,
+    bench,
+    bound_s,
+    cases,
+    ideal,
+    layer_rounds,
+    unpaced,
+)
+from meshweave.lab.bench_rank import turns
 
-LAB = Path(__file__).parents[2] / "examples" / "labs" / "torus-2x2.toml"
+LABS = Path(__file__).parents[2] / "examples" / "labs"
+LAB = LABS / "torus-2x2.toml"
+CALIBRATED = """
+name = "measured-2x2"
+source = "made up for a test"
+[chip]
+name = "core"
+source = "made up"
+peak_flops_per_s = { float32 = 1e10 }
+effective_flops_per_s = 1e10
+memory_bytes = 1e9
+memory_bytes_per_s = 1e9
+[network]
+kind = "torus"
+shape = [2, 2]
+"""
+AXIS = """
+[[network.axes]]
+name = "{}"
+source = "made up"
+link_bytes_per_s = 6.25e6
+link_latency_s = 5e-3
+launch_s = 5e-3
+"""
+
+
+@pytest.fixture
+def calibrated(tmp_path):
+    path = tmp_path / "calibrated.toml"
+    path.write_text(CALIBRATED + AXIS.format("row") + AXIS.format("col"))
+    return path
+
+
+def result(name, *runs_s, error=0.0, estimate_s=None):
+    return Result(name, name.split()[0], runs_s, 1.0, 1.25, estimate_s, error)
+
+
+def measured(*results, flops_per_s=1e9):
+    one = Round(MatmulProblem(64, 64, 64, (2, 2)), (), flops_per_s, 1.0)
+    report = {"num_products": 10, "num_overruns": 1} if flops_per_s else None
+    return Measured(one, results, (report, report), 0.0)
 
 
 def test_the_pace_balances_compute_and_communication():
@@ -27,21 +87,170 @@ def test_algorithms_that_cannot_use_the_mesh_are_left_out():
     assert "cannon" in names and "25d" not in names
 
 
+def test_tapered_is_no_second_meshslice_and_widths_are_named():
+    problem = MatmulProblem(256, 256, 4096, (2, 2))
+    found = cases(
+        problem, Lab.load(LAB).cluster(), ["meshslice_tapered"], [(1,) * 4, (1, 2, 2, 1)], others=False
+    )
+    tapered, even, given = found
+    assert len(set(tapered.config.slices)) > 1
+    assert (even.name, given.name) == ("meshslice S=4", "meshslice 1:2x2:1")
+    assert given.family == "meshslice" and given.config.slices == (1, 2, 2, 1)
+
+
+def test_measured_constants_make_coarser_slices(calibrated):
+    lab, problem = Lab.load(LAB).cluster(), MatmulProblem(96, 96, 2048, (2, 2))
+    counts = [
+        cases(problem, cluster, ["meshslice"], others=False)[0].config.slice_count
+        for cluster in (lab, load_cluster(str(calibrated)))
+    ]
+    assert counts[1] < counts[0]
+
+
+@pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
+def test_every_pass_of_a_layer_has_its_product_and_rivals(dataflow):
+    lab = Lab.load(LAB).cluster()
+    passes = ("forward", "backward_data", "backward_weight")
+    rounds = layer_rounds((96, 64, 128), (2, 2), dataflow, passes, [0.5, 0], lab, lab, list(ALGORITHMS))
+    assert [one.ratio for one in rounds] == [0.5, None] * 3
+    assert [one.pass_name for one in rounds] == [name for name in passes for _ in range(2)]
+    assert rounds[0].problem == MatmulProblem(96, 64, 128, (2, 2), dataflow)
+    for one in rounds:
+        assert one.problem.flops == 2 * 96 * 64 * 128
+        assert set(DTENSOR) <= set(one.rivals)
+        assert all(case.payload(one.problem) for case in one.rivals)
+    assert {one.problem.dataflow for one in rounds} == {"os", "ls", "rs"}
+    assert len(unpaced(rounds)) == 3
+
+
+def test_an_axis_of_two_gets_a_one_way_ring():
+    lab = Lab.load(LABS / "torus-8x2-50mbit.toml")
+    problem = MatmulProblem(64, 64, 256, (8, 2))
+    (case,) = cases(problem, lab.cluster(), ["collective"], others=False)
+    lanes = {lane.name for lane in case.program(problem).lanes}
+    assert "row_back" in lanes and "col_back" not in lanes
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 12])
+def test_turns_are_orders_in_which_neighbours_change(count):
+    orders = [turns(count, repetition) for repetition in range(6)]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    if count >= 5:
+        before = {order[(order.index(0) - 1) % count] for order in orders}
+        assert len(before) > 1 and len({order[0] for order in orders}) > 1
+
+
+def test_results_know_their_spread_and_are_ranked_by_median():
+    slow, quick = result("slow", 3.0, 1.0, 2.0, 10.0, 2.5), result("quick", 2.0, error=0.5)
+    assert (slow.median_s, slow.fastest_s, slow.slowest_s) == (2.5, 1.0, 10.0)
+    assert slow.quartiles_s == (2.0, 3.0) and quick.quartiles_s == (2.0, 2.0)
+    assert slow.over_bound == 2.5 and slow.over_theory == 2.0 and slow.over_estimate is None
+    one = measured(slow, quick)
+    assert [found.name for found in one.ranked()] == ["quick", "slow"]
+    assert one.overruns == (2, 20)
+    assert json.loads(json.dumps(one.to_json()))["results"][0]["runs_s"] == [3.0, 1.0, 2.0, 10.0, 2.5]
+
+
+def test_the_table_is_aligned_within_100_columns():
+    one = measured(
+        result("meshslice_tapered 1:2:4x30:2:1:1:2:3:4:5", 1.21, 1.2345, estimate_s=1.1),
+        result("DTensor", 2.0),
+    )
+    head, names, first, second, pace = table(one, "heading")
+    assert head == "heading" and first.index("meshslice") == second.index("DTensor") == 2
+    assert max(map(len, (names, first, second))) <= 100
+    assert first.index("1.22 s") + len("1.22 s") == second.index("2 s") + len("2 s")
+    assert "x estimate" in names and "2 of 20" in pace
+    assert "WRONG by 0.5" in table(measured(result("bad", 1.0, error=0.5)), "")[2]
+
+
+def test_shapes_are_compared_with_the_first():
+    comparison = Comparison(
+        ("4x4", "8x2"), (measured(result("a S=8", 3.0), result("b", 1.0)), measured(result("a S=4", 2.0)))
+    )
+    assert comparison.gains()["a"][1]["measured"] == 1.5
+    assert comparison.gains()["b"][1]["measured"] is None
+    assert any("1.50 on 8x2" in line for line in gain_lines(comparison))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--ratio", "1,x"], "ratio 'x' is no number"),
+        (["--ratio", "-1"], "a ratio of -1"),
+        (["--ratio", ""], "no ratio given"),
+        (["--pass", "backwards"], "there is no pass 'backwards'"),
+        (["--dataflow", "ss"], "dataflow 'ss'"),
+        (["--widths", "4"], "--slices takes counts"),
+        (["--slices", "1:2"], "--widths takes relative widths"),
+        (["--cluster", "tpu-v4-4x4"], "16 chips, the lab 4 ranks"),
+        (["--out", "/"], "cannot write"),
+        (["--repeat", "0"], "repeat must be 1 to 100"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, options, said):
+    assert run_app(["bench", "matmul", "--lab", str(LAB), *options]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("labs", "said"),
+    [
+        ([LAB], "name two with --labs"),
+        ([LAB, LABS / "torus-4x4-50mbit.toml"], "4, 16 ranks"),
+        ([LAB, LABS / "switch-4x2.toml"], "is no 2D torus"),
+    ],
+)
+def test_shapes_need_toruses_of_as_many_ranks(capsys, labs, said):
+    assert run_app(["bench", "shapes", "--labs", ",".join(map(str, labs))]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.lab
 @pytest.mark.gloo
 def test_rivals_give_the_dense_product_and_take_their_time(nothing_left):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     lab, problem = Lab.load(LAB), MatmulProblem(96, 96, 2048, (2, 2))
-    rivals = [
+    rivals = (
         Case("meshslice S=4", "meshslice", Config((1,) * 4), 1),
         Case("collective", "collective", rings=1),
-        Case("DTensor, same placements"),
-    ]
+        *DTENSOR,
+    )
     pace = balanced_flops_per_s(problem, lab.cluster(), 1.0)
+    rounds = [Round(problem, rivals, pace, 1.0), Round(problem, rivals[:1])]
     with lab.up() as running:
-        results, reports = bench(running, problem, rivals, flops_per_s=pace, repeat=2, timeout_s=90)
-    assert [result.error for result in results] == [0.0, 0.0, 0.0]
-    for result in results:
-        assert result.fastest_s <= result.median_s <= result.slowest_s
-        assert result.median_s > 0.9 * result.bound_s  # token buckets let a burst through
-    assert all(report["num_products"] > 0 for report in reports)
+        paced, free = bench(running, rounds, repeat=2, timeout_s=90)
+    assert [one.error for one in paced.results] == [0.0] * 4
+    for one in paced.results:
+        assert len(one.runs_s) == 2 and one.fastest_s <= one.median_s <= one.slowest_s
+        assert one.median_s > 0.8 * one.bound_s  # token buckets let a burst through
+    assert all(report["num_products"] > 0 for report in paced.pace)
+    assert free.pace == (None,) * 4 and free.results[0].theory_s is None
+    assert free.results[0].median_s < paced.results[0].median_s
+
+
+@pytest.mark.lab
+@pytest.mark.gloo
+def test_the_command_line_measures_all_passes_and_keeps_the_results(
+    nothing_left, tmp_path, capsys, calibrated
+):
+    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+    out, svg = tmp_path / "out.json", tmp_path / "plot.svg"
+    sizes = ["--m", "64", "--n", "32", "--k", "512", "--pass", "all", "--ratio", "0.5,2", "--repeat", "2"]
+    rivals = ["--algorithms", "meshslice,collective", "--widths", "1:2:1", "--cluster", str(calibrated)]
+    written = ["--out", str(out), "--svg", str(svg), "--timeout", "90"]
+    assert run_app(["bench", "matmul", "--lab", str(LAB), *sizes, *rivals, "--unpaced", *written]) == 0
+    text = capsys.readouterr().out
+    record = json.loads(out.read_text())
+    assert record["machine"]["cores"] and record["lab"]["network"]["kind"] == "torus"
+    assert record["cluster"]["name"] == "measured-2x2"
+    assert [one["ratio"] for one in record["rounds"]] == [0.5, 2.0] * 3 + [None] * 3
+    for one in record["rounds"]:
+        names = [found["name"] for found in one["results"]]
+        assert {"meshslice 1:2:1", "collective", *(case.name for case in DTENSOR)} <= set(names)
+        assert all(found["error"] == 0 and len(found["runs_s"]) == 2 for found in one["results"])
+        estimates = {found["name"]: found["estimate_s"] for found in one["results"]}
+        assert estimates["collective"] > 0 and estimates[DTENSOR[0].name] is None
+    assert text.count("x estimate") == 9 and "unpaced" in text and max(map(len, text.splitlines())) <= 130
+    assert len(list(ElementTree.fromstring(svg.read_text()).iter())) > 100

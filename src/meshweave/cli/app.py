@@ -8,6 +8,7 @@ from typing import Any
 import typer
 
 from meshweave.cli.bench import bench
+from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
 from meshweave.cli.lab import lab
 from meshweave.cli.plan import plan
@@ -30,6 +31,7 @@ app.command()(run)
 app.command()(verify)
 app.command()(show)
 app.command()(catalog)
+app.command()(calibrate)
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
 

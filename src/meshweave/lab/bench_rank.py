@@ -1,131 +1,230 @@
-"""What one rank of a benchmark does: all rivals on the same operands, interleaved, under one pace."""
+"""What one rank of a benchmark does: all rivals on the same operands, interleaved, from a common start."""
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
+
 from meshweave.algorithms.matmul.problem import MatmulProblem
-from meshweave.nn.rehearse import dense_shard, operand, shard
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard
+from meshweave.ir.program import Program
+from meshweave.nn.rehearse import operand
+
+LEAD_S = 0.03
+"""How far ahead of a run its start is announced: the announcement has reached everybody by then."""
+_NOTHING = 3.4e38
+"""The error of an element that a run did not write."""
+
+Rival = tuple[Callable[[], float], Callable[[], float]]
+"""Runs and returns when it ended; checks the result of that run, and returns its largest error."""
 
 
-def bench_matmul(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs every case once to warm up and check, then `repeat` times in turn.
+def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+    """Runs every case of every round once to warm up, then `repeat` times in turn, in changing order.
 
-    `payload`: problem [m, n, k, mesh_shape, dataflow], cases [{name, program} or {name, dtensor}], repeat, seed,
-    flops_per_s (0: unpaced), deadline_s. Returns per case the [start, end] of each run in seconds of
-    CLOCK_MONOTONIC, the largest error, and the pace report.
+    A time is from the instant that all ranks were told to start at to the end of this rank's part. Every run's
+    result is checked.
+
+    `payload`: products [{problem [m, n, k, mesh_shape, dataflow], cases [{name, program} or {name, dtensor}],
+    rounds [{flops_per_s (0: unpaced), cases [indices]}]}], repeat, seed, deadline_s. Returns per product and
+    round: times [case][repetition] in seconds, errors [case], late_s, by how much this rank began later than
+    told, at worst, and the pace report.
+
+    Raises what binding and running raise: BindError, RankLostError, DeadlineError.
     """
-    import torch
-    import torch.distributed as dist
-
-    from meshweave.lab.pace import paced
-
-    torch.set_num_threads(1)
-    m, n, k, mesh_shape, dataflow = payload["problem"]
-    problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
-    whole = {name: operand(problem, name, payload["seed"]) for name in "ab"}
-    runs: list[Callable[[], float]] = []
-    closers: list[Callable[[], None]] = []
-    for case in payload["cases"]:
-        run, close = (
-            _program(context, payload, case, problem, whole)
-            if "program" in case
-            else _dtensor(context, case, problem, whole)
-        )
-        runs.append(run)
-        closers.append(close)
-    del whole
-    rate = float(payload["flops_per_s"])
-    errors = [0.0] * len(runs)
-    times: list[list[tuple[float, float]]] = [[] for _ in runs]
-    pacing: AbstractContextManager[Any] = paced(rate) if rate else nullcontext()
-    with pacing as pacer:
-        for repetition in range(int(payload["repeat"]) + 1):
-            for number, run in enumerate(runs):
-                with context.liveness.guard("all ranks to start a run"):
-                    dist.barrier()
-                start = time.monotonic()
-                errors[number] = max(errors[number], run())
-                if repetition:
-                    times[number].append((start, _ended[0]))
-        report = vars(pacer.report()) if rate else None
-    for close in closers:
-        close()
-    return {"times": times, "errors": errors, "pace": report}
-
-
-_ended = [0.0]
-"""When the last run ended, before its result was checked."""
-
-
-def _program(
-    context: Any,
-    payload: Mapping[str, Any],
-    case: Mapping[str, Any],
-    problem: MatmulProblem,
-    whole: Mapping[str, Any],
-) -> tuple[Callable[[], float], Callable[[], None]]:
     import torch
 
     from meshweave.execute.groups import TorchContext
-    from meshweave.execute.torch_backend import bind
+
+    torch.set_num_threads(1)
+    # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
+    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    meshes: dict[tuple[int, ...], Any] = {}
+    out = []
+    for product in payload["products"]:
+        rivals = _bind(product, int(payload["seed"]), shared, meshes)
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            out.append([_round(one, rivals, int(payload["repeat"]), shared) for one in product["rounds"]])
+        finally:
+            gc.enable()
+            gc.unfreeze()
+        del rivals
+        gc.collect()
+    shared.close()
+    return out
+
+
+def turns(count: int, repetition: int) -> list[int]:
+    """The order of `count` rivals in a repetition: interleaved, and not always behind the same one."""
+    steps = [step for step in range(1, max(count, 2)) if math.gcd(step, count) == 1] or [1]
+    step = steps[repetition % len(steps)]
+    return [(repetition + i * step) % count for i in range(count)]
+
+
+def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared: Any) -> dict[str, Any]:
+    from meshweave.lab.pace import paced
+
+    chosen, rate = [rivals[index] for index in one["cases"]], float(one["flops_per_s"])
+    times: list[list[float]] = [[] for _ in chosen]
+    errors, late_s = [0.0] * len(chosen), 0.0
+    pacing: AbstractContextManager[Any] = paced(rate) if rate else nullcontext()
+    with pacing as pacer:
+        for repetition in range(repeat + 1):
+            for number in turns(len(chosen), repetition):
+                run, check = chosen[number]
+                start = _common_start(shared)
+                late = time.monotonic() - start
+                end = run()
+                errors[number] = max(errors[number], check())
+                if repetition:
+                    times[number].append(end - start)
+                    late_s = max(late_s, late)
+        report = vars(pacer.report()) if rate else None
+    return {"times": times, "errors": errors, "late_s": late_s, "pace": report}
+
+
+def _common_start(shared: Any) -> float:
+    """Returns at the instant that rank 0 has set, in seconds of CLOCK_MONOTONIC, which all ranks share."""
+    import torch
+    import torch.distributed as dist
+
+    with shared.guard("all ranks to start a run", range(shared.num_ranks)):
+        dist.barrier()
+        instant = torch.tensor([time.monotonic_ns() + round(LEAD_S * 1e9)])
+        dist.broadcast(instant, 0)
+    start = int(instant) / 1e9
+    time.sleep(max(start - time.monotonic(), 0.0))
+    return start
+
+
+def _bind(
+    product: Mapping[str, Any], seed: int, shared: Any, meshes: dict[tuple[int, ...], Any]
+) -> list[Rival]:
     from meshweave.ir.parse import parse
 
-    program = parse(case["program"])
-    rank = context.rank
-    expected = torch.from_numpy(dense_shard(program, problem, whole["a"], whole["b"], rank))
-    shards = {name: torch.from_numpy(shard(program, name, whole[name], rank)) for name in "ab"}
-    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
-    bound = bind(program, rank, shards, context=shared)
+    m, n, k, mesh_shape, dataflow = product["problem"]
+    problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
+    operands = _Operands(problem, seed, shared.rank)
+    rivals: list[Rival] = []
+    for case in product["cases"]:
+        if "program" in case:
+            rivals.append(_program(parse(case["program"]), operands, shared))
+            continue
+        if problem.mesh_shape not in meshes:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            meshes[problem.mesh_shape] = init_device_mesh(
+                "cpu", problem.mesh_shape, mesh_dim_names=("row", "col")
+            )
+        rivals.append(_dtensor(case["dtensor"], operands, meshes[problem.mesh_shape]))
+    return rivals
+
+
+class _Operands:
+    """The operands of a problem, and what of them and of their product lies on a rank. Each piece is made once."""
+
+    def __init__(self, problem: MatmulProblem, seed: int, rank: int) -> None:
+        self.problem, self._rank = problem, rank
+        self._whole = {name: operand(problem, name, seed) for name in "ab"}
+        self._known: dict[tuple[object, ...], Any] = {}
+
+    def shard(self, name: str, layout: Layout, order: tuple[int, ...] | None = None) -> Any:
+        """The tensor that a rank holds of operand "a" or "b", with its dims in memory in `order`."""
+        import torch
+
+        from meshweave.execute.torch_views import from_wire, to_wire
+
+        key = (name, layout.placements, order)
+        if key not in self._known:
+            whole = self._whole[name]
+            local = torch.from_numpy(whole[np.ix_(*layout.indices(whole.shape, self._rank))])
+            natural = order or tuple(range(local.dim()))
+            self._known[key] = from_wire(to_wire(local, natural).contiguous(), natural)
+        return self._known[key]
+
+    def expected(self, layout: Layout) -> Any:
+        """What a rank should hold of the dense product."""
+        import torch
+
+        key = ("c", layout.placements)
+        if key not in self._known:
+            problem, a, b = self.problem, self._whole["a"], self._whole["b"]
+            rows, columns = layout.indices((problem.m, problem.n), self._rank)
+            left = a[:, rows].T if problem.dataflow == "rs" else a[rows]
+            right = b[columns].T if problem.dataflow == "ls" else b[:, columns]
+            self._known[key] = torch.from_numpy(left @ right)
+        return self._known[key]
+
+
+def _difference(found: Any, expected: Any) -> float:
+    return float((found - expected).abs().nan_to_num(nan=_NOTHING).max()) if expected.numel() else 0.0
+
+
+def _program(program: Program, operands: _Operands, shared: Any) -> Rival:
+    from meshweave.execute.torch_backend import bind
+
+    shards = {}
+    for name in "ab":
+        buffer = program.buffer_of[name]
+        assert buffer.layout is not None
+        shards[name] = operands.shard(name, buffer.layout, buffer.order)
+    layout = program.buffer_of["c"].layout
+    assert layout is not None
+    expected = operands.expected(layout)
+    bound = bind(program, shared.rank, shards, context=shared)
+    out = bound.outputs["c"]
+    out.fill_(float("nan"))
 
     def run() -> float:
         bound.run()
-        _ended[0] = time.monotonic()
-        return float((bound.outputs["c"] - expected).abs().max()) if expected.numel() else 0.0
+        return time.monotonic()
 
-    return run, shared.close
+    def check() -> float:
+        error = _difference(out, expected)
+        out.fill_(float("nan"))  # the next run must write every element
+        return error
+
+    return run, check
 
 
-def _dtensor(
-    context: Any, case: Mapping[str, Any], problem: MatmulProblem, whole: Mapping[str, Any]
-) -> tuple[Callable[[], float], Callable[[], None]]:
-    """PyTorch's DTensor on the same operands: with the same placements, or with those that `dtensor` names."""
+def _dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any) -> Rival:
+    """PyTorch's DTensor on the same operands, row-major, with the placements named for a, b and c."""
     import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import Replicate as TorchReplicate
+    from torch.distributed.tensor import Shard as TorchShard
 
-    mesh = init_device_mesh("cpu", problem.mesh_shape, mesh_dim_names=("row", "col"))
-    named: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate()}
-    a_at, b_at, c_at = ([named[word] for word in case["dtensor"][operand_name]] for operand_name in "abc")
-
-    def placed(name: str, placements: list[Placement]) -> Any:
-        local = torch.from_numpy(whole[name])
-        for dim, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                parts = torch.chunk(local, problem.mesh_shape[dim], placement.dim)
-                local = parts[mesh.get_local_rank(dim)]
-        return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False)
-
-    a, b = placed("a", a_at), placed("b", b_at)
-    left = whole["a"].T if problem.dataflow == "rs" else whole["a"]
-    right = whole["b"].T if problem.dataflow == "ls" else whole["b"]
-    full = torch.from_numpy(left @ right)
-    expected = full
-    for dim, placement in enumerate(c_at):
-        if isinstance(placement, Shard):
-            expected = torch.chunk(expected, problem.mesh_shape[dim], placement.dim)[mesh.get_local_rank(dim)]
-    expected = expected.clone()
+    problem = operands.problem
+    ours: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate()}
+    theirs: dict[str, Any] = {"S0": TorchShard(0), "S1": TorchShard(1), "R": TorchReplicate()}
+    layouts = {name: Layout(problem.mesh, tuple(ours[word] for word in placed[name])) for name in "abc"}
+    placements = {name: [theirs[word] for word in placed[name]] for name in "abc"}
+    a, b = (
+        DTensor.from_local(operands.shard(name, layouts[name]), mesh, placements[name], run_check=False)
+        for name in "ab"
+    )
+    expected = operands.expected(layouts["c"])
+    found: list[Any] = []
 
     def run() -> float:
         with torch.no_grad():
             product = (a.t() if problem.dataflow == "rs" else a) @ (b.t() if problem.dataflow == "ls" else b)
-            local = product.redistribute(mesh, c_at).to_local()
+            local = product.redistribute(mesh, placements["c"]).to_local()
             local = local.wait() if hasattr(local, "wait") else local
-            error = float((local - expected).abs().max())
-        _ended[0] = time.monotonic()
-        return error
+        end = time.monotonic()
+        found.append(local)
+        return end
 
-    return run, lambda: None
+    def check() -> float:
+        return _difference(found.pop(), expected)
+
+    return run, check

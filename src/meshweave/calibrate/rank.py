@@ -1,0 +1,186 @@
+"""What one rank of a calibration does; the only module here that needs torch."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from meshweave.errors import UnsupportedError
+from meshweave.ir.parse import parse
+from meshweave.ir.program import Program
+
+if TYPE_CHECKING:
+    from meshweave.execute.groups import TorchContext
+    from meshweave.trace import Trace
+
+_AHEAD_S = 5e-3
+"""From the broadcast of the start to the start; longer than a broadcast takes among ranks that share cores."""
+
+Times = list[list[list[list[float]]]]
+"""Seconds by case, repetition and loop: [collective] or [product, copy]."""
+
+
+def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Runs every case once to warm up, then `repeat` times, each time in another order.
+
+    `payload`: cases [{name, program, loops [[kind, turns, warm]]}], repeat, seed, deadline_s, and is_one_host:
+    whether all ranks read the same CLOCK_MONOTONIC. Returns what `Times` says, and the versions that ran.
+    """
+    import torch
+
+    from meshweave.execute.groups import TorchContext
+    from meshweave.execute.torch_backend import bind
+
+    torch.set_num_threads(1)
+    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    cases = payload["cases"]
+    say = _say if context.rank == 0 else _say_nothing
+    say(f"binding {len(cases)} programs")
+    bound, readers = [], []
+    for case in cases:
+        program = parse(case["program"])
+        bound.append(bind(program, context.rank, {}, context=shared, trace=True))
+        readers.append(_reader(program, context.rank, case["loops"]))
+    # A collection in the middle of a run stops all lanes of a rank, and with them its neighbours.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    times: Times = [[] for _ in cases]
+    order = list(range(len(cases)))
+    shuffle = random.Random(payload["seed"])
+    repeat = int(payload["repeat"])
+    for repetition in range(repeat + 1):
+        began = time.monotonic()
+        shuffle.shuffle(order)
+        for number in order:
+            _start_together(context, shared, bool(payload["is_one_host"]))
+            trace = bound[number].run()
+            assert trace is not None
+            if repetition:
+                times[number].append(readers[number](trace))
+        what = f"repetition {repetition} of {repeat}" if repetition else "warming up"
+        say(f"{what}: {time.monotonic() - began:.1f} s")
+    with shared.guard("all ranks to end", range(context.num_ranks)):
+        torch.distributed.barrier()
+    shared.close()
+    gc.enable()
+    gc.unfreeze()
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    return {"times": times, "versions": versions}
+
+
+def _start_together(context: Any, shared: TorchContext, is_one_host: bool) -> None:
+    """All ranks leave a barrier at slightly different times, so rank 0 says when to start."""
+    import torch
+    import torch.distributed as dist
+
+    with shared.guard("all ranks to start a run", range(context.num_ranks)):
+        dist.barrier()
+        if not is_one_host:
+            return
+        start = torch.tensor([time.monotonic() + _AHEAD_S], dtype=torch.float64)
+        dist.broadcast(start, 0)
+    time.sleep(max(float(start) - time.monotonic(), 0.0))
+
+
+def _reader(
+    program: Program, rank: int, loops: Sequence[tuple[str, int, int]]
+) -> Callable[[Trace], list[list[float]]]:
+    """What reads the seconds of each loop off a trace.
+
+    Of collectives it is the time from the end of one turn to the end of a later one, over the turns between:
+    what the start of a run costs is not in it. Of products it is the mean, of copies the median.
+    """
+    ops = program.on_rank(rank)
+    # The key of an op in a loop is (mesh, loop statement, turn, op); all else is one level less deep.
+    statements = sorted({bound.key[1] for bound in ops if len(bound.key) == 4})
+    assert len(statements) == len(loops), (statements, loops)
+    places: list[dict[tuple[str, int], list[int]]] = [{} for _ in loops]
+    for index, bound in enumerate(ops):
+        if len(bound.key) == 4:
+            at, turn = statements.index(bound.key[1]), bound.key[2]
+            kind = bound.op.kind if loops[at][0] == "compute" else ""
+            places[at].setdefault((kind, turn), []).append(index)
+
+    def read(trace: Trace) -> list[list[float]]:
+        out = []
+        for (kind, turns, warm), found in zip(loops, places, strict=True):
+            if kind == "compute":
+                products, copies = (_seconds(trace, found, op, warm, turns) for op in ("matmul", "copy"))
+                # A copy takes microseconds: one that lost its core for milliseconds says nothing about copies.
+                out.append([statistics.fmean(products), statistics.median(copies)])
+                continue
+            first, last = (
+                max(trace.spans[index].end_ps for index in found["", turn]) for turn in (warm - 1, turns - 1)
+            )
+            out.append([(last - first) * 1e-12 / (turns - warm)])
+        return out
+
+    return read
+
+
+def _seconds(
+    trace: Trace, found: Mapping[tuple[str, int], Sequence[int]], kind: str, warm: int, turns: int
+) -> list[float]:
+    spans = (trace.spans[index] for turn in range(warm, turns) for index in found[kind, turn])
+    return [(span.end_ps - span.start_ps) * 1e-12 for span in spans]
+
+
+def _say(text: str) -> None:
+    print(f"calibrate: {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+# --- under torchrun -------------------------------------------------------------------------------------
+
+
+def is_under_launcher() -> bool:
+    """Whether torchrun, or what sets the same variables, started this process."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
+    """`measure` in a process that torchrun started. Rank 0 gets what all ranks measured, the others None.
+
+    Raises RankLostError or DeadlineError where ranks are missing, UnsupportedError without torch.
+    """
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        raise UnsupportedError("calibrating needs torch: pip install 'meshweave[torch]'") from None
+
+    from meshweave.execute.launch import Context
+    from meshweave.execute.liveness import Liveness
+
+    deadline_s = float(payload["deadline_s"])
+    patience = timedelta(seconds=deadline_s)
+    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=patience))
+    store.set_timeout(patience)
+    beats = dist.PrefixStore("meshweave", store)
+    with Liveness(beats, rank, range(num_ranks), stale_s=5.0, deadline_s=deadline_s) as liveness:
+        with liveness.guard("all ranks to join"):
+            group_store = dist.PrefixStore("group", store)
+            dist.init_process_group(
+                "gloo", store=group_store, rank=rank, world_size=num_ranks, timeout=patience
+            )
+        result = measure(Context(rank, num_ranks, store, liveness), payload)
+        # By way of the store, as text: what comes from other processes is not unpickled.
+        beats.set(f"result/{rank}", json.dumps(result))
+        found = None
+        with liveness.guard("the results of all ranks"):
+            if rank == 0:
+                found = [json.loads(beats.get(f"result/{other}")) for other in range(num_ranks)]
+            dist.barrier()  # the store may be that of rank 0
+        dist.destroy_process_group()
+    return found

@@ -1,0 +1,293 @@
+"""What a calibration runs: collectives, ring steps, copies and products as programs, each in a loop.
+
+Every operation is measured alone, and with all lanes busy: all axes of the mesh in both ring directions and
+products beside them, which is how they meet in the programs that are planned. Ring collectives are also run
+with their first step only: of P members there are P - 1 steps, and one number of steps cannot tell what a
+collective costs once (launch) from what each of its steps costs (sync).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from meshweave.describe.cluster import Cluster
+from meshweave.describe.mesh import Mesh
+from meshweave.describe.network import NetworkAxis
+from meshweave.errors import DescriptionError, LayoutError
+from meshweave.ir.ops import Add, Permute
+from meshweave.ir.parse import parse
+from meshweave.ir.program import On, Program, Repeat, Statement, When
+from meshweave.ir.text import to_text
+from meshweave.lower import lower_rings
+
+AXES = ("row", "col")
+MESH = "tp"
+KINDS = ("all_gather", "reduce_scatter", "send_recv")
+
+_SMALLEST_STEP_S, _NUM_SIZES, _SIZE_RANGE = 5.2e-3, 5, 8
+_LEAST_BYTES, _MOST_SMALLEST_BYTES = 1024, 262144
+_ALONE = (0, 2, 3)
+"""Which sizes are measured alone too: enough to compare with, without the one that takes longest."""
+_RUN_S, _LEAST_TURNS, _MOST_TURNS = 0.03, 4, 32
+_BUCKETS = 4
+_PRODUCTS = (1.0, 0.5, 2.0)
+"""Length of a product over that of a collective, in turn, so that products differ where collectives do not."""
+_EXPECTED_SYNC_S = 0.5e-3
+"""Only to know how many turns make a run, and how long products beside it should last."""
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """A mesh axis of `count` members on a network axis."""
+
+    name: str
+    count: int
+    link: NetworkAxis
+
+    @property
+    def ways(self) -> Literal[1, 2]:
+        return 2 if self.link.ways == 2 and self.count > 2 else 1
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop of a case. Turns before the `warm`-th are not measured: buckets are full, TCP is slow.
+
+    `amount` is in bytes per part; for kind "compute" it is the FLOPs of a product, `copy_bytes` what the copy
+    after it reads and writes.
+    """
+
+    kind: str
+    axis: str
+    amount: int
+    steps: int
+    turns: int
+    warm: int
+    copy_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program of one or more loops at the same time."""
+
+    name: str
+    is_busy: bool
+    loops: tuple[Loop, ...]
+    program: Program
+
+    def payload(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "program": to_text(self.program),
+            "loops": [[loop.kind, loop.turns, loop.warm] for loop in self.loops],
+        }
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """All cases on a mesh laid over the network of a cluster, and about how long one repetition takes."""
+
+    cluster: Cluster
+    axes: tuple[MeshAxis, ...]
+    sizes: tuple[int, ...]
+    cases: tuple[Case, ...]
+    expected_s: float
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(axis.count for axis in self.axes)
+
+
+def default_sizes(bytes_per_s: float) -> tuple[int, ...]:
+    """Five sizes of a part, a factor of 8 in all, the smallest 5 ms of the rate: 65 to 520 kB at 2 x 50 Mbit/s.
+
+    Where many ranks share few cores, steps of less time are a matter of the cores, and no link's.
+    """
+    least = min(max(bytes_per_s * _SMALLEST_STEP_S, _LEAST_BYTES), _MOST_SMALLEST_BYTES)
+    ratio = _SIZE_RANGE ** (1 / (_NUM_SIZES - 1))
+    return tuple(_whole(least * ratio**number) for number in range(_NUM_SIZES))
+
+
+def _whole(num_bytes: float) -> int:
+    """Rounded to a multiple of 64 bytes: of two halves, of whole elements."""
+    return max(round(num_bytes / 64), 1) * 64
+
+
+def plan_sweep(
+    cluster: Cluster, mesh_shape: tuple[int, ...], sizes: Sequence[int] = (), *, skip_bytes: int = 65536
+) -> Sweep:
+    """The cases for a mesh of all chips of `cluster`.
+
+    Args:
+        sizes: bytes per part; by default what suits the slowest link.
+        skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
+
+    Raises:
+        LayoutError: the mesh is not one of two axes with all chips, or the network cannot carry it.
+        DescriptionError: sizes of less than 64 bytes.
+    """
+    if len(mesh_shape) != 2 or math.prod(mesh_shape) != cluster.num_chips or cluster.num_chips < 2:
+        shape = "x".join(map(str, mesh_shape))
+        raise LayoutError(
+            f"mesh {shape} does not have the {cluster.num_chips} ranks of {cluster.name}; give ROWSxCOLS with "
+            "that product, of at least 2"
+        )
+    if bad := [size for size in sizes if not 64 <= size <= 1 << 30]:
+        raise DescriptionError(f"a part of {bad[0]} bytes is none to measure; give 64 to 2**30")
+    network = cluster.network
+    axes = tuple(
+        MeshAxis(name, count, network.axis(i, 2, mesh_shape))
+        for i, (name, count) in enumerate(zip(AXES, mesh_shape, strict=True))
+    )
+    used = [axis for axis in axes if axis.count > 1]
+    slowest = min(axis.ways * axis.link.link_bytes_per_s for axis in used)
+    chosen = tuple(sorted({_whole(size) for size in sizes})) or default_sizes(slowest)
+    # A bucket drains by the difference between what is offered and the rate: slowly, where steps are short.
+    maker = _Maker(Mesh.of(MESH, mesh_shape, AXES), cluster.chip.effective_flops_per_s, _BUCKETS * skip_bytes)
+    cases: list[Case] = []
+    for number, size in enumerate(chosen):
+        for kind in KINDS:
+            firsts = (False,) if kind == "send_recv" or max(a.count for a in used) < 3 else (True, False)
+            cases += [maker.case(kind, used, size, first, is_busy=True) for first in firsts]
+            if number in _ALONE:
+                cases += [maker.case(kind, [axis], size, False, is_busy=False) for axis in used]
+        cases.append(maker.products(size, used))
+    return Sweep(cluster, axes, chosen, tuple(cases), sum(maker.expected_s))
+
+
+class _Maker:
+    def __init__(self, mesh: Mesh, flops_per_s: float, skip_bytes: int) -> None:
+        self.mesh, self.flops_per_s, self.skip_bytes = mesh, flops_per_s, skip_bytes
+        self.expected_s: list[float] = []
+
+    def case(self, kind: str, axes: Sequence[MeshAxis], size: int, first: bool, *, is_busy: bool) -> Case:
+        """`kind` along `axes` at once, with products beside it where `is_busy`; `first`: its first step only."""
+        turn_s = {axis.name: self._turn_s(kind, axis, size, first) for axis in axes}
+        slowest_s = max(turn_s.values())
+        turns = min(max(math.ceil(_RUN_S / slowest_s), _LEAST_TURNS), _MOST_TURNS)
+        loops, text = [], []
+        warm_s = max(self._warm(kind, axis, size, first) * turn_s[axis.name] for axis in axes)
+        for axis in axes:
+            # All axes are to end together, or the rest of the slower one has the machine to itself.
+            mine = max(math.ceil((warm_s + turns * slowest_s) / turn_s[axis.name]), 2)
+            warm = min(max(math.ceil(warm_s / turn_s[axis.name]), 1), mine - 1)
+            steps = 1 if kind == "send_recv" or first else axis.count - 1
+            loops.append(Loop(kind, axis.name, size, steps, mine, warm))
+            text.append(_transfer(kind, axis, size, mine, both=is_busy))
+        run_s = warm_s + turns * slowest_s
+        if is_busy:
+            # A few more than it takes, for collectives take longer than expected.
+            product_s = slowest_s * _PRODUCTS[len(self.expected_s) % len(_PRODUCTS)]
+            loop = self._compute(product_s, math.ceil(1.15 * run_s / product_s), size)
+            loops.append(loop)
+            text.append(_compute(loop))
+        self.expected_s.append(run_s)
+        where = "all axes and products" if is_busy else axes[0].name
+        name = f"{kind}{' (first step)' if first else ''} of {size} bytes, {where}"
+        program = lower_rings(self._program(name, text), max(axis.ways for axis in axes))
+        if first:
+            program = replace(program, body=tuple(_first_steps(program.body)))
+        return Case(name, is_busy, tuple(loops), program)
+
+    def products(self, size: int, axes: Sequence[MeshAxis]) -> Case:
+        """Products and copies with nothing beside them, as long as the largest collective of that size."""
+        loop = self._compute(
+            max(self._turn_s("all_gather", axis, size, False) for axis in axes), _LEAST_TURNS, size
+        )
+        self.expected_s.append(loop.turns * loop.amount / self.flops_per_s)
+        return Case(f"products for {size} bytes", False, (loop,), self._program("products", [_compute(loop)]))
+
+    def _compute(self, seconds: float, turns: int, size: int) -> Loop:
+        edge = max(round((seconds * self.flops_per_s / 2) ** (1 / 3) / 4), 4) * 4
+        return Loop("compute", "", 2 * edge**3, 1, max(turns, 2), 1, copy_bytes=2 * 4 * size)
+
+    def _program(self, name: str, text: Sequence[tuple[str, str]]) -> Program:
+        shape, names = self.mesh.shape, self.mesh.axes
+        lines = [
+            f'program("{name}")',
+            f'{MESH} = mesh(({shape[0]}, {shape[1]}), ("{names[0]}", "{names[1]}"))',
+        ]
+        lines += [declared for declared, _ in text]
+        return parse("\n".join([*lines, f"with {MESH}:", *(body for _, body in text)]) + "\n")
+
+    def _message(self, kind: str, axis: MeshAxis, size: int) -> float:
+        return size if kind == "send_recv" else size / axis.ways
+
+    def _turn_s(self, kind: str, axis: MeshAxis, size: int, first: bool) -> float:
+        steps = 1 if kind == "send_recv" or first else axis.count - 1
+        step_s = self._message(kind, axis, size) / axis.link.link_bytes_per_s
+        return steps * (step_s + _EXPECTED_SYNC_S)
+
+    def _warm(self, kind: str, axis: MeshAxis, size: int, first: bool) -> int:
+        steps = 1 if kind == "send_recv" or first else axis.count - 1
+        return max(math.ceil(self.skip_bytes / (steps * self._message(kind, axis, size))), 1)
+
+
+def _transfer(kind: str, axis: MeshAxis, size: int, turns: int, *, both: bool) -> tuple[str, str]:
+    """Declarations and body: one collective after the other into two slots in turn, so that a faster member
+    never overwrites what has yet to be passed on."""
+    name, part, over = axis.name, size // 4, f"{MESH}.{axis.name}"
+    declared = [f"{name} = lane()"]
+    match kind:
+        case "all_gather":
+            declared.append(_scratch(f"{name}_part", part))
+            declared.append(_scratch(f"{name}_whole", axis.count * part, slots=2))
+            zeros = [f"{name}_part"]
+            ops = [f'all_gather({name}_whole(i % 2), {name}_part, over="{over}", dim=0, lane={name})']
+        case "reduce_scatter":
+            declared.append(_scratch(f"{name}_whole", axis.count * part))
+            declared.append(_scratch(f"{name}_part", part, slots=2))
+            zeros = [f"{name}_whole"]
+            ops = [f'reduce_scatter({name}_part(i % 2), {name}_whole, over="{over}", dim=0, lane={name})']
+        case _:
+            lanes = [(name, 1)]
+            if both and axis.count > 2:
+                declared.append(f"{name}_back = lane()")
+                lanes.append((f"{name}_back", -1))
+            declared += [_scratch(f"{lane}_part", part, slots=2) for lane, _ in lanes]
+            zeros = []
+            ops = [
+                f'permute({lane}_part((i + 1) % 2), {lane}_part(i % 2), over="{over}", shift={shift}, lane={lane})'
+                for lane, shift in lanes
+            ]
+            zeros = [f"{lane}_part" for lane, _ in lanes]
+    body = [f"    zero({buffer}, lane={buffer.rpartition('_')[0]})" for buffer in zeros]
+    body += [f"    for i in range({turns}):", *(f"        {op}" for op in ops)]
+    return "\n".join(declared), "\n".join(body)
+
+
+def _compute(loop: Loop) -> tuple[str, str]:
+    edge, elements = round((loop.amount / 2) ** (1 / 3)), loop.copy_bytes // 8
+    declared = ["compute = lane()", _scratch("x", edge, edge), _scratch("y", edge, edge)]
+    declared += [_scratch("from_", elements), _scratch("to_", elements)]
+    body = [
+        "    zero(x, lane=compute)",
+        "    zero(from_, lane=compute)",
+        f"    for i in range({loop.turns}):",
+        "        matmul(y, x, x, lane=compute)",
+        "        copy(to_, from_, lane=compute)",
+    ]
+    return "\n".join(declared), "\n".join(body)
+
+
+def _scratch(name: str, *shape: int, slots: int = 1) -> str:
+    sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+    return f'{name} = scratch(({sizes}), "float32", on={MESH}{f", slots={slots}" if slots > 1 else ""})'
+
+
+def _first_steps(body: Sequence[Statement]) -> list[Statement]:
+    """Rings without what follows their first step; the sums that a left-out step would feed go with it."""
+    out: list[Statement] = []
+    is_left_out = False
+    for statement in body:
+        if isinstance(statement, (On, Repeat, When)):
+            out.append(replace(statement, body=tuple(_first_steps(statement.body))))
+            continue
+        if isinstance(statement, Permute) and statement.step is not None:
+            is_left_out = statement.step.index != 0
+        if not (is_left_out and isinstance(statement, (Permute, Add))):
+            out.append(statement)
+    return out

@@ -1,0 +1,246 @@
+"""Estimates and simulations beside measurement: how far they are off, for cases of many shapes.
+
+A seeded generator draws cases that no constant was fitted on. All of them run in one set of processes of a lab;
+each is then estimated from its skeleton and simulated as it ran, lowered, on one description of that lab.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import Cluster
+from meshweave.errors import LayoutError
+from meshweave.estimate.timeline import timeline
+from meshweave.execute.clocks import ClockOffset, align, offset_at
+from meshweave.ir.text import to_text
+from meshweave.lab.fidelity_cases import FidelityCase, repaced
+from meshweave.lab.lab import RunningLab
+from meshweave.lab.yardsticks import matmul_machine
+from meshweave.simulate import simulate
+from meshweave.trace import Span, Trace, merge
+from meshweave.units import format_s
+
+GOAL_MEAN, GOAL_WORST = 0.05, 0.15
+"""The relative errors that predictions should keep to."""
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """One case as measured (seconds of each run, from the common start to the end of the last rank) and predicted.
+
+    `error` is the largest difference from the dense product, `late_s` by how much a rank began late at worst,
+    `overruns` counts products that took longer than their paced time; with any, the machine was too slow.
+    `measured` is the trace of the median run, from the common start, on rank 0's clock.
+    """
+
+    case: FidelityCase
+    runs_s: tuple[float, ...]
+    estimated_s: float
+    simulated_s: float
+    error: float
+    late_s: float
+    overruns: int
+    measured: Trace = field(repr=False)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.runs_s)
+
+    @property
+    def estimate_error(self) -> float:
+        """(estimated - measured) / measured: positive where the run was faster than its estimate."""
+        return self.estimated_s / self.median_s - 1
+
+    @property
+    def simulation_error(self) -> float:
+        return self.simulated_s / self.median_s - 1
+
+    def to_json(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "number": case.number,
+            "title": str(case),
+            "algorithm": case.algorithm,
+            "dataflow": case.problem.dataflow,
+            "m_n_k": [case.problem.m, case.problem.n, case.problem.k],
+            "mesh_shape": list(case.problem.mesh_shape),
+            "slices": list(case.config.slices),
+            "packets": case.config.packets,
+            "overlap": case.config.overlap,
+            "ways": case.ways,
+            "flops_per_s": case.flops_per_s,
+            "measured_s": list(self.runs_s),
+            "median_s": self.median_s,
+            "estimated_s": self.estimated_s,
+            "estimate_error": self.estimate_error,
+            "simulated_s": self.simulated_s,
+            "simulation_error": self.simulation_error,
+            "max_abs_error": self.error,
+            "late_s": self.late_s,
+            "overruns": self.overruns,
+        }
+
+
+@dataclass(frozen=True)
+class FidelityReport:
+    """All cases; `clocks` holds each rank's offset from rank 0 before and after them."""
+
+    outcomes: tuple[Fidelity, ...]
+    clocks: tuple[tuple[ClockOffset, ...], ...]
+
+    @property
+    def summary(self) -> dict[str, dict[str, dict[str, float]]]:
+        """Mean and worst absolute relative error of estimate and simulation, over all cases and by algorithm."""
+        groups = {"all": list(self.outcomes)}
+        for outcome in self.outcomes:
+            groups.setdefault(outcome.case.algorithm, []).append(outcome)
+        return {
+            name: {
+                "estimate": _errors([outcome.estimate_error for outcome in group]),
+                "simulation": _errors([outcome.simulation_error for outcome in group]),
+            }
+            for name, group in groups.items()
+        }
+
+    @property
+    def median_case(self) -> Fidelity:
+        """The one whose estimate is off by the median error."""
+        ranked = sorted(self.outcomes, key=lambda o: (abs(o.estimate_error), o.case.number))
+        return ranked[(len(ranked) - 1) // 2]
+
+    @property
+    def clock_uncertainty_s(self) -> float:
+        """How exactly the ranks' clocks are known against rank 0's, at worst."""
+        return max(offset.uncertainty_ns for rank in self.clocks for offset in rank) / 1e9
+
+    def verdict(self, what: str) -> str:
+        """Whether the errors of "estimate" or "simulation" keep to the goal, and the worst case, in words."""
+        found = self.summary["all"][what]
+        mean, worst = found["mean"], found["worst"]
+        error: Callable[[Fidelity], float] = (
+            (lambda o: o.estimate_error) if what == "estimate" else (lambda o: o.simulation_error)
+        )
+        at = max(self.outcomes, key=lambda outcome: abs(error(outcome)))
+        kept = "keeps to" if mean <= GOAL_MEAN and worst <= GOAL_WORST else "misses"
+        return (
+            f"{what}: mean error {mean:.1%}, worst {worst:.1%} (case {at.case.number}, {at.case}: "
+            f"{error(at):+.1%}); {kept} the goal of {GOAL_MEAN:.0%} and {GOAL_WORST:.0%}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "goal": {"mean": GOAL_MEAN, "worst": GOAL_WORST},
+            "summary": self.summary,
+            "verdicts": [self.verdict(what) for what in ("estimate", "simulation")],
+            "clock_offsets_ns": [[vars(offset) for offset in rank] for rank in self.clocks],
+            "cases": [outcome.to_json() for outcome in self.outcomes],
+        }
+
+
+def _errors(errors: Sequence[float]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"mean": statistics.fmean(sizes), "worst": max(sizes), "bias": statistics.fmean(errors)}
+
+
+def fidelity(
+    lab: RunningLab,
+    cases: Sequence[FidelityCase],
+    cluster: Cluster,
+    *,
+    repeat: int = 3,
+    seed: int = 0,
+    timeout_s: float = 900.0,
+    say: Callable[[str], None] = lambda line: None,
+) -> FidelityReport:
+    """Runs all cases on a lab that is up, and predicts them on `cluster`, its description.
+
+    Raises LayoutError where a case's mesh has not as many ranks as the lab, and what `RunningLab.launch` raises.
+    """
+    for case in cases:
+        if case.problem.num_chips != lab.num_ranks:
+            raise LayoutError(f"a mesh of {case.problem.num_chips} ranks on a lab of {lab.num_ranks}")
+    payload = {
+        "cases": [
+            {
+                "title": str(case),
+                "program": to_text(case.program),
+                "problem": [*(getattr(case.problem, d) for d in ("m", "n", "k", "mesh_shape", "dataflow"))],
+                "flops_per_s": case.flops_per_s,
+            }
+            for case in cases
+        ],
+        "repeat": repeat,
+        "seed": seed,
+        "deadline_s": timeout_s,
+    }
+    # Every case has its own pace; products outside of them, such as checks, have none.
+    unpaced = {"MESHWEAVE_PACE_FLOPS_PER_S": ""}
+    target = "meshweave.lab.fidelity_rank:fidelity_runs"
+    ranks = lab.launch(target, payload, timeout_s=timeout_s, env=unpaced)
+    clocks = tuple(tuple(ClockOffset(*offset) for offset in rank["offsets"]) for rank in ranks)
+    outcomes = []
+    for number, case in enumerate(cases):
+        outcomes.append(_outcome(case, [rank["cases"][number] for rank in ranks], clocks, cluster))
+        found = outcomes[-1]
+        say(
+            f"case {case.number} predicted: measured {format_s(found.median_s)}, "
+            f"estimate {found.estimate_error:+.1%}, simulation {found.simulation_error:+.1%}"
+        )
+    return FidelityReport(tuple(outcomes), clocks)
+
+
+def _outcome(
+    case: FidelityCase,
+    ranks: Sequence[dict[str, Any]],
+    clocks: Sequence[Sequence[ClockOffset]],
+    cluster: Cluster,
+) -> Fidelity:
+    runs = list(zip(*(rank["runs"] for rank in ranks), strict=True))
+    took = [
+        max(run["end_ns"] - offset_at(run["end_ns"], clocks[rank]) for rank, run in enumerate(run_of))
+        - run_of[0]["start_ns"]
+        for run_of in runs
+    ]
+    middle = sorted(range(len(runs)), key=took.__getitem__)[(len(runs) - 1) // 2]
+    estimated, simulated = predicted(case, cluster)
+    return Fidelity(
+        case,
+        tuple(ns / 1e9 for ns in took),
+        estimated.duration_s,
+        simulated.duration_s,
+        max(rank["error"] for rank in ranks),
+        max(run["late_ns"] for run_of in runs for run in run_of) / 1e9,
+        sum(rank["overruns"] for rank in ranks),
+        _measured(case, runs[middle], clocks),
+    )
+
+
+def _measured(
+    case: FidelityCase, runs: Sequence[dict[str, Any]], clocks: Sequence[Sequence[ClockOffset]]
+) -> Trace:
+    """The trace of a run, from its common start on."""
+    traces = []
+    for rank, run in enumerate(runs):
+        edges = iter(run["spans"])
+        spans = [
+            Span(rank, index, bound.op.lane, bound.op.kind, bound.label, 1000 * start, 1000 * next(edges))
+            for index, (bound, start) in enumerate(zip(case.program.on_rank(rank), edges, strict=False))
+        ]
+        traces.append(align(Trace(case.program.name, "torch", tuple(spans)), *clocks[rank]))
+    whole = merge(traces)
+    zero = 1000 * runs[0]["start_ns"]
+    return replace(
+        whole,
+        spans=tuple(replace(s, start_ps=s.start_ps - zero, end_ps=s.end_ps - zero) for s in whole.spans),
+    )
+
+
+def predicted(case: FidelityCase, cluster: Cluster) -> tuple[Trace, Trace]:
+    """The timeline of the case's skeleton and the simulation of its lowered program, on `cluster` at its pace."""
+    paced = repaced(cluster, case.flops_per_s)
+    drawn = timeline(case.skeleton, matmul_machine(paced, case.problem), case.program.name)
+    return drawn, simulate(case.program, Machine.of(paced, case.program))

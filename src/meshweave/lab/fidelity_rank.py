@@ -1,0 +1,111 @@
+"""What one rank of a fidelity run does: one case after another, traced, from common starts, on aligned clocks."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import astuple
+from typing import Any
+
+from meshweave.algorithms.matmul.problem import MatmulProblem
+from meshweave.ir.parse import parse
+from meshweave.nn.rehearse import dense_shard, operand, shard
+
+LEAD_NS = 30_000_000
+"""How far ahead of a run its start is announced: by then the announcement has reached everybody."""
+_NOTHING = 3.4e38
+"""The error of an element that a run did not write."""
+
+
+def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Binds, runs (once to warm up, then `repeat` times) and releases every case in turn.
+
+    `payload`: cases [{title, program, problem [m, n, k, mesh_shape, dataflow], flops_per_s}], repeat, seed,
+    deadline_s. Rank 0 tells its progress on stderr.
+
+    Returns offsets, this rank's clock against rank 0's as [at_ns, offset_ns, uncertainty_ns] before and after
+    all cases, and per case: runs, of each the instant start_ns that rank 0 had set, in its own clock, end_ns
+    at which this rank was done and late_ns by how much it had begun late, in this rank's clock, and spans, the
+    start and end of every op in program order, in nanoseconds of this rank's clock; error, the largest
+    absolute difference from the dense product over all runs; overruns, products slower than the pace.
+
+    Raises what binding and running raise: BindError, RankLostError, DeadlineError.
+    """
+    import torch
+
+    from meshweave.execute.clocks import clock_offsets
+    from meshweave.execute.groups import TorchContext
+
+    torch.set_num_threads(1)
+    # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
+    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    before = clock_offsets(shared)
+    cases = []
+    for number, case in enumerate(payload["cases"]):
+        cases.append(_case(case, payload, shared, before.offset_ns))
+        gc.collect()
+        if context.rank == 0:
+            took_s = [(run["end_ns"] - run["start_ns"]) / 1e9 for run in cases[-1]["runs"]]
+            title = f"case {number} of {len(payload['cases'])}, {case['title']}"
+            print(
+                f"{title}: rank 0 took {', '.join(f'{s:.3f}' for s in took_s)} s", file=sys.stderr, flush=True
+            )
+    after = clock_offsets(shared)
+    shared.close()
+    return {"offsets": [astuple(before), astuple(after)], "cases": cases}
+
+
+def _case(case: Mapping[str, Any], payload: Mapping[str, Any], shared: Any, offset_ns: int) -> dict[str, Any]:
+    import torch
+
+    from meshweave.execute.torch_backend import bind
+    from meshweave.lab.pace import paced
+
+    m, n, k, mesh_shape, dataflow = case["problem"]
+    problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
+    program, rank = parse(case["program"]), shared.rank
+    whole = {name: operand(problem, name, payload["seed"]) for name in "ab"}
+    expected = torch.from_numpy(dense_shard(program, problem, whole["a"], whole["b"], rank))
+    bound = bind(program, rank, {}, context=shared, trace=True)
+    # Copied into the bound tensors, which lie in memory as the program wants them.
+    inputs: Any = {name: torch.from_numpy(shard(program, name, whole[name], rank)) for name in "ab"}
+    del whole
+    out, runs, error = bound.outputs["c"], [], 0.0
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        with paced(case["flops_per_s"]) as pacer:
+            for repetition in range(int(payload["repeat"]) + 1):
+                out.fill_(float("nan"))  # a run must write every element
+                start_ns, late_ns = common_start(shared, offset_ns)
+                trace = bound.run(inputs)
+                end_ns, inputs = time.monotonic_ns(), None
+                assert trace is not None
+                difference = (out - expected).abs().nan_to_num(nan=_NOTHING)
+                error = max(error, float(difference.max()) if difference.numel() else 0.0)
+                if repetition:
+                    spans = [edge // 1000 for s in trace.spans for edge in (s.start_ps, s.end_ps)]
+                    runs.append({"start_ns": start_ns, "end_ns": end_ns, "late_ns": late_ns, "spans": spans})
+            overruns = pacer.report().num_overruns
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    return {"runs": runs, "error": error, "overruns": overruns}
+
+
+def common_start(shared: Any, offset_ns: int) -> tuple[int, int]:
+    """Returns at the instant that rank 0 has set: (that instant in rank 0's clock, nanoseconds too late)."""
+    import torch
+    import torch.distributed as dist
+
+    with shared.guard("all ranks to start a run", range(shared.num_ranks)):
+        dist.barrier()
+        instant = torch.tensor([time.monotonic_ns() + LEAD_NS])
+        dist.broadcast(instant, 0)
+    start_ns = int(instant)
+    due_ns = start_ns + offset_ns
+    time.sleep(max(due_ns - time.monotonic_ns(), 0) / 1e9)
+    return start_ns, max(time.monotonic_ns() - due_ns, 0)

@@ -1,0 +1,155 @@
+"""Who takes part in a benchmark: algorithms with their configurations, and PyTorch's DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import Cluster
+from meshweave.errors import UnsupportedError
+from meshweave.estimate import estimate
+from meshweave.ir.ops import AllGather, ReduceScatter
+from meshweave.ir.program import Program
+from meshweave.ir.text import to_text
+from meshweave.lab.yardsticks import matmul_machine
+from meshweave.lower import lower_chains, lower_rings
+from meshweave.tune.product import tune_product
+
+SAME = {"a": ("S0", "S1"), "b": ("S0", "S1"), "c": ("S0", "S1")}
+"""The shards that everybody else has: DTensor gathers what it needs."""
+REPLICATED = {
+    "os": {"a": ("S0", "R"), "b": ("R", "S1"), "c": ("S0", "S1")},
+    "ls": {"a": ("S0", "S1"), "b": ("R", "S1"), "c": ("S0", "S1")},
+    "rs": {"a": ("S0", "R"), "b": ("S0", "S1"), "c": ("S0", "S1")},
+}
+"""Placements under which DTensor need not gather: inputs that move lie replicated beforehand, at no cost here. A
+lower bound of what DTensor could reach, not a rival on the same shards. What is summed is still scattered."""
+REPLICATED_NOTE = (
+    "DTensor, inputs replicated: starts from gathered inputs; what gathering them takes is not counted"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rival: an algorithm with a configuration and ring directions (0: gloo's own collectives), or DTensor.
+
+    With 2 `rings` an axis of two ranks, which has one link, still gets a one-way ring. `inputs_replicated` is
+    DTensor's from the start, see `REPLICATED`.
+    """
+
+    name: str
+    algorithm: str = ""
+    config: Config = field(default_factory=Config)
+    rings: int = 0
+    inputs_replicated: bool = False
+
+    @property
+    def family(self) -> str:
+        """What all configurations of a rival have in common."""
+        return self.algorithm if self.rings else self.name
+
+    def payload(self, problem: MatmulProblem) -> dict[str, Any]:
+        """What a rank is told. Raises LayoutError for slices that do not fit the problem."""
+        if not self.algorithm:
+            return {
+                "name": self.name,
+                "dtensor": REPLICATED[problem.dataflow] if self.inputs_replicated else SAME,
+            }
+        return {"name": self.name, "program": to_text(self.program(problem))}
+
+    def program(self, problem: MatmulProblem) -> Program:
+        """What an algorithm runs, lowered. Raises LayoutError for slices that do not fit the problem."""
+        program = ALGORITHMS[self.algorithm].program(problem, self.config)
+        if not self.rings:
+            return program
+        if self.rings == 2:
+
+            def two_links(op: AllGather | ReduceScatter) -> bool:
+                axis = str(op.over).partition(".")[2]
+                return bool(axis) and problem.axis_size(axis) > 2
+
+            program = lower_rings(program, 2, two_links)
+        return lower_chains(lower_rings(program, 1))
+
+    def estimate_s(self, problem: MatmulProblem, machine: Machine) -> float | None:
+        """What the skeleton says that it takes on a machine; None for DTensor, whose theory is not ours."""
+        if not self.algorithm:
+            return None
+        return estimate(ALGORITHMS[self.algorithm].skeleton(problem, self.config), machine).total_s
+
+
+DTENSOR = Case("DTensor, same shards"), Case("DTensor, inputs replicated", inputs_replicated=True)
+
+
+def widths_text(widths: Sequence[int]) -> str:
+    """ "1:2:4x6:2:1" for six slices of relative width 4 between thinner ones."""
+    runs = [(width, len(list(group))) for width, group in groupby(widths)]
+    return ":".join(str(width) if count == 1 else f"{width}x{count}" for width, count in runs)
+
+
+def sliced(problem: MatmulProblem, widths: Sequence[int]) -> Case:
+    """MeshSlice with slices of these relative widths."""
+    even = len(set(widths)) == 1
+    name = f"meshslice S={len(widths)}" if even else f"meshslice {widths_text(widths)}"
+    return Case(name, "meshslice", Config(tuple(widths)), ways(problem))
+
+
+def ways(problem: MatmulProblem) -> int:
+    """Ring directions on this mesh: an axis of two ranks has no second one."""
+    return 2 if max(problem.mesh_shape) > 2 else 1
+
+
+def cases(
+    problem: MatmulProblem,
+    cluster: Cluster,
+    names: Sequence[str],
+    slices: Sequence[Sequence[int]] = (),
+    *,
+    others: bool = True,
+) -> list[Case]:
+    """Each algorithm at its best by estimate on `cluster`, MeshSlice also with the given relative widths, and,
+    unless without `others`, Collective on gloo's own collectives, and DTensor with the same shards and with
+    replicated inputs. Each once.
+
+    Algorithms that cannot use the mesh, the dataflow or the sizes are left out. Raises LayoutError where the
+    mesh does not fit the cluster.
+    """
+    machine = matmul_machine(cluster, problem)
+    out = []
+    for name in names:
+        entry = ALGORITHMS[name]
+        if (
+            problem.mesh_shape not in entry.meshes(problem.num_chips)
+            or problem.dataflow not in entry.dataflows
+        ):
+            continue
+        try:
+            best = tune_product(_tapered_only(entry), problem, machine).config
+        except UnsupportedError:  # it offers nothing for these sizes
+            continue
+        out.append(Case(_named(name, best), name, best, ways(problem)))
+    out += [sliced(problem, widths) for widths in slices]
+    if others:
+        out += [Case("collective, gloo's own", "collective"), *DTENSOR]
+    return list({case.name: case for case in reversed(out)}.values())[::-1]
+
+
+def _named(name: str, config: Config) -> str:
+    if len(set(config.slices)) > 1:
+        return f"{name} {widths_text(config.slices)}"
+    return f"{name} {config}" if config.slice_count > 1 or config.packets > 1 else name
+
+
+def _tapered_only(entry: Algorithm) -> Algorithm:
+    """Tapered MeshSlice also offers equal slices, which are `meshslice` and not measured twice."""
+    if entry.name != "meshslice_tapered":
+        return entry
+
+    def configs(problem: MatmulProblem) -> Iterator[Config]:
+        return (config for config in entry.configs(problem) if len(set(config.slices)) > 1)
+
+    return replace(entry, configs=configs)

@@ -1,0 +1,165 @@
+"""Groups of horizontal bars as SVG: rivals side by side, with marks for what was expected of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from meshweave.report.chart import _LETTER, COLOURS, _linear_ticks, _scale
+
+_ROW, _BAR, _HEADER, _TOP, _RIGHT = 22, 13, 30, 30, 24
+Scale = Callable[[float], float]
+_GREY, _GRID = "#4a5562", "#e3e7ec"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of length `value`, its spread from `low` to `high`, all positive; `text` stands behind it.
+
+    `marks` are expected values, one for each of the chart's `mark_names`, or None. Bars of one `family` have one
+    colour in all groups.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    text: str
+    marks: tuple[float | None, ...] = ()
+    family: str = ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Bars under one heading, in the order of drawing."""
+
+    title: str
+    bars: tuple[Bar, ...]
+
+
+def bar_chart(
+    title: str,
+    groups: Sequence[Group],
+    x_label: str,
+    *,
+    mark_names: Sequence[str] = (),
+    bar_name: str = "median",
+    spread_name: str = "fastest to slowest",
+    line_at: float | None = None,
+    line_name: str = "",
+    notes: Sequence[str] = (),
+    width: int = 960,
+) -> str:
+    """An SVG of horizontal bars from 0 on one linear scale; "" where there are none.
+
+    Args:
+        mark_names: what the first and the second mark of each bar mean; two at most.
+        bar_name, spread_name: what a bar's length and its whisker mean.
+        line_at, line_name: x of a line through all groups, such as a bound, and what it means.
+        notes: lines of small text at the bottom.
+    """
+    bars = [bar for group in groups for bar in group.bars]
+    if not bars:
+        return ""
+    assert len(mark_names) <= len(_MARKS), "more marks than shapes"
+    left = 20 + int(_LETTER * max(len(bar.name) for bar in bars))
+    right = _RIGHT + int(_LETTER * max(len(bar.text) for bar in bars))
+    most = max(max(bar.high, bar.value, *(mark or 0.0 for mark in bar.marks)) for bar in bars)
+    ticks = _linear_ticks(most)
+    x_at = _scale(ticks, False, left, width - right)
+    families = list(dict.fromkeys(bar.family or bar.name for bar in bars))
+    colours = {family: COLOURS[number % len(COLOURS)] for number, family in enumerate(families)}
+    drawn, y = [], float(_TOP)
+    for group in groups:
+        y += _HEADER
+        drawn.append(f'<text x="16" y="{y - 9:.0f}" font-weight="bold">{escape(group.title)}</text>')
+        for bar in group.bars:
+            drawn += _bar(bar, colours[bar.family or bar.name], y, left, x_at, mark_names)
+            y += _ROW
+    bottom = y + 4
+    grid = []
+    for tick in ticks:
+        at = x_at(tick)
+        grid.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom:.0f}" stroke="{_GRID}"/>')
+        grid.append(
+            f'<text x="{at:.1f}" y="{bottom + 16:.0f}" text-anchor="middle" fill="{_GREY}">{tick:g}</text>'
+        )
+    if line_at is not None:
+        at = x_at(line_at)
+        grid.append(_dashed(at, _TOP, bottom))
+    middle = (left + width - right) / 2
+    grid.append(f'<text x="{middle:.1f}" y="{bottom + 36:.0f}" text-anchor="middle">{escape(x_label)}</text>')
+    legend, y = _legend(bar_name, spread_name, mark_names, line_name, bottom + 58)
+    for note in notes:
+        legend.append(f'<text x="16" y="{y:.0f}" font-size="11" fill="{_GREY}">{escape(note)}</text>')
+        y += 16
+    height = int(y)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
+        f'<rect width="100%" height="100%" fill="white"/>'
+        f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'
+        f"{''.join((*grid, *drawn, *legend))}</svg>\n"
+    )
+
+
+def _bar(bar: Bar, colour: str, y: float, left: int, x_at: Scale, mark_names: Sequence[str]) -> list[str]:
+    centre, end = y + _BAR / 2, x_at(bar.value)
+    low, high = x_at(bar.low), x_at(bar.high)
+    parts = [
+        f'<text x="{left - 8}" y="{centre + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>',
+        f'<rect x="{left}" y="{y:.1f}" width="{max(end - left, 0.5):.1f}" height="{_BAR}" fill="{colour}">'
+        f"<title>{escape(f'{bar.name}: {bar.text}')}</title></rect>",
+        _whisker(low, high, centre),
+    ]
+    furthest = max(end, high)
+    for name, value, shape in zip(mark_names, bar.marks, _MARKS, strict=False):
+        if value is not None:
+            parts.append(_mark(x_at(value), centre, shape, f"{bar.name}, {name}: {value:.2f}"))
+            furthest = max(furthest, x_at(value))
+    parts.append(
+        f'<text x="{furthest + 8:.1f}" y="{centre + 4:.1f}" fill="{_GREY}">{escape(bar.text)}</text>'
+    )
+    return parts
+
+
+# Around (0, 0): a tall thin bar, then a hollow diamond.
+_MARKS = (
+    f'd="M-1.5 -{_BAR / 2 + 3} h3 v{_BAR + 6} h-3 Z" fill="black"',
+    'd="M0 -5 L5 0 L0 5 L-5 0 Z" fill="white" stroke="black" stroke-width="1.5"',
+)
+
+
+def _mark(x: float, y: float, shape: str, title: str) -> str:
+    return f'<path {shape} transform="translate({x:.1f} {y:.1f})"><title>{escape(title)}</title></path>'
+
+
+def _whisker(low: float, high: float, y: float) -> str:
+    return (
+        f'<path d="M{low:.1f} {y:.1f} H{high:.1f} M{low:.1f} {y - 3:.1f} v6 M{high:.1f} {y - 3:.1f} v6" '
+        'stroke="#1c232b" fill="none"/>'
+    )
+
+
+def _dashed(x: float, top: float, bottom: float) -> str:
+    ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{top:.1f}" y2="{bottom:.1f}"'
+    return f'<line {ends} stroke="{_GREY}" stroke-dasharray="5 3"/>'
+
+
+def _legend(
+    bar_name: str, spread_name: str, mark_names: Sequence[str], line_name: str, y: float
+) -> tuple[list[str], float]:
+    """What the shapes mean, and the y under it."""
+    box = f'<rect y="{y - _BAR / 2}" width="18" height="{_BAR}" fill="{COLOURS[0]}"/>'
+    entries = [(bar_name, box), (spread_name, _whisker(0, 18, y))]
+    entries += [(name, _mark(9, y, shape, name)) for name, shape in zip(mark_names, _MARKS, strict=False)]
+    if line_name:
+        entries.append((line_name, _dashed(9, y - 9, y + 9)))
+    parts, x = [], 16.0
+    for name, drawing in entries:
+        parts.append(
+            f'<g transform="translate({x:.0f} 0)">{drawing}<text x="26" y="{y + 4:.1f}">{escape(name)}</text></g>'
+        )
+        x += 26 + _LETTER * len(name) + 24
+    return parts, y + 30

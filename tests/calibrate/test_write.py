@@ -1,0 +1,131 @@
+"""From measured times to a file: constants where they belong, and the file reads as the same cluster."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshweave.calibrate import calibrate, plan_sweep, to_toml
+from meshweave.cost.machine import mesh_machine
+from meshweave.describe.catalog import cluster_names
+from meshweave.describe.cluster import (
+    Chip,
+    Cluster,
+    CommConstants,
+    Hosts,
+    NetworkAxis,
+    Ring,
+    Switch,
+    Torus,
+    load_cluster,
+)
+
+RATE, SYNC_S, FLOPS_PER_S = 5e6, 2e-4, 1e9
+
+
+def reloaded(tmp_path, cluster, comments=()):
+    path = tmp_path / "cluster.toml"
+    path.write_text(to_toml(cluster, comments), encoding="utf-8")
+    found = load_cluster(path)
+    assert found == cluster and found.note == cluster.note
+    return found
+
+
+def torus_cluster():
+    axes = (NetworkAxis("row", 6e6, 1e-4, 2), NetworkAxis("col", 6e6, 1e-4, 1))
+    chip = Chip("paced rank", (("float32", 1e9), ("float64", 1e9)), 1e9, 2 * 10**9, 5e9, source="paced")
+    return Cluster("box", chip, Torus(axes, (4, 2), 8), "lab description", note="a note")
+
+
+def simulated(sweep, num_ranks, slow=1.0):
+    """What ranks would measure on a machine that follows the model, one repetition in three disturbed."""
+
+    def times(case):
+        out = []
+        for repetition in range(3):
+            scale, run = 5.0 if repetition == 1 else slow, []
+            for loop in case.loops:
+                if loop.kind == "compute":
+                    run.append([scale * (1e-5 + loop.amount / FLOPS_PER_S), scale * loop.copy_bytes / 1e10])
+                else:
+                    run.append([scale * loop.steps * (SYNC_S + loop.amount / RATE)])
+            out.append(run)
+        return out
+
+    return [{"times": [times(case) for case in sweep.cases]}] * num_ranks
+
+
+def test_constants_land_on_their_axes_and_survive_the_file(tmp_path):
+    sweep = plan_sweep(torus_cluster(), (4, 2), [16384, 65536, 131072, 262144])
+    found = calibrate(sweep, simulated(sweep, 8), source="a test")
+    assert found.problems == ()
+    cluster = reloaded(tmp_path, found.cluster, ["two\nlines", "bell \x07"])
+    assert cluster.network.shape == (4, 2) and [axis.ways for axis in cluster.network.axes] == [2, 1]
+    assert cluster.chip.effective_flops_per_s == pytest.approx(FLOPS_PER_S, rel=0.01)
+    assert cluster.chip.memory_bytes_per_s == pytest.approx(1e10, rel=0.01)
+    assert cluster.chip.launch_s == pytest.approx(1e-5, rel=0.1)
+    machine = mesh_machine(cluster, (4, 2), ("row", "col"))
+    for axis in ("tp.row", "tp.col"):
+        for kind in ("all_gather", "reduce_scatter", "send_recv"):
+            constants = machine.constants(axis, kind)
+            assert constants.bytes_per_s == pytest.approx(RATE, rel=0.01)
+            assert constants.sync_s + constants.launch_s == pytest.approx(SYNC_S, rel=0.05)
+    assert "median error" in cluster.network.axes[0].source and "busy" in cluster.note
+    assert "a note" in cluster.note
+    listed = found.to_json()["busy"]
+    assert {entry["kind"] for entry in listed} >= {"all_gather", "products", "copies"}
+    assert all(entry["samples"] for entry in listed)
+
+
+def test_without_nominal_links_their_rate_is_the_measured_one(tmp_path):
+    cluster = load_cluster("local-cpu").with_chips(2)
+    sweep = plan_sweep(cluster, (1, 2), [16384, 65536, 131072, 262144])
+    found = calibrate(sweep, simulated(sweep, 2), source="a test", has_nominal_links=False)
+    link = reloaded(tmp_path, found.cluster).network.link
+    assert link.link_bytes_per_s == pytest.approx(RATE, rel=0.01)
+    assert link.link_latency_s == pytest.approx(SYNC_S, rel=0.01)
+    assert found.cluster.chip.peak_flops_per_s[0][0] == "float32"
+
+
+def test_times_that_the_link_cannot_have_are_a_misfit():
+    sweep = plan_sweep(torus_cluster(), (4, 2), [16384, 65536, 131072, 262144])
+    found = calibrate(sweep, simulated(sweep, 8, slow=0.1), source="a test")
+    assert any("send_recv along row" in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_cluster_of_the_catalog_survives_the_file(name, tmp_path):
+    reloaded(tmp_path, load_cluster(name))
+
+
+number = st.floats(1.0, 1e20)
+seconds = st.floats(0.0, 1e3)
+words = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30)
+axis = st.builds(
+    NetworkAxis,
+    st.sampled_from(["nic", 'quoted " name', "back\\slash"]),
+    number,
+    seconds,
+    st.sampled_from([1, 2]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["all_gather", "send_recv"]), st.builds(CommConstants, number, seconds, seconds)
+        ),
+        max_size=1,
+    ).map(tuple),
+    seconds,
+    words,
+)
+network = st.one_of(
+    st.builds(Ring, axis, st.integers(1, 99)),
+    st.builds(Switch, axis, st.integers(1, 99)),
+    st.builds(Hosts, st.integers(1, 9), st.integers(1, 9), axis, st.integers(1, 9), axis),
+    st.builds(lambda a, b: Torus((a, b), (2, 3), 6), axis, axis),
+    st.builds(lambda a: Torus((a, a), None, 16, True, 4, 64), axis),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(network, words, words, number)
+def test_any_cluster_survives_the_file(tmp_path_factory, network, source, note, rate):
+    chip = Chip("chip", (("float32", rate),), rate, 7, rate, 1e-6, source)
+    reloaded(tmp_path_factory.mktemp("toml"), Cluster("box", chip, network, source, 0.5, note))

@@ -1,0 +1,75 @@
+"""The timeline of a skeleton: the same time as its estimate, whatever the skeleton."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.describe.cluster import load_cluster
+from meshweave.errors import UnsupportedError
+from meshweave.estimate import estimate
+from meshweave.estimate.timeline import MAX_TASKS, timeline
+from meshweave.ir.skeleton import Phase, Skeleton, Task
+from meshweave.ir.work import Compute, matmul_work, move_work
+from meshweave.report.timeline import kind_of
+from meshweave.units import to_s
+
+POD = load_cluster("tpu-v4-pod:16")
+AXES = ("row", "col", "depth")
+MESHES = {
+    name: [shape for n in range(1, 17) for shape in entry.meshes(n)] for name, entry in ALGORITHMS.items()
+}
+
+
+def machine_of(shape: tuple[int, ...]) -> Machine:
+    return mesh_machine(POD, shape, AXES[: len(shape)])
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
+    """To the picosecond, in every algorithm, for products of uneven sizes too."""
+    entry, size = ALGORITHMS[name], st.integers(1, 20_000)
+    problem = MatmulProblem(
+        *data.draw(st.tuples(size, size, size)),
+        data.draw(st.sampled_from(MESHES[name])),
+        data.draw(st.sampled_from(entry.dataflows)),
+        data.draw(st.sampled_from(["bfloat16", "float32"])),
+    )
+    widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=min(40, problem.sliced_size)))
+    config = Config(tuple(widths), packets=data.draw(st.integers(1, 4)))
+    skeleton, machine = entry.skeleton(problem, config), machine_of(problem.mesh_shape)
+    drawn, told = timeline(skeleton, machine), estimate(skeleton, machine)
+    assert drawn.duration_s == told.total_s
+    assert drawn.source == "estimate" and {span.rank for span in drawn.spans} <= {0}
+    by_kind = {"compute": 0, "move": 0, "communicate": 0}
+    ends: dict[str, int] = {}
+    for span in drawn.spans:
+        assert span.start_ps >= ends.get(span.lane, 0)  # a lane does one thing at a time
+        ends[span.lane] = span.end_ps
+        by_kind[kind_of(span)] += span.end_ps - span.start_ps
+    assert to_s(by_kind["compute"]) == told.compute_s and to_s(by_kind["move"]) == told.copy_s
+    assert 0 <= drawn.overlap_s(0) <= told.compute_s
+
+
+def test_tasks_wait_for_those_of_earlier_turns() -> None:
+    """A double-buffered pipeline: the third copy waits for the first product."""
+    copy = Task("copy", "row", move_work(1000, "int8"), (("matmul", 2),))
+    product = Task("matmul", "compute", matmul_work(100, 100, 100), (("copy", 0),))
+    drawn = timeline(Skeleton((Phase(2, (copy, product)), Phase(2, (copy, product)))), machine_of((1, 1)))
+    spans = {span.label: span for span in drawn.spans}
+    assert list(spans) == [f"{name} {turn}" for turn in range(4) for name in ("copy", "matmul")]
+    assert spans["copy 1"].start_ps == spans["copy 0"].end_ps
+    assert spans["copy 2"].start_ps == max(spans["matmul 0"].end_ps, spans["copy 1"].end_ps)
+    assert spans["copy 3"].start_ps == max(spans["matmul 1"].end_ps, spans["copy 2"].end_ps)
+
+
+def test_too_long_a_skeleton_is_refused_at_once() -> None:
+    task = Task("matmul", "compute", Compute("matmul", flops=1))
+    with pytest.raises(UnsupportedError, match=f"^a timeline of {10**15} tasks .* {MAX_TASKS} at most$"):
+        timeline(Skeleton((Phase(10**15, (task,)),)), machine_of((1, 1)))
+    assert timeline(Skeleton(()), machine_of((1, 1))).duration_s == 0.0
