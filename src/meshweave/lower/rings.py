@@ -25,6 +25,9 @@ from meshweave.ir.views import FULL, Range, View
 BACK = "_back"
 """Suffix of the lane for the second direction."""
 
+INBOX_SLOTS = 3
+"""One partial sum is added to and passed on, one arrives, and the receive of the next one can be posted."""
+
 
 def lower_rings(
     program: Program,
@@ -203,9 +206,9 @@ class _Pass:
     def _scatter_step(self, op: ReduceScatter, part: _Part, step: int, count: int, at: Var) -> list[Op]:
         inbox = self._inbox(op, part, count)
         sends, takes = (at - part.shift * (1 + step)) % count, (at - part.shift * (2 + step)) % count
-        got = _box(inbox, op.dim, part.extent(takes, count), step % 2)
+        got = _box(inbox, op.dim, part.extent(takes, count), step % INBOX_SLOTS)
         if step:
-            sent = _box(inbox, op.dim, part.extent(sends, count), (step - 1) % 2)
+            sent = _box(inbox, op.dim, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
         else:
             sent = _sub(op.src, op.dim, *part.of(sends, count))
         permute = self._permute(op, part, step, count, got, sent)
@@ -236,7 +239,7 @@ class _Pass:
         )
 
     def _inbox(self, op: ReduceScatter, part: _Part, count: int) -> Buffer:
-        """Where partial sums arrive: two slots of the largest piece, with `dim` outermost in memory."""
+        """Where partial sums arrive: slots of the largest piece, with `dim` outermost in memory."""
         assert isinstance(op.over, str)
         of = self.program.buffer_of[op.src.buffer]
         name = f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}"
@@ -250,7 +253,9 @@ class _Pass:
         if known is not None:  # several collectives of one buffer share an inbox
             shape[op.dim] = maximum(known.shape[op.dim], shape[op.dim])
         order = (op.dim, *(d for d in range(len(shape)) if d != op.dim))
-        buffer = Buffer(name, "scratch", of.mesh, of.dtype, shape=tuple(shape), slots=2, order=order)
+        buffer = Buffer(
+            name, "scratch", of.mesh, of.dtype, shape=tuple(shape), slots=INBOX_SLOTS, order=order
+        )
         self.new_buffers[name] = buffer
         return buffer
 
