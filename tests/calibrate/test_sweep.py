@@ -1,12 +1,18 @@
 """What is run: valid programs, rings cut to their first step, loops that end together."""
 
+from dataclasses import replace
+
 import pytest
 
 from meshweave.calibrate import plan_sweep
+from meshweave.calibrate.rank import _reader
+from meshweave.calibrate.sweep import CHAINS, LEAST_PACKET_BYTES
+from meshweave.cost.machine import Machine
 from meshweave.describe.cluster import Cluster, NetworkAxis, Torus, load_cluster
 from meshweave.errors import DescriptionError, LayoutError
 from meshweave.ir.ops import Permute
 from meshweave.ir.validate import validate
+from meshweave.simulate import simulate
 
 
 def torus(rows, columns):
@@ -28,8 +34,37 @@ def test_all_programs_are_valid(shape):
         "all_gather",
         "reduce_scatter",
         "send_recv",
+        "broadcast",
+        "reduce",
         "compute",
     }
+
+
+def test_chains_have_roots_in_turn_and_packets_that_are_not_small():
+    sweep = plan_sweep(torus(4, 2), (4, 2), [16384, 65536, 262144])
+    found = set()
+    for case in sweep.cases:
+        for loop in case.loops:
+            if loop.kind not in CHAINS:
+                continue
+            count = {"row": 4, "col": 2}[loop.axis]
+            found.add((loop.kind, loop.amount * loop.packets, loop.packets))
+            assert loop.steps == count + loop.packets - 2 and loop.amount >= LEAST_PACKET_BYTES
+            assert (loop.turns - loop.warm) % count == 0
+            first = [op.op for op in case.program.on_rank(0) if loop.axis in op.op.lane]
+            assert {op.kind for op in first} >= {"send", "recv", "copy"}
+    for kind in CHAINS:
+        sizes = [(size, packets) for of, size, packets in found if of == kind]
+        assert sorted(sizes) == [(16384, 1), (262144, 1), (262144, 4), (262144, 16)]
+
+
+def test_a_reader_finds_the_turns_of_chains():
+    sweep = plan_sweep(torus(2, 2), (2, 2), [65536, 131072])
+    case = next(case for case in sweep.cases if "in 4 packets" in case.name)
+    trace = simulate(case.program, Machine.of(sweep.cluster, case.program))
+    own = replace(trace, spans=tuple(sorted((s for s in trace.spans if s.rank == 1), key=lambda s: s.index)))
+    (row,), (col,), _ = _reader(case.program, 1, case.payload()["loops"])(own)
+    assert 65536 / 6e6 <= row <= 2 * 65536 / 6e6 and 65536 / 3e6 <= col <= 2 * 65536 / 3e6
 
 
 def test_first_steps_are_what_tells_launch_from_sync():
@@ -47,7 +82,8 @@ def test_busy_cases_use_both_axes_both_ways_and_products():
     for case in sweep.cases:
         if case.is_busy:
             lanes = {op.lane for op in case.program.ops()}
-            assert lanes == {"row", "row_back", "col", "compute"}, case.name
+            more = "row_odd" if case.loops[0].kind in CHAINS else "row_back"
+            assert lanes == {"row", more, "col", "compute"}, case.name
             row, col = (next(loop for loop in case.loops if loop.axis == name) for name in ("row", "col"))
             assert row.turns >= 4 and col.turns >= 2
 

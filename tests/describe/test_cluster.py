@@ -62,7 +62,9 @@ def test_comm_falls_back_in_the_documented_order() -> None:
     assert all(both.comm(k) == ag for k in ("all_reduce", "broadcast", "all_to_all", "send_recv"))
     assert NetworkAxis("x", 5e9, constants=(("reduce_scatter", rs),)).comm("all_gather") == rs
     bare = NetworkAxis("x", 5e9, 1e-6, 2, (), 3e-6)
-    assert bare.comm("broadcast") == CommConstants(10e9, 1e-6, 3e-6)
+    assert bare.comm("all_reduce") == CommConstants(10e9, 1e-6, 3e-6)
+    for one_way in ("broadcast", "reduce", "send_recv"):
+        assert bare.comm(one_way) == CommConstants(5e9, 1e-6, 3e-6)
     with pytest.raises(DescriptionError, match="did you mean 'all_gather'"):
         bare.comm("allgather")
 

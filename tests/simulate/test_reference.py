@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,52 @@ def test_goldens_run_in_the_order_the_program_demands(path: Path) -> None:
     trace = simulate(flow, machine)
     assert check_order(trace, flow) > 0
     assert simulate(flow, machine) == trace
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_send_buffer_only_frees_senders(path: Path) -> None:
+    """Nothing takes longer in fifo lanes where messages do not meet, and the program's order is kept."""
+    made = parse(path.read_text())
+    flow = analyse(made)
+    cluster = load_cluster("tpu-v4-pod:16")
+    buffered = replace(cluster, send_buffer_bytes=1 << 30)
+    plain, early = (simulate(flow, Machine.of(c, made), contention=False) for c in (cluster, buffered))
+    check_order(early, flow)
+    if all(lane.order == "fifo" for lane in made.lanes):
+        assert all(early.of[node].end_ps <= plain.of[node].end_ps for node in flow.nodes())
+    if not {"send", "permute"} & {span.kind for span in plain.spans}:
+        assert early == plain
+    check_order(simulate(flow, Machine.of(buffered, made)), flow)
+
+
+def test_a_send_that_the_buffer_takes_ends_at_once_and_its_receive_does_not() -> None:
+    made = parse("""
+program("pair")
+tp = mesh((2,), ("x",))
+s = scratch((1000, 250), "float32", on=tp, slots=2)
+one = lane()
+with ranks(0):
+    send(s, peer=1, lane=one)
+with ranks(1):
+    recv(s(1), peer=0, lane=one)
+""")
+    for room, sent_s in ((0, 1.1e-3), (999_999, 1.1e-3), (1_000_000, 1e-4)):
+        cluster = replace(torus(latency_s=1e-4, chips=2), send_buffer_bytes=room)
+        trace = simulate(made, Machine.of(cluster, made))
+        assert trace.of[0, 0].end_ps / 1e12 == pytest.approx(sent_s, abs=1e-12)
+        assert trace.of[1, 0].end_ps / 1e12 == pytest.approx(1.1e-3, abs=1e-12)
+
+
+def test_a_permute_lasts_until_its_own_part_has_come_where_the_buffer_takes_what_it_sends() -> None:
+    """Rank 3 begins 2 ms late: rank 2 cannot send to it before, and rank 0 has nothing from it before."""
+    body = 'if rank == 3:\n    matmul(g(1), g(2), g(3), lane=x)\npermute(s(1), s, over="tp.col", shift=1, lane=x)'
+    made = program(body)
+    ends = []
+    for room in (0, 1 << 20):
+        trace = simulate(made, Machine.of(replace(torus(), send_buffer_bytes=room), made))
+        ends.append([max(s.end_ps for s in trace.spans if s.rank == rank) / 1e9 for rank in range(4)])
+    assert ends[0] == pytest.approx([3.0, 1.0, 3.0, 3.0], abs=1e-6)
+    assert ends[1] == pytest.approx([3.0, 1.0, 2.0, 3.0], abs=1e-6)
 
 
 def test_equal_inputs_give_equal_traces_of_a_product() -> None:

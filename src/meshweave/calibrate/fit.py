@@ -23,6 +23,8 @@ _HUBER = 1.345
 """95 % of the efficiency of least squares on normal errors (Huber, 1964), in standard deviations."""
 _LEAST_SPREAD = 1e-3
 """No clock here is better than that, relative to what is measured."""
+_TURNS = 20
+"""In which points above a floor and below it are told apart."""
 _SURE = 2.0
 """Standard errors that a launch must be above zero to be told from the synchronisation."""
 
@@ -31,12 +33,13 @@ _SURE = 2.0
 class Sample:
     """One measured operation: it took `seconds` for `steps` steps that each move `amount` bytes.
 
-    For a product, one step of `amount` FLOPs.
+    For a product, one step of `amount` FLOPs. However high the rate, moving takes `least_s` in all.
     """
 
     seconds: float
     amount: float
     steps: int = 1
+    least_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,11 +156,22 @@ def fit_samples(
         columns = [1, 2]
         found, error = _robust(table[:, columns], seconds, least_s)
         remark = "launch cannot be told from zero"
+    floor_s = np.array([s.least_s for s in samples], dtype=np.float64)
+    held = np.zeros(len(samples), dtype=bool)
+    for _ in range(_TURNS if floor_s.any() else 0):
+        # Points that the floor holds say nothing of the rate: without it they still tell launch and sync.
+        before, held = held, table[:, 2] * (found[-1] + 1 / most_per_s) < floor_s
+        if (held == before).all() or held.all():
+            break
+        freed = table.copy()
+        freed[held, 2] = 0.0
+        found, error = _robust(freed[:, columns], seconds, np.where(held, floor_s, least_s))
     whole = np.zeros(3)
     whole[columns] = found
     whole[2] += 1 / most_per_s
     launch_s, sync_s, per_unit_s = (float(value) for value in whole)
-    misfit = np.abs(table @ whole / seconds - 1)
+    moving_s = np.maximum(table[:, 2] * whole[2], floor_s)
+    misfit = np.abs((table[:, :2] @ whole[:2] + moving_s) / seconds - 1)
     return Fit(
         name,
         launch_s,

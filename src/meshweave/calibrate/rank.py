@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshweave.errors import UnsupportedError
@@ -32,7 +33,8 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Runs every case once to warm up, then `repeat` times, each time in another order.
 
     `payload`: cases [{name, program, loops [[kind, turns, warm]]}], repeat, seed, deadline_s, and is_one_host:
-    whether all ranks read the same CLOCK_MONOTONIC. Returns what `Times` says, and the versions that ran.
+    whether all ranks read the same CLOCK_MONOTONIC. Returns what `Times` says, the versions that ran, and how
+    much of a message a socket takes over.
     """
     import torch
 
@@ -74,7 +76,15 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     gc.enable()
     gc.unfreeze()
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    return {"times": times, "versions": versions}
+    return {"times": times, "versions": versions, "send_buffer_bytes": _send_buffer_bytes()}
+
+
+def _send_buffer_bytes() -> int:
+    """What a TCP socket of gloo's takes over of a message: the maximum of net.ipv4.tcp_wmem, 0 if unknown."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text(encoding="ascii").split()[2])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _start_together(context: Any, shared: TorchContext, is_one_host: bool) -> None:
@@ -100,12 +110,12 @@ def _reader(
     what the start of a run costs is not in it. Of products it is the mean, of copies the median.
     """
     ops = program.on_rank(rank)
-    # The key of an op in a loop is (mesh, loop statement, turn, op); all else is one level less deep.
-    statements = sorted({bound.key[1] for bound in ops if len(bound.key) == 4})
+    # The key of an op in a loop is (mesh, loop statement, turn, op, ...); all else is less deep.
+    statements = sorted({bound.key[1] for bound in ops if len(bound.key) >= 4})
     assert len(statements) == len(loops), (statements, loops)
     places: list[dict[tuple[str, int], list[int]]] = [{} for _ in loops]
     for index, bound in enumerate(ops):
-        if len(bound.key) == 4:
+        if len(bound.key) >= 4:
             at, turn = statements.index(bound.key[1]), bound.key[2]
             kind = bound.op.kind if loops[at][0] == "compute" else ""
             places[at].setdefault((kind, turn), []).append(index)

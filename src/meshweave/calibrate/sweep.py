@@ -4,6 +4,9 @@ Every operation is measured alone, and with all lanes busy: all axes of the mesh
 products beside them, which is how they meet in the programs that are planned. Ring collectives are also run
 with their first step only: of P members there are P - 1 steps, and one number of steps cannot tell what a
 collective costs once (launch) from what each of its steps costs (sync).
+
+Broadcasts and reduces run as SUMMA makes them, roots taking turns around the axis, in several numbers of packets:
+successive chains pipeline into each other, and their constants are to contain that.
 """
 
 from __future__ import annotations
@@ -21,16 +24,20 @@ from meshweave.ir.ops import Add, Permute
 from meshweave.ir.parse import parse
 from meshweave.ir.program import On, Program, Repeat, Statement, When
 from meshweave.ir.text import to_text
-from meshweave.lower import lower_rings
+from meshweave.lower import lower_chains, lower_rings
 
 AXES = ("row", "col")
 MESH = "tp"
 KINDS = ("all_gather", "reduce_scatter", "send_recv")
+CHAINS = ("broadcast", "reduce")
+PACKETS = (1, 4, 16)
+"""Into how many packets chains cut a part, as long as these are no smaller than `LEAST_PACKET_BYTES`."""
+LEAST_PACKET_BYTES = 16_000
 
 _SMALLEST_STEP_S, _NUM_SIZES, _SIZE_RANGE = 5.2e-3, 5, 8
 _LEAST_BYTES, _MOST_SMALLEST_BYTES = 1024, 262144
-_ALONE = (0, 2, 3)
-"""Which sizes are measured alone too: enough to compare with, without the one that takes longest."""
+_SOME = (0, 2, 3)
+"""Which sizes are measured alone too, and in chains: enough of them, without the one that takes longest."""
 _RUN_S, _LEAST_TURNS, _MOST_TURNS = 0.03, 4, 32
 _BUCKETS = 4
 _PRODUCTS = (1.0, 0.5, 2.0)
@@ -56,8 +63,8 @@ class MeshAxis:
 class Loop:
     """One loop of a case. Turns before the `warm`-th are not measured: buckets are full, TCP is slow.
 
-    `amount` is in bytes per part; for kind "compute" it is the FLOPs of a product, `copy_bytes` what the copy
-    after it reads and writes.
+    `amount` is in bytes per part, of chains in bytes per packet; for kind "compute" it is the FLOPs of a product,
+    `copy_bytes` what the copy after it reads and writes.
     """
 
     kind: str
@@ -67,6 +74,7 @@ class Loop:
     turns: int
     warm: int
     copy_bytes: int = 0
+    packets: int = 1
 
 
 @dataclass(frozen=True)
@@ -152,8 +160,11 @@ def plan_sweep(
         for kind in KINDS:
             firsts = (False,) if kind == "send_recv" or max(a.count for a in used) < 3 else (True, False)
             cases += [maker.case(kind, used, size, first, is_busy=True) for first in firsts]
-            if number in _ALONE:
+            if number in _SOME:
                 cases += [maker.case(kind, [axis], size, False, is_busy=False) for axis in used]
+        if number in _SOME:
+            fitting = [d for d in PACKETS if d == 1 or size >= d * LEAST_PACKET_BYTES]
+            cases += [maker.chains(kind, used, size, packets) for kind in CHAINS for packets in fitting]
         cases.append(maker.products(size, used))
     return Sweep(cluster, axes, chosen, tuple(cases), sum(maker.expected_s))
 
@@ -192,6 +203,27 @@ class _Maker:
             program = replace(program, body=tuple(_first_steps(program.body)))
         return Case(name, is_busy, tuple(loops), program)
 
+    def chains(self, kind: str, axes: Sequence[MeshAxis], size: int, packets: int) -> Case:
+        """Broadcasts or reduces along all `axes`, with products beside them; every member is the root as often."""
+        turn_s = {axis.name: _chain_s(axis, size, packets) for axis in axes}
+        most = max(axis.count for axis in axes)
+        slowest_s = max(turn_s.values())
+        warm_s = max(math.ceil(self.skip_bytes / size), most) * slowest_s
+        run_s = warm_s + min(max(math.ceil(_RUN_S / slowest_s), most), _MOST_TURNS) * slowest_s
+        loops, text = [], []
+        for axis in axes:
+            warm = max(math.ceil(warm_s / turn_s[axis.name]), 1)
+            rounds = max(round((run_s - warm_s) / turn_s[axis.name] / axis.count), 1)
+            turns, steps = warm + rounds * axis.count, axis.count + packets - 2
+            loops.append(Loop(kind, axis.name, size // packets, steps, turns, warm, packets=packets))
+            text.append(_transfer(kind, axis, size, turns, both=False, packets=packets))
+        product_s = slowest_s * _PRODUCTS[len(self.expected_s) % len(_PRODUCTS)]
+        loops.append(self._compute(product_s, math.ceil(1.15 * run_s / product_s), size))
+        self.expected_s.append(run_s)
+        name = f"{kind} of {size} bytes in {packets} packets, all axes and products"
+        program = lower_chains(self._program(name, [*text, _compute(loops[-1])]))
+        return Case(name, True, tuple(loops), program)
+
     def products(self, size: int, axes: Sequence[MeshAxis]) -> Case:
         """Products and copies with nothing beside them, as long as the largest collective of that size."""
         loop = self._compute(
@@ -226,7 +258,16 @@ class _Maker:
         return max(math.ceil(self.skip_bytes / (steps * self._message(kind, axis, size))), 1)
 
 
-def _transfer(kind: str, axis: MeshAxis, size: int, turns: int, *, both: bool) -> tuple[str, str]:
+def _chain_s(axis: MeshAxis, size: int, packets: int) -> float:
+    """A turn of a chain that overlaps with the next to a good part."""
+    steps = axis.count + packets - 2
+    overlapping = max(steps / 2, packets) / packets
+    return overlapping * size / axis.link.link_bytes_per_s + _EXPECTED_SYNC_S
+
+
+def _transfer(
+    kind: str, axis: MeshAxis, size: int, turns: int, *, both: bool, packets: int = 1
+) -> tuple[str, str]:
     """Declarations and body: one collective after the other into two slots in turn, so that a faster member
     never overwrites what has yet to be passed on."""
     name, part, over = axis.name, size // 4, f"{MESH}.{axis.name}"
@@ -242,6 +283,12 @@ def _transfer(kind: str, axis: MeshAxis, size: int, turns: int, *, both: bool) -
             declared.append(_scratch(f"{name}_part", part, slots=2))
             zeros = [f"{name}_whole"]
             ops = [f'reduce_scatter({name}_part(i % 2), {name}_whole, over="{over}", dim=0, lane={name})']
+        case "broadcast" | "reduce":
+            declared.append(_scratch(f"{name}_own", part))
+            declared.append(_scratch(f"{name}_panel", part, slots=2))
+            zeros = [f"{name}_own"]
+            rest = f'over="{over}", root=i % {axis.count}, packets={packets}, lane={name}'
+            ops = [f"{kind}({name}_panel(i % 2), {name}_own, {rest})"]
         case _:
             lanes = [(name, 1)]
             if both and axis.count > 2:

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshweave.calibrate.fit import Fit, Limits, Sample, fit_samples
-from meshweave.calibrate.sweep import KINDS, Sweep
+from meshweave.calibrate.sweep import CHAINS, KINDS, Sweep
 from meshweave.describe.cluster import (
+    COMM_KINDS,
     Cluster,
     CommConstants,
     Hosts,
@@ -25,10 +26,14 @@ from meshweave.units import format_s
 
 BUSY_NOTE = (
     "Constants are those of all mesh axes busy at once, in both ring directions, with products beside them, as "
-    "they meet in overlapped programs. Collectives are rings of permute, their own copies and sums included. "
+    "they meet in overlapped programs. Collectives are rings of permute, their own copies and sums included; "
+    "broadcasts and reduces are chains of messages, one after the other from roots in turn. "
     "Those of a single operation on an idle machine are in the comments."
 )
 
+CHAIN_LIMITS = Limits(median_error=0.25, worst_error=0.75)
+"""Beyond these a broadcast or reduce gets a remark. One op's closed form cannot say how successive ones pipeline
+into each other, so that worse constants are the best there are, and no reason to refuse all others."""
 CHIP = "chip"
 COMPUTE, COPIES = (CHIP, "products"), (CHIP, "copies")
 
@@ -75,6 +80,7 @@ def calibrate(
     limits: Limits | None = None,
     has_nominal_links: bool = True,
     most_flops_per_s: float = math.inf,
+    send_buffer_bytes: int = 0,
     note: str = "",
 ) -> Calibration:
     """Fits what the ranks measured (a list over ranks of what `calibrate.rank.measure` returns).
@@ -84,13 +90,17 @@ def calibrate(
         has_nominal_links: whether the sweep's cluster knows the rates of its links and its chip's peak; else
             these too are what was measured.
         most_flops_per_s: the pace, where products are paced.
+        send_buffer_bytes: of the cluster, see there.
+
+    Broadcasts and reduces are never among the problems, only remarked upon: see `CHAIN_LIMITS`.
     """
     limits = limits or Limits()
-    samples = _samples(sweep, [rank["times"] for rank in ranks])
+    samples = _samples(sweep, [rank["times"] for rank in ranks], has_nominal_links)
     most = {COMPUTE: most_flops_per_s}
     if has_nominal_links:
         for axis in sweep.axes:
-            for kind in KINDS:  # a ring step goes one way
+            # A ring step goes one way; so does a chain, but two that follow each other may seem to be faster.
+            for kind in (*KINDS, *CHAINS):
                 ways = 1 if kind == "send_recv" else axis.ways
                 most[axis.link.name, kind] = ways * axis.link.link_bytes_per_s
     busy, alone = (
@@ -102,14 +112,21 @@ def calibrate(
         for is_busy in (True, False)
     )
     cluster = _cluster(sweep, busy, alone, source, has_nominal_links, note)
-    problems = tuple(problem for fit in busy.values() for problem in fit.problems(limits))
+    cluster = replace(cluster, send_buffer_bytes=send_buffer_bytes)
+    problems = tuple(
+        problem for (_, kind), fit in busy.items() if kind not in CHAINS for problem in fit.problems(limits)
+    )
     return Calibration(cluster, busy, alone, problems, samples)
 
 
 def _fit(key: tuple[str, str], samples: Sequence[Sample], most_per_s: float) -> Fit:
     where, kind = key
     if where != CHIP:
-        return fit_samples(f"{kind} along {where}", samples, most_per_s=most_per_s)
+        fit = fit_samples(f"{kind} along {where}", samples, most_per_s=most_per_s)
+        if kind in CHAINS and (problems := fit.problems(CHAIN_LIMITS)):
+            said = "; ".join(problem.partition(": ")[2] for problem in problems)
+            fit = replace(fit, remark=f"{fit.remark}; {said}".removeprefix("; "))
+        return fit
     fit = fit_samples(kind, samples, is_transfer=False, most_per_s=most_per_s)
     if key == COPIES and fit.launch_s:
         # Without it the rate would be that of small copies, and no rate of memory.
@@ -118,11 +135,16 @@ def _fit(key: tuple[str, str], samples: Sequence[Sample], most_per_s: float) -> 
     return fit
 
 
-def _samples(sweep: Sweep, times: Sequence[Any]) -> dict[tuple[tuple[str, str], bool], list[Sample]]:
+def _samples(
+    sweep: Sweep, times: Sequence[Any], has_nominal_links: bool
+) -> dict[tuple[tuple[str, str], bool], list[Sample]]:
     """Of each point the median over repetitions of the mean over ranks, by what it is a point of."""
     links = {axis.name: axis.link.name for axis in sweep.axes}
+    # All of a chain's part crosses one link, see `price`; without a nominal rate that is not known.
+    rates = {axis.name: axis.link.link_bytes_per_s if has_nominal_links else math.inf for axis in sweep.axes}
     out: dict[tuple[tuple[str, str], bool], list[Sample]] = {}
-    for kind in KINDS:  # in this order in every table, whatever ran first
+    # As descriptions list them, whatever ran first.
+    for kind in sorted((*KINDS, *CHAINS), key=COMM_KINDS.index):
         for name in dict.fromkeys(links.values()):
             for is_busy in (True, False):
                 out[(name, kind), is_busy] = []
@@ -143,7 +165,8 @@ def _samples(sweep: Sweep, times: Sequence[Any]) -> dict[tuple[tuple[str, str], 
                 out[COPIES, case.is_busy].append(Sample(seconds[1], loop.copy_bytes))
             else:
                 key = links[loop.axis], loop.kind
-                out[key, case.is_busy].append(Sample(seconds[0], loop.amount, loop.steps))
+                least_s = loop.packets * loop.amount / rates[loop.axis] if loop.kind in CHAINS else 0.0
+                out[key, case.is_busy].append(Sample(seconds[0], loop.amount, loop.steps, least_s))
     for is_busy in (True, False):
         for key in (COMPUTE, COPIES):
             out[key, is_busy] = _pooled(out[key, is_busy])
@@ -193,6 +216,7 @@ def _cluster(
         constants = tuple(
             (kind, CommConstants(_at_least_one(fit.rate_per_s), _rounded(fit.sync_s), _rounded(fit.launch_s)))
             for kind, fit in fits.items()
+            if kind not in CHAINS or math.isfinite(fit.rate_per_s)  # else those of all_gather are better
         )
         if not constants:  # no mesh axis of two members lies on it
             return axis
@@ -244,6 +268,7 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
     lines += [f"name = {_text(cluster.name)}", f"source = {_text(cluster.source)}"]
     lines += [f"note = {_text(cluster.note)}"] if cluster.note else []
     lines += [f"host_launch_s = {_number(cluster.host_launch_s)}"] if cluster.host_launch_s else []
+    lines += [f"send_buffer_bytes = {cluster.send_buffer_bytes}"] if cluster.send_buffer_bytes else []
     chip = cluster.chip
     peaks = ", ".join(f"{dtype} = {_number(rate)}" for dtype, rate in chip.peak_flops_per_s)
     lines += [

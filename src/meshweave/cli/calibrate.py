@@ -58,9 +58,10 @@ def calibrate(
 ) -> None:
     """Measure the constants of the cost model and write a cluster description.
 
-    Runs all-gathers, reduce-scatters and ring steps along each axis of a mesh, products and copies, over
-    several sizes and step counts, alone and all at once, and fits launch + (P - 1) (sync + part / bandwidth),
-    the rate and launch of products, and the rate of copies. The constants are those of the busy machine.
+    Runs all-gathers, reduce-scatters, ring steps and broadcasts and reduces in packets along each axis of a
+    mesh, products and copies, over several sizes and step counts, alone and all at once, and fits launch +
+    (P - 1) (sync + part / bandwidth), the rate and launch of products, and the rate of copies. The constants
+    are those of the busy machine.
 
     Where: --lab LAB.toml, --ranks N local processes, or, with neither, as one of the ranks that torchrun
     starts. Constants that do not fit the data are refused (exit status 2) unless --accept-misfit.
@@ -100,6 +101,7 @@ def calibrate(
         limits=limits,
         has_nominal_links=place.has_nominal_links,
         most_flops_per_s=place.most_flops_per_s,
+        send_buffer_bytes=min(rank["send_buffer_bytes"] for rank in measured),
         note=place.note,
     )
     if json:

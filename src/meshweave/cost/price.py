@@ -2,7 +2,8 @@
 
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2);
 a local product costs its FLOPs over the chip's effective rate; a copy its bytes over memory bandwidth. A
-price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
+price keeps the latency apart from the amount, so that a simulator can let amounts share a link. A chain of D
+packets (broadcast, reduce) takes P + D - 2 steps; with constants of its own never less than its part over a link.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     elif work.kind in ("broadcast", "reduce"):  # D packets over P - 1 hops take P + D - 2 steps
         steps = count + work.packets - 2
         amount = steps * -(-part // work.packets)
+        axis = machine.axis(work.axis)
+        if axis.has_own(kind):
+            # These are of chains that follow and overlap each other, maybe beyond a link's rate in one direction;
+            # but all of a part crosses one link, and no chain is faster than that.
+            amount = max(amount, part * machine.rate(work.axis, kind) // int(axis.link_bytes_per_s))
     elif work.kind == "all_to_all":  # parts travel P / 2 hops on a one-way ring, P / 4 on a two-way one
         ways = machine.ways(work.axis)
         steps = count - 1

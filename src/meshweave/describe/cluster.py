@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -96,7 +96,10 @@ class Chip:
 class Cluster:
     """A named machine. `source` says where its numbers are from, `note` what to know before use.
 
-    `host_launch_s` is the time the host spends to issue one operation of any sort.
+    `host_launch_s` is the time the host spends to issue one operation of any sort. `send_buffer_bytes` is how
+    much a rank's transport takes over of one message: a send of at most so many bytes ends once it is matched,
+    while the bytes are still on their way (sockets); 0 where a send lasts until they have arrived. Only
+    simulation knows of it.
     """
 
     name: str
@@ -105,6 +108,7 @@ class Cluster:
     source: str
     host_launch_s: float = 0.0
     note: str = field(default="", compare=False)
+    send_buffer_bytes: int = 0
 
     @property
     def num_chips(self) -> int:
@@ -235,11 +239,17 @@ _NETWORKS: dict[str, type[_TorusFile | _RingFile | _HostsFile]] = {
 }
 
 
+_Room = Annotated[int, Field(ge=0, le=2**60)]
+
+
 class _ClusterFile(FileModel):
     name: Name = Field(description="the cluster's name, a string of printable characters")
     source: str = Field(description="where the numbers are from, a string", min_length=1)
     note: str = Field("", description="what to know before use, a string")
     host_launch_s: Duration = Field(0.0, description="seconds the host spends per operation, from 0 to 1e6")
+    send_buffer_bytes: _Room = Field(
+        0, description="bytes of a message that a send need not wait for, a whole number of at least 0"
+    )
     chip: _ChipFile = Field(description="a table that describes the chip")
     network: dict[str, Any] = Field(description="a table that describes the network, with its kind")
 
@@ -266,7 +276,15 @@ def _cluster(data: dict[str, Any], file: str | Path) -> Cluster:
         c.name, peaks, effective, c.memory_bytes, c.memory_bytes_per_s, c.launch_s, c.source or top.source
     )
     try:
-        return Cluster(top.name, chip, network.network(), top.source, top.host_launch_s, top.note)
+        return Cluster(
+            top.name,
+            chip,
+            network.network(),
+            top.source,
+            top.host_launch_s,
+            top.note,
+            top.send_buffer_bytes,
+        )
     except DescriptionError as error:
         fail(file, "network", str(error))
 

@@ -97,6 +97,10 @@ class NetworkAxis:
         ways = 1 if kind in _ONE_WAY else self.ways
         return CommConstants(ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 
+    def has_own(self, kind: str) -> bool:
+        """Whether a kind has constants of its own, and none that stand in."""
+        return any(known == kind for known, _ in self.constants)
+
 
 def _known_kind(kind: str) -> None:
     if kind not in COMM_KINDS:

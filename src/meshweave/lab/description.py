@@ -17,6 +17,8 @@ MIN_BURST_BYTES = 65536
 """Below this TCP retransmits and its rate is erratic: a segmentation-offloaded packet has up to 64 KiB."""
 # Measured: with 64 KiB goodput falls to 96, 91 and 82 % at 0.8, 1.6 and 4 Gbit/s, with 256 KiB it is 98 to 99 %.
 _DEFAULT_BURST_S, _MAX_DEFAULT_BURST_BYTES = 2.5e-3, 262144
+SEND_BUFFER_BYTES = 4 << 20
+"""What gloo's socket takes over of a message: at most net.ipv4.tcp_wmem's maximum, by default this in Linux."""
 MAX_HOSTS = 256
 MAX_RANKS = 1024
 _MIN_BYTES_PER_S, _MAX_BYTES_PER_S = 12_500, 12_500_000_000
@@ -136,7 +138,14 @@ class LabDescription:
             known = (("float32", 60e9), ("float64", 29e9))
             chip = Chip("one CPU core", known, 60e9, 2 * 10**9, 5e9, source="orientation, as local-cpu")
         note = "network namespaces of one machine; what it tells is the order and overlap of messages"
-        return Cluster(self.name, chip, self.network.network(), "lab description", note=self.note or note)
+        return Cluster(
+            self.name,
+            chip,
+            self.network.network(),
+            "lab description",
+            note=self.note or note,
+            send_buffer_bytes=SEND_BUFFER_BYTES,
+        )
 
 
 def _whole(value: object) -> object:

@@ -16,7 +16,8 @@ from meshweave.units import PS_PER_S
 @dataclass(eq=False)
 class Flow:
     """`ways` is over how many directions the flow spreads: each link carries rate / ways. `nodes` are the
-    ops (rank, index) that it serves; `version` tells a scheduled end that a later one has replaced it."""
+    ops (rank, index) that it serves; those in `freed` do not wait for its end, only for its start. `version`
+    tells a scheduled end that a later one has replaced it."""
 
     number: int
     nodes: tuple[tuple[int, int], ...]
@@ -24,6 +25,7 @@ class Flow:
     cap: int
     left: int
     ways: int = 1
+    freed: frozenset[tuple[int, int]] = frozenset()
     rate: int = 0
     since_ps: int = 0
     version: int = 0

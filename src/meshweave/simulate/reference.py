@@ -3,8 +3,9 @@
 It follows the same `Issuer` as the executors. An op that is issued first waits for its partners, then for
 its launch and synchronisation, then its amount flows: FLOPs through the rank's compute engine, copies
 through its memory, bytes through links, max-min fairly where flows meet. Collectives run as priced in
-closed form over the links of their ring; lowered programs run step by step. Time is in integer
-picoseconds and ties are broken by rank, lane and op, so that equal inputs give equal traces.
+closed form over the links of their ring; lowered programs run step by step. The sending end of a message
+that fits the cluster's `send_buffer_bytes` is done when its bytes begin to flow: its lane goes on. Time is in
+integer picoseconds and ties are broken by rank, lane and op, so that equal inputs give equal traces.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ class _Simulation:
             if version == _STARTS:
                 self.now_ps = at_ps
                 self._reschedule(self.table.add(flow, at_ps))
+                for node in sorted(flow.freed):
+                    self._part_done(node)
             elif version == flow.version:
                 self.now_ps = at_ps
                 self._reschedule(self.table.remove(flow, at_ps))
                 for node in flow.nodes:
-                    self._part_done(node)
+                    if node not in flow.freed:
+                        self._part_done(node)
         if any(node not in self.ended_ps for node in self.flow.nodes()):
             raise self.issuer.stuck()
         return self._trace()
@@ -112,7 +116,7 @@ class _Simulation:
             receiver = (sender + shift) % count
             if sender in arrived and receiver in arrived:
                 ends = joint.members[sender], joint.members[receiver]
-                self._begin(ends, self._work(ends[0]), self.machine.path(ends[0][0], ends[1][0]))
+                self._message(ends)
 
     def _joint(self, joint: Joint) -> None:
         for node in joint.members:
@@ -120,12 +124,21 @@ class _Simulation:
         first = joint.members[0]
         op = self.flow.op(first)
         if joint.kind == "message":
-            self._begin(joint.members, self._work(first), self.machine.path(first[0], joint.members[1][0]))
+            self._message(joint.members)
             return
         work = self._work(first)
         assert isinstance(op, Collective) and isinstance(op.over, tuple) and isinstance(work, Transfer)
         ways = self.machine.ways(work.axis)
         self._begin(joint.members, work, self.machine.ring_links(op.over, ways), ways)
+
+    def _message(self, ends: tuple[Node, ...]) -> None:
+        """From the first of two ops to the second. Where a send buffer takes it, the first is done early."""
+        sender, receiver = ends
+        work = self._work(sender)
+        assert isinstance(work, Transfer)
+        is_taken = 0 < work.part_bytes <= self.machine.cluster.send_buffer_bytes
+        freed = frozenset({sender}) if is_taken else frozenset()
+        self._begin(ends, work, self.machine.path(sender[0], receiver[0]), freed=freed)
 
     def _work(self, node: Node) -> Work:
         return work_of(self.flow.program, self.flow.op(node))
@@ -146,7 +159,14 @@ class _Simulation:
 
     # --- flows ----------------------------------------------------------------------------------------
 
-    def _begin(self, nodes: tuple[Node, ...], work: Work, links: tuple[Hashable, ...], ways: int = 1) -> None:
+    def _begin(
+        self,
+        nodes: tuple[Node, ...],
+        work: Work,
+        links: tuple[Hashable, ...],
+        ways: int = 1,
+        freed: frozenset[Node] = frozenset(),
+    ) -> None:
         # With contention a message is routed over the links of its path, where it meets the others.
         cost = price(work, self.machine, routed=self.contention)
         if not self.contention or not cost.amount:
@@ -155,7 +175,7 @@ class _Simulation:
             if link not in self.table.capacity:
                 self.table.capacity[link] = self._capacity(link, cost)
         self.num_flows += 1
-        flow = Flow(self.num_flows, nodes, links, cost.rate_per_s, amount_left(cost.amount), ways)
+        flow = Flow(self.num_flows, nodes, links, cost.rate_per_s, amount_left(cost.amount), ways, freed)
         self._push(self.now_ps + cost.fixed_ps, _STARTS, flow)
 
     def _capacity(self, link: Hashable, cost: Price) -> int:
