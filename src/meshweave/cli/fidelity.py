@@ -13,6 +13,7 @@ from meshweave.algorithms.matmul import ALGORITHMS
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_algorithms, read_mesh
 from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.errors import DescriptionError, LayoutError, ProgramError
+from meshweave.report.provenance import describe
 from meshweave.report.timeline import to_svg, write_chrome, write_text
 from meshweave.units import format_s
 
@@ -91,6 +92,7 @@ def fidelity(
         "efficiency": efficiency(described),
         "seed": seed,
         "repeat": repeat,
+        "machine": describe(),
         **report.to_json(),
     }
     if out is not None:

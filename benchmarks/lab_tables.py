@@ -1,0 +1,144 @@
+"""Writes `results/README.md`: what was measured in the lab, as tables made from the saved JSON files.
+
+The files come from `meshweave calibrate`, `bench matmul`, `bench shapes` and `bench fidelity`; the commands stand
+beside each table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from machine import RESULTS
+
+_LAB = "--lab examples/labs/torus-4x4-50mbit.toml"
+_CALIBRATED = "--cluster benchmarks/results/torus-4x4-50mbit.toml"
+
+
+def _load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return loaded
+
+
+def _machine(data: dict[str, Any]) -> str:
+    machine = data["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    return f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}."
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _rivals(results: list[dict[str, Any]]) -> Iterator[str]:
+    yield "| | median s | x bound | x theory | x estimate | fastest - slowest s |"
+    yield "|---|---|---|---|---|---|"
+    for found in sorted(results, key=lambda found: found["median_s"]):
+        yield (
+            f"| {found['name']} | {found['median_s']:.3f} | {found['over_bound']:.2f} | "
+            f"{_number(found['over_theory'])} | {_number(found['over_estimate'])} | "
+            f"{found['fastest_s']:.3f} - {found['slowest_s']:.3f} |"
+        )
+
+
+def _rounds(name: str, command: str) -> Iterator[str]:
+    data = _load(name)
+    yield f"`meshweave bench matmul {_LAB} {_CALIBRATED} {command}`"
+    yield ""
+    yield f"{_machine(data)} {data['repeat']} runs each."
+    for turn in data["rounds"]:
+        p = turn["problem"]
+        yield ""
+        yield (
+            f"**{turn['pass'].replace('_', ' ')}, {p['dataflow']} {p['m']} x {p['n']} x {p['k']}, compute "
+            f"{turn['ratio']:g} x communication**, bound {turn['bound_s']:.3f} s"
+        )
+        yield ""
+        yield from _rivals(turn["results"])
+
+
+def _shapes() -> Iterator[str]:
+    data = _load("lab_shapes")
+    p = data["product"]
+    yield (
+        f"`meshweave bench shapes --labs examples/labs/torus-4x4-50mbit.toml,examples/labs/torus-8x2-50mbit.toml "
+        f"--m {p['m']} --n {p['n']} --k {p['k']} --ratio 0.3 --slices 8 --algorithms collective`"
+    )
+    yield ""
+    yield f"{_machine(data)} A is four times as large as B: what moves along the axis of two is what is large."
+    for shape in data["shapes"]:
+        yield ""
+        yield f"**{shape['lab']}**, bound {shape['bound_s']:.3f} s"
+        yield ""
+        yield from _rivals(shape["results"])
+    yield ""
+    for name, faster in data["times_faster_than_the_first"].items():
+        yield f"- {name}: {faster[1]['measured']:.2f} x faster on 8x2, {faster[1]['theory']:.2f} by theory"
+
+
+def _fidelity() -> Iterator[str]:
+    data = _load("lab_fidelity")
+    yield (
+        f"`meshweave bench fidelity {_LAB} {_CALIBRATED} --cases {len(data['cases'])} --seed {data['seed']} "
+        f"--repeat {data['repeat']}`"
+    )
+    yield ""
+    yield f"{_machine(data)} Errors are |predicted / measured - 1|."
+    yield ""
+    yield "| | cases | estimate, mean | worst | simulation, mean | worst |"
+    yield "|---|---|---|---|---|---|"
+    parts = {"all": data["cases"], "all but SUMMA": [c for c in data["cases"] if c["algorithm"] != "summa"]}
+    for case in data["cases"]:
+        parts.setdefault(case["algorithm"], []).append(case)
+    for name, cases in parts.items():
+        cells = [name, str(len(cases))]
+        for which in ("estimate_error", "simulation_error"):
+            errors = [abs(case[which]) for case in cases]
+            cells += [f"{sum(errors) / len(errors):.1%}", f"{max(errors):.1%}"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    lines = [
+        "# Results",
+        "",
+        "Made by `python benchmarks/lab_tables.py` from the JSON files beside it.",
+        "",
+        "- Bound: max(compute, bytes per axis / link rate).",
+        "- Theory: the algorithm's own schedule without latency.",
+        "- Estimate: with the constants of `torus-4x4-50mbit.toml`, calibrated on microbenchmarks in the same lab.",
+        "",
+        "Shards of the matrices that move are 4 MB (shapes: 5 MB and 1 MB).",
+        "",
+        "## Rivals on a 4x4 torus, 50 Mbit/s per link and direction",
+        "",
+        *_rounds(
+            "lab_torus_4x4",
+            "--m 256 --n 256 --k 65536 --ratio 0.5,1,2 --algorithms "
+            "collective,wang,summa,cannon,meshslice,meshslice_tapered --widths 1:2:4:8:8:8:8:8:8:8:1",
+        ),
+        "",
+        "`DTensor, inputs replicated` starts from gathered inputs; what gathering them takes is not counted.",
+        "",
+        "## Backward products",
+        "",
+        *_rounds(
+            "lab_backward",
+            "--m 256 --n 256 --k 65536 --pass backward_data,backward_weight --ratio 1 "
+            "--algorithms collective,wang,meshslice --repeat 3",
+        ),
+        "",
+        "## The shape of the mesh",
+        "",
+        *_shapes(),
+        "",
+        "## Prediction against measurement",
+        "",
+        *_fidelity(),
+    ]
+    (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
