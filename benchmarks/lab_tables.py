@@ -107,7 +107,7 @@ def main() -> None:
         "",
         "- Bound: max(compute, bytes per axis / link rate).",
         "- Theory: the algorithm's own schedule without latency.",
-        "- Estimate: with the constants of `torus-4x4-50mbit.toml`, calibrated on microbenchmarks in the same lab.",
+        "- Estimate: with the constants of `torus-4x4-50mbit.toml`, calibrated there on microbenchmarks.",
         "",
         "Shards of the matrices that move are 4 MB (shapes: 5 MB and 1 MB).",
         "",
