@@ -11,9 +11,10 @@ from typing import Any, Protocol, Self
 import torch
 import torch.distributed as dist
 
-from meshweave.errors import BindError, DeadlineError, RankLostError
+from meshweave.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.execute.liveness import Liveness
 from meshweave.execute.torch_lanes import Crew
+from meshweave.ir.expr import evaluate
 from meshweave.ir.ops import Collective, Permute, Recv, Send
 from meshweave.ir.program import Program
 
@@ -164,35 +165,69 @@ def channels(program: Program, *, shared: bool = True) -> dict[str, int]:
     """A number for each lane that communicates; lanes of one number have their process groups in common.
 
     Each group of gloo has a connection per pair of ranks, and a thread that wakes up 100 times a second. Lanes
-    share one only where they never meet on a connection: two ranks have at most one mesh axis in common.
-    Lanes of one axis keep apart, for two directions of a ring in one connection slow each other down; so do
-    lanes with messages, whose peers are not known here. Without `shared` each lane has its own.
+    share one only where they never meet on a connection: two directions of a ring in one connection slow each
+    other down. Without `shared` each lane has its own.
     """
-    axes: dict[str, set[str]] = {}
+    pairs: dict[str, list[_Pairs]] = {}
     for op in program.ops():
         if isinstance(op, (Send, Recv)):
-            axes.setdefault(op.lane, set()).add("")
+            pairs.setdefault(op.lane, []).append(_message_pairs(program, op))
         elif isinstance(op, (Permute, Collective)):
-            axes.setdefault(op.lane, set()).add(op.over if isinstance(op.over, str) else "")
-    members: list[list[str]] = []
+            pairs.setdefault(op.lane, []).append(op.over if isinstance(op.over, str) else None)
+    members: list[list[_Pairs]] = []
     found: dict[str, int] = {}
-    for lane, mine in axes.items():
+    for lane, mine in pairs.items():
         fits = (
             number
             for number, others in enumerate(members)
-            if shared and all(_never_meet(a, b) for other in others for a in mine for b in axes[other])
+            if shared and not any(_meet(program, a, b) for a in mine for b in others)
         )
         found[lane] = next(fits, len(members))
         if found[lane] == len(members):
             members.append([])
-        members[found[lane]].append(lane)
+        members[found[lane]] += mine
     return found
 
 
-def _never_meet(a: str, b: str) -> bool:
-    """Whether these are different axes of one mesh."""
-    (mesh, _, axis), (other_mesh, _, other_axis) = a.partition("."), b.partition(".")
-    return bool(mesh == other_mesh and axis and other_axis and axis != other_axis)
+_Pairs = str | frozenset[tuple[int, int]] | None
+"""Who talks to whom: all along a mesh axis, certain pairs of ranks (the lower one first), or nobody knows."""
+
+
+def _message_pairs(program: Program, op: Send | Recv) -> _Pairs:
+    """Where the peer follows from a rank's coordinates alone, the pairs that it makes."""
+    found = set()
+    for rank in program.ranks:
+        try:
+            peer = evaluate(op.peer, program.environment(rank))
+        except (MeshweaveError, LookupError, ArithmeticError):
+            return None
+        found.add((min(rank, peer), max(rank, peer)))
+    return frozenset(found)
+
+
+def _meet(program: Program, a: _Pairs, b: _Pairs) -> bool:
+    """Whether some pair of ranks may be in both."""
+    if a is None or b is None:
+        return True
+    if isinstance(a, str) and isinstance(b, str):
+        (mesh, _, axis), (other_mesh, _, other_axis) = a.partition("."), b.partition(".")
+        return not (mesh == other_mesh and axis and other_axis and axis != other_axis)
+    if not isinstance(a, str) and not isinstance(b, str):
+        return not a.isdisjoint(b)
+    if isinstance(b, str):
+        a, b = b, a
+    assert isinstance(a, str) and not isinstance(b, str)
+    axis = a
+    return any(_along(program, axis, pair) for pair in b)
+
+
+def _along(program: Program, over: str, pair: tuple[int, int]) -> bool:
+    """Whether a pair of ranks belongs to one group of a mesh, or mesh axis."""
+    name, _, axis = over.partition(".")
+    mesh = program.mesh_of.get(name)
+    if mesh is None or not all(rank in mesh for rank in pair):
+        return mesh is None
+    return not axis or pair[1] in mesh.group(pair[0], axis)
 
 
 def group_keys(program: Program, channel_of: Mapping[str, int]) -> list[GroupKey]:
