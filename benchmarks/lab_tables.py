@@ -116,12 +116,23 @@ def main() -> None:
         *_rounds(
             "lab_torus_4x4",
             "--m 256 --n 256 --k 65536 --ratio 0.5,1,2 --algorithms "
-            "collective,wang,summa,cannon,meshslice,meshslice_tapered --widths 1:2:4:8:8:8:8:8:8:8:1",
+            "collective,wang,summa,cannon,meshslice,meshslice_tapered",
         ),
         "",
         "`DTensor, inputs replicated` starts from gathered inputs; what gathering them takes is not counted.",
         "",
+        "## How many slices",
+        "",
+        "The same product with fewer rivals in the same processes (their process groups cost all others time).",
+        "",
+        *_rounds(
+            "lab_slices",
+            "--m 256 --n 256 --k 65536 --ratio 1 --algorithms collective --slices 12,16,20 --repeat 7",
+        ),
+        "",
         "## Backward products",
+        "",
+        "Measured before reduce-scatters posted receives ahead, and with an earlier calibration (S = 16).",
         "",
         *_rounds(
             "lab_backward",
