@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -88,6 +89,10 @@ def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared:
                 if repetition:
                     times[number].append(end - start)
                     late_s = max(late_s, late)
+            if shared.rank == 0:
+                pace = f"{rate:.3g} FLOP/s" if rate else "unpaced"
+                what = f"repetition {repetition} of {repeat}" if repetition else "warmed up and checked"
+                print(f"{len(chosen)} rivals, {pace}: {what}", file=sys.stderr, flush=True)
         report = vars(pacer.report()) if rate else None
     return {"times": times, "errors": errors, "late_s": late_s, "pace": report}
 
