@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
@@ -19,11 +18,8 @@ from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
 
 if TYPE_CHECKING:
-    from meshweave.execute.groups import TorchContext
     from meshweave.trace import Trace
 
-_AHEAD_S = 5e-3
-"""From the broadcast of the start to the start; longer than a broadcast takes among ranks that share cores."""
 
 Times = list[list[list[list[float]]]]
 """Seconds by case, repetition and loop: [collective] or [product, copy]."""
@@ -39,6 +35,7 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from meshweave.execute.groups import TorchContext
+    from meshweave.execute.measure import quiet, start_together
     from meshweave.execute.torch_backend import bind
 
     torch.set_num_threads(1)
@@ -51,30 +48,26 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
         program = parse(case["program"])
         bound.append(bind(program, context.rank, {}, context=shared, trace=True))
         readers.append(_reader(program, context.rank, case["loops"]))
-    # A collection in the middle of a run stops all lanes of a rank, and with them its neighbours.
-    gc.collect()
-    gc.freeze()
-    gc.disable()
     times: Times = [[] for _ in cases]
     order = list(range(len(cases)))
     shuffle = random.Random(payload["seed"])
     repeat = int(payload["repeat"])
-    for repetition in range(repeat + 1):
-        began = time.monotonic()
-        shuffle.shuffle(order)
-        for number in order:
-            _start_together(context, shared, bool(payload["is_one_host"]))
-            trace = bound[number].run()
-            assert trace is not None
-            if repetition:
-                times[number].append(readers[number](trace))
-        what = f"repetition {repetition} of {repeat}" if repetition else "warming up"
-        say(f"{what}: {time.monotonic() - began:.1f} s")
+    offset_ns = 0 if payload["is_one_host"] else None
+    with quiet():
+        for repetition in range(repeat + 1):
+            began = time.monotonic()
+            shuffle.shuffle(order)
+            for number in order:
+                start_together(shared, offset_ns)
+                trace = bound[number].run()
+                assert trace is not None
+                if repetition:
+                    times[number].append(readers[number](trace))
+            what = f"repetition {repetition} of {repeat}" if repetition else "warming up"
+            say(f"{what}: {time.monotonic() - began:.1f} s")
     with shared.guard("all ranks to end", range(context.num_ranks)):
         torch.distributed.barrier()
     shared.close()
-    gc.enable()
-    gc.unfreeze()
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     return {"times": times, "versions": versions, "send_buffer_bytes": _send_buffer_bytes()}
 
@@ -85,20 +78,6 @@ def _send_buffer_bytes() -> int:
         return int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text(encoding="ascii").split()[2])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _start_together(context: Any, shared: TorchContext, is_one_host: bool) -> None:
-    """All ranks leave a barrier at slightly different times, so rank 0 says when to start."""
-    import torch
-    import torch.distributed as dist
-
-    with shared.guard("all ranks to start a run", range(context.num_ranks)):
-        dist.barrier()
-        if not is_one_host:
-            return
-        start = torch.tensor([time.monotonic() + _AHEAD_S], dtype=torch.float64)
-        dist.broadcast(start, 0)
-    time.sleep(max(float(start) - time.monotonic(), 0.0))
 
 
 def _reader(

@@ -29,9 +29,7 @@ def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Tr
             f"a timeline of {count} tasks is too long to draw; give a configuration of {MAX_TASKS} at most"
         )
     reach = max((back for phase in skeleton.phases for t in phase.tasks for _, back in t.after), default=0)
-    past: deque[dict[str, int]] = deque(
-        maxlen=reach
-    )  # ends of the tasks of earlier turns, the last one first
+    past: deque[dict[str, int]] = deque(maxlen=reach)  # ends of tasks of earlier turns, the last turn first
     lanes: dict[str, int] = {}
     known: dict[Work, int] = {}
     spans: list[Span] = []

@@ -214,11 +214,9 @@ def _meet(program: Program, a: _Pairs, b: _Pairs) -> bool:
         return not (mesh == other_mesh and axis and other_axis and axis != other_axis)
     if not isinstance(a, str) and not isinstance(b, str):
         return not a.isdisjoint(b)
-    if isinstance(b, str):
-        a, b = b, a
-    assert isinstance(a, str) and not isinstance(b, str)
-    axis = a
-    return any(_along(program, axis, pair) for pair in b)
+    if isinstance(a, str) and not isinstance(b, str):
+        return any(_along(program, a, pair) for pair in b)
+    return _meet(program, b, a)
 
 
 def _along(program: Program, over: str, pair: tuple[int, int]) -> bool:

@@ -17,8 +17,6 @@ from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.ir.program import Program
 from meshweave.nn.rehearse import operand
 
-LEAD_S = 0.03
-"""How far ahead of a run its start is announced: the announcement has reached everybody by then."""
 _NOTHING = 3.4e38
 """The error of an element that a run did not write."""
 
@@ -42,6 +40,7 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
     import torch
 
     from meshweave.execute.groups import TorchContext
+    from meshweave.execute.measure import quiet
 
     torch.set_num_threads(1)
     # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
@@ -50,14 +49,8 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
     out = []
     for product in payload["products"]:
         rivals = _bind(product, int(payload["seed"]), shared, meshes)
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
+        with quiet():
             out.append([_round(one, rivals, int(payload["repeat"]), shared) for one in product["rounds"]])
-        finally:
-            gc.enable()
-            gc.unfreeze()
         del rivals
         gc.collect()
     shared.close()
@@ -72,6 +65,7 @@ def turns(count: int, repetition: int) -> list[int]:
 
 
 def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared: Any) -> dict[str, Any]:
+    from meshweave.execute.measure import start_together
     from meshweave.lab.pace import paced
 
     chosen, rate = [rivals[index] for index in one["cases"]], float(one["flops_per_s"])
@@ -82,33 +76,18 @@ def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared:
         for repetition in range(repeat + 1):
             for number in turns(len(chosen), repetition):
                 run, check = chosen[number]
-                start = _common_start(shared)
-                late = time.monotonic() - start
+                start_ns, late_ns = start_together(shared)
                 end = run()
                 errors[number] = max(errors[number], check())
                 if repetition:
-                    times[number].append(end - start)
-                    late_s = max(late_s, late)
+                    times[number].append(end - start_ns / 1e9)
+                    late_s = max(late_s, late_ns / 1e9)
             if shared.rank == 0:
                 pace = f"{rate:.3g} FLOP/s" if rate else "unpaced"
                 what = f"repetition {repetition} of {repeat}" if repetition else "warmed up and checked"
                 print(f"{len(chosen)} rivals, {pace}: {what}", file=sys.stderr, flush=True)
         report = vars(pacer.report()) if rate else None
     return {"times": times, "errors": errors, "late_s": late_s, "pace": report}
-
-
-def _common_start(shared: Any) -> float:
-    """Returns at the instant that rank 0 has set, in seconds of CLOCK_MONOTONIC, which all ranks share."""
-    import torch
-    import torch.distributed as dist
-
-    with shared.guard("all ranks to start a run", range(shared.num_ranks)):
-        dist.barrier()
-        instant = torch.tensor([time.monotonic_ns() + round(LEAD_S * 1e9)])
-        dist.broadcast(instant, 0)
-    start = int(instant) / 1e9
-    time.sleep(max(start - time.monotonic(), 0.0))
-    return start
 
 
 def _bind(

@@ -13,8 +13,6 @@ from meshweave.algorithms.matmul.problem import MatmulProblem
 from meshweave.ir.parse import parse
 from meshweave.nn.rehearse import dense_shard, operand, shard
 
-LEAD_NS = 30_000_000
-"""How far ahead of a run its start is announced: by then the announcement has reached everybody."""
 _NOTHING = 3.4e38
 """The error of an element that a run did not write."""
 
@@ -60,6 +58,7 @@ def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
 def _case(case: Mapping[str, Any], payload: Mapping[str, Any], shared: Any, offset_ns: int) -> dict[str, Any]:
     import torch
 
+    from meshweave.execute.measure import quiet, start_together
     from meshweave.execute.torch_backend import bind
     from meshweave.lab.pace import paced
 
@@ -73,39 +72,17 @@ def _case(case: Mapping[str, Any], payload: Mapping[str, Any], shared: Any, offs
     inputs: Any = {name: torch.from_numpy(shard(program, name, whole[name], rank)) for name in "ab"}
     del whole
     out, runs, error = bound.outputs["c"], [], 0.0
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    try:
-        with paced(case["flops_per_s"]) as pacer:
-            for repetition in range(int(payload["repeat"]) + 1):
-                out.fill_(float("nan"))  # a run must write every element
-                start_ns, late_ns = common_start(shared, offset_ns)
-                trace = bound.run(inputs)
-                end_ns, inputs = time.monotonic_ns(), None
-                assert trace is not None
-                difference = (out - expected).abs().nan_to_num(nan=_NOTHING)
-                error = max(error, float(difference.max()) if difference.numel() else 0.0)
-                if repetition:
-                    spans = [edge // 1000 for s in trace.spans for edge in (s.start_ps, s.end_ps)]
-                    runs.append({"start_ns": start_ns, "end_ns": end_ns, "late_ns": late_ns, "spans": spans})
-            overruns = pacer.report().num_overruns
-    finally:
-        gc.enable()
-        gc.unfreeze()
+    with quiet(), paced(case["flops_per_s"]) as pacer:
+        for repetition in range(int(payload["repeat"]) + 1):
+            out.fill_(float("nan"))  # a run must write every element
+            start_ns, late_ns = start_together(shared, offset_ns)
+            trace = bound.run(inputs)
+            end_ns, inputs = time.monotonic_ns(), None
+            assert trace is not None
+            difference = (out - expected).abs().nan_to_num(nan=_NOTHING)
+            error = max(error, float(difference.max()) if difference.numel() else 0.0)
+            if repetition:
+                spans = [edge // 1000 for s in trace.spans for edge in (s.start_ps, s.end_ps)]
+                runs.append({"start_ns": start_ns, "end_ns": end_ns, "late_ns": late_ns, "spans": spans})
+        overruns = pacer.report().num_overruns
     return {"runs": runs, "error": error, "overruns": overruns}
-
-
-def common_start(shared: Any, offset_ns: int) -> tuple[int, int]:
-    """Returns at the instant that rank 0 has set: (that instant in rank 0's clock, nanoseconds too late)."""
-    import torch
-    import torch.distributed as dist
-
-    with shared.guard("all ranks to start a run", range(shared.num_ranks)):
-        dist.barrier()
-        instant = torch.tensor([time.monotonic_ns() + LEAD_NS])
-        dist.broadcast(instant, 0)
-    start_ns = int(instant)
-    due_ns = start_ns + offset_ns
-    time.sleep(max(due_ns - time.monotonic_ns(), 0) / 1e9)
-    return start_ns, max(time.monotonic_ns() - due_ns, 0)
