@@ -1,14 +1,22 @@
-# `make demo` and `make test` set up what they need in .venv and run; nothing else has to be installed first.
+# `make demo` and `make test` set up what they need in .venv and run. First there must be Python with its headers and a
+# C++20 compiler (Debian, Ubuntu: apt-get install python3-dev g++); nothing else has to be installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench slow clean
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CORE := CMakeLists.txt csrc $(wildcard csrc/*)
 
-$(STAMP): pyproject.toml constraints.txt
+.PHONY: demo test lint sanitize bench slow clean
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+
+# Without build isolation, so that the build tools are those of constraints.txt and an edit in csrc/ costs seconds.
+$(STAMP): pyproject.toml constraints.txt $(CORE) | $(BIN)/python
+	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[torch,dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -26,6 +34,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The tests of the simulator on a core built with address and undefined behaviour sanitizers.
+sanitize: $(STAMP)
+	.ci/sanitize $(BIN)/python
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow

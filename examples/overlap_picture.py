@@ -29,7 +29,7 @@ def main(path: Path) -> None:
         entry = ALGORITHMS[name]
         machine = Machine(cluster, (problem.mesh,))
         config = tune_product(entry, problem, machine).config
-        trace = simulate(entry.program(problem, config), machine)
+        trace = simulate(entry.program(problem, config), machine).trace()
         title = f"{entry.title}, {config}" if config.slice_count > 1 else entry.title
         pictures.append((title, trace))
         print(f"{title:<24} {1e3 * trace.duration_s:6.2f} ms, exposed {1e3 * trace.exposed_s(RANK):5.2f} ms")

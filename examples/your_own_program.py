@@ -45,7 +45,7 @@ def main() -> None:
     result = run_numpy(program, inputs)
     print("equal to numpy's product:", bool((result.outputs["C"] == inputs["A"] @ inputs["B"]).all()))
 
-    trace = simulate(program, Machine.of(load_cluster("local-cpu"), program))
+    trace = simulate(program, Machine.of(load_cluster("local-cpu"), program)).trace()
     print(to_text(trace, rank=0, width=60))
 
     try:

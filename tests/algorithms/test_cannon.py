@@ -21,7 +21,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.validate import validate
 from meshweave.ir.work import Compute, Transfer, traffic, work_of
 from meshweave.lower import lower_rings
-from meshweave.simulate import simulate
+from meshweave.simulate.reference import simulate
 
 K = 1024
 POD = load_cluster("tpu-v4-pod:128")

@@ -61,7 +61,7 @@ def test_chains_have_roots_in_turn_and_packets_that_are_not_small():
 def test_a_reader_finds_the_turns_of_chains():
     sweep = plan_sweep(torus(2, 2), (2, 2), [65536, 131072])
     case = next(case for case in sweep.cases if "in 4 packets" in case.name)
-    trace = simulate(case.program, Machine.of(sweep.cluster, case.program))
+    trace = simulate(case.program, Machine.of(sweep.cluster, case.program)).trace()
     own = replace(trace, spans=tuple(sorted((s for s in trace.spans if s.rank == 1), key=lambda s: s.index)))
     (row,), (col,), _ = _reader(case.program, 1, case.payload()["loops"])(own)
     assert 65536 / 6e6 <= row <= 2 * 65536 / 6e6 and 65536 / 3e6 <= col <= 2 * 65536 / 3e6

@@ -16,6 +16,8 @@ from meshweave.describe.cluster import (
     Ring,
     Switch,
     Torus,
+    Tree,
+    TreeLevel,
     load_cluster,
 )
 
@@ -131,10 +133,12 @@ axis = st.builds(
     seconds,
     words,
 )
+level = st.builds(TreeLevel, st.integers(1, 9), axis, st.integers(1, 9))
 network = st.one_of(
     st.builds(Ring, axis, st.integers(1, 99)),
     st.builds(Switch, axis, st.integers(1, 99)),
     st.builds(Hosts, st.integers(1, 9), st.integers(1, 9), axis, st.integers(1, 9), axis),
+    st.builds(Tree, st.lists(level, min_size=1, max_size=4).map(tuple)),
     st.builds(lambda a, b: Torus((a, b), (2, 3), 6), axis, axis),
     st.builds(lambda a: Torus((a, a), None, 16, True, 4, 64), axis),
 )

@@ -49,6 +49,28 @@ intra = { name = "nvlink", link_bytes_per_s = 1e11 }
 nic = { name = "nic", link_bytes_per_s = 1e9, link_latency_s = 1e-5 }
 """
 
+TREE = """
+name = "tree"
+source = "made up"
+[chip]
+name = "chip"
+peak_flops_per_s = { bfloat16 = 1e12 }
+memory_bytes = 16e9
+memory_bytes_per_s = 1e11
+[network]
+kind = "tree"
+[[network.levels]]
+fanout = 2
+axis = { name = "leaf", link_bytes_per_s = 1e10, ways = 2 }
+[[network.levels]]
+fanout = 2
+links = 2
+[network.levels.axis]
+name = "spine"
+link_bytes_per_s = 2e9
+link_latency_s = 1e-5
+"""
+
 MODEL = """
 name = "small"
 source = "made up"

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from damage import CLUSTER, CONFIG, HOSTS, MODEL, RUBBISH, changed_json, changed_lines, changed_program
+from damage import CLUSTER, CONFIG, HOSTS, MODEL, RUBBISH, TREE, changed_json, changed_lines, changed_program
 
 from meshweave.cli import run as run_module
 from meshweave.cli import verify as verify_module
@@ -91,7 +91,7 @@ def plan_args(model: str, cluster: str) -> list[str]:
     return ["plan", model, "--cluster", cluster, "--algorithms", "collective", "--batch", "2", "--seq", "64"]
 
 
-@pytest.mark.parametrize("text", [CLUSTER, HOSTS], ids=["torus", "hosts"])
+@pytest.mark.parametrize("text", [CLUSTER, HOSTS, TREE], ids=["torus", "hosts", "tree"])
 def test_damaged_clusters(case: Case, text: str) -> None:
     model, rng = case.file("model.toml", MODEL), random.Random(1)
     for _ in range(250):

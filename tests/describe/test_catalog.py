@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
-from meshweave.describe.cluster import COMM_KINDS, Hosts, NetworkAxis, Torus, load_cluster
+from meshweave.describe.cluster import COMM_KINDS, Hosts, NetworkAxis, Torus, Tree, load_cluster
 from meshweave.describe.model import load_model
 from meshweave.errors import DescriptionError, MeshweaveError
 
@@ -26,8 +26,19 @@ GPT2 = {
     "n_inner": None,
     "vocab_size": 50257,
 }
+LEAVES = {"name": "leaf", "link_bytes_per_s": 25e9, "ways": 2, "source": "made up"}
+TREE = {
+    **tomllib.loads(catalog_text("clusters", "dgx-a100")),
+    "network": {
+        "kind": "tree",
+        "levels": [
+            {"fanout": 8, "axis": LEAVES},
+            {"fanout": 4, "links": 2, "axis": {**LEAVES, "name": "spine"}},
+        ],
+    },
+}
 SEEDS = {
-    "clusters": [tomllib.loads(catalog_text("clusters", n)) for n in cluster_names()],
+    "clusters": [*(tomllib.loads(catalog_text("clusters", n)) for n in cluster_names()), TREE],
     "models": [tomllib.loads(catalog_text("models", n)) for n in model_names()],
     "hf": [GPT2],
 }
@@ -70,6 +81,8 @@ def test_no_collective_beats_its_links(name: str) -> None:
         axes = network.axes
     elif isinstance(network, Hosts):
         axes = (network.intra, network.nic)
+    elif isinstance(network, Tree):
+        axes = tuple(level.axis for level in network.levels)
     else:
         axes = (network.link,)
     for axis in axes:

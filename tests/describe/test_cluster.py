@@ -193,7 +193,7 @@ def edited(tmp_path: Path, old: str, new: str) -> Path:
             'kind = "tours"',
             "network.kind: 'tours' is not a kind of network (did you mean 'torus'",
         ),
-        ('kind = "torus"', "", "network.kind: missing; give one of torus, ring, switch, hosts"),
+        ('kind = "torus"', "", "network.kind: missing; give one of torus, ring, switch, hosts, tree"),
         (
             "bfloat16 =",
             "bfloat61 =",

@@ -59,7 +59,7 @@ def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
 def test_tasks_wait_for_those_of_earlier_turns() -> None:
     """A double-buffered pipeline: the third copy waits for the first product."""
     copy = Task("copy", "row", move_work(1000, "int8"), (("matmul", 2),))
-    product = Task("matmul", "compute", matmul_work(100, 100, 100), (("copy", 0),))
+    product = Task("matmul", "compute", matmul_work(100, 100, 100, "float32"), (("copy", 0),))
     drawn = timeline(Skeleton((Phase(2, (copy, product)), Phase(2, (copy, product)))), machine_of((1, 1)))
     spans = {span.label: span for span in drawn.spans}
     assert list(spans) == [f"{name} {turn}" for turn in range(4) for name in ("copy", "matmul")]

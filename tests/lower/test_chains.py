@@ -20,7 +20,7 @@ from meshweave.ir.text import to_text
 from meshweave.ir.validate import validate
 from meshweave.ir.work import work_of
 from meshweave.lower import lower_chains
-from meshweave.simulate import simulate
+from meshweave.simulate.reference import simulate
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

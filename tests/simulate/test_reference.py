@@ -17,7 +17,7 @@ from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
 from meshweave.ir.work import Transfer
 from meshweave.lower import lower_rings
-from meshweave.simulate import simulate
+from meshweave.simulate.reference import simulate
 from meshweave.simulate.flows import Flow, FlowTable, amount_left
 from meshweave.trace import check_order
 
@@ -25,7 +25,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 
 
-def torus(ways: int = 1, latency_s: float = 0.0, launch_s: float = 0.0, chips: int = 16) -> Cluster:
+def torus(ways: int = 1, latency_s: float = 0.0, launch_s: float = 0.0, chips: int = 4) -> Cluster:
     constants = tuple(
         (kind, CommConstants(ways * 1e9, latency_s, launch_s)) for kind in ("all_gather", "send_recv")
     )
@@ -79,7 +79,7 @@ def test_two_collectives_on_one_axis_share_its_links() -> None:
 def test_collectives_on_different_axes_do_not_meet() -> None:
     mesh = '(4, 4), ("row", "col")'
     both = GATHER + '\nall_gather(g(1)[:, :], s(1), over="tp.row", dim=1, lane=y)'
-    assert seconds(torus(), both, mesh=mesh) == pytest.approx(3e-3, abs=1e-12)
+    assert seconds(torus(chips=16), both, mesh=mesh) == pytest.approx(3e-3, abs=1e-12)
 
 
 def test_products_of_two_lanes_share_the_engine() -> None:
@@ -213,13 +213,30 @@ def test_too_many_ranks_for_the_cluster() -> None:
 
 def test_max_min_shares_are_fair_and_use_what_caps_leave() -> None:
     """Three flows on a link of 90; one is capped at 10, the others get 40 each."""
-    table = FlowTable({"link": 90})
-    flows = [Flow(i, ((0, i),), ("link",), cap, amount_left(1)) for i, cap in enumerate((10, 1000, 1000))]
+    table = FlowTable({"link": 90}.__getitem__)  # type: ignore[arg-type]
+    flows = [Flow({"link": 1}, cap, amount_left(1)) for cap in (10, 1000, 1000)]
     for flow in flows:
-        table.add(flow, 0)
+        table.start(flow)
+    assert table.share(0) == flows
     assert [flow.rate for flow in flows] == [10, 40, 40]
-    table.remove(flows[0], 0)
+    table.end(flows[0])
+    assert table.share(0) == flows[1:]
     assert [flow.rate for flow in flows[1:]] == [45, 45]
+
+
+def test_a_flow_uses_its_weight_times_its_rate() -> None:
+    """Of 90 units, weights 2 and 1 leave a share of 30 to both; of a link of 25 one has less, the other gains."""
+    table = FlowTable({"memory": 90, "link": 25}.__getitem__)  # type: ignore[arg-type]
+    heavy, light = Flow({"memory": 2}, 1000, amount_left(1)), Flow({"memory": 1}, 1000, amount_left(1))
+    table.start(heavy)
+    table.start(light)
+    table.share(0)
+    assert (heavy.rate, light.rate) == (30, 30)
+    table.end(heavy)
+    slow = Flow({"memory": 2, "link": 1}, 1000, amount_left(1))
+    table.start(slow)
+    table.share(0)
+    assert (slow.rate, light.rate) == (25, 40)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce", "all_to_all", "fence", "permute"])

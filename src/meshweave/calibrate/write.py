@@ -21,6 +21,7 @@ from meshweave.describe.cluster import (
     Ring,
     Switch,
     Torus,
+    Tree,
 )
 from meshweave.units import format_s
 
@@ -254,6 +255,8 @@ def _with_axes(network: Network, change: Any) -> Network:
             return replace(network, axes=tuple(change(axis) for axis in network.axes))
         case Hosts():
             return replace(network, intra=change(network.intra), nic=change(network.nic))
+        case Tree():
+            return replace(network, levels=tuple(replace(x, axis=change(x.axis)) for x in network.levels))
         case Ring() | Switch():
             return replace(network, link=change(network.link))
 
@@ -281,6 +284,7 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         f"memory_bytes = {chip.memory_bytes}",
         f"memory_bytes_per_s = {_number(chip.memory_bytes_per_s)}",
         f"launch_s = {_number(chip.launch_s)}",
+        *([f"gemm_tile = {list(chip.gemm_tile)}"] if chip.gemm_tile else []),
         "",
         *_network(cluster.network),
     ]
@@ -308,6 +312,11 @@ def _network(network: Network) -> Iterator[str]:
             yield f"nics_per_host = {network.nics_per_host}"
             yield from _axis("[network.intra]", "network.intra", network.intra)
             yield from _axis("[network.nic]", "network.nic", network.nic)
+        case Tree():
+            yield 'kind = "tree"'
+            for level in network.levels:
+                yield from ("", "[[network.levels]]", f"fanout = {level.fanout}", f"links = {level.links}")
+                yield from _axis("[network.levels.axis]", "network.levels.axis", level.axis)
         case Ring() | Switch():
             yield f'kind = "{"ring" if isinstance(network, Ring) else "switch"}"'
             yield f"size = {network.size}"

@@ -12,8 +12,10 @@ from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
 from meshweave.cli.lab import lab
 from meshweave.cli.plan import plan
+from meshweave.cli.reproduce import reproduce
 from meshweave.cli.run import run
 from meshweave.cli.show import show
+from meshweave.cli.simulate import simulate
 from meshweave.cli.verify import verify
 from meshweave.errors import MeshweaveError
 
@@ -27,6 +29,7 @@ app = typer.Typer(
     "Every verb takes --json.",
 )
 app.command()(plan)
+app.command()(simulate)
 app.command()(run)
 app.command()(verify)
 app.command()(show)
@@ -34,6 +37,7 @@ app.command()(catalog)
 app.command()(calibrate)
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
+app.add_typer(reproduce, name="reproduce")
 
 _ClickException: Any = typer.BadParameter.__mro__[2]
 """By way of typer: newer versions carry a click of their own, older ones import it."""

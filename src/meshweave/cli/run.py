@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from meshweave.algorithms.matmul import algorithm
-from meshweave.algorithms.matmul.passes import PASSES, PassName, pass_problem
+from meshweave.algorithms.matmul.passes import pass_problem
 from meshweave.cli.options import JSON_HELP, check_writable, print_json
+from meshweave.cli.planned import check_layer, product_title, products, read_passes
 from meshweave.cost.machine import Machine
 from meshweave.describe.cluster import load_cluster
-from meshweave.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError, nearest
+from meshweave.errors import LayoutError, ProgramError, UnsupportedError
 from meshweave.ir.dataflow import Dataflow, analyse
 from meshweave.ir.text import to_text
 from meshweave.ir.validate import validate
@@ -142,16 +143,8 @@ def _jobs(
     max_dim: int,
     rings: Literal[0, 1, 2] | int,
 ) -> list[_Job]:
-    known = {item.name: item for item in plan.best.layers}
-    if layer not in known:
-        raise DescriptionError(
-            f"the plan has no layer '{layer}'{nearest(layer, known)}; it has {', '.join(known)}"
-        )
-    if passes != "all" and passes not in PASSES:
-        raise DescriptionError(
-            f"there is no pass '{passes}'{nearest(passes, PASSES)}; give all or {', '.join(PASSES)}"
-        )
-    wanted: tuple[PassName, ...] = PASSES if passes == "all" else (passes,)  # type: ignore[assignment]
+    check_layer(plan, layer)
+    wanted = read_passes(passes)
     planned = [candidate.algorithm for candidate in plan.candidates]
     if algorithms == "best":  # of those that have a mesh of so many ranks
         usable = [c.algorithm for c in plan.candidates if algorithm(c.entry).meshes(ranks)]
@@ -171,9 +164,7 @@ def _jobs(
             raise LayoutError(f"{name} has no mesh of {ranks} ranks; give another number of --ranks")
         sizes = chosen.tokens, chosen.in_features, chosen.out_features
         small = reduced(sizes, candidate.mesh_shape, shapes, max_dim)
-        for item in chosen.passes:
-            if item.name not in wanted:
-                continue
+        for _, item in products(candidate, layer, wanted):
             problem = pass_problem(
                 chosen.stationary,
                 item.name,
@@ -191,10 +182,7 @@ def _jobs(
                 program = lower_rings(program, 1 if rings == 1 else 2)
             validate(program, labels=False)
             rehearsal = Rehearsal(to_text(program), problem, 0, 0, 0.0)
-            title = f"{layer} {item.name.replace('_', ' ')}, {name}"
-            if config.slice_count > 1:
-                title += f" {config}"
-            jobs.append(_Job(title, rehearsal, analyse(program)))
+            jobs.append(_Job(product_title(layer, item.name, name, config), rehearsal, analyse(program)))
     if not jobs:
         raise LayoutError(f"no algorithm of the plan has a mesh of {ranks} ranks")
     for name in skipped:
@@ -230,7 +218,7 @@ def _outcome(job: _Job, results: list[dict[str, Any]], cluster: Any, repeat: int
         max(result["error"] for result in results),
         tuple(trace.duration_s for trace in runs),
         runs[(len(runs) - 1) // 2],
-        simulate(job.flow, Machine.of(cluster, job.flow.program)),
+        simulate(job.flow.program, Machine.of(cluster, job.flow.program)).trace(),
         orderings,
     )
 

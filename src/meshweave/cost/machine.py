@@ -1,7 +1,8 @@
 """A cluster with a program's meshes laid on it: which constants a mesh axis runs at, which links it uses.
 
 Lanes are not hardware. Which link, NIC or port carries a transfer follows from where the ranks are placed,
-and only this layer and the simulators know it. Global rank r sits on chip r, chips in row-major order.
+and only this layer and the simulators know it. Global rank r sits on chip r, chips in row-major order, unless
+a placement says otherwise.
 """
 
 from __future__ import annotations
@@ -11,23 +12,50 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshweave.describe.cluster import Cluster, CommConstants, Hosts, NetworkAxis, Ring, Switch, Torus
+from meshweave.describe.cluster import (
+    Cluster,
+    CommConstants,
+    Hosts,
+    NetworkAxis,
+    Switch,
+    Torus,
+    Tree,
+)
+from meshweave.describe.links import factorisations, slowest
 from meshweave.describe.mesh import Mesh
 from meshweave.errors import LayoutError, UnsupportedError
 from meshweave.ir.program import Program
 
 Link = tuple[str, int, int, int]
-"""(what, chip or host, axis, direction): one direction of one link, NIC or port."""
+"""(what, chip or host, axis, direction): one direction of one link, NIC or port; in a tree, (up or down, child,
+level, 0), the children of a level counted across all of its switches."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`meshes` lie on `cluster`. Raises LayoutError where they have more ranks than it has chips."""
+    """`meshes` lie on `cluster`.
+
+    A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`:
+    its messages then take the real links of several hops, and its axes have the constants of the slowest axis
+    of the network. A collective without contention is then priced as if its members were neighbours; what
+    that leaves out shows in simulation with contention.
+
+    `placement` is the chip of each global rank, a permutation of all chips. It moves paths, not constants.
+    Raises LayoutError where there are more ranks than chips, or the placement is no permutation.
+    """
 
     cluster: Cluster
     meshes: tuple[Mesh, ...]
+    logical: bool = False
+    placement: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        num_chips = self.cluster.num_chips
+        if self.placement is not None and sorted(self.placement) != list(range(num_chips)):
+            raise LayoutError(
+                f"the placement of {len(self.placement)} ranks is not a permutation of the {num_chips} chips of "
+                f"{self.cluster.name}; give every chip from 0 to {num_chips - 1} once"
+            )
         highest = max((max(mesh.ranks) for mesh in self.meshes), default=0)
         if highest >= self.cluster.num_chips:
             raise LayoutError(
@@ -35,22 +63,32 @@ class Machine:
             )
 
     @classmethod
-    def of(cls, cluster: Cluster, program: Program) -> Machine:
-        return cls(cluster, program.meshes)
+    def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
+        return cls(cluster, program.meshes, logical)
 
     @cached_property
     def _axes(self) -> dict[str, NetworkAxis]:
-        network = self.cluster.network
         out = {}
         for mesh in self.meshes:
             num_dims = len(mesh.shape)
             whole = mesh.shape if mesh.num_ranks == self.cluster.num_chips else None
             for i, axis in enumerate(mesh.axes):
-                out[f"{mesh.name}.{axis}"] = (
-                    network.axis(i, num_dims, whole) if whole else network.axis(i, num_dims)
-                )
-            out[mesh.name] = network.axis(0, num_dims)
+                out[f"{mesh.name}.{axis}"] = self._network_axis(i, num_dims, whole)
+            out[mesh.name] = self._network_axis(0, num_dims, None)
         return out
+
+    def _network_axis(self, i: int, num_dims: int, shape: tuple[int, ...] | None) -> NetworkAxis:
+        network = self.cluster.network
+        try:
+            return network.axis(i, num_dims, shape)
+        except LayoutError as error:
+            if not isinstance(network, Torus) or num_dims < 1:
+                raise
+            if self.logical:
+                return slowest(network.axes)
+            raise LayoutError(
+                f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
+            ) from None
 
     def axis(self, name: str) -> NetworkAxis:
         """The network axis under a mesh axis; for "" (no mesh axis) the slowest one that there is."""
@@ -87,56 +125,74 @@ class Machine:
 
     @cached_property
     def _torus_shape(self) -> tuple[int, ...]:
-        network = self.cluster.network
-        if isinstance(network, Torus):
-            whole = next((mesh.shape for mesh in self.meshes if mesh.num_ranks == network.num_chips), None)
-            if network.shape is not None and whole is not None and sorted(whole) == sorted(network.shape):
-                return whole  # a torus may be turned to fit the mesh
-            return network.shape or whole or (network.num_chips,)
-        return (network.num_chips,)
+        network, num_chips = self.cluster.network, self.cluster.num_chips
+        if not isinstance(network, Torus):
+            return (num_chips,)
+        whole = next((mesh.shape for mesh in self.meshes if mesh.num_ranks == num_chips), None)
+        if network.shape is not None:
+            if whole is None or self.logical or sorted(whole) != sorted(network.shape):
+                return network.shape
+            return whole  # a torus may be turned to fit the mesh
+        if self.logical and (whole is None or len(whole) > len(network.axes)):
+            return min(factorisations(num_chips, len(network.axes)), key=sum)  # nearest to a cube
+        return whole or (num_chips,)
 
-    def path(self, src: int, dst: int) -> tuple[Link, ...]:
-        """Links that a message from chip `src` to chip `dst` takes: dimension-ordered and the shorter way
-        round on a torus, out port and in port on a switch, both NICs between hosts."""
+    def path(self, src: int, dst: int, back: bool = False) -> tuple[Link, ...]:
+        """Links that a message from rank `src` to rank `dst` takes, each named by its chip.
+
+        Dimension-ordered and the shorter way round on a torus; out port and in port on a switch; both NICs
+        between hosts; up to the lowest common switch and down again in a tree. Where both ways round are
+        equally long, it goes backwards if `back`, else forwards.
+        """
         network = self.cluster.network
+        if self.placement is not None:
+            src, dst = self.placement[src], self.placement[dst]
         if src == dst:
             return ()
-        if isinstance(network, Switch):
-            return ("out", src, 0, 0), ("in", dst, 0, 0)
-        if isinstance(network, Hosts):
-            per_host = network.chips_per_host
-            if src // per_host == dst // per_host:
+        match network:
+            case Switch():
                 return ("out", src, 0, 0), ("in", dst, 0, 0)
-            nic = network.nics_per_host
-            return ("nic-out", src // per_host, src % per_host % nic, 0), (
-                "nic-in",
-                dst // per_host,
-                dst % per_host % nic,
-                0,
-            )
-        return tuple(self._torus_hops(src, dst))
+            case Hosts():
+                (host, chip), (to_host, to_chip) = (divmod(x, network.chips_per_host) for x in (src, dst))
+                if host == to_host:
+                    return ("out", src, 0, 0), ("in", dst, 0, 0)
+                nics = network.nics_per_host
+                return ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
+            case Tree():
+                return tuple(_tree_hops(network, src, dst))
+        return tuple(self._torus_hops(src, dst, back))
 
-    def _torus_hops(self, src: int, dst: int) -> Iterable[Link]:
+    def _torus_hops(self, src: int, dst: int, back: bool) -> Iterable[Link]:
         shape = self._torus_shape
         at, to = list(_unravel(src, shape)), _unravel(dst, shape)
         for axis, size in enumerate(shape):
             ahead = (to[axis] - at[axis]) % size
-            direction = 1 if ahead <= size - ahead else -1
+            direction = 1 if 2 * ahead < size + (not back) else -1
             for _ in range(ahead if direction == 1 else size - ahead):
                 yield "link", _ravel(at, shape), axis, direction
                 at[axis] = (at[axis] + direction) % size
 
     def link_rate(self, link: Link) -> int:
-        """Bytes per second of one direction of a link."""
+        """Bytes per second of one direction of a link; in a tree, of all parallel links of a child."""
         network = self.cluster.network
         what, _, axis, _ = link
-        if isinstance(network, Hosts):
-            chosen = network.nic if what.startswith("nic") else network.intra
-        elif isinstance(network, (Switch, Ring)):
-            chosen = network.link
-        else:
-            chosen = network.axis(min(axis, len(network.axes) - 1), len(self._torus_shape))
+        match network:
+            case Hosts():
+                chosen = network.nic if what.startswith("nic") else network.intra
+            case Tree():
+                return int(network.levels[axis].link_bytes_per_s)
+            case Torus():
+                chosen = self._torus_axes[axis]
+            case _:
+                chosen = network.link
         return int(chosen.link_bytes_per_s)
+
+    @cached_property
+    def _torus_axes(self) -> tuple[NetworkAxis, ...]:
+        """The links along each axis of the torus as it stands: turned with its shape."""
+        network, shape = self.cluster.network, self._torus_shape
+        assert isinstance(network, Torus)
+        return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
 
     def ring_links(self, group: tuple[int, ...], ways: int) -> tuple[Link, ...]:
         """Every link that a ring over `group` uses, in both directions where `ways` is 2."""
@@ -147,6 +203,17 @@ class Machine:
             if ways == 2:
                 links.update(dict.fromkeys(self.path(following, rank)))
         return tuple(links)
+
+
+def _tree_hops(tree: Tree, src: int, dst: int) -> Iterable[Link]:
+    down: list[Link] = []
+    for level, below in enumerate(tree.chips_below):
+        child, to = src // below, dst // below
+        if child == to:
+            break
+        yield "up", child, level, 0
+        down.append(("down", to, level, 0))
+    yield from reversed(down)
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -165,9 +232,13 @@ def _ravel(coords: Iterable[int], shape: tuple[int, ...]) -> int:
 
 
 def mesh_machine(
-    cluster: Cluster, shape: tuple[int, ...], axes: tuple[str, ...], name: str = "tp"
+    cluster: Cluster,
+    shape: tuple[int, ...],
+    axes: tuple[str, ...],
+    name: str = "tp",
+    logical: bool = False,
 ) -> Machine:
     """A machine for a skeleton: one mesh of `shape` on `cluster`."""
     if math.prod(shape) > cluster.num_chips:
         raise LayoutError(f"mesh {shape} does not fit the {cluster.num_chips} chips of {cluster.name}")
-    return Machine(cluster, (Mesh.of(name, shape, axes),))
+    return Machine(cluster, (Mesh.of(name, shape, axes),), logical)

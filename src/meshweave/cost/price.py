@@ -1,15 +1,17 @@
 """The time of ONE op on an otherwise idle machine.
 
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2);
-a local product costs its FLOPs over the chip's effective rate; a copy its bytes over memory bandwidth. A
-price keeps the latency apart from the amount, so that a simulator can let amounts share a link. A chain of D
-packets (broadcast, reduce) takes P + D - 2 steps; with constants of its own never less than its part over a link.
+a local product costs its FLOPs over the chip's effective rate, or its memory traffic where that takes longer
+(`compute`); a copy its bytes over memory bandwidth. A price keeps the latency apart from the amount, so that a
+simulator can let amounts share a link. A chain of D packets (broadcast, reduce) takes P + D - 2 steps; with
+constants of its own never less than its part over a link.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.describe.network import Ring, Torus
 from meshweave.ir.work import Compute, Transfer, Work
@@ -18,12 +20,17 @@ from meshweave.units import to_ps, work_ps
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """`launch_ps` and `sync_ps` pass first, then `amount` (bytes or FLOPs) flows at most at `rate_per_s`."""
+    """`launch_ps` and `sync_ps` pass first, then `amount` (bytes or FLOPs) flows at most at `rate_per_s`.
+
+    A product's memory traffic takes `stream_ps` beside its FLOPs and `ends_ps` before and after them.
+    """
 
     launch_ps: int
     sync_ps: int
     amount: int
     rate_per_s: int
+    stream_ps: int = 0
+    ends_ps: int = 0
 
     @property
     def fixed_ps(self) -> int:
@@ -35,7 +42,7 @@ class Price:
 
     @property
     def total_ps(self) -> int:
-        return self.fixed_ps + self.flow_ps
+        return self.fixed_ps + max(self.flow_ps, self.stream_ps) + self.ends_ps
 
 
 def price(work: Work, machine: Machine, *, routed: bool = False) -> Price:
@@ -47,9 +54,19 @@ def price(work: Work, machine: Machine, *, routed: bool = False) -> Price:
     """
     if isinstance(work, Compute):
         chip = machine.cluster.chip
-        if work.flops:
-            return Price(to_ps(chip.launch_s), 0, work.flops, int(chip.effective_flops_per_s))
-        return Price(0, 0, work.bytes, int(chip.memory_bytes_per_s))
+        memory = int(chip.memory_bytes_per_s)
+        if not work.flops:
+            return Price(0, 0, work.bytes, memory)
+        tiles = tile_traffic(work, chip)
+        ends_ps = work_ps(tiles.fill_bytes, memory) + work_ps(tiles.drain_bytes, memory)
+        return Price(
+            to_ps(chip.launch_s),
+            0,
+            work.flops,
+            int(chip.effective_flops_per_s),
+            work_ps(tiles.stream_bytes, memory),
+            ends_ps,
+        )
     return _transfer(work, machine, routed)
 
 
@@ -58,8 +75,10 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
     constants = machine.constants(work.axis, kind)
     launch, sync = to_ps(constants.launch_s), to_ps(constants.sync_s)
-    if work.step and work.step.index != 0:
-        launch = 0
+    rate = machine.rate(work.axis, kind)
+    if work.step:
+        launch = 0 if work.step.index != 0 else launch
+        rate = max(rate // work.step.ways, 1)
     if count == 1:
         steps, amount = 0, 0
     elif work.kind in ("all_gather", "reduce_scatter"):
@@ -73,7 +92,7 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
         if axis.has_own(kind):
             # These are of chains that follow and overlap each other, maybe beyond a link's rate in one direction;
             # but all of a part crosses one link, and no chain is faster than that.
-            amount = max(amount, part * machine.rate(work.axis, kind) // int(axis.link_bytes_per_s))
+            amount = max(amount, part * rate // int(axis.link_bytes_per_s))
     elif work.kind == "all_to_all":  # parts travel P / 2 hops on a one-way ring, P / 4 on a two-way one
         ways = machine.ways(work.axis)
         steps = count - 1
@@ -84,8 +103,13 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
         steps = work.hops if isinstance(machine.cluster.network, (Torus, Ring)) else 1  # a switch has no ring
         amount = steps * part
         if routed and steps > 1:
-            return Price(launch, steps * sync, part, max(machine.rate(work.axis, kind) // steps, 1))
-    return Price(launch, steps * sync, amount, int(machine.rate(work.axis, kind)))
+            return Price(launch, steps * sync, part, max(rate // steps, 1))
+    return Price(launch, steps * sync, amount, rate)
+
+
+def constants_of(kind: str) -> str:
+    """The kind whose constants an op of `kind` has."""
+    return _CONSTANTS.get(kind, kind)
 
 
 _CONSTANTS = {

@@ -34,6 +34,8 @@ from meshweave.describe.network import (
     Ring,
     Switch,
     Torus,
+    Tree,
+    TreeLevel,
     require,
 )
 from meshweave.errors import DescriptionError, nearest
@@ -50,6 +52,8 @@ __all__ = [
     "Ring",
     "Switch",
     "Torus",
+    "Tree",
+    "TreeLevel",
     "load_cluster",
 ]
 
@@ -59,7 +63,9 @@ class Chip:
     """One accelerator (or process) of a cluster.
 
     `peak_flops_per_s` holds (dtype, FLOP/s) pairs. `effective_flops_per_s` is what large GeMMs reach.
-    `launch_s` is the time to start one kernel. Raises DescriptionError.
+    `launch_s` is the time to start one kernel. `gemm_tile` is (m, n, k) in elements: the tiles in which a
+    product streams through on-chip memory; None where products load the memory with nothing. Raises
+    DescriptionError.
     """
 
     name: str
@@ -69,6 +75,7 @@ class Chip:
     memory_bytes_per_s: float
     launch_s: float = 0.0
     source: str = ""
+    gemm_tile: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:
@@ -79,6 +86,10 @@ class Chip:
             f"chip {self.name}", 1, memory_bytes=self.memory_bytes, memory_bytes_per_s=self.memory_bytes_per_s
         )
         require(f"chip {self.name}", 0, launch_s=self.launch_s)
+        if self.gemm_tile is not None and (len(self.gemm_tile) != 3 or min(self.gemm_tile) < 1):
+            raise DescriptionError(
+                f"chip {self.name}: gemm_tile is {self.gemm_tile}; give three counts (m, n, k) of at least 1"
+            )
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s in `dtype`. Raises DescriptionError where the chip's table has none."""
@@ -136,6 +147,13 @@ class _ChipFile(FileModel):
     memory_bytes: Size = Field(description="the memory of one chip in bytes, a whole number of at least 1")
     memory_bytes_per_s: Rate = Field(description="the memory's bytes per second, a number of at least 1")
     launch_s: Duration = Field(0.0, description="seconds to start one kernel, from 0 to 1e6")
+    gemm_tile: list[Count] | None = Field(
+        None,
+        description="a list of three counts, m, n and k in elements: the tiles in which a product streams "
+        "through on-chip memory (left out: products do not load the memory)",
+        min_length=3,
+        max_length=3,
+    )
 
 
 class _CommFile(FileModel):
@@ -231,11 +249,29 @@ class _HostsFile(FileModel):
         )
 
 
-_NETWORKS: dict[str, type[_TorusFile | _RingFile | _HostsFile]] = {
+class _LevelFile(FileModel):
+    fanout: Count = Field(description="how many of the level below hang on one switch, at least 1")
+    links: Count = Field(1, description="the number of parallel links of each of them, at least 1")
+    axis: _AxisFile = Field(description="a table that describes one such link")
+
+
+class _TreeFile(FileModel):
+    levels: list[_LevelFile] = Field(
+        description="a list of 1 to 6 tables, one per level of switches from the chips up",
+        min_length=1,
+        max_length=6,
+    )
+
+    def network(self) -> Network:
+        return Tree(tuple(TreeLevel(one.fanout, one.axis.axis(), one.links) for one in self.levels))
+
+
+_NETWORKS: dict[str, type[_TorusFile | _RingFile | _HostsFile | _TreeFile]] = {
     "torus": _TorusFile,
     "ring": _RingFile,
     "switch": _SwitchFile,
     "hosts": _HostsFile,
+    "tree": _TreeFile,
 }
 
 
@@ -272,9 +308,9 @@ def _cluster(data: dict[str, Any], file: str | Path) -> Cluster:
     effective = c.effective_flops_per_s
     if effective is None:
         effective = max(flops_per_s for _, flops_per_s in peaks)
-    chip = Chip(
-        c.name, peaks, effective, c.memory_bytes, c.memory_bytes_per_s, c.launch_s, c.source or top.source
-    )
+    tile = (c.gemm_tile[0], c.gemm_tile[1], c.gemm_tile[2]) if c.gemm_tile else None
+    source = c.source or top.source
+    chip = Chip(c.name, peaks, effective, c.memory_bytes, c.memory_bytes_per_s, c.launch_s, source, tile)
     try:
         return Cluster(
             top.name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,7 +76,7 @@ class Issuer:
     """Issues ops as lanes and edges allow. The caller says when an issued op is done.
 
     The same state machine drives the untimed run, the in-process executor and the reference simulator:
-    they differ only in when `finish` is called.
+    they differ only in when `finish` or `finish_all` is called.
     """
 
     def __init__(self, flow: Dataflow) -> None:
@@ -100,14 +100,20 @@ class Issuer:
 
     def finish(self, node: Node) -> list[Node]:
         """Marks an issued op as complete; returns the ops that this lets be issued, in order."""
-        rank, lane = node[0], self.flow.op(node).lane
-        self.done.add(node)
-        self._in_flight[rank, lane] -= 1
-        touched = {(rank, lane)}
-        for follower in self._followers[node]:
-            self._pending[follower] -= 1
-            if not self._pending[follower]:
-                touched.add((follower[0], self.flow.op(follower).lane))
+        return self.finish_all((node,))
+
+    def finish_all(self, nodes: Iterable[Node]) -> list[Node]:
+        """Marks issued ops as complete together, before any lane goes on: their order makes no difference."""
+        touched: set[tuple[int, str]] = set()
+        for node in nodes:
+            key = node[0], self.flow.op(node).lane
+            self.done.add(node)
+            self._in_flight[key] -= 1
+            touched.add(key)
+            for follower in self._followers[node]:
+                self._pending[follower] -= 1
+                if not self._pending[follower]:
+                    touched.add((follower[0], self.flow.op(follower).lane))
         return [node for key in sorted(touched) for node in self._issue(key)]
 
     def _issue(self, key: tuple[int, str]) -> Iterator[Node]:

@@ -45,12 +45,14 @@ class Release:
 class Step:
     """Step `index` of `count` of a lowered `collective`: it runs at that collective's bandwidth and
     synchronisation cost, and only step 0 pays the launch. `axis` is the mesh axis that it runs along where
-    the op does not say ("tp.row")."""
+    the op does not say ("tp.row"). A ring that runs in `ways` directions at once has that bandwidth in all of
+    them together; the step is of one of them."""
 
     collective: str
     index: Index
     count: Index
     axis: str = ""
+    ways: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

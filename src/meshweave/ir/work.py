@@ -37,11 +37,14 @@ from meshweave.units import dtype_bytes
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Arithmetic on one rank: `flops` on the compute engine, or `bytes` (read plus written) through memory."""
+    """Arithmetic on one rank: `flops` on the compute engine, or `bytes` (read plus written) through memory; a
+    call may declare both. `dims` is (m, n, k) of a product, `item_bytes` the size of one of its elements."""
 
     kind: str
     flops: int = 0
     bytes: int = 0
+    dims: tuple[int, int, int] = (0, 0, 0)
+    item_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ class Transfer:
 Work = Compute | Transfer
 
 
-def matmul_work(m: int, n: int, k: int) -> Compute:
-    return Compute("matmul", flops=2 * m * n * k)
+def matmul_work(m: int, n: int, k: int, dtype: str) -> Compute:
+    return Compute("matmul", flops=2 * m * n * k, dims=(m, n, k), item_bytes=dtype_bytes(dtype))
 
 
 def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
@@ -91,7 +94,7 @@ def work_of(program: Program, op: Op) -> Work:
     match op:
         case Matmul():
             k = op.a.shape[0 if op.transpose_a else 1]
-            return matmul_work(op.out.shape[0], op.out.shape[1], k)
+            return matmul_work(op.out.shape[0], op.out.shape[1], k, program.buffer_of[op.a.buffer].dtype)
         case Copy() | Add() | Zero():
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype, op.kind)
         case Call():
@@ -130,13 +133,13 @@ def _collective(
     match op:
         case AllGather():
             view, sizes = op.out, equal_parts(op.sizes, op.out.shape[op.dim], count)
-            size = _along(program, view.shape, op.dim, max(sizes), op.out.buffer)
+            size = bytes_along(program, view.shape, op.dim, max(sizes), op.out.buffer)
         case ReduceScatter():
             sizes = equal_parts(op.sizes, op.src.shape[op.dim], count)
-            size = _along(program, op.src.shape, op.dim, max(sizes), op.src.buffer)
+            size = bytes_along(program, op.src.shape, op.dim, max(sizes), op.src.buffer)
         case AllToAll():
             sizes = equal_parts(op.send_sizes, op.src.shape[op.split_dim], count)
-            size = _along(program, op.src.shape, op.split_dim, max(sizes), op.src.buffer)
+            size = bytes_along(program, op.src.shape, op.split_dim, max(sizes), op.src.buffer)
         case Broadcast() | Reduce():
             assert isinstance(op.packets, int)
             packets = op.packets
@@ -149,7 +152,8 @@ def _collective(
     return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step, hops)
 
 
-def _along(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
+def bytes_along(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
+    """Bytes of a box of `shape` in a buffer that is `size` elements long in `dim` instead."""
     others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 

@@ -243,4 +243,4 @@ def predicted(case: FidelityCase, cluster: Cluster) -> tuple[Trace, Trace]:
     """The timeline of the case's skeleton and the simulation of its lowered program, on `cluster` at its pace."""
     paced = repaced(cluster, case.flops_per_s)
     drawn = timeline(case.skeleton, matmul_machine(paced, case.problem), case.program.name)
-    return drawn, simulate(case.program, Machine.of(paced, case.program))
+    return drawn, simulate(case.program, Machine.of(paced, case.program)).trace()

@@ -48,13 +48,14 @@ def lower_rings(
 @dataclass(frozen=True)
 class _Part:
     """What travels in one direction: of each member's part, the piece from `skip` on, `size` long; both are
-    expressions in the member number `peer`."""
+    expressions in the member number `peer`. The ring runs in `ways` directions at once."""
 
     shift: int
     lane: str
     skip: Index
     size: Index
     starts: tuple[Index, ...]
+    ways: int = 1
 
     def of(self, member: Index, count: int) -> tuple[Index, Index]:
         """[start, stop) of a member's piece within the gathered dim."""
@@ -140,8 +141,8 @@ class _Pass:
         if back not in self.program.lane_of:
             self.new_lanes[back] = replace(self.program.lane_of[op.lane], name=back)
         return [
-            _Part(1, op.lane, 0, half, tuple(starts)),
-            _Part(-1, back, half, size - half, tuple(starts)),
+            _Part(1, op.lane, 0, half, tuple(starts), 2),
+            _Part(-1, back, half, size - half, tuple(starts), 2),
         ]
 
     def _part_size(self, op: AllGather | ReduceScatter, count: int) -> Index:
@@ -233,7 +234,7 @@ class _Pass:
             out=got,
             src=sent,
             shift=part.shift,
-            step=Step(op.kind, step, count - 1),
+            step=Step(op.kind, step, count - 1, ways=part.ways),
             lane=part.lane,
             name=_name(op, f"step{step}" + ("" if part.shift == 1 else BACK)),
         )

@@ -1,5 +1,6 @@
-"""The discrete-event reading of a program."""
+"""The discrete-event reading of a program: `engine` is fast, `reference` the oracle that it agrees with."""
 
-from meshweave.simulate.reference import simulate
+from meshweave.simulate.engine import simulate
+from meshweave.simulate.result import LinkUse, Simulation
 
-__all__ = ["simulate"]
+__all__ = ["LinkUse", "Simulation", "simulate"]

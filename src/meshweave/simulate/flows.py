@@ -1,31 +1,30 @@
-"""Amounts that share links: max-min fair rates in integers.
+"""Amounts that share resources: max-min fair rates in integers.
 
-A flow moves `amount` (bytes or FLOPs) over all its links at once, at most at its cap. Flows that share a
-link share its rate max-min fairly (progressive filling). Rates are whole units per second, rounded down;
-what is left is kept in units x picoseconds per second, so that nothing drifts.
+A flow moves an amount (bytes or FLOPs) over all its resources at once, at most at its cap; it uses its weight
+times its rate of each. Flows that share a resource share its rate max-min fairly (progressive filling). Rates
+are whole units per second, rounded down; what is left is kept in units x picoseconds per second, so that
+nothing drifts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from meshweave.units import PS_PER_S
 
+Resource = Hashable
+
 
 @dataclass(eq=False)
 class Flow:
-    """`ways` is over how many directions the flow spreads: each link carries rate / ways. `nodes` are the
-    ops (rank, index) that it serves; those in `freed` do not wait for its end, only for its start. `version`
-    tells a scheduled end that a later one has replaced it."""
+    """`uses` is the weight on each resource; `ended` is called when the flow is over. `version` tells a
+    scheduled end that a later one has replaced it."""
 
-    number: int
-    nodes: tuple[tuple[int, int], ...]
-    links: tuple[Hashable, ...]
+    uses: Mapping[Resource, int]
     cap: int
     left: int
-    ways: int = 1
-    freed: frozenset[tuple[int, int]] = frozenset()
+    ended: Callable[[], None] = lambda: None
     rate: int = 0
     since_ps: int = 0
     version: int = 0
@@ -33,46 +32,36 @@ class Flow:
 
 @dataclass
 class FlowTable:
-    """All flows under way. `capacity` gives a link's rate per second."""
+    """All flows under way. `rate_of` gives a resource's rate per second. Rates change in `share` only."""
 
-    capacity: dict[Hashable, int] = field(default_factory=dict)
-    on_link: dict[Hashable, dict[int, Flow]] = field(default_factory=dict)
+    rate_of: Callable[[Resource], int]
+    capacity: dict[Resource, int] = field(default_factory=dict)
+    on: dict[Resource, dict[Flow, None]] = field(default_factory=dict)
+    touched: dict[Flow, None] = field(default_factory=dict)
 
-    def add(self, flow: Flow, now_ps: int) -> list[Flow]:
-        """Starts a flow; returns the flows whose rate changed, itself included."""
-        flow.since_ps = now_ps
-        for link in flow.links:
-            self.on_link.setdefault(link, {})[flow.number] = flow
-        return self._share(self._together([flow]), now_ps)
+    def start(self, flow: Flow) -> None:
+        """Adds a flow, which has no rate before the next `share`."""
+        for resource in flow.uses:
+            if resource not in self.capacity:
+                self.capacity[resource] = self.rate_of(resource)
+            self.on.setdefault(resource, {})[flow] = None
+        self.touched[flow] = None
 
-    def remove(self, flow: Flow, now_ps: int) -> list[Flow]:
-        """Ends a flow; returns the others whose rate changed."""
-        neighbours = [other for other in self._together([flow]) if other is not flow]
-        for link in flow.links:
-            del self.on_link[link][flow.number]
-        return self._share(neighbours, now_ps) if neighbours else []
+    def end(self, flow: Flow) -> None:
+        """Takes a flow out; the others keep their rates until the next `share`."""
+        for resource in flow.uses:
+            del self.on[resource][flow]
+            self.touched.update(self.on[resource])
+        self.touched.pop(flow, None)
 
-    def end_ps(self, flow: Flow) -> int:
-        """When the flow ends if its rate stays."""
-        return flow.since_ps + -(-flow.left // flow.rate)
-
-    def _together(self, seeds: Iterable[Flow]) -> list[Flow]:
-        """The flows that are tied to the seeds by shared links, directly or through others, by number."""
-        found = {flow.number: flow for flow in seeds}
-        todo = list(found.values())
-        while todo:
-            for link in todo.pop().links:
-                for number, other in self.on_link.get(link, {}).items():
-                    if number not in found:
-                        found[number] = other
-                        todo.append(other)
-        return [found[number] for number in sorted(found)]
-
-    def _share(self, flows: list[Flow], now_ps: int) -> list[Flow]:
+    def share(self, now_ps: int) -> list[Flow]:
+        """Shares the rates anew where flows came or went; returns the flows whose rate changed."""
+        flows = self._together(self.touched)
+        self.touched.clear()
         rates = self._max_min(flows)
         changed = []
         for flow in flows:
-            rate = rates[flow.number]
+            rate = rates[flow]
             if rate != flow.rate:
                 flow.left = max(flow.left - flow.rate * (now_ps - flow.since_ps), 0)
                 flow.since_ps, flow.rate = now_ps, rate
@@ -80,25 +69,47 @@ class FlowTable:
                 changed.append(flow)
         return changed
 
-    def _max_min(self, flows: list[Flow]) -> dict[int, int]:
-        left = {link: self.capacity[link] for flow in flows for link in flow.links}
-        open_flows = {flow.number: flow for flow in flows}
-        rates: dict[int, int] = {}
+    def end_ps(self, flow: Flow) -> int:
+        """When the flow ends if its rate stays."""
+        return flow.since_ps + -(-flow.left // flow.rate)
+
+    def _together(self, seeds: Iterable[Flow]) -> list[Flow]:
+        """The flows that are tied to the seeds by shared resources, directly or through others."""
+        found = dict.fromkeys(seeds)
+        todo, seen = list(found), set()
+        while todo:
+            for resource in todo.pop().uses:
+                if resource in seen:
+                    continue
+                seen.add(resource)
+                for other in self.on[resource]:
+                    if other not in found:
+                        found[other] = None
+                        todo.append(other)
+        return list(found)
+
+    def _max_min(self, flows: list[Flow]) -> dict[Flow, int]:
+        """Rates for flows that share with no others. They do not depend on the order of the flows."""
+        left = {resource: self.capacity[resource] for flow in flows for resource in flow.uses}
+        weights = dict.fromkeys(left, 0)
+        for flow in flows:
+            for resource, weight in flow.uses.items():
+                weights[resource] += weight
+        open_flows = dict.fromkeys(flows)
+        rates: dict[Flow, int] = {}
         while open_flows:
-            # Each open flow takes 1 / ways of its rate on a link; halves keep that in integers.
-            halves: dict[Hashable, int] = {}
-            for flow in open_flows.values():
-                for link in flow.links:
-                    halves[link] = halves.get(link, 0) + 2 // flow.ways
-            share = min((2 * left[link] // weight for link, weight in halves.items()), default=0)
-            capped = [flow for flow in open_flows.values() if flow.cap <= share or not flow.links]
-            tight = {link for link, weight in halves.items() if 2 * left[link] // weight <= share}
-            chosen = capped or [flow for flow in open_flows.values() if not tight.isdisjoint(flow.links)]
+            shares = {resource: left[resource] // weight for resource, weight in weights.items() if weight}
+            share = min(shares.values(), default=0)
+            chosen = [flow for flow in open_flows if flow.cap <= share or not flow.uses]
+            if not chosen:
+                tight = {resource for resource, at_most in shares.items() if at_most == share}
+                chosen = [flow for flow in open_flows if not tight.isdisjoint(flow.uses)]
             for flow in chosen:
-                rate = rates[flow.number] = max(min(flow.cap, share) if flow.links else flow.cap, 1)
-                del open_flows[flow.number]
-                for link in flow.links:
-                    left[link] = max(left[link] - -(-rate // flow.ways), 0)
+                rate = rates[flow] = max(min(flow.cap, share) if flow.uses else flow.cap, 1)
+                del open_flows[flow]
+                for resource, weight in flow.uses.items():
+                    left[resource] = max(left[resource] - weight * rate, 0)
+                    weights[resource] -= weight
         return rates
 
 

@@ -1,204 +1,221 @@
 """The reference simulator: discrete events in plain Python, slow, and the oracle for faster ones.
 
-It follows the same `Issuer` as the executors. An op that is issued first waits for its partners, then for
-its launch and synchronisation, then its amount flows: FLOPs through the rank's compute engine, copies
-through its memory, bytes through links, max-min fairly where flows meet. Collectives run as priced in
-closed form over the links of their ring; lowered programs run step by step. The sending end of a message
-that fits the cluster's `send_buffer_bytes` is done when its bytes begin to flow: its lane goes on. Time is in
-integer picoseconds and ties are broken by rank, lane and op, so that equal inputs give equal traces.
+It follows the same `Issuer` as the executors. An op that is issued first waits for its partners, then for its
+launch and synchronisation, then its amounts flow: FLOPs through the rank's compute engine, what products and
+copies read and write through its memory, messages through the memories of both ends and the links between them,
+max-min fairly where flows meet. Collectives run message by message (`steps`), whether they are lowered or not.
+The sending end of a message that fits the cluster's `send_buffer_bytes` is done when its bytes begin to flow:
+its lane goes on.
+
+Time is in integer picoseconds. All that happens at one instant is taken in rounds: a round applies every event
+that there is, then marks all ops that are complete as done together, then issues what that allows; what this
+brings about at the same instant is the next round. Rates are shared anew once no event of the instant is left.
+So nothing depends on the order of events, and equal inputs give equal traces.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
-from meshweave.cost.price import Price, price
-from meshweave.ir.dataflow import Dataflow, Issuer, analyse
+from meshweave.cost.price import price
+from meshweave.ir.dataflow import Dataflow, analyse
 from meshweave.ir.matching import Joint, Node
-from meshweave.ir.ops import Accumulate, Collective, Get, Permute, Put
+from meshweave.ir.ops import Accumulate, Get, Permute, Put
 from meshweave.ir.program import Program
-from meshweave.ir.work import Transfer, Work, work_of
-from meshweave.simulate.flows import Flow, FlowTable, amount_left
-from meshweave.trace import Span, Trace
+from meshweave.ir.work import Compute, ring_hops, work_of
+from meshweave.simulate.alone import Alone
+from meshweave.simulate.flows import Flow, FlowTable, Resource, amount_left
+from meshweave.simulate.record import Record
+from meshweave.simulate.steps import Message, Steps, steps_of
+from meshweave.trace import Trace
 
-_STARTS = -1
-"""Version of the heap entry that starts a flow; ends carry the flow's version."""
+Action = Callable[[], None]
+Demand = tuple[int, int, Mapping[Resource, int]]
+"""(amount, cap, weight on each resource)."""
 
 
 def simulate(program: Program | Dataflow, machine: Machine, *, contention: bool = True) -> Trace:
     """Simulates a program on a machine. A span starts when its op is issued, waiting for partners included.
 
-    Without `contention` each op runs as if it had engines and links to itself, as closed forms assume.
-    Raises ProgramError where partners disagree or the program deadlocks, UnsupportedError for a group that
-    the machine cannot place.
+    Without `contention` each op takes its closed form, as if it had engines and links to itself, and all members
+    of a collective start together. Raises ProgramError where partners disagree or the program deadlocks,
+    UnsupportedError for a group that the machine cannot place.
     """
     flow = analyse(program) if isinstance(program, Program) else program
-    return _Simulation(flow, machine, contention).run()
+    return _Simulation(flow, machine).run() if contention else Alone(flow, machine).run()
 
 
-class _Simulation:
-    def __init__(self, flow: Dataflow, machine: Machine, contention: bool) -> None:
-        self.flow, self.machine, self.contention = flow, machine, contention
-        self.issuer = Issuer(flow)
-        self.table = FlowTable()
-        self.heap: list[tuple[int, int, str, int, int, int, Flow]] = []
-        self.now_ps = 0
-        self.num_flows = 0
-        self.issued_ps: dict[Node, int] = {}
-        self.ended_ps: dict[Node, int] = {}
+class _Simulation(Record):
+    def __init__(self, flow: Dataflow, machine: Machine) -> None:
+        super().__init__(flow)
+        self.machine = machine
+        self.table = FlowTable(self._rate_of)
+        self.events: list[tuple[int, int, Action]] = []
+        self.num_events = 0
         self.open_parts: dict[Node, int] = {}
-        self.arrived: dict[int, set[int]] = defaultdict(set)
+        self.complete: list[Node] = []
+        self.steps: dict[int, tuple[Steps, ...]] = {}
+        self.num_there: Counter[int] = Counter()
 
     def run(self) -> Trace:
         for node in self.issuer.start():
             self._issue(node)
-        while self.heap:
-            at_ps, _, _, _, _, version, flow = heapq.heappop(self.heap)
-            if version == _STARTS:
-                self.now_ps = at_ps
-                self._reschedule(self.table.add(flow, at_ps))
-                for node in sorted(flow.freed):
-                    self._part_done(node)
-            elif version == flow.version:
-                self.now_ps = at_ps
-                self._reschedule(self.table.remove(flow, at_ps))
-                for node in flow.nodes:
-                    if node not in flow.freed:
-                        self._part_done(node)
-        if any(node not in self.ended_ps for node in self.flow.nodes()):
-            raise self.issuer.stuck()
-        return self._trace()
+        while self.events:
+            self.now_ps = self.events[0][0]
+            while self.events and self.events[0][0] == self.now_ps:
+                self._round()
+            for flow in self.table.share(self.now_ps):
+                self._at(self.table.end_ps(flow), partial(self._end, flow, flow.version))
+        return self.trace()
 
-    def _trace(self) -> Trace:
-        spans = []
-        for node in self.flow.nodes():
-            op = self.flow.op(node)
-            spans.append(
-                Span(
-                    *node, op.lane, op.kind, self.flow.label(node), self.issued_ps[node], self.ended_ps[node]
-                )
-            )
-        spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))
-        return Trace(self.flow.program.name, "simulate", tuple(spans))
+    def _round(self) -> None:
+        actions = []
+        while self.events and self.events[0][0] == self.now_ps:
+            actions.append(heapq.heappop(self.events)[2])
+        for action in actions:
+            action()
+        complete, self.complete = self.complete, []
+        self.ended_ps.update(dict.fromkeys(complete, self.now_ps))
+        for node in self.issuer.finish_all(complete):
+            self._issue(node)
+
+    def _at(self, at_ps: int, action: Action) -> None:
+        self.num_events += 1
+        heapq.heappush(self.events, (at_ps, self.num_events, action))
+
+    def _part_done(self, node: Node) -> None:
+        self.open_parts[node] -= 1
+        if not self.open_parts[node]:
+            self.complete.append(node)
+
+    # --- flows ----------------------------------------------------------------------------------------
+
+    def _start(self, demand: Demand, ended: Action) -> None:
+        """A flow; one of nothing is over at once."""
+        amount, cap, uses = demand
+        if amount:
+            self.table.start(Flow(uses, cap, amount_left(amount), ended))
+        else:
+            ended()
+
+    def _end(self, flow: Flow, version: int) -> None:
+        if version == flow.version:
+            self.table.end(flow)
+            flow.ended()
+
+    def _rate_of(self, resource: Resource) -> int:
+        assert isinstance(resource, tuple)
+        chip = self.machine.cluster.chip
+        if resource[0] == "compute":
+            return int(chip.effective_flops_per_s)
+        if resource[0] == "memory":
+            return int(chip.memory_bytes_per_s)
+        return self.machine.link_rate(resource)
 
     # --- ops ------------------------------------------------------------------------------------------
 
     def _issue(self, node: Node) -> None:
         self.issued_ps[node] = self.now_ps
-        joint = self.flow.joint(node)
-        if joint is None:
+        joint, op = self.flow.joint(node), self.flow.op(node)
+        if joint is None or (isinstance(op, Permute) and not ring_hops(op)):
             self.open_parts[node] = 1
-            self._begin((node,), self._work(node), self._own_links(node))
+            self._alone(node)
             return
         number = self.flow.matched.joint_of[node]
-        arrived = self.arrived[number]
-        position = joint.members.index(node)
-        arrived.add(position)
-        if isinstance(self.flow.op(node), Permute):
-            self._permute(joint, position, arrived)
-        elif len(arrived) == len(joint.members):
-            self._joint(joint)
+        if number not in self.steps:
+            self.steps[number] = steps_of(self.flow, joint, self.machine)
+        self.num_there[number] += 1
+        self.open_parts[node] = max(len(self.steps[number]), 1)
+        for steps in self.steps[number]:
+            self._begin(joint, steps, steps.join(joint.members.index(node)))
+        if not self.steps[number] and self.num_there[number] == len(joint.members):
+            cost = price(work_of(self.flow.program, op), self.machine)
+            self._at(self.now_ps + cost.fixed_ps, partial(self._meet, joint))
 
-    def _permute(self, joint: Joint, position: int, arrived: set[int]) -> None:
-        """Starts the transfers from and to a member whose other end has been issued as well."""
-        node, count = joint.members[position], len(joint.members)
-        op = self.flow.op(node)
-        assert isinstance(op, Permute) and isinstance(op.shift, int)
-        shift = op.shift % count
-        self.open_parts[node] = 2 if shift else 1
-        if not shift:
-            self._begin((node,), self._work(node), self._memory(node))
-            return
-        for sender in {position, (position - shift) % count}:
-            receiver = (sender + shift) % count
-            if sender in arrived and receiver in arrived:
-                ends = joint.members[sender], joint.members[receiver]
-                self._message(ends)
-
-    def _joint(self, joint: Joint) -> None:
+    def _meet(self, joint: Joint) -> None:
         for node in joint.members:
-            self.open_parts[node] = 1
-        first = joint.members[0]
-        op = self.flow.op(first)
-        if joint.kind == "message":
-            self._message(joint.members)
-            return
-        work = self._work(first)
-        assert isinstance(op, Collective) and isinstance(op.over, tuple) and isinstance(work, Transfer)
-        ways = self.machine.ways(work.axis)
-        self._begin(joint.members, work, self.machine.ring_links(op.over, ways), ways)
+            self._part_done(node)
 
-    def _message(self, ends: tuple[Node, ...]) -> None:
-        """From the first of two ops to the second. Where a send buffer takes it, the first is done early."""
-        sender, receiver = ends
-        work = self._work(sender)
-        assert isinstance(work, Transfer)
-        is_taken = 0 < work.part_bytes <= self.machine.cluster.send_buffer_bytes
-        freed = frozenset({sender}) if is_taken else frozenset()
-        self._begin(ends, work, self.machine.path(sender[0], receiver[0]), freed=freed)
-
-    def _work(self, node: Node) -> Work:
-        return work_of(self.flow.program, self.flow.op(node))
-
-    def _memory(self, node: Node) -> tuple[Hashable, ...]:
-        return (("memory", node[0]),)
-
-    def _own_links(self, node: Node) -> tuple[Hashable, ...]:
-        """What an op without partners uses: an engine of its rank, or the path of a one-sided transfer."""
+    def _alone(self, node: Node) -> None:
+        """Starts an op without partners: the stages of arithmetic, or a one-sided transfer."""
         op = self.flow.op(node)
-        if isinstance(op, Get):
-            assert isinstance(op.src.rank, int)
-            return self.machine.path(op.src.rank, node[0])
-        if isinstance(op, (Put, Accumulate)):
-            assert isinstance(op.out.rank, int)
-            return self.machine.path(node[0], op.out.rank)
-        return (("compute", node[0]),) if op.kind in ("matmul", "call") else self._memory(node)
+        work = work_of(self.flow.program, op)
+        cost = price(work, self.machine)
+        if isinstance(work, Compute):
+            stages = self._stages(node[0], work)
+        else:
+            assert isinstance(op, (Get, Put, Accumulate))
+            owner = op.src.rank if isinstance(op, Get) else op.out.rank
+            assert owner is None or isinstance(owner, int)
+            remote = node[0] if owner is None else owner
+            ends = (remote, node[0]) if isinstance(op, Get) else (node[0], remote)
+            uses = self._message_uses(*ends, adds=isinstance(op, Accumulate))
+            stages = [[(cost.amount, cost.rate_per_s, uses)]]
+        self._at(self.now_ps + cost.fixed_ps, partial(self._stage, node, stages))
 
-    # --- flows ----------------------------------------------------------------------------------------
+    def _stages(self, rank: int, work: Compute) -> list[list[Demand]]:
+        """Flows that run at once, stage by stage. What streams through memory keeps pace with the FLOPs."""
+        chip = self.machine.cluster.chip
+        flops_per_s, bytes_per_s = int(chip.effective_flops_per_s), int(chip.memory_bytes_per_s)
+        memory: dict[Resource, int] = {("memory", rank): 1}
+        engine: dict[Resource, int] = {("compute", rank): 1}
+        if not work.flops:
+            return [[(work.bytes, bytes_per_s, memory)]]
+        tiles = tile_traffic(work, chip)
+        pace = max(min(bytes_per_s, -(-tiles.stream_bytes * flops_per_s // work.flops)), 1)
+        product: list[Demand] = [(work.flops, flops_per_s, engine)]
+        product += [(tiles.stream_bytes, pace, memory)] if tiles.stream_bytes else []
+        fill: list[Demand] = [(tiles.fill_bytes, bytes_per_s, memory)]
+        drain: list[Demand] = [(tiles.drain_bytes, bytes_per_s, memory)]
+        return [stage for stage in (fill, product, drain) if stage[0][0]]
 
-    def _begin(
-        self,
-        nodes: tuple[Node, ...],
-        work: Work,
-        links: tuple[Hashable, ...],
-        ways: int = 1,
-        freed: frozenset[Node] = frozenset(),
-    ) -> None:
-        # With contention a message is routed over the links of its path, where it meets the others.
-        cost = price(work, self.machine, routed=self.contention)
-        if not self.contention or not cost.amount:
-            links = ()
-        for link in links:
-            if link not in self.table.capacity:
-                self.table.capacity[link] = self._capacity(link, cost)
-        self.num_flows += 1
-        flow = Flow(self.num_flows, nodes, links, cost.rate_per_s, amount_left(cost.amount), ways, freed)
-        self._push(self.now_ps + cost.fixed_ps, _STARTS, flow)
+    def _stage(self, node: Node, stages: Sequence[Sequence[Demand]]) -> None:
+        """Starts the first of some stages; the others follow, each in a round of its own."""
+        left = len(stages[0])
 
-    def _capacity(self, link: Hashable, cost: Price) -> int:
-        assert isinstance(link, tuple)
-        if link[0] == "compute":
-            return int(self.machine.cluster.chip.effective_flops_per_s)
-        if link[0] == "memory":
-            return int(self.machine.cluster.chip.memory_bytes_per_s)
-        return self.machine.link_rate(link)
+        def ended() -> None:
+            nonlocal left
+            left -= 1
+            if left:
+                return
+            if len(stages) > 1:
+                self._at(self.now_ps, partial(self._stage, node, stages[1:]))
+            else:
+                self._part_done(node)
 
-    def _push(self, at_ps: int, version: int, flow: Flow) -> None:
-        rank, index = flow.nodes[0]
-        lane = self.flow.op(flow.nodes[0]).lane
-        heapq.heappush(self.heap, (at_ps, rank, lane, index, flow.number, version, flow))
+        for demand in stages[0]:
+            self._start(demand, ended)
 
-    def _reschedule(self, flows: list[Flow]) -> None:
-        for flow in flows:
-            self._push(self.table.end_ps(flow), flow.version, flow)
+    # --- messages -------------------------------------------------------------------------------------
 
-    def _part_done(self, node: Node) -> None:
-        self.open_parts[node] -= 1
-        if self.open_parts[node]:
-            return
-        self.ended_ps[node] = self.now_ps
-        for issued in self.issuer.finish(node):
-            self._issue(issued)
+    def _begin(self, joint: Joint, steps: Steps, messages: Sequence[Message]) -> None:
+        for message in messages:
+            self._at(self.now_ps + message.delay_ps, partial(self._send, joint, steps, message))
+
+    def _send(self, joint: Joint, steps: Steps, message: Message) -> None:
+        ranks = joint.members[message.sender][0], joint.members[message.receiver][0]
+        uses = self._message_uses(*ranks, message.adds, message.back)
+        ends = [message.sender, message.receiver]
+        if message.buffered and 0 < message.amount <= self.machine.cluster.send_buffer_bytes:
+            self._over(joint, steps, message, ends[:1])
+            del ends[0]
+        self._start((message.amount, message.cap, uses), partial(self._over, joint, steps, message, ends))
+
+    def _over(self, joint: Joint, steps: Steps, message: Message, ends: Sequence[int]) -> None:
+        """A message is over for some of its ends."""
+        for member in ends:
+            self._begin(joint, steps, steps.over(message, member))
+            if steps.is_done(member):
+                self._part_done(joint.members[member])
+
+    def _message_uses(self, sender: int, receiver: int, adds: bool, back: bool = False) -> Counter[Resource]:
+        """A message is read at one end and written at the other, where adding reads as well."""
+        uses: Counter[Resource] = Counter(self.machine.path(sender, receiver, back=back))
+        uses["memory", sender] += 1
+        uses["memory", receiver] += 2 if adds and sender != receiver else 1
+        return uses

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.matmul.extents import chunk_extent, largest_extent, local_extent
+from meshweave.algorithms.matmul.extents import chunk_extent, largest_extent, local_extent, slice_work
 from meshweave.algorithms.matmul.problem import (
     MESH,
     Algorithm,
@@ -36,7 +36,7 @@ from meshweave.ir.ops import Add, Matmul, Op, Permute, ReduceScatter
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat, Statement, When
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.views import FULL, Range, Selector, View
-from meshweave.ir.work import Transfer, matmul_work, move_work
+from meshweave.ir.work import Transfer, move_work
 from meshweave.units import dtype_bytes
 
 SLOTS = 2
@@ -246,7 +246,7 @@ def _tasks(problem: MatmulProblem, turns: Turns, first: bool, last: bool) -> tup
     placed = two_d_placements(problem)
     each = -(-problem.sliced_size // turns.side)
     first_dim, second_dim = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
-    product = Task("matmul", "compute", matmul_work(first_dim, second_dim, each))
+    product = Task("matmul", "compute", slice_work(problem, first_dim, second_dim, each))
     if turns.side == 1:
         return (product,)
     parts = {

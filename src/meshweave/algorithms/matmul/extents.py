@@ -1,10 +1,11 @@
-"""Sizes of shards: as expressions for program templates, and the largest for skeletons."""
+"""Sizes of shards: as expressions for program templates, and the largest for skeletons, with their products."""
 
 from __future__ import annotations
 
 from meshweave.algorithms.matmul.problem import MESH, MatmulProblem, Placements
 from meshweave.describe.layout import Shard
 from meshweave.ir.expr import Index, Var, minimum
+from meshweave.ir.work import Compute, matmul_work
 
 
 def chunk_extent(size: Index, parts: int, at: Index) -> Index:
@@ -33,3 +34,9 @@ def largest_extent(problem: MatmulProblem, placements: Placements, operand: str,
         if isinstance(placement, Shard) and placement.dim == dim:
             size = -(-size // parts)
     return size
+
+
+def slice_work(problem: MatmulProblem, first: int, second: int, width: int) -> Compute:
+    """The product of a stationary shard of `first` x `second` elements and a slice of `width`."""
+    dims = {"os": (first, second, width), "ls": (first, width, second), "rs": (width, second, first)}
+    return matmul_work(*dims[problem.dataflow], problem.dtype)

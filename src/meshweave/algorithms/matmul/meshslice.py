@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from meshweave.algorithms.matmul.extents import largest_extent, local_extent
+from meshweave.algorithms.matmul.extents import largest_extent, local_extent, slice_work
 from meshweave.algorithms.matmul.problem import (
     MESH,
     Algorithm,
@@ -35,7 +35,7 @@ from meshweave.ir.ops import AllGather, Copy, Matmul, Op, ReduceScatter
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.views import FULL, Range, Selector, View
-from meshweave.ir.work import Transfer, matmul_work, move_work
+from meshweave.ir.work import Transfer, move_work
 from meshweave.units import dtype_bytes
 
 SLOTS = 4
@@ -236,8 +236,7 @@ def _turn_tasks(
         (after if moving.scattered else before).extend(tasks)
         waits.append((tasks[0].name, SLOTS) if moving.scattered else (tasks[-1].name, 0))
     first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
-    work = matmul_work(first, second, total)  # the stationary shard times the slice, whichever dims these are
-    product = Task("matmul", "compute", work, tuple(waits))
+    product = Task("matmul", "compute", slice_work(problem, first, second, total), tuple(waits))
     return (*before, product, *after)
 
 
@@ -262,7 +261,7 @@ def _move_tasks(problem: MatmulProblem, part: int, moving: Moving, across: int, 
 def least_tasks(problem: MatmulProblem, placements: Placements) -> tuple[Task, ...]:
     """What is left of any slicing: the whole product, and each moving matrix across its axis in one go."""
     first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
-    tasks = [Task("matmul", "compute", matmul_work(first, second, problem.sliced_size))]
+    tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
     for moving in (problem.horizontal, problem.vertical):
         size = problem.axis_size(moving.axis)
         if size > 1:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from itertools import pairwise
 
-from meshweave.algorithms.matmul.extents import largest_extent, local_extent
+from meshweave.algorithms.matmul.extents import largest_extent, local_extent, slice_work
 from meshweave.algorithms.matmul.problem import (
     MESH,
     Algorithm,
@@ -270,7 +270,11 @@ def _tasks(problem: MatmulProblem, turns: tuple[Turn, ...], number: int, packets
         sizes |= {"n": turn.width, "k": problem.largest_part(problem.k, "col")}
     elif problem.dataflow == "rs":
         sizes |= {"m": turn.width, "k": problem.largest_part(problem.k, "row")}
-    return (*before, Task("matmul", "compute", matmul_work(**sizes), tuple(waits)), *after)
+    return (
+        *before,
+        Task("matmul", "compute", matmul_work(**sizes, dtype=problem.dtype), tuple(waits)),
+        *after,
+    )
 
 
 def _works(problem: MatmulProblem, moving: Moving, turn: Turn, packets: int) -> list[tuple[int, Transfer]]:
@@ -298,7 +302,7 @@ def floor(problem: MatmulProblem, config: Config) -> Skeleton:
     of which there are as many as turns or as shards, and the packets of all bytes."""
     size, placed = problem.sliced_size, two_d_placements(problem)
     first, second = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
-    tasks = [Task("matmul", "compute", matmul_work(first, second, size))]
+    tasks = [Task("matmul", "compute", slice_work(problem, first, second, size))]
     for moving in (problem.horizontal, problem.vertical):
         parts = problem.axis_size(moving.axis)
         if parts == 1:

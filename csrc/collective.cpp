@@ -1,0 +1,82 @@
+#include "collective.hpp"
+
+#include <algorithm>
+
+namespace meshweave {
+
+Comm comm_of(const OpRow& row) {
+  if (row.comm >= 0) return static_cast<Comm>(row.comm);
+  if (row.kind == Kind::FENCE) return Comm::ALL_GATHER;
+  if (row.kind >= Kind::ALL_GATHER && row.kind <= Kind::ALL_TO_ALL)
+    return static_cast<Comm>(static_cast<i64>(row.kind) - static_cast<i64>(Kind::ALL_GATHER));
+  return Comm::SEND_RECV;
+}
+
+Collective::Collective(const Expanded& program, const Machine& machine, i64 group, i64 rank, const ClassOp& of)
+    : program_(program), machine_(machine), group_start_(program.code.groups[static_cast<size_t>(group)]), kind_(program.code.ops[static_cast<size_t>(of.row)].kind),
+      count_(program.code.group_size(group)),
+      ranks_(program.code.members.data() + group_start_), of_(of),
+      in_(program.of(rank)), ops_(static_cast<size_t>(count_), NOBODY) {
+  const OpRow& row = program.code.ops[static_cast<size_t>(of.row)];
+  const i64 price = program.code.group_price[static_cast<size_t>(group)];
+  constants_ = machine.constants(price, comm_of(row));
+  cap_ = constants_.rate;
+  if (kind_ == Kind::BROADCAST || kind_ == Kind::REDUCE) {
+    first_ = (of.b + (kind_ == Kind::REDUCE)) % count_;
+    way_bytes_[0] = of.a / of.c + (of.a % of.c != 0);
+    chain_ = std::make_unique<ChainSteps>(count_, of.c);
+    return;
+  }
+  const bool widens = kind_ == Kind::ALL_TO_ALL;
+  if (!widens && machine.ways(price) == 2) {
+    ways_ = 2;
+    cap_ = std::max<i64>(constants_.rate / 2, 1);
+  }
+  if (kind_ == Kind::ALL_REDUCE || (!widens && of.num_sizes == 1))
+    for (i64 way = 0; way < ways_; ++way) way_bytes_[way] = part_bytes(of, in_, 0, way);
+  ring_ = std::make_unique<RingSteps>(count_, kind_ == Kind::ALL_REDUCE ? 2 * (count_ - 1) : count_ - 1, ways_, widens);
+}
+
+i64 Collective::part_bytes(const ClassOp& of, const Class& in, i64 part, i64 way) const {
+  const bool is_flat = kind_ == Kind::ALL_REDUCE;  // cut by the byte, in equal parts
+  i64 rows = is_flat ? of.a / count_ + (of.a % count_ != 0)
+                     : in.sizes[static_cast<size_t>(of.sizes + (of.num_sizes == 1 ? 0 : part))];
+  if (ways_ == 2) rows = way == 0 ? rows / 2 + rows % 2 : rows / 2;
+  return is_flat ? rows : checked_mul(rows, of.a);
+}
+
+Message Collective::step_message(i64 way, i64 step, i64 member) const {
+  const i64 target = ring_->receiver(way, step, member);
+  Message out;
+  out.after_ps = (step == 0 ? constants_.launch_ps : 0) + constants_.sync_ps;
+  out.cap = cap_;
+  out.source = ranks_[member];
+  out.target = ranks_[target];
+  out.route = kind_ == Kind::ALL_TO_ALL ? machine_.route(out.source, out.target, false)
+                                        : machine_.to_next(group_start_ + member, way == 1);
+  out.adds = kind_ == Kind::REDUCE_SCATTER || (kind_ == Kind::ALL_REDUCE && step < count_ - 1);
+  if (way_bytes_[way] >= 0) {
+    out.bytes = way_bytes_[way];
+  } else if (kind_ == Kind::ALL_TO_ALL) {  // each member cuts its own
+    const i64 index = ops_[static_cast<size_t>(member)] - program_.ranks[static_cast<size_t>(out.source)].base;
+    out.bytes = part_bytes(program_.op(out.source, index), program_.of(out.source), target, 0);
+  } else {
+    const i64 passed = kind_ == Kind::REDUCE_SCATTER ? step + 1 : step;
+    out.bytes = part_bytes(of_, in_, floor_mod(way == 0 ? member - passed : member + passed, count_), way);
+  }
+  return out;
+}
+
+Message Collective::hop_message(i64 hop, i64 packet) const {
+  Message out;
+  out.after_ps = (hop == 0 && packet == 0 ? constants_.launch_ps : 0) + constants_.sync_ps;
+  out.bytes = way_bytes_[0];
+  out.cap = cap_;
+  out.source = ranks_[at_place(hop)];
+  out.target = ranks_[at_place(hop + 1)];
+  out.route = machine_.to_next(group_start_ + at_place(hop), false);
+  out.adds = kind_ == Kind::REDUCE;
+  return out;
+}
+
+}  // namespace meshweave

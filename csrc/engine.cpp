@@ -1,0 +1,441 @@
+#include "engine.hpp"
+
+#include <algorithm>
+
+namespace meshweave {
+namespace {
+
+enum Role : u32 { SINGLE, PAIR, FREED_PAIR, STEP, FILL, MAIN, DRAIN };
+
+constexpr i64 EVENTS_PER_PROGRESS = 1 << 20;
+
+class Engine {
+ public:
+  Engine(const Expanded& program, const Machine& machine, Progress progress)
+      : program_(program), code_(program.code), machine_(machine), progress_(progress), matched_(program),
+        flows_(machine.capacities(), queue_), underway_(matched_.joints.size()),
+        arrived_(matched_.joints.size(), 0), last_(matched_.joints.size(), NONE) {
+    const auto num_ops = static_cast<size_t>(program.num_ops);
+    result_.issued_ps.assign(num_ops, -1);
+    result_.ended_ps.assign(num_ops, -1);
+    result_.cause.assign(num_ops, NONE);
+    result_.held.assign(num_ops, NONE);
+    result_.parts.resize(static_cast<size_t>(code_.num_ranks()));
+    pending_.resize(num_ops);
+    rank_of_.resize(num_ops);
+    lanes_.resize(static_cast<size_t>(code_.num_ranks()) * code_.lanes.size());
+    for (i64 rank = 0; rank < code_.num_ranks(); ++rank) {
+      const Class& of = program.of(rank);
+      const i64 base = program.ranks[static_cast<size_t>(rank)].base;
+      for (size_t op = 0; op < of.ops.size(); ++op) {
+        pending_[static_cast<size_t>(base) + op] = static_cast<u32>(of.before_start[op + 1] - of.before_start[op]);
+        rank_of_[static_cast<size_t>(base) + op] = static_cast<u32>(rank);
+      }
+    }
+    for (const Tracked& edge : program.tracked) ++pending_[static_cast<size_t>(edge.to)];
+  }
+
+  Result run() {
+    for (size_t lane = 0; lane < lanes_.size(); ++lane) issue_lane(lane);
+    std::vector<Event> round;
+    while (!queue_.empty()) {
+      now_ps_ = queue_.next_ps();
+      if (now_ps_ > LAST_PS) throw ProgramFault("the run takes longer than 53 days");
+      while (!queue_.empty() && queue_.next_ps() == now_ps_) {
+        queue_.take(round);
+        for (const Event& event : round) take(event);
+        result_.num_events += static_cast<i64>(round.size());
+        finish_all();
+      }
+      flows_.share(now_ps_);
+      if (progress_ && result_.num_events >= next_progress_) {
+        next_progress_ = result_.num_events + EVENTS_PER_PROGRESS;
+        progress_(now_ps_);
+      }
+    }
+    for (size_t op = 0; op < result_.ended_ps.size(); ++op)
+      if (result_.ended_ps[op] < 0) stuck();
+    result_.carried = flows_.carried();
+    return std::move(result_);
+  }
+
+ private:
+  struct LaneState {
+    u32 head = 0, in_flight = 0;
+    u32 stamp = 0;        // of the round that touched it last
+    u32 freed_by = NOBODY;  // the op that ended in it last
+  };
+
+  // --- issue ----------------------------------------------------------------------------------------------
+
+  size_t index_of(u32 op) const { return op - static_cast<size_t>(program_.ranks[rank_of_[op]].base); }
+  const ClassOp& class_op(u32 op) const { return program_.of(rank_of_[op]).ops[index_of(op)]; }
+  const OpRow& row_of(u32 op) const { return code_.ops[static_cast<size_t>(class_op(op).row)]; }
+  size_t lane_of(u32 op) const { return rank_of_[op] * code_.lanes.size() + static_cast<size_t>(row_of(op).lane); }
+
+  void issue_lane(size_t number) {
+    LaneState& state = lanes_[number];
+    const auto rank = static_cast<i64>(number / code_.lanes.size());
+    const size_t lane = number % code_.lanes.size();
+    const std::vector<i64>& queue = program_.of(rank).lanes[lane];
+    const auto base = static_cast<size_t>(program_.ranks[static_cast<size_t>(rank)].base);
+    const bool ready_first = code_.lanes[lane].ready != 0;
+    size_t at = state.head;
+    while (at < queue.size() && state.in_flight < static_cast<u64>(code_.lanes[lane].width)) {
+      const auto op = static_cast<u32>(base + static_cast<size_t>(queue[at]));
+      const bool is_issued = result_.issued_ps[op] >= 0;
+      if (!is_issued && pending_[op]) {
+        if (!ready_first) break;
+        ++at;
+        continue;
+      }
+      if (at == state.head) ++state.head;
+      ++at;
+      if (is_issued) continue;
+      ++state.in_flight;
+      // The later of what it waited for; its lane's last op where that ended later.
+      const u32 freed = state.freed_by;
+      const i64 cause = result_.cause[op];
+      if (freed != NOBODY && (cause < 0 || result_.ended_ps[static_cast<size_t>(cause)] < result_.ended_ps[freed]))
+        result_.cause[op] = freed;
+      issue(op);
+    }
+  }
+
+  void issue(u32 op) {
+    result_.issued_ps[op] = now_ps_;
+    const OpRow& row = row_of(op);
+    const ClassOp& of = class_op(op);
+    const i64 rank = rank_of_[op];
+    if (matched_.joint_of[op] >= 0) {
+      join(op, row, of);
+    } else if (is_one_sided(row.kind)) {
+      pending_[op] = 1;
+      one_sided(op, row, of, rank);
+    } else {
+      compute(op, row, of, rank);
+    }
+  }
+
+  void compute(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
+    pending_[op] = 1;
+    if (row.kind == Kind::MATMUL && of.a && of.b && of.c) {
+      const Tiles tiles = machine_.tiles(of.a, of.b, of.c, itemsize(row.src));
+      if (tiles.fill_bytes) {
+        begin(machine_.launch_ps, tiles.fill_bytes, machine_.memory_per_s, memory_only(rank), {FILL, op, 0, 0});
+      } else {
+        main_stage(op, 2 * of.a * of.b * of.c, tiles.stream_bytes, machine_.launch_ps);
+      }
+    } else if (row.kind == Kind::CALL && of.a) {
+      main_stage(op, of.a, of.b, machine_.launch_ps);
+    } else {
+      const i64 bytes = row.kind == Kind::CALL ? of.b : row.kind == Kind::MATMUL ? 0 : of.a;
+      begin(0, bytes, machine_.memory_per_s, memory_only(rank), {SINGLE, op, 0, 0});
+    }
+  }
+
+  // The products, and beside them what streams through memory, at the pace of the products.
+  void main_stage(u32 op, i64 flops, i64 stream_bytes, i64 after_ps) {
+    const i64 rank = rank_of_[op];
+    pending_[op] = stream_bytes ? 2 : 1;
+    uses_.assign(1, {machine_.engine(rank), 1});
+    begin(after_ps, flops, machine_.flops_per_s, uses_, {MAIN, op, 0, 0});
+    if (!stream_bytes) return;
+    const u128 pace = (static_cast<u128>(stream_bytes) * static_cast<u128>(machine_.flops_per_s) +
+                       static_cast<u128>(flops) - 1) / static_cast<u128>(flops);
+    const i64 cap = static_cast<i64>(std::min<u128>(pace, static_cast<u128>(machine_.memory_per_s)));
+    begin(after_ps, stream_bytes, cap, memory_only(rank), {MAIN, op, 0, 0});
+  }
+
+  void drain_stage(u32 op) {
+    const ClassOp& of = class_op(op);
+    const OpRow& row = row_of(op);
+    const i64 bytes = row.kind == Kind::MATMUL ? machine_.tiles(of.a, of.b, of.c, itemsize(row.src)).drain_bytes : 0;
+    if (bytes) {
+      begin(0, bytes, machine_.memory_per_s, memory_only(rank_of_[op]), {DRAIN, op, 0, 0});
+    } else {
+      done_.push_back(op);
+    }
+  }
+
+  i64 itemsize(i64 view) const {
+    return code_.buffers[static_cast<size_t>(code_.views[static_cast<size_t>(view)].buffer)].itemsize;
+  }
+
+  const std::vector<Use>& memory_only(i64 rank) {
+    uses_.assign(1, {machine_.memory(rank), 1});
+    return uses_;
+  }
+
+  void one_sided(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
+    const Constants& constants = machine_.constants(row.price, Comm::SEND_RECV);
+    const i64 source = row.kind == Kind::GET ? of.b : rank, target = row.kind == Kind::GET ? rank : of.b;
+    begin(constants.launch_ps + constants.sync_ps, of.a, constants.rate,
+          path(source, target, row.kind == Kind::ACCUMULATE), {SINGLE, op, 0, 0});
+  }
+
+  // Memory of both ends and the links between them; what arrives is added to what is there where `adds`.
+  const std::vector<Use>& path(i64 source, i64 target, Machine::Span route, bool adds) {
+    uses_.clear();
+    uses_.push_back({machine_.memory(source), 1});
+    uses_.push_back({machine_.memory(target), source != target && adds ? 2u : 1u});
+    machine_.links(route, uses_);
+    return uses_;
+  }
+
+  const std::vector<Use>& path(i64 source, i64 target, bool adds) {
+    return path(source, target, source == target ? Machine::Span{0, 0} : machine_.route(source, target, false), adds);
+  }
+
+  // --- partners -------------------------------------------------------------------------------------------
+
+  void join(u32 op, const OpRow& row, const ClassOp& of) {
+    const auto number = static_cast<size_t>(matched_.joint_of[op]);
+    const Joint& joint = matched_.joints[number];
+    last_[number] = op;
+    if (joint.group < 0) {
+      pending_[op] = 1;
+      const auto sender = static_cast<u32>(joint.sender), receiver = static_cast<u32>(joint.receiver);
+      if (result_.issued_ps[sender] >= 0 && result_.issued_ps[receiver] >= 0) message(sender, receiver);
+      return;
+    }
+    const i64 rank = rank_of_[op], count = code_.group_size(joint.group), place = code_.place(row.axis, rank);
+    if (row.kind == Kind::PERMUTE && of.b == 0) {
+      pending_[op] = 1;
+      begin(0, of.a, machine_.memory_per_s, memory_only(rank), {SINGLE, op, 0, 0});
+      return;
+    }
+    if (row.kind == Kind::PERMUTE) {
+      pending_[op] = 2;
+      permute(op, row, of, number, place, count);
+      return;
+    }
+    pending_[op] = 1;
+    if (row.kind == Kind::FENCE) {
+      if (++arrived_[number] < count) return;
+      const Constants& constants = machine_.constants(price(row, rank), Comm::ALL_GATHER);
+      for (i64 member = 0; member < count; ++member)
+        begin(checked_add(constants.launch_ps, checked_mul(count - 1, constants.sync_ps)), 0, 1, memory_only(rank),
+              {SINGLE, matched_.member_op(number, member), 0, 0});
+    } else if (count == 1) {
+      begin(machine_.constants(price(row, rank), comm_of(row)).launch_ps, 0, 1, memory_only(rank), {SINGLE, op, 0, 0});
+    } else {
+      std::unique_ptr<Collective>& under = underway_[number];
+      if (!under) under = std::make_unique<Collective>(program_, machine_, joint.group, rank, of);
+      under->arrive(place, op, [&](const Message& one, i64 way, i64 member) { step(number, one, way, member); });
+    }
+  }
+
+  i64 price(const OpRow& row, i64 rank) const {
+    return code_.group_price[static_cast<size_t>(code_.group(row.axis, rank))];
+  }
+
+  // Where a send buffer takes the message, its sender is done when it begins to flow.
+  u32 pair(const ClassOp& sent) const { return sent.a > 0 && sent.a <= machine_.send_buffer_bytes ? FREED_PAIR : PAIR; }
+
+  void message(u32 sender, u32 receiver) {
+    const OpRow& row = row_of(sender);
+    const ClassOp& of = class_op(sender);
+    const Constants& constants = machine_.constants(row.price, comm_of(row));
+    const bool adds = (row_of(receiver).flags & UPDATES) != 0;
+    begin(launch_of(of, constants) + constants.sync_ps, of.a, std::max<i64>(constants.rate / row.step_ways, 1),
+          path(rank_of_[sender], rank_of_[receiver], adds), {pair(of), sender, receiver, 0});
+  }
+
+  void permute(u32 op, const OpRow& row, const ClassOp& of, size_t number, i64 place, i64 count) {
+    const i64 group = matched_.joints[number].group;
+    const Constants& constants = machine_.constants(price(row, rank_of_[op]), comm_of(row));
+    const auto sends = [&](i64 source, i64 target) {
+      const u32 sender = matched_.member_op(number, source), receiver = matched_.member_op(number, target);
+      if (result_.issued_ps[sender] < 0 || result_.issued_ps[receiver] < 0) return;
+      const ClassOp& sent = class_op(sender);
+      const i64 hops = machine_.has_rings ? sent.c : 1;
+      begin(checked_add(launch_of(sent, constants), checked_mul(hops, constants.sync_ps)), sent.a,
+            std::max<i64>(constants.rate / (row.step_ways * hops), 1),
+            path(code_.member(group, source), code_.member(group, target), false), {pair(sent), sender, receiver, 0});
+    };
+    const i64 from = (place + count - of.b) % count;
+    sends(place, (place + of.b) % count);
+    if (from != place) sends(from, place);
+  }
+
+  void step(size_t number, const Message& one, i64 way, i64 member) {
+    begin(one.after_ps, one.bytes, one.cap, path(one.source, one.target, one.route, one.adds),
+          {STEP, static_cast<u32>(number), static_cast<u32>(way), static_cast<u32>(member)});
+  }
+
+  // --- flows ----------------------------------------------------------------------------------------------
+
+  void begin(i64 after_ps, i64 amount, i64 cap, const std::vector<Use>& uses, Purpose purpose) {
+    const u32 flow = flows_.make(amount, cap, uses, purpose);
+    queue_.push(checked_add(now_ps_, after_ps), {flow, 0});
+  }
+
+  void take(const Event& event) {
+    if (event.version == 0) {
+      const Purpose purpose = flows_.purpose(event.flow);
+      if (purpose.role == FREED_PAIR) part_done(purpose.x);
+      if (flows_.start(event.flow, now_ps_)) over(event.flow);
+    } else if (flows_.is_current(event)) {
+      flows_.end(event.flow);
+      over(event.flow);
+    }
+  }
+
+  void over(u32 flow) {
+    const Purpose purpose = flows_.purpose(flow);
+    flows_.drop(flow);
+    switch (purpose.role) {
+      case SINGLE: part_done(purpose.x); break;
+      case DRAIN: done_.push_back(purpose.x); break;
+      case PAIR: part_done(purpose.x); [[fallthrough]];
+      case FREED_PAIR: part_done(purpose.y); break;
+      case FILL: {
+        const ClassOp& of = class_op(purpose.x);
+        const Tiles tiles = machine_.tiles(of.a, of.b, of.c, itemsize(row_of(purpose.x).src));
+        main_stage(purpose.x, 2 * of.a * of.b * of.c, tiles.stream_bytes, 0);
+        break;
+      }
+      case MAIN:
+        if (--pending_[purpose.x] == 0) drain_stage(purpose.x);
+        break;
+      case STEP: {
+        const size_t number = purpose.x;
+        Collective& under = *underway_[number];
+        under.over(purpose.y, purpose.z,
+                   [&](const Message& one, i64 way, i64 member) { step(number, one, way, member); },
+                   [&](u32 op) { done_.push_back(op); });
+        if (under.is_over()) underway_[number].reset();
+        break;
+      }
+      default: break;
+    }
+  }
+
+  void part_done(u32 op) {
+    if (--pending_[op] == 0) done_.push_back(op);
+  }
+
+  // --- ends -----------------------------------------------------------------------------------------------
+
+  void finish_all() {
+    if (done_.empty()) return;
+    ++round_;
+    touched_.clear();
+    for (const u32 op : done_) {
+      result_.ended_ps[op] = now_ps_;
+      account(op);
+      const size_t lane = lane_of(op);
+      --lanes_[lane].in_flight;
+      lanes_[lane].freed_by = op;
+      touch(lane);
+      const Class& of = program_.of(rank_of_[op]);
+      const size_t index = index_of(op);
+      const auto base = static_cast<u32>(program_.ranks[rank_of_[op]].base);
+      for (i64 at = of.after_start[index]; at < of.after_start[index + 1]; ++at)
+        release(base + static_cast<u32>(of.after[static_cast<size_t>(at)]), op);
+      if (!program_.tracked.empty()) {
+        auto edge = std::lower_bound(program_.tracked.begin(), program_.tracked.end(), static_cast<i64>(op),
+                                     [](const Tracked& one, i64 from) { return one.from < from; });
+        for (; edge != program_.tracked.end() && edge->from == static_cast<i64>(op); ++edge)
+          release(static_cast<u32>(edge->to), op);
+      }
+    }
+    done_.clear();
+    for (const size_t lane : touched_) issue_lane(lane);
+  }
+
+  void release(u32 op, u32 by) {
+    if (--pending_[op]) return;
+    result_.cause[op] = by;
+    touch(lane_of(op));
+  }
+
+  void touch(size_t lane) {
+    if (lanes_[lane].stamp == round_) return;
+    lanes_[lane].stamp = round_;
+    touched_.push_back(lane);
+  }
+
+  static void add(i64& sum, i64 term) { sum = checked_add(sum, term); }
+
+  void account(u32 op) {
+    const OpRow& row = row_of(op);
+    const ClassOp& of = class_op(op);
+    Parts& parts = result_.parts[rank_of_[op]];
+    const i64 took = now_ps_ - result_.issued_ps[op];
+    if (row.kind == Kind::MATMUL || row.kind == Kind::CALL) {
+      add(parts.compute, took);
+      return;
+    }
+    if (row.kind < Kind::ALL_GATHER || (row.kind == Kind::PERMUTE && of.b == 0)) {
+      add(parts.copy, took);
+      return;
+    }
+    i64 wait = 0;
+    if (const i32 joint = matched_.joint_of[op]; joint >= 0) {
+      const i64 last = last_[static_cast<size_t>(joint)];
+      if (last != static_cast<i64>(op)) {
+        result_.held[op] = last;
+        wait = std::clamp<i64>(result_.issued_ps[static_cast<size_t>(last)] - result_.issued_ps[op], 0, took);
+      }
+    }
+    const Constants& constants = machine_.constants(is_collective(row.kind) ? price(row, rank_of_[op]) : row.price, comm_of(row));
+    const i64 launches = std::min(launch_of(of, constants), took - wait);
+    const auto steps = static_cast<u128>(num_steps(row, of, rank_of_[op])) * static_cast<u128>(constants.sync_ps);
+    const auto rest = static_cast<u128>(took - wait - launches);
+    const auto syncs = static_cast<i64>(std::min(steps, rest));
+    add(parts.wait, wait);
+    add(parts.launch, launches);
+    add(parts.sync, syncs);
+    add(parts.transfer, took - wait - launches - syncs);
+  }
+
+  i64 num_steps(const OpRow& row, const ClassOp& of, i64 rank) const {
+    if (row.kind == Kind::PERMUTE) return machine_.has_rings ? of.c : 1;
+    if (!is_collective(row.kind)) return 1;
+    const i64 count = code_.group_size(code_.group(row.axis, rank));
+    if (count == 1) return 0;
+    if (row.kind == Kind::ALL_REDUCE) return 2 * (count - 1);
+    if (row.kind == Kind::BROADCAST || row.kind == Kind::REDUCE) return count + of.c - 2;
+    return count - 1;
+  }
+
+  // Nothing moves although ops are left: finds a cycle of waits and says so.
+  [[noreturn]] void stuck() const {
+    const auto blocked = static_cast<size_t>(
+        std::find_if(result_.ended_ps.begin(), result_.ended_ps.end(), [](i64 at) { return at < 0; }) -
+        result_.ended_ps.begin());
+    const auto op = static_cast<u32>(blocked);
+    throw ProgramFault("deadlock: nothing can go on, and this op has not ended",
+                       code_.ranks[rank_of_[op]], static_cast<i64>(index_of(op)));
+  }
+
+  const Expanded& program_;
+  const Template& code_;
+  const Machine& machine_;
+  Progress progress_;
+  Matched matched_;
+  Queue queue_;
+  Flows flows_;
+  std::vector<std::unique_ptr<Collective>> underway_;  // by joint
+  std::vector<i32> arrived_;                           // by joint, of fences
+  std::vector<i64> last_;                            // by joint: who came last
+  std::vector<u32> pending_;  // by op: what it still waits for; once issued, its parts that are not over
+  std::vector<u32> rank_of_;
+  std::vector<LaneState> lanes_;
+  std::vector<u32> done_;
+  std::vector<size_t> touched_;
+  std::vector<Use> uses_;
+  Result result_;
+  i64 now_ps_ = 0, next_progress_ = EVENTS_PER_PROGRESS;
+  u32 round_ = 0;
+};
+
+}  // namespace
+
+Result simulate(const Expanded& program, const Machine& machine, Progress progress) {
+  return Engine(program, machine, progress).run();
+}
+
+}  // namespace meshweave

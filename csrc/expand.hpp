@@ -1,0 +1,60 @@
+// From a template to what every rank runs. Ranks whose ops differ in nothing but their partners form a class: it
+// is expanded once, so that thousands of ranks of a regular program cost no more than one.
+#pragma once
+
+#include "columns.hpp"
+#include "views.hpp"
+
+namespace meshweave {
+
+// An op as all ranks of a class run it. What `a`, `b` and `c` are follows from its kind:
+//   matmul          m, n, k
+//   copy, add, zero bytes read and written
+//   call            FLOPs, bytes
+//   all_gather, reduce_scatter, all_to_all   bytes per row of a part; `sizes` holds the rows of each part
+//   all_reduce      bytes
+//   broadcast, reduce                        bytes, root, packets
+//   permute         bytes, shift (0: a copy of so many bytes read and written), hops
+//   send, recv      bytes
+//   get, put, accumulate                     bytes, position of the other rank
+struct ClassOp {
+  i64 row = 0;         // in the template's ops
+  i64 a = 0, b = 0, c = 0;
+  i64 step = -1;       // index of the step of a lowered collective, -1 for none
+  i64 sizes = 0, num_sizes = 0;  // in Class::sizes; one size stands for as many equal ones as there are members
+};
+
+struct Class {
+  std::vector<ClassOp> ops;
+  Column sizes;
+  // For op i, the earlier ops of the same rank that it waits for, and the later ones that wait for it.
+  std::vector<i64> before_start, before, after_start, after;
+  std::vector<std::vector<i64>> lanes;  // ops by lane, in program order
+  std::vector<i64> in_lane;             // place of each op in its lane
+};
+
+struct Rank {
+  i64 of_class = 0;
+  i64 base = 0;  // number of its first op among the ops of all ranks
+};
+
+struct Tracked {
+  i64 from, to;  // ops by number over all ranks: `to` waits for the released write of `from`
+};
+
+struct Expanded {
+  explicit Expanded(const Columns& columns);
+
+  const Template code;
+  std::vector<Class> classes;
+  std::vector<Rank> ranks;
+  std::vector<Tracked> tracked;
+  Column peers, peer_start;  // per rank: (peer position, tag) of each send and recv in order
+  i64 num_ops = 0;
+
+  const Class& of(i64 rank) const { return classes[static_cast<size_t>(ranks[static_cast<size_t>(rank)].of_class)]; }
+  const ClassOp& op(i64 rank, i64 index) const { return of(rank).ops[static_cast<size_t>(index)]; }
+  const OpRow& row(i64 rank, i64 index) const { return code.ops[static_cast<size_t>(op(rank, index).row)]; }
+};
+
+}  // namespace meshweave

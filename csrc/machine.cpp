@@ -1,0 +1,162 @@
+#include "machine.hpp"
+
+#include <algorithm>
+#include <set>
+#include <unordered_set>
+
+namespace meshweave {
+namespace {
+
+constexpr i64 LARGEST_RATE = i64{1} << 60;
+constexpr size_t MAX_ROUTES = size_t{1} << 25;
+constexpr i64 LARGEST_FIXED_PS = i64{1} << 60;
+
+i64 in_range(i64 value, i64 low, i64 high, const char* what) {
+  if (value < low || value > high) throw BadInput(std::string("machine: bad ") + what);
+  return value;
+}
+
+i64 ceil_div(i64 a, i64 b) { return a / b + (a % b != 0); }
+
+}  // namespace
+
+u64 route_key(i64 source, i64 target, bool back, i64 num_ranks) {
+  return (static_cast<u64>(source) * static_cast<u64>(num_ranks) + static_cast<u64>(target)) * 2 + back;
+}
+
+Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program.code.num_ranks()) {
+  const Column& chip = column(c, "chip");
+  require(chip.size() == 8, "machine: bad chip");
+  flops_per_s = in_range(chip[0], 1, LARGEST_RATE, "FLOP/s");
+  memory_per_s = in_range(chip[1], 1, LARGEST_RATE, "memory rate");
+  launch_ps = in_range(chip[2], 0, LARGEST_FIXED_PS, "launch time");
+  tile_m_ = in_range(chip[3], 0, i64{1} << 30, "tile");
+  tile_n_ = in_range(chip[4], 0, i64{1} << 30, "tile");
+  tile_k_ = in_range(chip[5], 0, i64{1} << 30, "tile");
+  require((tile_m_ == 0) == (tile_n_ == 0) && (tile_n_ == 0) == (tile_k_ == 0), "machine: bad tile");
+  send_buffer_bytes = in_range(chip[6], 0, LARGEST_RATE, "send buffer");
+  has_rings = chip[7] != 0;
+
+  ways_ = column(c, "ways");
+  for (const i64 ways : ways_) in_range(ways, 1, 2, "ways");
+  const Column& constants = column(c, "constants");
+  const size_t rows = ways_.size() * static_cast<size_t>(Comm::COUNT);
+  require(constants.size() == rows * 3, "machine: constants do not fit");
+  for (size_t row = 0; row < rows; ++row)
+    constants_.push_back({in_range(constants[3 * row], 0, LARGEST_FIXED_PS, "launch time"),
+                          in_range(constants[3 * row + 1], 0, LARGEST_FIXED_PS, "synchronisation time"),
+                          in_range(constants[3 * row + 2], 1, LARGEST_RATE, "rate")});
+  const auto has_constants = [&](i64 price) { return price >= 0 && price < static_cast<i64>(ways_.size()); };
+  for (const i64 price : program.code.group_price) require(has_constants(price), "machine: a group without constants");
+  for (const OpRow& row : program.code.ops)
+    require((!is_message(row.kind) && !is_one_sided(row.kind)) || has_constants(row.price),
+            "machine: an op without constants");
+
+  link_rates_ = column(c, "link_rates");
+  for (const i64 rate : link_rates_) in_range(rate, 1, LARGEST_RATE, "link rate");
+  route_links_ = column(c, "route_links");
+  for (const i64 link : route_links_) in_range(link, 0, static_cast<i64>(link_rates_.size()) - 1, "link");
+  const Column& starts = column(c, "route_starts");
+  const std::vector<Route> wanted = routes(program, ways_);
+  require(starts.size() == wanted.size() + 1 && starts.front() == 0 &&
+              starts.back() == static_cast<i64>(route_links_.size()) && std::is_sorted(starts.begin(), starts.end()),
+          "machine: routes do not fit");
+  for (size_t at = 0; at < wanted.size(); ++at)
+    routes_.emplace(route_key(wanted[at].source, wanted[at].target, wanted[at].back != 0, num_ranks_),
+                    Span{starts[at], starts[at + 1] - starts[at]});
+  const Template& code = program.code;
+  for (const bool back : {false, true})
+    for (size_t group = 0; group + 1 < code.groups.size(); ++group)
+      for (i64 place = 0, count = code.group_size(static_cast<i64>(group)); place < count; ++place) {
+        const i64 next = (place + (back ? count - 1 : 1)) % count;
+        const auto found = routes_.find(route_key(code.member(static_cast<i64>(group), place),
+                                                  code.member(static_cast<i64>(group), next), back, num_ranks_));
+        to_next_[back].push_back(found == routes_.end() ? Span{0, 0} : found->second);  // not asked for: not used
+      }
+}
+
+Tiles Machine::tiles(i64 m, i64 n, i64 k, i64 itemsize) const {
+  Tiles out;
+  if (!tile_m_ || !m || !n || !k) return out;
+  const i64 tm = std::min(m, tile_m_), tn = std::min(n, tile_n_), tk = std::min(k, tile_k_);
+  out.fill_bytes = checked_mul(checked_add(checked_mul(tm, tk), checked_mul(tk, tn)), itemsize);
+  out.drain_bytes = checked_mul(checked_mul(tm, tn), itemsize);
+  const i64 a = checked_mul(checked_mul(m, k), ceil_div(n, tn)), b = checked_mul(checked_mul(k, n), ceil_div(m, tm));
+  const i64 c = checked_mul(2, checked_mul(m, n));
+  const i64 total = checked_mul(checked_add(checked_add(a, b), c), itemsize);
+  out.stream_bytes = std::max<i64>(total - out.fill_bytes - out.drain_bytes, 0);
+  return out;
+}
+
+std::vector<i64> Machine::capacities() const {
+  std::vector<i64> out(static_cast<size_t>(num_ranks_), memory_per_s);
+  out.insert(out.end(), static_cast<size_t>(num_ranks_), flops_per_s);
+  out.insert(out.end(), link_rates_.begin(), link_rates_.end());
+  return out;
+}
+
+Machine::Span Machine::route(i64 source, i64 target, bool back) const {
+  const auto found = routes_.find(route_key(source, target, back, num_ranks_));
+  require(found != routes_.end(), "machine: a message without a route");
+  return found->second;
+}
+
+std::vector<Route> routes(const Expanded& program, const Column& ways) {
+  const Template& code = program.code;
+  std::vector<Route> out;
+  std::unordered_set<u64> known;
+  const auto add = [&](i64 source, i64 target, bool back) {
+    if (source == target || !known.insert(route_key(source, target, back, code.num_ranks())).second) return;
+    if (out.size() == MAX_ROUTES) throw ProgramFault("its messages take more than 2**25 different routes");
+    out.push_back({source, target, back});
+  };
+  // How the groups of an axis communicate: forwards by this shift; EVERYBODY with everybody; a RING, which also goes
+  // backwards where it has two ways.
+  constexpr i64 EVERYBODY = -1, RING = 0;
+  std::set<std::pair<i64, i64>> patterns;
+  for (const Class& of : program.classes)
+    for (const ClassOp& op : of.ops) {
+      const OpRow& row = code.ops[static_cast<size_t>(op.row)];
+      if (!is_collective(row.kind) || row.kind == Kind::FENCE) continue;
+      if (row.kind == Kind::PERMUTE) {
+        if (op.b) patterns.insert({row.axis, op.b});
+      } else if (row.kind == Kind::ALL_TO_ALL) {
+        patterns.insert({row.axis, EVERYBODY});
+      } else {
+        patterns.insert({row.axis, RING});
+      }
+    }
+  for (const auto& [axis, shift] : patterns)
+    for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
+      const i64 group = code.group(axis, rank);
+      if (group < 0) continue;
+      const i64 count = code.group_size(group), place = code.place(axis, rank);
+      if (shift == EVERYBODY) {
+        for (i64 other = 0; other < count; ++other) add(rank, code.member(group, other), false);
+        continue;
+      }
+      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), false);
+      const i64 price = code.group_price[static_cast<size_t>(group)];
+      require(price >= 0 && price < static_cast<i64>(ways.size()), "machine: a group without constants");
+      if (shift == RING && ways[static_cast<size_t>(price)] == 2)
+        add(rank, code.member(group, (place + count - 1) % count), true);
+    }
+  for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
+    i64 at = program.peer_start[static_cast<size_t>(rank)];
+    const auto& ops = program.of(rank).ops;
+    for (const ClassOp& op : ops) {
+      const OpRow& row = code.ops[static_cast<size_t>(op.row)];
+      if (is_message(row.kind)) {
+        if (row.kind == Kind::SEND) add(rank, program.peers[static_cast<size_t>(at)], false);
+        at += 2;
+      } else if (row.kind == Kind::GET) {
+        add(op.b, rank, false);
+      } else if (is_one_sided(row.kind)) {
+        add(rank, op.b, false);
+      }
+    }
+  }
+  return out;
+}
+
+}  // namespace meshweave

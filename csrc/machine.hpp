@@ -1,0 +1,67 @@
+// What a program runs on: rates, constants and routes, as `simulate/columns.py` reads them off `cost.machine`.
+#pragma once
+
+#include <unordered_map>
+
+#include "expand.hpp"
+#include "flows.hpp"
+
+namespace meshweave {
+
+struct Constants {
+  i64 launch_ps, sync_ps, rate;  // rate in bytes per second, over all directions that a ring uses
+};
+
+// What of a product moves through memory, by the tiles in which it streams (`cost/compute.py`).
+struct Tiles {
+  i64 fill_bytes = 0, stream_bytes = 0, drain_bytes = 0;
+};
+
+class Machine {
+ public:
+  Machine(const Columns& columns, const Expanded& program);
+
+  const Constants& constants(i64 price, Comm kind) const {
+    return constants_[static_cast<size_t>(price * static_cast<i64>(Comm::COUNT) + static_cast<i64>(kind))];
+  }
+  i64 ways(i64 price) const { return ways_[static_cast<size_t>(price)]; }
+  Tiles tiles(i64 m, i64 n, i64 k, i64 itemsize) const;
+  // Resources: memory of each rank, compute engine of each rank, links.
+  std::vector<i64> capacities() const;
+  u32 memory(i64 rank) const { return static_cast<u32>(rank); }
+  u32 engine(i64 rank) const { return static_cast<u32>(num_ranks_ + rank); }
+  struct Span {
+    i64 first, count;
+  };
+  Span route(i64 source, i64 target, bool back) const;
+  // The route to the next member of a group, by `groups[group] + place`; backwards to the one before.
+  Span to_next(i64 at, bool back) const { return to_next_[back][static_cast<size_t>(at)]; }
+  // Appends the links of a route to `uses`.
+  void links(Span route, std::vector<Use>& uses) const {
+    for (i64 at = route.first; at < route.first + route.count; ++at)
+      uses.push_back({static_cast<u32>(2 * num_ranks_ + route_links_[static_cast<size_t>(at)]), 1});
+  }
+
+  i64 flops_per_s, memory_per_s, launch_ps, send_buffer_bytes;
+  bool has_rings;  // the network is a torus or a ring, so that a permute goes hop by hop
+
+ private:
+  i64 num_ranks_;
+  i64 tile_m_, tile_n_, tile_k_;
+  std::vector<Constants> constants_;
+  Column ways_, route_links_, link_rates_;
+  std::unordered_map<u64, Span> routes_;
+  std::vector<Span> to_next_[2];
+};
+
+// A route that a program may take: (position of the source, of the target, backwards where both ways are as long).
+struct Route {
+  i64 source, target, back;
+};
+
+u64 route_key(i64 source, i64 target, bool back, i64 num_ranks);
+
+// All routes that the messages of a program take, given over how many ways the rings of each price row go.
+std::vector<Route> routes(const Expanded& program, const Column& ways);
+
+}  // namespace meshweave

@@ -1,0 +1,43 @@
+// Resolved views: which elements an op touches, and whether two views share one (`ir.views`).
+#pragma once
+
+#include <array>
+
+#include "error.hpp"
+
+namespace meshweave {
+
+constexpr int MAX_DIMS = 8;
+
+// [start, stop) of a dim; where `stride` is not 0 only the elements in [first + t stride, ... + block).
+struct Selector {
+  i64 start, stop, first, block, stride;
+
+  bool blocked() const { return stride != 0; }
+  bool operator==(const Selector&) const = default;
+  // How many selected elements lie below a position, up to a constant.
+  i64 below(i64 position) const;
+  i64 size() const { return blocked() ? below(stop) - below(start) : stop - start; }
+};
+
+// Takes off `blocks_left` what it goes through block by block, and raises ProgramFault where that is used up.
+constexpr i64 MAX_BLOCKS = 1 << 27;  // for all views of a program
+bool overlap(const Selector& a, const Selector& b, i64& blocks_left);
+
+enum class Mode : unsigned char { READ, WRITE, UPDATE };
+
+struct Access {
+  Mode mode = Mode::READ;
+  int dims = 0;
+  i32 buffer = 0;
+  i64 slot = 0;
+  i64 rank = -1;  // position of the rank that owns the buffer, -1: the executing one
+  std::array<Selector, MAX_DIMS> selectors;  // only the first `dims` mean anything
+
+  i64 elements() const;
+};
+
+bool overlap(const Access& a, const Access& b, i64& blocks_left);  // of views of one buffer and slot
+bool covers(const Access& a, const Access& b);   // whether `a` surely holds every element of `b`
+
+}  // namespace meshweave

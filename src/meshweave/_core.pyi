@@ -1,0 +1,27 @@
+"""The simulator's core, compiled from csrc/. `meshweave.simulate.engine` is its only caller."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+class ProgramFault(Exception):
+    """A program that cannot be expanded or run: (message, global rank, op in the rank's list), -1 where unknown."""
+
+class Core:
+    """A program template, expanded. Raises ProgramFault, ValueError for columns that describe none."""
+
+    def __init__(self, columns: Mapping[str, NDArray[np.int64]]) -> None: ...
+    @property
+    def num_ops(self) -> int: ...
+    def starts(self) -> NDArray[np.int64]:
+        """The number of each rank's first op, and of all ops."""
+    def rows(self) -> NDArray[np.int64]:
+        """Each op's number in the template."""
+    def edges(self, rank: int) -> NDArray[np.int64]:
+        """(op, op that it waits for) of the rank at a position, flat."""
+    def routes(self, ways: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(source, target, back) of each route that messages take, flat; positions of ranks."""
+    def run(self, machine: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
+        """Simulates; see `simulate.result.Simulation.found`. Raises ProgramFault, ValueError."""

@@ -1,0 +1,47 @@
+"""What a product asks of its chip's memory.
+
+A chip multiplies out of on-chip memory, tile by tile: while one pair of tiles of A and B is multiplied, the
+next pair is fetched, and an output tile that is complete is written back (MeshSlice, section 4.1). So the first
+pair (`fill`) and the last write-back (`drain`) are exposed, and between them the product takes as long as its
+FLOPs or its traffic, whichever is longer: a roofline. With tiles of tm x tk and tk x tn, all of A is read once
+per column of output tiles, all of B once per row of them, and C is read and written once, as products that
+accumulate do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.describe.cluster import Chip
+from meshweave.ir.work import Compute
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Bytes through memory before the first multiplication, beside the multiplications, and after the last."""
+
+    fill_bytes: int = 0
+    stream_bytes: int = 0
+    drain_bytes: int = 0
+
+
+NONE = Tiles()
+
+
+def tile_traffic(work: Compute, chip: Chip) -> Tiles:
+    """Memory traffic of work with FLOPs. A product has none where the chip names no `gemm_tile`; a call has
+    the bytes that it declares, all of them beside its FLOPs."""
+    if not work.flops:
+        return NONE
+    if work.bytes:
+        return Tiles(0, work.bytes, 0)
+    m, n, k = work.dims
+    if chip.gemm_tile is None or not m * n * k:
+        return NONE
+    tile_m, tile_n, tile_k = (min(size, tile) for size, tile in zip(work.dims, chip.gemm_tile, strict=True))
+    fill = tile_m * tile_k + tile_k * tile_n
+    drain = tile_m * tile_n
+    total = m * k * -(-n // tile_n) + k * n * -(-m // tile_m) + 2 * m * n
+    return Tiles(
+        fill * work.item_bytes, max(total - fill - drain, 0) * work.item_bytes, drain * work.item_bytes
+    )

@@ -1,0 +1,1 @@
+"""Published results of papers beside ours: tables with verdicts, and the papers' figures computed again."""

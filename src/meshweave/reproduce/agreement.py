@@ -1,0 +1,104 @@
+"""How well estimates agree with simulation: the choices that they lead to, and their times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import mean
+from typing import Any
+
+from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.reproduce.block import Block, Chosen, Study
+from meshweave.reproduce.times import Timer
+from meshweave.tune.meshes import Shape
+from meshweave.tune.unrolled import LEADER
+
+COMPARED = ("meshslice", "wang[S=meshslice]", "collective", "summa[S=meshslice]", "cannon", "tp1d", "fsdp")
+"""The algorithms of the MeshSlice paper, unrolled as there."""
+
+Times = tuple[float, float]
+"""Seconds by estimate and by the study's timer."""
+
+
+def mesh_times(study: Study, block: Block) -> dict[Shape, Times]:
+    """MeshSlice on every mesh shape, at the slice counts that its tuner takes there."""
+    out = {}
+    for shape in study.shapes(block, LEADER):
+        chosen = study.on_mesh(block, shape)
+        out[shape] = _times(study, chosen)
+    return out
+
+
+def slice_times(study: Study, model: str) -> dict[int, Times]:
+    """MeshSlice on the tall mesh with one slice count for all products, each that all of them can be cut into."""
+    block, shape, entry = study.weak(model), study.setting.tall, ALGORITHMS[LEADER]
+    problems = study.problems(block, shape)
+    offered = [{config.slice_count: config for config in entry.configs(problem)} for problem in problems]
+    out = {}
+    for count in sorted(set.intersection(*(set(configs) for configs in offered))):
+        products = tuple((p, configs[count]) for p, configs in zip(problems, offered, strict=True))
+        out[count] = _times(study, Chosen(entry, study.cluster(block.chips), shape, products))
+    return out
+
+
+def _times(study: Study, chosen: Chosen) -> Times:
+    return chosen.timing(study.estimates).total_s, chosen.timing(study.timer).total_s
+
+
+def picks_best(times: Mapping[Any, Times]) -> tuple[bool, str]:
+    """Whether what the estimate picks is the fastest by the timer too; if not, which two they are and the loss."""
+    picked, best = (min(times, key=lambda key: times[key][reading]) for reading in (0, 1))
+    if times[picked][1] <= times[best][1]:
+        return True, ""
+    loss = 100 * (times[picked][1] / times[best][1] - 1)
+    return False, f"{_shown(picked)} is picked, {_shown(best)} is {loss:.1f} % faster"
+
+
+def _shown(key: object) -> str:
+    return "x".join(map(str, key)) if isinstance(key, tuple) else f"S = {key}"
+
+
+def product_errors(study: Study, models: tuple[str, ...], timer: Timer) -> dict[str, list[float]]:
+    """By algorithm: |estimated / timed seconds - 1| in percent of every product that the tables and figures hold.
+
+    All compared algorithms at their best under weak and strong scaling, MeshSlice on every mesh shape, and on the
+    tall mesh at every slice count.
+    """
+    errors: dict[str, dict[tuple[object, ...], float]] = {}
+    for chosen in _everything(study, models):
+        known = errors.setdefault(chosen.entry.name, {})
+        for problem, config in chosen.products:
+            key = problem, config, chosen.cluster.name, chosen.cluster.num_chips
+            if key not in known:
+                expected = study.estimates.product_s(problem, chosen.entry, config, chosen.cluster)
+                timed = timer.product_s(problem, chosen.entry, config, chosen.cluster)
+                known[key] = 100 * abs(expected / timed - 1)
+    return {name: list(known.values()) for name, known in errors.items()}
+
+
+def _everything(study: Study, models: tuple[str, ...]) -> Iterator[Chosen]:
+    entry = ALGORITHMS[LEADER]
+    for model in models:
+        for chips in study.setting.sizes:
+            weak = study.weak(model, chips)
+            for shape in study.shapes(weak, LEADER):
+                yield study.on_mesh(weak, shape)
+            for block in (weak, study.strong(model, chips)):
+                for algorithm in COMPARED:
+                    if algorithm == "fsdp" and block is not weak:
+                        continue
+                    chosen = study.chosen(block, algorithm)
+                    if chosen is not None:
+                        yield chosen
+        block, shape = study.weak(model), study.setting.tall
+        for problem in study.problems(block, shape):
+            products = tuple((problem, config) for config in entry.configs(problem))
+            yield Chosen(entry, study.cluster(block.chips), shape, products)
+
+
+def summary(errors: dict[str, list[float]]) -> tuple[float, str]:
+    """Mean over all, and in words how many and which algorithm is how far off."""
+    everything = [error for listed in errors.values() for error in listed]
+    by_name = ", ".join(
+        f"{name} {mean(listed):.1f} % (worst {max(listed):.1f} %)" for name, listed in errors.items()
+    )
+    return mean(everything), f"{len(everything)} products: {by_name}"

@@ -1,0 +1,317 @@
+"""The published numbers of MeshSlice, computed here, row by row.
+
+Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul.passes import pass_problem
+from meshweave.errors import UnsupportedError
+from meshweave.ir.work import traffic
+from meshweave.reproduce.agreement import (
+    COMPARED,
+    mesh_times,
+    picks_best,
+    product_errors,
+    slice_times,
+    summary,
+)
+from meshweave.reproduce.block import Block, Study, distinct_products, faster
+from meshweave.reproduce.published import MODELS, Published, published, wanted_rows
+from meshweave.reproduce.real import RealMesh
+from meshweave.reproduce.rest import end_to_end_gain, rest_share
+from meshweave.reproduce.verdict import Row
+from meshweave.tune.search import Progress
+from meshweave.tune.unrolled import LEADER
+
+PAPER = "meshslice"
+KIBI = 1024
+WANG, WANG_TUNED = "wang[S=meshslice]", "wang"
+ORDER = (
+    ("meshslice", WANG),
+    (WANG, "collective"),
+    *(("collective", name) for name in COMPARED if name not in ("meshslice", WANG, "collective")),
+)
+"""(faster, slower) at 256 chips, in words of section 5.1.1."""
+FORWARD_DATAFLOWS = ("os", "ls", "os", "ls")
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A value of ours, what it is made of, or the reason why there is none."""
+
+    value: float | None
+    detail: str = ""
+    reason: str = ""
+
+
+NEEDS_SIMULATION = Ours(None, reason="compares estimates with simulation: run --by simulate")
+
+
+def flops(study: Study, model: str) -> float:
+    block = study.weak(model)
+    return study.flops(block) / block.chips / 1e13
+
+
+def peak_ms(study: Study, model: str) -> float:
+    return flops(study, model) * 1e13 / study.pod.chip.peak(study.setting.dtype) * 1e3
+
+
+def dataflows(study: Study, model: str) -> Ours:
+    problems = study.problems(study.weak(model), study.setting.tall)
+    found = tuple(problem.dataflow for problem in problems[::3])
+    return Ours(
+        sum(ours == theirs for ours, theirs in zip(found, FORWARD_DATAFLOWS, strict=True)), " ".join(found)
+    )
+
+
+def utilisation(study: Study, model: str) -> Ours:
+    block = study.weak(model)
+    chosen = study.chosen(block, LEADER)
+    assert chosen is not None
+    shape = "x".join(map(str, chosen.shape))
+    counts = ", ".join(str(config.slice_count) for _, config in chosen.products)
+    return Ours(study.of_peak(block, study.block_s(block)), f"{shape}, S = {counts}")
+
+
+def over(rival: str) -> Callable[[Study, str], float]:
+    def gain(study: Study, model: str) -> float:
+        block = study.weak(model)
+        return faster(study.block_s(block, rival), study.block_s(block))
+
+    return gain
+
+
+def end_to_end(rival: str) -> Callable[[Study, str], float]:
+    return lambda study, model: end_to_end_gain(study, study.weak(model), rival)
+
+
+def other_layers(study: Study, model: str) -> float:
+    return rest_share(study, study.weak(model))
+
+
+def unoptimised(study: Study, model: str) -> float:
+    block = study.weak(model, always="y")
+    return study.of_peak(block, study.block_s(block))
+
+
+def dataflow_gain(study: Study, model: str) -> float:
+    return faster(study.block_s(study.weak(model, always="y")), study.block_s(study.weak(model)))
+
+
+def scaling_loss(study: Study, model: str) -> float:
+    blocks = [study.weak(model, study.setting.sizes[end]) for end in (0, -1)]
+    small, large = (study.of_peak(block, study.block_s(block)) for block in blocks)
+    return 100 * (1 - large / small)
+
+
+def order(study: Study, model: str) -> Ours:
+    """How many pairs of algorithms come out the other way round than in the paper."""
+    block = study.weak(model)
+    times = {name: timing.total_s for name in COMPARED if (timing := study.timing(block, name)) is not None}
+    wrong = sum(a in times and b in times and times[a] > times[b] for a, b in ORDER)
+    ranked = sorted(times, key=lambda name: times[name])
+    return Ours(wrong, ", ".join(f"{name} {study.of_peak(block, times[name]):.1f} %" for name in ranked))
+
+
+def fastest(study: Study, model: str) -> Ours:
+    """How often another algorithm is faster under weak scaling."""
+    return _slower_than(study, [study.weak(model, chips) for chips in study.setting.sizes], COMPARED[1:])
+
+
+def strong_order(study: Study, model: str) -> Ours:
+    return _slower_than(study, [study.strong(model, study.setting.chips)], ("tp1d", "summa[S=meshslice]"))
+
+
+def never_slower(study: Study, model: str) -> Ours:
+    """How often Collective is faster: all cluster sizes, weak and strong, and the 16 products on their own."""
+    sizes = study.setting.sizes
+    blocks = [study.weak(m, chips) for m in MODELS for chips in sizes]
+    blocks += [study.strong(m, chips) for m in MODELS for chips in sizes]
+    found = _slower_than(study, blocks, ("collective",))
+    alone = [
+        study.block_s(block, "collective", index) < study.block_s(block, LEADER, index)
+        for block, index in products(study)
+    ]
+    assert found.value is not None
+    return Ours(found.value + sum(alone), f"of {len(blocks) + len(alone)} cases")
+
+
+def _slower_than(study: Study, blocks: Sequence[Block], rivals: Sequence[str]) -> Ours:
+    cases, lost = 0, []
+    for block in blocks:
+        mine = study.block_s(block)
+        for rival in rivals:
+            timing = study.timing(block, rival)
+            if timing is not None:
+                cases += 1
+                if timing.total_s < mine:
+                    lost.append(f"{rival} at {block.chips} chips")
+    return Ours(len(lost), "; ".join((f"of {cases} cases", *lost)))
+
+
+def least_communication(study: Study, model: str) -> Ours:
+    """How many algorithms communicate for less time in all than Collective."""
+    block = study.weak(model)
+    timings = {name: timing for name in COMPARED if (timing := study.timing(block, name)) is not None}
+    least = timings["collective"].communication_s
+    less = [name for name, timing in timings.items() if timing.communication_s < least]
+    return Ours(len(less), ", ".join(less))
+
+
+def products(study: Study) -> Iterator[tuple[Block, int]]:
+    """The 16 distinct products of both models: (block, position in it)."""
+    for model in MODELS:
+        block = study.weak(model)
+        shape = study.shapes(block, LEADER)[0]
+        for index in distinct_products(study.problems(block, shape)):
+            yield block, index
+
+
+def products_over(rival: str) -> Callable[[Study, str], float]:
+    """Mean gain over the 16 products, each at its own best mesh."""
+
+    def gain(study: Study, model: str) -> float:
+        return mean(
+            faster(study.block_s(block, rival, i), study.block_s(block, LEADER, i))
+            for block, i in products(study)
+        )
+
+    return gain
+
+
+def mesh_effect(study: Study, model: str) -> Ours:
+    """The best mesh shape over the worst with sides of at least 4."""
+    block = study.weak(model)
+    times = {shape: seconds for shape, (_, seconds) in mesh_times(study, block).items()}
+    seen = [seconds for shape, seconds in times.items() if min(shape) >= 4] or list(times.values())
+    shown = ", ".join(f"{r}x{c} {study.of_peak(block, t):.1f} %" for (r, c), t in times.items())
+    return Ours(max(seen) / min(seen), shown)
+
+
+def picks_mesh(study: Study, model: str) -> Ours:
+    """At how many cluster sizes the estimate picks another mesh than simulation would."""
+    if study.timer.by != "simulate":
+        return NEEDS_SIMULATION
+    misses = []
+    for chips in study.setting.sizes:
+        right, told = picks_best(mesh_times(study, study.weak(model, chips)))
+        if not right:
+            misses.append(f"{chips} chips: {told}")
+    return Ours(len(misses), "; ".join(misses) or f"all {len(study.setting.sizes)} sizes agree")
+
+
+def picks_slices(study: Study, model: str) -> Ours:
+    if study.timer.by != "simulate":
+        return NEEDS_SIMULATION
+    times = slice_times(study, model)
+    right, told = picks_best(times)
+    return Ours(int(not right), told or f"S = {min(times, key=lambda s: times[s])} of {len(times)} counts")
+
+
+def estimate_error(study: Study, model: str) -> Ours:
+    if study.timer.by != "simulate":
+        return NEEDS_SIMULATION
+    return Ours(*summary(product_errors(study, MODELS, study.timer)))
+
+
+def communication_error(study: Study, model: str) -> Ours:
+    if study.timer.by != "simulate":
+        return NEEDS_SIMULATION
+    errors = RealMesh(study).communication_errors(study.timer)
+    return Ours(mean(errors), f"of {len(errors)} layers, worst {max(errors):.1f} %")
+
+
+def overlap_gain(study: Study, model: str) -> float:
+    real = RealMesh(study)
+    return faster(real.overlapped(model, LEADER), real.serial(model, "collective"))
+
+
+def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
+    """Bytes per chip of (1024K, 12K, 48K), read off the program; the weights of MeshSlice + DP come with it."""
+    if algorithm not in ALGORITHMS:
+        raise UnsupportedError(f"{algorithm} is not in the table")
+    entry = ALGORITHMS[algorithm]
+    sizes = (1024 * KIBI, 12 * KIBI, 48 * KIBI)
+    if algorithm == "25d":
+        problem = MatmulProblem(*sizes, mesh_shape, "os", "bfloat16")
+        moved = traffic(entry.program(problem, next(entry.configs(problem))), 0)
+        return sum(amount for axis, amount in moved.items() if axis != "tp.depth")
+    forward = pass_problem("x", "forward", sizes[0], sizes[2], sizes[1], mesh_shape, "bfloat16")
+    weight = pass_problem("x", "backward_weight", sizes[0], sizes[2], sizes[1], mesh_shape, "bfloat16")
+    total = sum(traffic(entry.program(forward, next(entry.configs(forward))), 0).values())
+    return total + traffic(entry.program(weight, next(entry.configs(weight))), 0).get("tp.depth", 0)
+
+
+OURS: dict[str, Callable[[Study, str], float | Ours]] = {
+    "flops": flops,
+    "peak_time": peak_ms,
+    "dataflows": dataflows,
+    "utilisation": utilisation,
+    "over_wang": over(WANG),
+    "over_wang_at_its_best": over(WANG_TUNED),
+    "end_to_end": end_to_end(WANG),
+    "end_to_end_at_its_best": end_to_end(WANG_TUNED),
+    "other_layers": other_layers,
+    "unoptimised": unoptimised,
+    "dataflow_gain": dataflow_gain,
+    "scaling_loss": scaling_loss,
+    "order": order,
+    "fastest": fastest,
+    "strong_order": strong_order,
+    "never_slower": never_slower,
+    "least_communication": least_communication,
+    "products_over_collective": products_over("collective"),
+    "products_over_wang": products_over(WANG),
+    "products_over_wang_at_its_best": products_over(WANG_TUNED),
+    "mesh_effect": mesh_effect,
+    "picks_mesh": picks_mesh,
+    "picks_slices": picks_slices,
+    "estimate_error": estimate_error,
+    "real_collective": lambda study, model: RealMesh(study).serial(model, "collective"),
+    "real_wang": lambda study, model: RealMesh(study).serial(model, "wang"),
+    "real_meshslice": lambda study, model: RealMesh(study).serial(model, LEADER),
+    "real_overlap": lambda study, model: RealMesh(study).overlapped(model, LEADER),
+    "real_overlap_gain": overlap_gain,
+    "real_overhead": lambda study, model: RealMesh(study).overhead(),
+    "real_slicing": lambda study, model: RealMesh(study).slicing(),
+    "communication_error": communication_error,
+    "bytes_25d": lambda study, model: moved_bytes("25d", (16, 16, 4)) / 1e9,
+    "bytes_meshslice_dp": lambda study, model: moved_bytes("meshslice_dp", (32, 8, 4)) / 1e6,
+}
+
+
+def row(study: Study, entry: Published, model: str) -> Row:
+    """One row, computed."""
+    found = OURS[entry.id](study, model)
+    ours = found if isinstance(found, Ours) else Ours(found)
+    return Row(
+        entry.id,
+        entry.what,
+        entry.where,
+        model,
+        entry.unit,
+        entry.values.get(model),
+        None if ours.value is None else float(ours.value),
+        entry.tolerance,
+        entry.scored,
+        entry.fitted,
+        entry.why.get(model, ""),
+        ours.detail,
+        ours.reason,
+    )
+
+
+def rows(study: Study, ids: Sequence[str] = (), progress: Progress = lambda done, total: None) -> list[Row]:
+    """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
+    jobs = [(entry, model) for entry in wanted_rows(published(PAPER), ids) for model in entry.models]
+    out = []
+    for number, (entry, model) in enumerate(jobs):
+        out.append(row(study, entry, model))
+        progress(number + 1, len(jobs))
+    return out

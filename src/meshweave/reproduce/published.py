@@ -1,0 +1,74 @@
+"""The published numbers of a paper, from `published/PAPER.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from meshweave.describe.files import printable
+from meshweave.errors import UnsupportedError, nearest
+from meshweave.reproduce.verdict import Tolerance
+
+MODELS = ("gpt3", "megatron-nlg")
+BOTH = "both"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the file. `values` holds the published number by model, or under `both`; models without a number
+    are computed all the same where `values` is empty."""
+
+    id: str
+    what: str
+    where: str
+    unit: str
+    values: dict[str, float]
+    tolerance: Tolerance
+    scored: bool
+    fitted: bool
+    why: dict[str, str]
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(self.values) or MODELS
+
+
+def published(paper: str) -> tuple[Published, ...]:
+    """All rows of a paper, in the order of the file."""
+    text = (files("meshweave.reproduce") / "published" / f"{paper}.toml").read_text(encoding="utf-8")
+    return tuple(_row(entry) for entry in tomllib.loads(text)["row"])
+
+
+def _row(entry: dict[str, Any]) -> Published:
+    values = {name: float(entry[name]) for name in (*MODELS, BOTH) if name in entry}
+    tolerance = Tolerance()
+    if "points" in entry:
+        tolerance = Tolerance(entry["points"] / 100, "points")
+    elif "judge" in entry:
+        tolerance = Tolerance(0.0, entry["judge"])
+    why = entry.get("why", "")
+    return Published(
+        entry["id"],
+        entry["what"],
+        entry["where"],
+        entry["unit"],
+        values,
+        tolerance,
+        entry.get("scored", True),
+        entry.get("use") == "cal",
+        why if isinstance(why, dict) else dict.fromkeys((*MODELS, BOTH), why),
+    )
+
+
+def wanted_rows(rows: Sequence[Published], ids: Sequence[str]) -> tuple[Published, ...]:
+    """The rows with these ids, or all where none is named. Raises UnsupportedError for an unknown id."""
+    known = [row.id for row in rows]
+    for name in ids:
+        if name not in known:
+            raise UnsupportedError(
+                f"there is no row '{printable(name)}'{nearest(name, known)}; rows: {', '.join(known)}"
+            )
+    return tuple(row for row in rows if not ids or row.id in ids)

@@ -1,0 +1,82 @@
+"""The measured 4x4 TPUv4, with its own constants: collectives do not overlap with products there.
+
+There each op follows the one before it, so a product takes the sum of its parts. The paper does not say at which
+slice counts MeshSlice ran. Here every algorithm runs at its best, without overlap or with; MeshSlice in two slices
+at least, since one would be Collective.
+"""
+
+from __future__ import annotations
+
+from statistics import mean
+
+from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul.passes import PASSES
+from meshweave.describe.cluster import load_cluster
+from meshweave.reproduce.block import Block, Chosen, Study, faster
+from meshweave.reproduce.published import MODELS
+from meshweave.reproduce.times import Timer
+
+CLUSTER, SHAPE = "tpu-v4-4x4", (4, 4)
+
+
+class RealMesh:
+    """Blocks on the 4x4 mesh. `study` says how they are timed."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+
+    def block(self, model: str) -> Block:
+        return self.study.weak(model, 16)
+
+    def chosen(self, model: str, algorithm: str, overlap: bool) -> Chosen:
+        """The block's products at their best configurations by estimate."""
+        entry, cluster = ALGORITHMS[algorithm], load_cluster(CLUSTER)
+        estimates = self.study.estimates
+
+        def cost(problem: MatmulProblem, config: Config) -> float:
+            timing = estimates.timing(problem, entry, config, cluster)
+            return timing.total_s if overlap else timing.serial_s
+
+        products = []
+        for problem in self.study.problems(self.block(model), SHAPE):
+            configs = [c for c in entry.configs(problem) if algorithm != "meshslice" or c.slice_count > 1]
+            products.append((problem, min(configs, key=lambda config: cost(problem, config))))
+        return Chosen(entry, cluster, SHAPE, tuple(products))
+
+    def serial(self, model: str, algorithm: str) -> float:
+        """Utilisation in percent where nothing overlaps."""
+        return self._of_peak(model, self._serial_s(model, algorithm))
+
+    def overlapped(self, model: str, algorithm: str) -> float:
+        return self._of_peak(model, self.chosen(model, algorithm, True).timing(self.study.timer).total_s)
+
+    def overhead(self) -> float:
+        """By how many percent MeshSlice takes longer than Collective without overlap; mean of the models."""
+        return mean(faster(self._serial_s(m, "meshslice"), self._serial_s(m, "collective")) for m in MODELS)
+
+    def slicing(self) -> float:
+        """Copies of slices in percent of Collective's time; mean of the models."""
+        copies = [self.chosen(m, "meshslice", False).timing(self.study.timer).copy_s for m in MODELS]
+        whole = [self._serial_s(m, "collective") for m in MODELS]
+        return 100 * mean(copy / one for copy, one in zip(copies, whole, strict=True))
+
+    def communication_errors(self, timer: Timer) -> list[float]:
+        """Per layer of both models: |estimated / timed communication - 1| of MeshSlice in percent."""
+        errors = []
+        for model in MODELS:
+            chosen = self.chosen(model, "meshslice", True)
+            for first in range(0, len(chosen.products), len(PASSES)):
+                layer = Chosen(
+                    chosen.entry, chosen.cluster, SHAPE, chosen.products[first : first + len(PASSES)]
+                )
+                expected = layer.timing(self.study.estimates).communication_s
+                errors.append(round(100 * abs(expected / layer.timing(timer).communication_s - 1), 4))
+        return errors
+
+    def _serial_s(self, model: str, algorithm: str) -> float:
+        return self.chosen(model, algorithm, False).timing(self.study.timer).serial_s
+
+    def _of_peak(self, model: str, seconds: float) -> float:
+        block = self.block(model)
+        peak = load_cluster(CLUSTER).chip.peak(self.study.setting.dtype)
+        return 100 * self.study.flops(block) / block.chips / peak / seconds

@@ -1,0 +1,82 @@
+"""A published number beside ours, and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+HOLDS, NEAR, DIFFERS, ALONE, MISSING = "holds", "near", "differs", "ours alone", "not reproduced"
+Kind = Literal["share", "points", "goal", "exact"]
+NEAR_AMOUNT = 0.1
+"""What still counts as near: 10 % of the number, or 10 points of a percentage that is judged in points."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much ours may differ from the published number and still hold.
+
+    `amount` is a share of the published number, or, in `points`, of the 100 % that a percentage is of. A `goal` is
+    met by all that is at most as large; `exact` allows nothing.
+    """
+
+    amount: float = 0.03
+    kind: Kind = "share"
+
+    def judge(self, published: float, ours: float) -> str:
+        if self.kind == "goal":
+            return HOLDS if ours <= published else DIFFERS
+        if self.kind == "exact":
+            return HOLDS if ours == published else DIFFERS
+        gap = abs(ours - published) / (100 if self.kind == "points" else abs(published))
+        gap = round(gap, 12)  # 57.6 - 55.6 is no more than 2 points
+        return HOLDS if gap <= self.amount else NEAR if gap <= NEAR_AMOUNT else DIFFERS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published number beside ours.
+
+    `ours` is None where we have none, and `reason` says why. `why` says in a few words what a difference comes
+    from; `detail` what ours is made of. A number that is not `scored` stands beside ours without a verdict.
+    """
+
+    id: str
+    what: str
+    where: str
+    model: str
+    unit: str
+    published: float | None
+    ours: float | None
+    tolerance: Tolerance = Tolerance()
+    scored: bool = True
+    fitted: bool = False
+    why: str = ""
+    detail: str = ""
+    reason: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.ours is None:
+            return MISSING
+        if self.published is None or not self.scored:
+            return ALONE
+        return self.tolerance.judge(self.published, self.ours)
+
+    @property
+    def remark(self) -> str:
+        """What stands behind the verdict: why there is no number, or why it is another one."""
+        if self.ours is None:
+            return self.reason
+        parts = [
+            self.why if self.verdict != HOLDS else "",
+            self.detail,
+            "a fit may use it" if self.fitted else "",
+        ]
+        return "; ".join(part for part in parts if part)
+
+
+def count_verdicts(rows: list[Row]) -> dict[str, int]:
+    """How many rows have each verdict, in the order of `HOLDS`, `NEAR`, ..."""
+    order = (HOLDS, NEAR, DIFFERS, ALONE, MISSING)
+    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in order}
+    return {verdict: count for verdict, count in counts.items() if count}

@@ -1,0 +1,95 @@
+"""Simulation without contention: every op takes its closed form, as if it had engines and links to itself.
+
+The members of a collective start together, when the last of them has been issued. Ties are broken by rank,
+lane and op.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+from meshweave.cost.machine import Machine
+from meshweave.cost.price import price
+from meshweave.ir.dataflow import Dataflow
+from meshweave.ir.matching import Joint, Node
+from meshweave.ir.ops import Permute
+from meshweave.ir.work import Transfer, work_of
+from meshweave.simulate.record import Record
+from meshweave.trace import Trace
+
+
+class Alone(Record):
+    """A run in which ops meet nowhere."""
+
+    def __init__(self, flow: Dataflow, machine: Machine) -> None:
+        super().__init__(flow)
+        self.machine = machine
+        self.events: list[tuple[int, int, str, int, int, tuple[Node, ...]]] = []
+        self.num_events = 0
+        self.open_parts: dict[Node, int] = {}
+        self.arrived: dict[int, set[int]] = defaultdict(set)
+
+    def run(self) -> Trace:
+        for node in self.issuer.start():
+            self._issue(node)
+        while self.events:
+            self.now_ps, *_, nodes = heapq.heappop(self.events)
+            for node in nodes:
+                self._part_done(node)
+        return self.trace()
+
+    def _issue(self, node: Node) -> None:
+        self.issued_ps[node] = self.now_ps
+        joint = self.flow.joint(node)
+        if joint is None:
+            self._begin((node,))
+            return
+        arrived = self.arrived[self.flow.matched.joint_of[node]]
+        position = joint.members.index(node)
+        arrived.add(position)
+        if isinstance(self.flow.op(node), Permute):
+            self._permute(joint, position, arrived)
+        elif len(arrived) == len(joint.members):
+            self._begin(joint.members, may_free=joint.kind == "message")
+
+    def _permute(self, joint: Joint, position: int, arrived: set[int]) -> None:
+        """Starts the transfers from and to a member whose other end has been issued as well."""
+        node, count = joint.members[position], len(joint.members)
+        op = self.flow.op(node)
+        assert isinstance(op, Permute) and isinstance(op.shift, int)
+        shift = op.shift % count
+        if not shift:
+            self._begin((node,))
+            return
+        self.open_parts[node] = 2
+        for sender in sorted({position, (position - shift) % count}):
+            receiver = (sender + shift) % count
+            if sender in arrived and receiver in arrived:
+                self._begin((joint.members[sender], joint.members[receiver]), may_free=True)
+
+    def _begin(self, nodes: tuple[Node, ...], may_free: bool = False) -> None:
+        """Nodes that end together; the first may be freed as the bytes begin to flow, where a buffer takes
+        them."""
+        first = nodes[0]
+        work = work_of(self.flow.program, self.flow.op(first))
+        cost = price(work, self.machine)
+        room = self.machine.cluster.send_buffer_bytes if may_free else 0
+        if isinstance(work, Transfer) and 0 < work.part_bytes <= room:
+            self._push(cost.fixed_ps, nodes[:1], first)
+            nodes = nodes[1:]
+        self._push(cost.total_ps, nodes, first)
+
+    def _push(self, after_ps: int, ending: tuple[Node, ...], first: Node) -> None:
+        self.num_events += 1
+        rank, index = first
+        event = (self.now_ps + after_ps, rank, self.flow.op(first).lane, index, self.num_events, ending)
+        heapq.heappush(self.events, event)
+
+    def _part_done(self, node: Node) -> None:
+        left = self.open_parts[node] = self.open_parts.get(node, 1) - 1
+        if left:
+            return
+        self.ended_ps[node] = self.now_ps
+        for issued in self.issuer.finish(node):
+            self._issue(issued)

@@ -1,0 +1,382 @@
+"""A program template as columns of integers: what the simulator core reads.
+
+The core expands templates itself, so nothing here is per rank but coordinates, groups and the shapes of shards.
+`csrc/columns.hpp` says what each column holds and checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.describe.network import COMM_KINDS
+from meshweave.errors import ProgramError
+from meshweave.ir.expr import Binary, Index, Select, Var
+from meshweave.ir.ops import (
+    OP_TYPES,
+    READ,
+    UPDATE,
+    WRITE,
+    Accumulate,
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    Copy,
+    DataCollective,
+    Get,
+    Matmul,
+    Mode,
+    Op,
+    Over,
+    Permute,
+    Put,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Send,
+)
+from meshweave.ir.program import On, Program, Repeat, Statement
+from meshweave.ir.views import Blocked, View
+from meshweave.ir.work import axis_of
+from meshweave.units import dtype_bytes
+
+Column = NDArray[np.int64]
+
+KINDS = tuple(OP_TYPES)
+MODES: dict[Mode, int] = {READ: 0, WRITE: 1, UPDATE: 2}
+PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
+MAX_OPS = 200_000_000
+"""Ops of all ranks; at some 40 bytes each that is what a large machine holds."""
+
+_UNDEFINED = np.iinfo(np.int64).min
+_CODES = {
+    sign: 2 + number
+    for number, sign in enumerate(
+        ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", ">", ">=", "and", "or")
+    )
+}
+_SELECT = 17
+_OP, _ON, _REPEAT, _WHEN = range(4)
+_TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
+
+
+class Columns:
+    """`data` is what the core takes. `price_names` lists the mesh axes ("tp.row"; "" for none) whose constants
+    it will ask for, in its order."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ranks = np.array(program.ranks, dtype=np.int64)
+        self.price_names: list[str] = []
+        self._code: list[int] = []
+        self._expr_starts = [0]
+        self._exprs: dict[Index, int] = {}
+        self._tables = [0]
+        self._entries: list[int] = []
+        self._slots = {"rank": 0, "peer": 1}
+        self._coords: list[Column] = []
+        self._sets: dict[Any, int] = {}
+        self._set_ranks: list[Column] = []
+        self._axes: dict[Over, int] = {}
+        self._axis_groups: list[Column] = []
+        self._groups: dict[bytes, int] = {}
+        self._members: list[Column] = []
+        self._group_price: list[int] = []
+        self._lists: list[tuple[int, ...]] = []
+        self._args: list[int] = []
+        self._stashes: dict[str, int] = {}
+        self._views: dict[View, int] = {}
+        self._view_rows: list[tuple[int, ...]] = []
+        self._selectors: list[tuple[int, ...]] = []
+        self._op_rows: list[tuple[int, ...]] = []
+        self._accesses: list[tuple[int, int, int]] = []
+        self._op_access = [0]
+        self._statements: list[list[int]] = []
+        self._lanes = {lane.name: number for number, lane in enumerate(program.lanes)}
+        self._buffers = {buffer.name: number for number, buffer in enumerate(program.buffers)}
+        self._at = {mesh.name: np.searchsorted(self.ranks, mesh.ranks) for mesh in program.meshes}
+        self._coordinates()
+        buffers, shapes, shape_exprs = self._describe_buffers()
+        self._walk(program.body)
+        self.data: dict[str, Column] = {
+            "ranks": self.ranks,
+            "num_coords": _flat([len(self._coords)]),
+            "num_vars": _flat([len(self._slots)]),
+            "num_sets": _flat([len(self._set_ranks)]),
+            "num_axes": _flat([len(self._axes)]),
+            "max_ops": _flat([MAX_OPS]),
+            "coords": _flat(np.stack(self._coords, axis=1)) if self._coords else _flat([]),
+            "code": _flat(self._code),
+            "exprs": _flat(self._expr_starts),
+            "tables": _flat(self._tables),
+            "entries": _flat(self._entries),
+            "sets": _offsets(self._set_ranks),
+            "set_ranks": _joined(self._set_ranks),
+            "axis_group": _joined(self._axis_groups),
+            "groups": _offsets(self._members),
+            "members": _joined(self._members),
+            "group_price": _flat(self._group_price),
+            "lists": _joined([_flat(one) for one in self._lists]),
+            "list_offsets": _offsets([_flat(one) for one in self._lists]),
+            "args": _flat(self._args),
+            "buffers": _flat(buffers),
+            "shapes": shapes,
+            "shape_exprs": _flat(shape_exprs),
+            "views": _flat(self._view_rows),
+            "selectors": _flat(self._selectors),
+            "ops": _flat(self._op_rows),
+            "accesses": _flat(self._accesses),
+            "op_access": _flat(self._op_access),
+            "statements": _flat(self._statements),
+            "lanes": _flat([(int(lane.order == "ready"), lane.width) for lane in program.lanes]),
+        }
+
+    # --- names ----------------------------------------------------------------------------------------
+
+    def _coordinates(self) -> None:
+        for mesh in self.program.meshes:
+            places = np.unravel_index(np.arange(mesh.num_ranks), mesh.shape)
+            for axis, place in zip(mesh.axes, places, strict=True):
+                column = np.full(len(self.ranks), _UNDEFINED, dtype=np.int64)
+                column[self._at[mesh.name]] = place
+                self._slots[f"{mesh.name}.{axis}"] = len(self._slots)
+                self._coords.append(column)
+
+    def _expr(self, index: Index) -> int:
+        """Number of an expression; equal ones share it."""
+        known = self._exprs.get(index)
+        if known is None:
+            code: list[int] = []
+            self._emit(index, code)  # adds the entries of tables first
+            self._code += code
+            self._expr_starts.append(len(self._code) // 2)
+            known = self._exprs[index] = len(self._expr_starts) - 2
+        return known
+
+    def _emit(self, index: Index, code: list[int]) -> None:
+        if isinstance(index, Var):
+            code += (1, self._slots.setdefault(index.name, len(self._slots)))
+        elif isinstance(index, Binary):
+            self._emit(index.left, code)
+            self._emit(index.right, code)
+            code += (_CODES[index.op], 0)
+        elif isinstance(index, Select):
+            self._emit(index.index, code)
+            self._entries += [self._expr(entry) for entry in index.entries]
+            self._tables.append(len(self._entries))
+            code += (_SELECT, len(self._tables) - 2)
+        else:
+            assert isinstance(index, int)
+            code += (0, int(index))
+
+    def _maybe(self, index: Index | None) -> int:
+        return -1 if index is None else self._expr(index)
+
+    def _set(self, where: str | tuple[int, ...]) -> int:
+        """Number of a set of ranks; -1 for all of them."""
+        if isinstance(where, str) and self.program.mesh_of[where].num_ranks == len(self.ranks):
+            return -1
+        known = self._sets.get(where)
+        if known is None:
+            known = self._sets[where] = len(self._set_ranks)
+            listed = self._at[where] if isinstance(where, str) else self._positions(where)
+            self._set_ranks.append(np.unique(listed))
+        return known
+
+    def _positions(self, ranks: Iterable[int]) -> Column:
+        """Where global ranks stand; those that the program does not have are left out."""
+        return np.flatnonzero(np.isin(self.ranks, list(ranks)))
+
+    # --- groups ---------------------------------------------------------------------------------------
+
+    def _axis(self, over: Over) -> int:
+        known = self._axes.get(over)
+        if known is None:
+            known = self._axes[over] = len(self._axes)
+            rows = self._rows(over)
+            column = np.full(len(self.ranks), -1, dtype=np.int64)
+            for row in rows:
+                column[row] = self._group(row)
+            self._axis_groups.append(column)
+        return known
+
+    def _rows(self, over: Over) -> Column:
+        """The groups that `over` means, each a row of positions."""
+        if not isinstance(over, str):
+            listed = np.searchsorted(self.ranks, over)
+            if not over or not np.isin(over, self.ranks).all() or len(set(over)) < len(over):
+                raise ProgramError(f"'{over}' is no group of different ranks of the program")
+            return _flat(listed).reshape(1, -1)
+        name, _, axis = over.partition(".")
+        if name not in self._at or (axis and axis not in self.program.mesh_of[name].axes):
+            self.program.group(over, self.program.ranks[0])  # says what there is instead
+        at = self._at[name]
+        if not axis:
+            return at.reshape(1, -1)
+        mesh = self.program.mesh_of[name]
+        number = mesh.axis(axis)
+        return np.moveaxis(at.reshape(mesh.shape), number, -1).reshape(-1, mesh.shape[number])
+
+    def _group(self, row: Column) -> int:
+        key = row.astype(np.int64).tobytes()
+        known = self._groups.get(key)
+        if known is None:
+            known = self._groups[key] = len(self._members)
+            self._members.append(row)
+            self._group_price.append(self._price(self._axis_name(row)))
+        return known
+
+    def _axis_name(self, row: Column) -> str:
+        return axis_of(self.program, tuple(self.ranks[row].tolist()))
+
+    def _price(self, name: str) -> int:
+        if name not in self.price_names:
+            self.price_names.append(name)
+        return self.price_names.index(name)
+
+    # --- buffers and views ----------------------------------------------------------------------------
+
+    def _describe_buffers(self) -> tuple[list[tuple[int, ...]], Column, list[int]]:
+        program = self.program
+        rows: list[tuple[int, ...]] = []
+        shapes: list[Column] = []
+        size = 0
+        exprs: list[int] = []
+        for buffer in program.buffers:
+            common = dtype_bytes(buffer.dtype), buffer.slots, buffer.num_dims(program.tensor_of)
+            where = self._set(buffer.mesh)
+            if buffer.tensor is None:
+                rows.append((*common, where, 0, len(exprs)))
+                exprs += [self._expr(extent) for extent in buffer.shape]
+                continue
+            table = np.full((len(self.ranks), common[2]), -1, dtype=np.int64)
+            mesh = program.mesh_of[buffer.mesh]
+            table[self._at[buffer.mesh]] = [program.local_shape(buffer.name, rank) for rank in mesh.ranks]
+            rows.append((*common, where, 1, size))
+            shapes.append(_flat(table))
+            size += table.size
+        return rows, _joined(shapes), exprs
+
+    def _view(self, view: View) -> int:
+        known = self._views.get(view)
+        if known is None:
+            known = self._views[view] = len(self._view_rows)
+            if view.buffer not in self._buffers:
+                raise ProgramError(f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}")
+            row = self._buffers[view.buffer], self._expr(view.slot), self._maybe(view.rank)
+            self._view_rows.append((*row, len(self._selectors), len(view.selectors)))
+            for selector in view.selectors:
+                ends = self._expr(selector.start), self._maybe(selector.stop)
+                if isinstance(selector, Blocked):
+                    parts = (self._expr(part) for part in (selector.first, selector.block, selector.stride))
+                    self._selectors.append((1, *ends, *parts))
+                else:
+                    self._selectors.append((0, *ends, -1, -1, -1))
+        return known
+
+    # --- statements -----------------------------------------------------------------------------------
+
+    def _walk(self, body: tuple[Statement, ...]) -> None:
+        for statement in body:
+            row = [_OP, 0, 0, 0]
+            self._statements.append(row)
+            if isinstance(statement, Op):
+                row[1] = len(self._op_rows)
+                self._op(statement)
+            elif isinstance(statement, On):
+                row[:2] = _ON, self._set(statement.where)
+                self._walk(statement.body)
+            elif isinstance(statement, Repeat):
+                slot = self._slots.setdefault(statement.var, len(self._slots))
+                row[:3] = _REPEAT, slot, self._expr(statement.count)
+                self._walk(statement.body)
+            else:
+                row[:3] = _WHEN, 0, self._expr(statement.condition)
+                self._walk(statement.body)
+            row[3] = len(self._statements)
+
+    def _op(self, op: Op) -> None:
+        if op.lane not in self._lanes:
+            raise ProgramError(f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind)
+        self._note_accesses(op)
+        out = src = other = axis = price = first = second = -1
+        dim, flags, sizes, flops, nbytes, stash = 0, 0, (0, 0), -1, -1, -1
+        args: list[int] = []
+        match op:
+            case Matmul():
+                out, src, other = self._view(op.out), self._view(op.a), self._view(op.b)
+                flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
+            case Call():
+                flops, nbytes = self._expr(op.flops), self._expr(op.bytes)
+                stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
+                args = [self._expr(arg) for arg in op.args]
+            case Collective():
+                axis = self._axis(op.over)
+                if isinstance(op, DataCollective):
+                    out, src = self._view(op.out), self._view(op.src)
+                if isinstance(op, (AllGather, ReduceScatter)):
+                    dim, sizes = op.dim, self._sizes(op.sizes)
+                elif isinstance(op, AllToAll):
+                    dim, sizes = op.split_dim, self._sizes(op.send_sizes)
+                elif isinstance(op, (Broadcast, Reduce)):
+                    first, second = self._expr(op.root), self._expr(op.packets)
+                elif isinstance(op, Permute):
+                    first = self._expr(op.shift)
+            case Send() | Recv():
+                first, second = self._expr(op.peer), self._expr(op.tag)
+                if isinstance(op, Send):
+                    src = self._view(op.src)
+                else:
+                    out, flags = self._view(op.out), _UPDATES * op.update
+                price = self._price(op.step.axis if isinstance(op, Send) and op.step else "")
+            case Get() | Put() | Accumulate():
+                out, src, price = self._view(op.out), self._view(op.src), self._price("")
+            case _:
+                out = self._view(op.out)  # type: ignore[attr-defined]
+        if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
+            flags |= _TRACKED
+        step = getattr(op, "step", None)
+        comm, step_index, ways = -1, -1, 1
+        if step is not None:
+            comm, step_index, ways = COMM_KINDS.index(step.collective), self._expr(step.index), step.ways
+        self._op_rows.append(
+            (
+                *(KINDS.index(op.kind), self._lanes[op.lane], out, src, other),
+                *(flags, axis, dim, first, second, *sizes, comm, step_index, ways, price),
+                *(flops, nbytes, stash, PARTS[getattr(op, "part", "")], len(self._args), len(args)),
+            )
+        )
+        self._args += args
+
+    def _sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
+        if sizes is None:
+            return 0, 0
+        if isinstance(sizes, tuple):
+            self._lists.append(sizes)
+            return 2, len(self._lists) - 1
+        return 1, self._expr(sizes)
+
+    def _note_accesses(self, op: Op) -> None:
+        for mode, view in op.accesses():
+            # Whether a product reads what it adds to may depend on the turn.
+            depends = isinstance(op, Matmul) and mode == READ and view is op.out
+            condition = self._expr(op.accumulate) if depends else -1  # type: ignore[attr-defined]
+            self._accesses.append((MODES[mode], self._view(view), condition))
+        self._op_access.append(len(self._accesses))
+
+
+def _flat(values: Any) -> Column:
+    return np.ascontiguousarray(np.asarray(values, dtype=np.int64).reshape(-1))
+
+
+def _joined(columns: list[Column]) -> Column:
+    return _flat(np.concatenate(columns)) if columns else _flat([])
+
+
+def _offsets(columns: list[Column]) -> Column:
+    return _flat(np.cumsum([0, *map(len, columns)]))

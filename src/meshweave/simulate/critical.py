@@ -1,0 +1,249 @@
+"""What bounds a simulated run: its critical path, and how much faster no schedule could be.
+
+The path is walked back from the op that ends last. All of an op's time is on it, unless a partner came later:
+then only from that partner's issue on, and the walk goes on with what let the partner be issued. So the steps of
+a path follow each other without gaps, and their times add up to the run's duration, to the picosecond.
+
+Within a transfer, launch and synchronisation are what the machine's constants say, the rest is transfer:
+whatever late neighbours and shared links added in the middle of it too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshweave.cost.price import price
+from meshweave.ir.ops import Collective, Op
+from meshweave.ir.work import Compute, work_of
+from meshweave.simulate.partners import Partners
+from meshweave.simulate.result import LinkUse, Simulation
+from meshweave.units import work_ps
+
+CATEGORIES = ("compute", "copy", "launch", "sync", "transfer", "wait")
+_LISTED, _MESSAGES = "listed groups", "point-to-point messages"
+_WORDS = {
+    "compute": ("compute", "products"),
+    "copy": ("memory", "copies and additions"),
+    "launch": ("launches", "launches of products and communication"),
+    "sync": ("latency", "synchronisation of communication steps"),
+    "transfer": ("links", "transfers"),
+    "wait": ("the order of lanes", "waits for a turn in a lane"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A stretch of the path: an op from when nobody was missing to its end. `launch_ps` and `sync_ps` are part of
+    it, `slowed_ps` is by how much it took longer than alone on an idle machine."""
+
+    rank: int
+    index: int
+    label: str
+    kind: str
+    axis: str
+    start_ps: int
+    end_ps: int
+    launch_ps: int
+    sync_ps: int
+    slowed_ps: int
+
+    @property
+    def category(self) -> str:
+        """Where the time goes that is neither launch nor synchronisation."""
+        if self.kind in ("matmul", "call"):
+            return "compute"
+        if self.kind == "wait":
+            return "wait"
+        return "transfer" if self.axis else "copy"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A time that no order of the same products and messages can go below, and what sets it."""
+
+    name: str
+    ps: int
+    what: str
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """`steps` from the start of the run to its end; `bounds` from the largest to the smallest."""
+
+    steps: tuple[Step, ...]
+    duration_ps: int
+    bounds: tuple[Bound, ...]
+
+    @cached_property
+    def parts_ps(self) -> dict[str, int]:
+        """Picoseconds by category, summing exactly to the duration."""
+        parts = dict.fromkeys(CATEGORIES, 0)
+        for step in self.steps:
+            parts["launch"] += step.launch_ps
+            parts["sync"] += step.sync_ps
+            parts[step.category] += step.end_ps - step.start_ps - step.launch_ps - step.sync_ps
+        return parts
+
+    @cached_property
+    def axes_ps(self) -> dict[str, int]:
+        """Picoseconds of transfer by mesh axis, the largest first."""
+        axes: dict[str, int] = defaultdict(int)
+        for step in self.steps:
+            if step.category == "transfer":
+                axes[step.axis] += step.end_ps - step.start_ps - step.launch_ps - step.sync_ps
+        return dict(sorted(axes.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def slowed_ps(self) -> int:
+        """By how much the steps took longer than alone: shared links and memory, neighbours that came late."""
+        return sum(step.slowed_ps for step in self.steps)
+
+    @property
+    def over_bound(self) -> float | None:
+        """The duration over the largest bound; None where nothing is bounded."""
+        most = self.bounds[0].ps if self.bounds else 0
+        return self.duration_ps / most if most else None
+
+    @cached_property
+    def verdict(self) -> str:
+        """One line: what most of the path is, and how far the run is from the nearest bound."""
+        if not self.duration_ps:
+            return "bound by nothing: no time passes"
+        parts = self.parts_ps
+        most = max(parts, key=lambda name: parts[name])
+        name, what = _WORDS[most]
+        text = f"{_percent(parts[most], self.duration_ps)} of the critical path are {what}"
+        if most == "transfer":
+            axis, ps = next(iter(self.axes_ps.items()))
+            if len(self.axes_ps) == 1 or 2 * ps > parts[most]:
+                name = f"links {_over(axis)}"
+            text += f", {_percent(ps, self.duration_ps)} {_over(axis)}" if len(self.axes_ps) > 1 else ""
+        if self.over_bound is not None:
+            text += f"; {self.over_bound:.2f} x the {self.bounds[0].name} bound"
+        return f"bound by {name}: {text}"
+
+
+def _over(axis: str) -> str:
+    if axis in (_LISTED, _MESSAGES):
+        return f"of {axis}"
+    return f"of axis {axis}" if "." in axis else f"of mesh {axis}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
+def critical_path(run: Simulation) -> CriticalPath:
+    """The critical path of a simulation, and the bounds beside it."""
+    steps = tuple(_Walk(run).steps())[::-1]
+    return CriticalPath(steps, run.duration_ps, tuple(sorted(_bounds(run), key=lambda bound: -bound.ps)))
+
+
+# --- bounds ---------------------------------------------------------------------------------------------
+
+
+def _bounds(run: Simulation) -> Iterator[Bound]:
+    count, chip = len(run.ranks), run.machine.cluster.chip
+    amounts = run.found["carried"]
+    for name, values, rate, what in (
+        ("compute", amounts[count : 2 * count], int(chip.effective_flops_per_s), "FLOPs of rank {}"),
+        ("memory", amounts[:count], int(chip.memory_bytes_per_s), "bytes through the memory of rank {}"),
+    ):
+        if len(values):
+            at = int(np.argmax(values))
+            yield Bound(name, work_ps(int(values[at]), rate), what.format(int(run.ranks[at])))
+    busiest = max(run.links, key=_link_ps, default=None)
+    if busiest is not None:
+        yield Bound("link", _link_ps(busiest), f"bytes over {link_name(busiest)}")
+
+
+def _link_ps(use: LinkUse) -> int:
+    return work_ps(use.carried_bytes, use.rate_bytes_per_s)
+
+
+def link_name(use: LinkUse) -> str:
+    """A link for people: `link of chip 3, axis 1, backwards`."""
+    what, owner, axis, direction = use.link
+    match what:
+        case "link":
+            return f"link of chip {owner}, axis {axis}, {'forwards' if direction == 1 else 'backwards'}"
+        case "up" | "down":
+            return f"{what}link of child {owner}, level {axis}"
+        case "nic-out" | "nic-in":
+            return f"{what} of host {owner}, NIC {axis}"
+    return f"{what} port of chip {owner}"
+
+
+# --- the walk -------------------------------------------------------------------------------------------
+
+
+class _Walk:
+    def __init__(self, run: Simulation) -> None:
+        self.run = run
+        self.issued, self.ended = run.found["issued_ps"], run.found["ended_ps"]
+        self.partners = Partners(run)
+        self.seen: set[int] = set()
+
+    def steps(self) -> Iterator[Step]:
+        """From the end back to the start."""
+        if not self.run.num_ops or not self.run.duration_ps:
+            return
+        at: int | None = int(np.argmax(self.ended))
+        end = self.run.duration_ps
+        while at is not None:
+            self.seen.add(at)
+            partner = self.partners.late(at)
+            freed = at if partner is None or partner in self.seen else partner
+            start = int(self.issued[freed])
+            if end > start:
+                yield self._step(at, start, end)
+            at, end = self._before(freed), start
+            if end and (at is None or self.ended[at] < end):
+                # No op ended just then; none of the simulator's rules leads here, and the sum stays right.
+                begin = 0 if at is None else int(self.ended[at])
+                place = self.partners.place(freed)
+                yield Step(*place, self.partners.op(freed).label, "wait", "", begin, end, 0, 0, 0)
+                end = begin
+
+    def _before(self, op: int) -> int | None:
+        """The op whose end let this one be issued, or one before it in its lane that went at the same time."""
+        while True:
+            cause = int(self.run.found["cause"][op])
+            if cause >= 0 and self.ended[cause] == self.issued[op]:
+                return cause
+            previous = self._previous(op)
+            if previous is None:
+                return cause if cause >= 0 else None
+            op = previous
+
+    def _previous(self, op: int) -> int | None:
+        """The op before this one in its lane, if both were issued at one time: this one had to wait its turn."""
+        rank, index = self.partners.place(op)
+        ops = self.partners.ops(rank)
+        for back in range(1, index + 1):
+            if ops[index - back].op.lane == ops[index].op.lane:
+                return op - back if self.issued[op - back] == self.issued[op] else None
+        return None
+
+    def _step(self, number: int, start: int, end: int) -> Step:
+        found = self.partners.op(number)
+        work = work_of(self.run.program, found.op)
+        cost = price(work, self.run.machine)
+        took = end - start
+        launch = min(cost.launch_ps, took)
+        sync = min(cost.sync_ps, took - launch)
+        slowed = max(took - cost.total_ps, 0)
+        axis = "" if isinstance(work, Compute) else work.axis or _group_name(found.op)
+        return Step(
+            *self.partners.place(number), found.label, found.op.kind, axis, start, end, launch, sync, slowed
+        )
+
+
+def _group_name(op: Op) -> str:
+    """For communication beside all mesh axes."""
+    return _LISTED if isinstance(op, Collective) else _MESSAGES

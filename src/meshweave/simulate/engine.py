@@ -1,0 +1,123 @@
+"""The fast simulator: the reference's model (`simulate.reference`) in a C++ core, for thousands of ranks.
+
+The program goes over as a template in columns and is expanded there; only routes between chips are worked out
+here, because which link carries what is `cost.machine`'s business. The same program gives the same integers as
+the reference, op by op.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from meshweave._core import Core, ProgramFault
+from meshweave.cost.machine import Link, Machine
+from meshweave.describe.network import COMM_KINDS, Ring, Torus
+from meshweave.errors import MeshweaveError, ProgramError
+from meshweave.ir.dataflow import analyse, untimed_order
+from meshweave.ir.program import Program
+from meshweave.simulate.columns import Column, Columns
+from meshweave.simulate.result import Simulation
+from meshweave.units import to_ps
+
+_EXPLAINED_OPS = 200_000
+"""Of a larger program that cannot run, a long search for words to say why would help nobody."""
+
+
+def simulate(program: Program, machine: Machine) -> Simulation:
+    """Simulates a program on a machine, with contention: what `simulate.reference` says, op by op, but fast.
+
+    Raises ProgramError where partners disagree, the program deadlocks or an expression does not fit,
+    UnsupportedError for a group that the machine cannot place.
+    """
+    try:
+        columns = Columns(program)
+        core = Core(columns.data)
+        on = _machine_columns(machine, columns.price_names)
+        book = _routes(machine)
+        book.add(core.routes(on["ways"]), columns.ranks, on)
+        found = core.run(on)
+    except ProgramFault as fault:
+        raise _explained(program, fault) from None
+    except MeshweaveError:
+        raise
+    except OverflowError:  # a column holds 64 bits
+        raise ProgramError("a size in this program is too large to be simulated") from None
+    except ValueError as error:  # what the core refuses to read, such as a buffer without slots
+        raise ProgramError(f"this program makes no sense to the simulator: {error}") from None
+    return Simulation(program, machine, columns.ranks, core.starts(), core.rows(), found, tuple(book.links))
+
+
+def _machine_columns(machine: Machine, names: list[str]) -> dict[str, Column]:
+    chip = machine.cluster.chip
+    constants = [
+        (to_ps(known.launch_s), to_ps(known.sync_s), machine.rate(name, kind))
+        for name in names
+        for kind in COMM_KINDS
+        for known in (machine.constants(name, kind),)
+    ]
+    return {
+        "chip": _column(
+            int(chip.effective_flops_per_s),
+            int(chip.memory_bytes_per_s),
+            to_ps(chip.launch_s),
+            *(chip.gemm_tile or (0, 0, 0)),
+            machine.cluster.send_buffer_bytes,
+            int(isinstance(machine.cluster.network, (Torus, Ring))),
+        ),
+        "ways": _column(*(machine.ways(name) for name in names)),
+        "constants": _column(*(value for row in constants for value in row)),
+    }
+
+
+def _column(*values: int) -> Column:
+    return np.array(values, dtype=np.int64)
+
+
+class _Routes:
+    """The links of a machine that have been needed so far, numbered, and the routes over them."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.links: dict[Link, int] = {}
+        self.rates: list[int] = []
+        self.known: dict[tuple[int, int, int], list[int]] = {}
+
+    def add(self, wanted: Column, ranks: Column, into: dict[str, Column]) -> None:
+        """Puts the wanted routes, rows of (source, target, back) in positions, into the machine's columns."""
+        rows = wanted.reshape(-1, 3)
+        pairs = np.column_stack((ranks[rows[:, 0]], ranks[rows[:, 1]], rows[:, 2])).tolist()
+        routes = [self.known.get(pair) or self._route(*pair) for pair in map(tuple, pairs)]
+        into["route_starts"] = np.cumsum([0, *map(len, routes)], dtype=np.int64)
+        into["route_links"] = _column(*(link for route in routes for link in route))
+        into["link_rates"] = _column(*self.rates)
+
+    def _route(self, source: int, target: int, back: int) -> list[int]:
+        route = []
+        for link in self.machine.path(source, target, back=bool(back)):
+            if link not in self.links:
+                self.links[link] = len(self.links)
+                self.rates.append(self.machine.link_rate(link))
+            route.append(self.links[link])
+        self.known[source, target, back] = route
+        return route
+
+
+@lru_cache(maxsize=32)
+def _routes(machine: Machine) -> _Routes:
+    return _Routes(machine)
+
+
+def _explained(program: Program, fault: ProgramFault) -> ProgramError:
+    """The core's error in the words of the Python reading, which knows labels and buffers."""
+    message, rank, op = fault.args
+    try:
+        if sum(1 for _ in program.written_on(program.ranks[0])) * len(program.ranks) <= _EXPLAINED_OPS:
+            untimed_order(analyse(program))
+        label = program.on_rank(rank)[op].label if rank >= 0 and op >= 0 else None
+    except ProgramError as error:
+        return error
+    except IndexError:
+        label = None
+    return ProgramError(message, op=label, rank=rank if rank >= 0 else None)

@@ -1,0 +1,30 @@
+"""What both ways to simulate keep: when each op was issued and when it ended."""
+
+from __future__ import annotations
+
+from meshweave.ir.dataflow import Dataflow, Issuer
+from meshweave.ir.matching import Node
+from meshweave.trace import Span, Trace
+
+
+class Record:
+    """Follows the program's `Issuer`; `trace` is what came of it."""
+
+    def __init__(self, flow: Dataflow) -> None:
+        self.flow = flow
+        self.issuer = Issuer(flow)
+        self.now_ps = 0
+        self.issued_ps: dict[Node, int] = {}
+        self.ended_ps: dict[Node, int] = {}
+
+    def trace(self) -> Trace:
+        """The spans of all ops. Raises ProgramError where some have not ended: the program deadlocks."""
+        if any(node not in self.ended_ps for node in self.flow.nodes()):
+            raise self.issuer.stuck()
+        spans = []
+        for node in self.flow.nodes():
+            op = self.flow.op(node)
+            times = self.issued_ps[node], self.ended_ps[node]
+            spans.append(Span(*node, op.lane, op.kind, self.flow.label(node), *times))
+        spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))
+        return Trace(self.flow.program.name, "simulate", tuple(spans))

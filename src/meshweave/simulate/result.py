@@ -1,0 +1,112 @@
+"""What a simulation found, in columns by op; traces and reports are made of it on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.cost.machine import Link, Machine
+from meshweave.ir.program import Program
+from meshweave.trace import Span, Trace
+from meshweave.units import to_s
+
+PARTS = ("compute_s", "copy_s", "launch_s", "sync_s", "transfer_s", "wait_s")
+
+
+@dataclass(frozen=True, eq=False)
+class LinkUse:
+    """One direction of a link, NIC or port: bytes that it carried, and which share of what it could have."""
+
+    link: Link
+    rate_bytes_per_s: int
+    carried_bytes: int
+    utilisation: float
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
+
+    `rows` is each op's number among the ops as the program writes them. `found` holds the core's columns:
+    `issued_ps`, `ended_ps`, `cause` (the op whose end let it be issued, -1 at the start), `held` (the partner
+    that came last, -1 for none), `parts_ps`, `carried`, and `num_events`.
+    """
+
+    program: Program
+    machine: Machine
+    ranks: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    found: Mapping[str, Any]
+    link_names: tuple[Link, ...]
+
+    @property
+    def num_ops(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def num_events(self) -> int:
+        return int(self.found["num_events"])
+
+    @cached_property
+    def duration_ps(self) -> int:
+        """From the start to the last end, in picoseconds."""
+        return int(self.found["ended_ps"].max(initial=0))
+
+    @property
+    def duration_s(self) -> float:
+        return to_s(self.duration_ps)
+
+    def position(self, rank: int) -> int:
+        """Where a global rank stands in `ranks`."""
+        return int(np.searchsorted(self.ranks, rank))
+
+    def parts(self, rank: int) -> dict[str, float]:
+        """Seconds of a rank's ops, summed whether they overlap or not: products and calls, copies, and of its
+        communication the launches, synchronisations and transfers, and what it waited for late partners."""
+        row = self.found["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
+        return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
+
+    def exposed_s(self, rank: int) -> float:
+        """Seconds in which a rank does not compute: what communication, copies and waiting add to the run."""
+        spans = sorted(
+            (span.start_ps, span.end_ps) for span in self.spans(rank) if span.kind in ("matmul", "call")
+        )
+        busy = end = 0
+        for start, stop in spans:
+            busy += max(stop - max(start, end), 0)
+            end = max(end, stop)
+        return to_s(self.duration_ps - busy)
+
+    def spans(self, rank: int) -> Iterable[Span]:
+        """The spans of one rank in program order."""
+        position = self.position(rank)
+        begin, stop = int(self.starts[position]), int(self.starts[position + 1])
+        issued = self.found["issued_ps"][begin:stop].tolist()
+        ended = self.found["ended_ps"][begin:stop].tolist()
+        for index, bound in enumerate(self.program.on_rank(rank)):
+            op = bound.op
+            yield Span(rank, index, op.lane, op.kind, bound.label, issued[index], ended[index])
+
+    def trace(self, ranks: Iterable[int] | None = None) -> Trace:
+        """The timeline of some ranks, or all."""
+        wanted = self.ranks.tolist() if ranks is None else ranks
+        spans = [span for rank in wanted for span in self.spans(rank)]
+        spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))
+        return Trace(self.program.name, "simulate", tuple(spans))
+
+    @cached_property
+    def links(self) -> tuple[LinkUse, ...]:
+        """Every link that a message of the program can take, with what it carried."""
+        carried = self.found["carried"][2 * len(self.ranks) :].tolist()
+        whole_s = max(self.duration_s, 1e-12)
+        rates = [self.machine.link_rate(link) for link in self.link_names]
+        return tuple(
+            LinkUse(link, rate, amount, amount / (rate * whole_s))
+            for link, rate, amount in zip(self.link_names, rates, carried, strict=False)
+        )

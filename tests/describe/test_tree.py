@@ -1,0 +1,156 @@
+"""Trees of switches: which level a mesh axis runs at, by hand and against every group, and their files."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from meshweave.describe.cluster import CommConstants, NetworkAxis, Tree, TreeLevel, load_cluster
+from meshweave.describe.mesh import Mesh
+from meshweave.errors import DescriptionError, LayoutError
+
+LEAF, SPINE, CORE = NetworkAxis("leaf", 10e9), NetworkAxis("spine", 5e9, 1e-6), NetworkAxis("core", 4e9, 2e-6)
+THIN = Tree((TreeLevel(4, LEAF), TreeLevel(2, SPINE), TreeLevel(3, CORE)))
+
+FILE = """
+name = "fat"
+source = "made up"
+[chip]
+name = "chip"
+peak_flops_per_s = { bfloat16 = 1e12 }
+memory_bytes = 16e9
+memory_bytes_per_s = 1e11
+[network]
+kind = "tree"
+[[network.levels]]
+fanout = 8
+axis = { name = "leaf", link_bytes_per_s = 25e9, link_latency_s = 1e-6, ways = 2 }
+[[network.levels]]
+fanout = 4
+links = 2
+[network.levels.axis]
+name = "spine"
+link_bytes_per_s = 10e9
+[network.levels.axis.constants]
+all_gather = { bytes_per_s = 15e9, sync_s = 5e-6, launch_s = 1e-5 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((6, 4), ["core", "leaf"]),
+        ((3, 8), ["core", "spine"]),
+        ((12, 2), ["core", "leaf"]),
+        ((4, 6), ["core", "core"]),  # six chips are no whole subtrees
+        ((24, 1), ["core", "leaf"]),
+        ((3, 2, 4), ["core", "spine", "leaf"]),
+        ((24,), ["core"]),
+    ],
+)
+def test_a_mesh_axis_runs_at_the_slowest_level_that_it_crosses(
+    shape: tuple[int, ...], names: list[str]
+) -> None:
+    assert shape in THIN.mesh_shapes(len(shape))
+    assert [THIN.axis(i, len(shape), shape).name for i in range(len(shape))] == names
+
+
+def test_parallel_links_add_up() -> None:
+    fat = Tree((TreeLevel(4, LEAF), TreeLevel(2, SPINE, links=4)))
+    assert fat.axis(0, 2, (2, 4)) == LEAF  # 20 GB/s above, 10 GB/s below
+    wider = Tree((TreeLevel(4, LEAF), TreeLevel(2, SPINE, links=2)))
+    assert wider.axis(0, 2, (2, 4)) == replace(SPINE, link_bytes_per_s=10e9)  # of equals the upper one
+    assert wider.axis(1, 2, (2, 4)) == LEAF
+    assert wider.levels[1].link_bytes_per_s == 10e9
+
+
+def test_without_a_shape_the_last_axis_stays_low() -> None:
+    assert [THIN.axis(i, 3).name for i in range(3)] == ["core", "core", "leaf"]
+    assert THIN.axis(0, 1).name == "core"
+    with pytest.raises(LayoutError):
+        THIN.axis(0, 2, (5, 5))
+    with pytest.raises(LayoutError):
+        THIN.mesh_shapes(0)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 3), st.data())
+def test_levels_crossed_are_those_of_some_group(
+    fanouts: list[int], num_dims: int, data: st.DataObject
+) -> None:
+    # Each level is slower than the one below, so that the highest one that is crossed is the slowest.
+    tree = Tree(tuple(TreeLevel(n, NetworkAxis(str(i), 1e9 / (i + 1))) for i, n in enumerate(fanouts)))
+    assume(tree.num_chips <= 240)
+    shape = data.draw(st.sampled_from(tree.mesh_shapes(num_dims)))
+    mesh = Mesh.of("tp", shape, ("x", "y", "z")[:num_dims])
+    for i, axis in enumerate(mesh.axes):
+        crossed = {0}
+        for group in mesh.groups(axis):
+            crossed |= {
+                n for n in range(len(fanouts)) if len({rank // math.prod(fanouts[:n]) for rank in group}) > 1
+            }
+        assert tree.axis(i, num_dims, shape).name == str(max(crossed))
+
+
+def test_a_tree_grows_at_the_top() -> None:
+    assert [level.fanout for level in THIN.with_chips(40).levels] == [4, 2, 5]
+    one = THIN.with_chips(8)
+    assert (one.num_chips, one.axis(0, 1).name) == (8, "spine")
+    for chips in (4, 20):
+        with pytest.raises(DescriptionError, match="multiple of 8"):
+            THIN.with_chips(chips)
+
+
+def test_what_a_tree_cannot_be() -> None:
+    with pytest.raises(DescriptionError, match="levels is empty"):
+        Tree(())
+    for fanout, links in ((0, 1), (2, 0)):
+        with pytest.raises(DescriptionError, match=r"tree level: .* of at least 1"):
+            TreeLevel(fanout, LEAF, links)
+    with pytest.raises(DescriptionError, match="product of at most 16777216"):
+        Tree((TreeLevel(2**20, LEAF),) * 2)
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "fat.toml"
+    path.write_text(FILE)
+    cluster = load_cluster(path)
+    network = cluster.network
+    assert isinstance(network, Tree)
+    assert [(x.fanout, x.links, x.axis.name) for x in network.levels] == [(8, 1, "leaf"), (4, 2, "spine")]
+    assert network.axis(0, 2, (4, 8)).comm("all_gather") == CommConstants(15e9, 5e-6, 1e-5)
+    assert network.axis(1, 2, (4, 8)).comm("all_gather") == CommConstants(50e9, 1e-6, 0.0)
+    assert hash(cluster) is not None
+    assert load_cluster(f"{path}:64").num_chips == 64
+    with pytest.raises(DescriptionError, match="multiple of 8"):
+        load_cluster(f"{path}:12")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("fanout = 4\n", "", "network.levels.1.fanout: missing; give how many of the level below"),
+        ("fanout = 4", "fanout = 0", "network.levels.1.fanout: 0 is not valid; give how many"),
+        ("fanout = 4", "fanout = 16e6", "network: tree: the fanouts make 128000000 chips; give a product"),
+        ("links = 2", "links = 1.5", "network.levels.1.links: 1.5 is not valid; give the number of parallel"),
+        ("links = 2", "link = 2", "network.levels.1.link: unknown key (did you mean 'links'"),
+        ("= 10e9", "= -1", "network.levels.1.axis.link_bytes_per_s: -1 is not valid"),
+        ("sync_s", "syncs", "network.levels.1.axis.constants.all_gather.syncs: unknown key"),
+        (
+            'kind = "tree"',
+            'kind = "tre"',
+            "network.kind: 'tre' is not a kind of network (did you mean 'tree'",
+        ),
+        ('kind = "tree"', 'kind = "hosts"', "network.levels: unknown key"),
+    ],
+)
+def test_a_wrong_key_is_named_on_one_line(old: str, new: str, says: str, tmp_path: Path) -> None:
+    assert old in FILE
+    path = tmp_path / "mine.toml"
+    path.write_text(FILE.replace(old, new, 1))
+    with pytest.raises(DescriptionError) as caught:
+        load_cluster(path)
+    assert f"mine.toml: {says}" in str(caught.value)
+    assert "\n" not in str(caught.value)
