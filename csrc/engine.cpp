@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "ledger.hpp"
+
 namespace meshweave {
 namespace {
 
@@ -14,7 +16,8 @@ class Engine {
   Engine(const Expanded& program, const Machine& machine, Progress progress)
       : program_(program), code_(program.code), machine_(machine), progress_(progress), matched_(program),
         flows_(machine.capacities(), queue_), underway_(matched_.joints.size()),
-        arrived_(matched_.joints.size(), 0), last_(matched_.joints.size(), NONE) {
+        arrived_(matched_.joints.size(), 0), last_(matched_.joints.size(), NONE),
+        ledger_(program, machine, matched_, result_) {
     const auto num_ops = static_cast<size_t>(program.num_ops);
     result_.issued_ps.assign(num_ops, -1);
     result_.ended_ps.assign(num_ops, -1);
@@ -170,7 +173,7 @@ class Engine {
   void one_sided(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
     const Constants& constants = machine_.constants(row.price, Comm::SEND_RECV);
     const i64 source = row.kind == Kind::GET ? of.b : rank, target = row.kind == Kind::GET ? rank : of.b;
-    begin(constants.launch_ps + constants.sync_ps, of.a, constants.rate,
+    begin(constants.launch_ps + constants.sync_ps, of.a, machine_.one_way(row.price, constants.rate),
           path(source, target, row.kind == Kind::ACCUMULATE), {SINGLE, op, 0, 0});
   }
 
@@ -230,6 +233,12 @@ class Engine {
     return code_.group_price[static_cast<size_t>(code_.group(row.axis, rank))];
   }
 
+  // Among how many directions a rate is shared. That of send_recv is one direction's, unless only one is used.
+  i64 shares(const OpRow& row, i64 price) const {
+    if (comm_of(row) != Comm::SEND_RECV) return row.step_ways;
+    return std::max<i64>(row.step_ways / machine_.ways(price), 1);
+  }
+
   // Where a send buffer takes the message, its sender is done when it begins to flow.
   u32 pair(const ClassOp& sent) const { return sent.a > 0 && sent.a <= machine_.send_buffer_bytes ? FREED_PAIR : PAIR; }
 
@@ -238,20 +247,23 @@ class Engine {
     const ClassOp& of = class_op(sender);
     const Constants& constants = machine_.constants(row.price, comm_of(row));
     const bool adds = (row_of(receiver).flags & UPDATES) != 0;
-    begin(launch_of(of, constants) + constants.sync_ps, of.a, std::max<i64>(constants.rate / row.step_ways, 1),
+    begin(launch_of(of, constants) + constants.sync_ps, of.a,
+          machine_.one_way(row.price, constants.rate / shares(row, row.price)),
           path(rank_of_[sender], rank_of_[receiver], adds), {pair(of), sender, receiver, 0});
   }
 
   void permute(u32 op, const OpRow& row, const ClassOp& of, size_t number, i64 place, i64 count) {
     const i64 group = matched_.joints[number].group;
-    const Constants& constants = machine_.constants(price(row, rank_of_[op]), comm_of(row));
+    const i64 priced = price(row, rank_of_[op]);
+    const Constants& constants = machine_.constants(priced, comm_of(row));
     const auto sends = [&](i64 source, i64 target) {
       const u32 sender = matched_.member_op(number, source), receiver = matched_.member_op(number, target);
       if (result_.issued_ps[sender] < 0 || result_.issued_ps[receiver] < 0) return;
       const ClassOp& sent = class_op(sender);
       const i64 hops = machine_.has_rings ? sent.c : 1;
+      const i64 rate = constants.rate / (shares(row, priced) * hops);  // over several hops the links hold it back
       begin(checked_add(launch_of(sent, constants), checked_mul(hops, constants.sync_ps)), sent.a,
-            std::max<i64>(constants.rate / (row.step_ways * hops), 1),
+            hops > 1 ? std::max<i64>(rate, 1) : machine_.one_way(priced, rate),
             path(code_.member(group, source), code_.member(group, target), false), {pair(sent), sender, receiver, 0});
     };
     const i64 from = (place + count - of.b) % count;
@@ -324,7 +336,8 @@ class Engine {
     touched_.clear();
     for (const u32 op : done_) {
       result_.ended_ps[op] = now_ps_;
-      account(op);
+      const i32 joint = matched_.joint_of[op];
+      ledger_.close(op, rank_of_[op], row_of(op), class_op(op), joint < 0 ? NONE : last_[static_cast<size_t>(joint)]);
       const size_t lane = lane_of(op);
       --lanes_[lane].in_flight;
       lanes_[lane].freed_by = op;
@@ -357,50 +370,6 @@ class Engine {
     touched_.push_back(lane);
   }
 
-  static void add(i64& sum, i64 term) { sum = checked_add(sum, term); }
-
-  void account(u32 op) {
-    const OpRow& row = row_of(op);
-    const ClassOp& of = class_op(op);
-    Parts& parts = result_.parts[rank_of_[op]];
-    const i64 took = now_ps_ - result_.issued_ps[op];
-    if (row.kind == Kind::MATMUL || row.kind == Kind::CALL) {
-      add(parts.compute, took);
-      return;
-    }
-    if (row.kind < Kind::ALL_GATHER || (row.kind == Kind::PERMUTE && of.b == 0)) {
-      add(parts.copy, took);
-      return;
-    }
-    i64 wait = 0;
-    if (const i32 joint = matched_.joint_of[op]; joint >= 0) {
-      const i64 last = last_[static_cast<size_t>(joint)];
-      if (last != static_cast<i64>(op)) {
-        result_.held[op] = last;
-        wait = std::clamp<i64>(result_.issued_ps[static_cast<size_t>(last)] - result_.issued_ps[op], 0, took);
-      }
-    }
-    const Constants& constants = machine_.constants(is_collective(row.kind) ? price(row, rank_of_[op]) : row.price, comm_of(row));
-    const i64 launches = std::min(launch_of(of, constants), took - wait);
-    const auto steps = static_cast<u128>(num_steps(row, of, rank_of_[op])) * static_cast<u128>(constants.sync_ps);
-    const auto rest = static_cast<u128>(took - wait - launches);
-    const auto syncs = static_cast<i64>(std::min(steps, rest));
-    add(parts.wait, wait);
-    add(parts.launch, launches);
-    add(parts.sync, syncs);
-    add(parts.transfer, took - wait - launches - syncs);
-  }
-
-  i64 num_steps(const OpRow& row, const ClassOp& of, i64 rank) const {
-    if (row.kind == Kind::PERMUTE) return machine_.has_rings ? of.c : 1;
-    if (!is_collective(row.kind)) return 1;
-    const i64 count = code_.group_size(code_.group(row.axis, rank));
-    if (count == 1) return 0;
-    if (row.kind == Kind::ALL_REDUCE) return 2 * (count - 1);
-    if (row.kind == Kind::BROADCAST || row.kind == Kind::REDUCE) return count + of.c - 2;
-    return count - 1;
-  }
-
   // Nothing moves although ops are left: finds a cycle of waits and says so.
   [[noreturn]] void stuck() const {
     const auto blocked = static_cast<size_t>(
@@ -428,6 +397,7 @@ class Engine {
   std::vector<size_t> touched_;
   std::vector<Use> uses_;
   Result result_;
+  Ledger ledger_;
   i64 now_ps_ = 0, next_progress_ = EVENTS_PER_PROGRESS;
   u32 round_ = 0;
 };

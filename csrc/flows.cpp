@@ -40,14 +40,16 @@ u32 Flows::make(i64 amount, i64 cap, const std::vector<Use>& uses, Purpose purpo
   flow.amount = amount;
   flow.left = static_cast<u128>(amount) * static_cast<u128>(PS_PER_S);
   flow.rate = 0;
-  flow.cap = flow.most = static_cast<u64>(std::max<i64>(cap, 1));
+  flow.cap = static_cast<u64>(std::max<i64>(cap, 1));
   flow.purpose = purpose;
   flow.num_few = 0;
   flow.more.clear();
   for (const Use& use : uses) add(flow, use);
-  // More than a resource alone could give it, it never gets. Its cap stays what it is: who is at the cap is chosen first.
-  for (const Entry& entry : flow.entries())
-    flow.most = std::min(flow.most, std::max<u64>(resources_[entry.resource].capacity / entry.weight, 1));
+  // More than a resource alone could give it, it never gets.
+  for (const Entry& entry : flow.entries()) {
+    const u64 capacity = resources_[entry.resource].capacity;
+    flow.cap = std::min(flow.cap, entry.weight == 1 ? capacity : std::max<u64>(capacity / entry.weight, 1));
+  }
   return number;
 }
 
@@ -61,7 +63,8 @@ bool Flows::start(u32 number, i64 now_ps) {
     Resource& resource = resources_[entry.resource];
     entry.place = static_cast<u32>(resource.members.size());
     resource.members.push_back({number, at});
-    resource.demand += static_cast<u128>(flow.most + 1) * entry.weight;
+    resource.demand += static_cast<u128>(flow.cap) * entry.weight;
+    resource.weight += entry.weight;
   }
   fresh_.push_back(number);
   return false;
@@ -75,7 +78,8 @@ void Flows::end(u32 number) {
       resource.touched = 1;
       loosened_.push_back(entry.resource);
     }
-    resource.demand -= static_cast<u128>(flow.most + 1) * entry.weight;
+    resource.demand -= static_cast<u128>(flow.cap) * entry.weight;
+    resource.weight -= entry.weight;
     const Member last = resource.members.back();
     resource.members[entry.place] = last;
     flows_[last.flow].entries()[last.entry].place = entry.place;
@@ -96,53 +100,86 @@ void Flows::share(i64 now_ps) {
     for (Resource& resource : resources_) resource.visited = 0;
     round_ = 1;
   }
-  for (const u32 flow : fresh_) share_together(flow, now_ps);
-  fresh_.clear();
   for (const u32 number : loosened_) {
     Resource& resource = resources_[number];
     resource.touched = 0;
-    // Sharing changes no list of members, so walking it is safe.
-    for (size_t at = 0; at < resource.members.size(); ++at) share_together(resource.members[at].flow, now_ps);
+    if (resource.binds()) {
+      share_from(number, now_ps);
+    } else {
+      for (const Member& member : resource.members) settle(member.flow, now_ps);
+    }
   }
   loosened_.clear();
+  for (const u32 number : fresh_) settle(number, now_ps);
+  fresh_.clear();
 }
 
-void Flows::share_together(u32 seed, i64 now_ps) {
-  if (flows_[seed].visited == round_) return;
-  flows_[seed].visited = round_;
-  together_.assign(1, seed);
-  tied_.clear();
-  for (size_t at = 0; at < together_.size(); ++at)
-    for (const Entry& entry : flows_[together_[at]].entries()) {
-      Resource& resource = resources_[entry.resource];
-      if (resource.visited == round_ || !resource.binds()) continue;
-      resource.visited = round_;
-      resource.left = resource.capacity;
-      tied_.push_back(entry.resource);
-      for (const Member& member : resource.members)
-        if (flows_[member.flow].visited != round_) {
-          flows_[member.flow].visited = round_;
-          together_.push_back(member.flow);
-        }
+bool Flows::is_safe(Flow& flow) const {
+  for (const Entry& entry : flow.entries()) {
+    const Resource& resource = resources_[entry.resource];
+    if (resource.binds() && static_cast<u128>(flow.cap) * resource.weight > resource.capacity) return false;
+  }
+  return true;
+}
+
+void Flows::settle(u32 number, i64 now_ps) {
+  Flow& flow = flows_[number];
+  if (flow.rate == flow.cap || flow.visited == round_) return;
+  bool is_tied = false;
+  for (const Entry& entry : flow.entries())
+    if (resources_[entry.resource].binds()) {
+      is_tied = true;
+      share_from(entry.resource, now_ps);
     }
-  if (together_.size() == 1) {
-    set_rate(seed, flows_[seed].most, now_ps);
-    return;
+  if (!is_tied) set_rate(number, flow.cap, now_ps);
+}
+
+void Flows::visit(u32 number) {
+  Resource& resource = resources_[number];
+  if (resource.visited == round_ || !resource.binds()) return;
+  resource.visited = round_;
+  resource.left = resource.capacity;
+  tied_.push_back(number);
+}
+
+void Flows::share_from(u32 seed, i64 now_ps) {
+  tied_.clear();
+  open_.clear();
+  visit(seed);
+  for (size_t at = 0; at < tied_.size(); ++at) {
+    const u32 number = tied_[at];
+    for (const Member& member : resources_[number].members) {
+      Flow& flow = flows_[member.flow];
+      if (flow.visited == round_) continue;
+      flow.visited = round_;
+      const bool safe = is_safe(flow);
+      if (!safe) open_.push_back(member.flow);
+      // A safe flow ties nobody together, except when it has been slower until now.
+      if (!safe || flow.rate != flow.cap)
+        for (const Entry& entry : flow.entries()) visit(entry.resource);
+      if (safe) set_rate(member.flow, flow.cap, now_ps);
+    }
+  }
+  for (const u32 number : tied_) {
+    Resource& resource = resources_[number];
+    for (const Member& member : resource.members) {
+      Flow& flow = flows_[member.flow];
+      if (flow.rate == flow.cap && is_safe(flow)) take(resource, flow.cap * flow.entries()[member.entry].weight);
+    }
   }
   // Progressive filling: who wants least gets it; else the tightest resources are given away in equal shares.
-  open_ = together_;
   while (!open_.empty()) {
-    for (const u32 number : tied_) resources_[number].weights = 0;
+    for (const u32 number : tied_) resources_[number].open = 0;
     for (const u32 number : open_)
-      for (const Entry& entry : flows_[number].entries()) resources_[entry.resource].weights += entry.weight;
+      for (const Entry& entry : flows_[number].entries()) resources_[entry.resource].open += entry.weight;
     u64 share = UINT64_MAX;
     for (const u32 number : tied_) {
       const Resource& resource = resources_[number];
-      if (resource.weights) share = std::min(share, resource.left / resource.weights);
+      if (resource.open) share = std::min(share, resource.left / resource.open);
     }
     const auto is_tight = [&](const Entry& entry) {
       const Resource& resource = resources_[entry.resource];
-      return resource.visited == round_ && resource.binds() && resource.left / resource.weights <= share;
+      return resource.visited == round_ && resource.left / resource.open <= share;
     };
     const bool any_capped =
         std::any_of(open_.begin(), open_.end(), [&](u32 number) { return flows_[number].cap <= share; });
@@ -156,18 +193,15 @@ void Flows::share_together(u32 seed, i64 now_ps) {
     for (auto at = split; at != open_.end(); ++at) {
       Flow& flow = flows_[*at];
       const u64 rate = std::max<u64>(std::min(flow.cap, share), 1);
-      for (const Entry& entry : flow.entries()) {
-        Resource& resource = resources_[entry.resource];
-        if (resource.visited == round_) {
-          const u64 used = rate * entry.weight;
-          resource.left = resource.left > used ? resource.left - used : 0;
-        }
-      }
+      for (const Entry& entry : flow.entries())
+        if (resources_[entry.resource].visited == round_) take(resources_[entry.resource], rate * entry.weight);
       set_rate(*at, rate, now_ps);
     }
     open_.erase(split, open_.end());
   }
 }
+
+void Flows::take(Resource& resource, u64 used) { resource.left = resource.left > used ? resource.left - used : 0; }
 
 void Flows::set_rate(u32 number, u64 rate, i64 now_ps) {
   Flow& flow = flows_[number];

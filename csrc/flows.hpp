@@ -1,8 +1,8 @@
 // Amounts that share resources: max-min fair rates in integers, as in the reference (`simulate/flows.py`).
 //
-// A resource whose flows could all run at their caps at once, and a unit faster, never limits anybody, not even by
-// rounding. Only the others tie flows together, so most flows start and end without a look at any other; that is
-// what makes large pods cheap.
+// A resource whose flows could all run at their caps at once never limits anybody; nor does any resource limit a flow
+// whose cap is below an equal share of it. Only the others tie flows together, so most start and end without a look at
+// any other; that is what makes large pods cheap. The rates are the same as without these short cuts.
 #pragma once
 
 #include <array>
@@ -50,7 +50,7 @@ class Flows {
   struct Flow {
     u128 left = 0;  // amount x ps per s
     i64 amount = 0, since_ps = 0;
-    u64 rate = 0, cap = 0, most = 0;  // `most`: at the cap, or as fast as it could go alone
+    u64 rate = 0, cap = 0;
     u32 version = 1;
     u32 visited = 0;  // number of the sharing that last met it
     Purpose purpose;
@@ -66,16 +66,23 @@ class Flows {
   };
   struct Resource {
     u64 capacity = 0;
-    u128 demand = 0;  // of all its flows, each a unit faster than it can go
+    u128 demand = 0;  // of all its flows at their caps
     std::vector<Member> members;
     u32 visited = 0, touched = 0;
-    u64 left = 0, weights = 0;  // while sharing
+    u64 weight = 0;             // of all its flows
+    u64 left = 0, open = 0;     // while sharing: what is left, and the weight of those who share it
 
     bool binds() const { return demand > capacity; }
   };
 
   static void add(Flow& flow, Use use);
-  void share_together(u32 seed, i64 now_ps);
+  // Whether it reaches its cap whatever the others do: an equal share of each resource that binds is enough for it.
+  bool is_safe(Flow& flow) const;
+  void settle(u32 flow, i64 now_ps);
+  void visit(u32 resource);
+  // Shares a resource that binds, and all that are tied to it by flows that are not safe.
+  void share_from(u32 resource, i64 now_ps);
+  static void take(Resource& resource, u64 used);
   void set_rate(u32 flow, u64 rate, i64 now_ps);
 
   Queue& queue_;
@@ -86,7 +93,7 @@ class Flows {
   std::vector<u32> fresh_;    // started in this instant
   std::vector<u32> loosened_;  // resources that bound before a flow of theirs ended
   u32 round_ = 0;
-  std::vector<u32> together_, open_, tied_;  // scratch
+  std::vector<u32> open_, tied_;  // scratch
   // The last quotient: in a regular program most flows are alike.
   i64 memo_amount_ = -1, memo_ps_ = 0;
   u64 memo_rate_ = 0;

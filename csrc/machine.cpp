@@ -39,6 +39,9 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
 
   ways_ = column(c, "ways");
   for (const i64 ways : ways_) in_range(ways, 1, 2, "ways");
+  one_link_ = column(c, "one_link");
+  require(one_link_.size() == ways_.size(), "machine: one_link does not fit");
+  for (const i64 rate : one_link_) in_range(rate, 1, LARGEST_RATE, "link rate");
   const Column& constants = column(c, "constants");
   const size_t rows = ways_.size() * static_cast<size_t>(Comm::COUNT);
   require(constants.size() == rows * 3, "machine: constants do not fit");

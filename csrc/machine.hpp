@@ -1,6 +1,7 @@
 // What a program runs on: rates, constants and routes, as `simulate/columns.py` reads them off `cost.machine`.
 #pragma once
 
+#include <algorithm>
 #include <unordered_map>
 
 #include "expand.hpp"
@@ -25,6 +26,8 @@ class Machine {
     return constants_[static_cast<size_t>(price * static_cast<i64>(Comm::COUNT) + static_cast<i64>(kind))];
   }
   i64 ways(i64 price) const { return ways_[static_cast<size_t>(price)]; }
+  // What goes one way has one link.
+  i64 one_way(i64 price, i64 rate) const { return std::clamp<i64>(rate, 1, one_link_[static_cast<size_t>(price)]); }
   Tiles tiles(i64 m, i64 n, i64 k, i64 itemsize) const;
   // Resources: memory of each rank, compute engine of each rank, links.
   std::vector<i64> capacities() const;
@@ -49,7 +52,7 @@ class Machine {
   i64 num_ranks_;
   i64 tile_m_, tile_n_, tile_k_;
   std::vector<Constants> constants_;
-  Column ways_, route_links_, link_rates_;
+  Column ways_, one_link_, route_links_, link_rates_;
   std::unordered_map<u64, Span> routes_;
   std::vector<Span> to_next_[2];
 };

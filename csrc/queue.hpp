@@ -19,7 +19,11 @@ class Queue {
   Queue() : slots_(64, EMPTY) {}
 
   void push(i64 at_ps, Event event) {
-    buckets_[find(at_ps)].events.push_back(event);
+    if (at_ps != last_ps_) {
+      last_ps_ = at_ps;
+      last_ = find(at_ps);
+    }
+    buckets_[last_].events.push_back(event);
   }
 
   bool empty() const { return times_.empty(); }
@@ -29,6 +33,7 @@ class Queue {
   void take(std::vector<Event>& out) {
     const i64 at_ps = times_.top();
     times_.pop();
+    last_ps_ = -1;
     const u32 bucket = erase(at_ps);
     out.clear();
     out.swap(buckets_[bucket].events);
@@ -97,6 +102,8 @@ class Queue {
   std::vector<u32> slots_;
   std::vector<Bucket> buckets_;
   std::vector<u32> free_;
+  i64 last_ps_ = -1;  // the bucket pushed to last: mostly the next one as well
+  u32 last_ = 0;
 };
 
 }  // namespace meshweave

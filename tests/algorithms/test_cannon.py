@@ -19,7 +19,7 @@ from meshweave.execute.numpy_backend import run_numpy
 from meshweave.ir.ops import Permute
 from meshweave.ir.program import Program
 from meshweave.ir.validate import validate
-from meshweave.ir.work import Compute, Transfer, traffic, work_of
+from meshweave.ir.work import Compute, Transfer, matmul_work, traffic, work_of
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate
 
@@ -80,7 +80,7 @@ def test_cannon_costs_skew_and_steady_state(sizes: tuple[int, int, int]) -> None
     program = ALGORITHMS["cannon"].program(problem, Config())
     machine = Machine.of(POD, program)
     local = [size // 8 for size in sizes]
-    product = price(Compute("matmul", flops=2 * local[0] * local[1] * local[2]), machine).total_ps
+    product = price(matmul_work(*local, dtype="bfloat16"), machine).total_ps
     moves = {}
     for hops in (1, 4):
         parts = (Transfer("permute", "tp.col", 8, 2 * local[2] * side, hops=hops) for side in local[:2])

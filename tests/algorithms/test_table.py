@@ -24,7 +24,9 @@ from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate
 
-POD = load_cluster("tpu-v4-pod:16")
+TPU = load_cluster("tpu-v4-pod:16")
+POD = replace(TPU, chip=replace(TPU.chip, gemm_tile=None))
+"""Where a product that wraps around the end of a matrix takes as long in two pieces as in one."""
 TILED = replace(POD, chip=replace(POD.chip, gemm_tile=(24, 40, 16), memory_bytes_per_s=3e11, launch_s=1e-6))
 """Where small products are bound by memory, and tiles are seldom whole."""
 NAMES = sorted(ALGORITHMS)
@@ -172,14 +174,16 @@ def test_simulation_with_contention_is_never_faster(
     case: tuple[str, MatmulProblem, Config], scale: int
 ) -> None:
     """On even shards. Otherwise nobody has to wait for the largest one at every step, as the closed form does, and
-    chains (SUMMA) begin before those from other roots have ended."""
+    chains (SUMMA) begin before those from other roots have ended. What goes over several hops has half of 60 GB/s
+    where its links are free, and in closed form half of the 50 GB/s that they carry."""
     name, small, config = case
     config = replace(config, slices=(1,) * config.slice_count)
     problem = scaled(small, scale * small.num_chips * config.slice_count * config.block)
     program = ALGORITHMS[name].program(problem, config)
     machine = Machine.of(POD, program)
     free = simulate(program, machine, contention=False)
-    assert simulate(program, machine).duration_s >= free.duration_s
+    several_hops = name in ("cannon", "25d") and max(problem.mesh_shape) > 3
+    assert simulate(program, machine).duration_s >= free.duration_s * (5 / 6 if several_hops else 1)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ from meshweave.calibrate.write import to_toml
 from meshweave.cost.compute import Tiles, tile_traffic
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import Chip, load_cluster
+from meshweave.describe.cluster import Chip, CommConstants, Torus, load_cluster
 from meshweave.errors import DescriptionError
 from meshweave.ir.ops import Step
 from meshweave.ir.work import Compute, Transfer, matmul_work
@@ -55,15 +55,27 @@ def test_a_price_is_a_roofline_between_fill_and_drain() -> None:
     assert price(Compute("call", 10**6, 1001), machine).total_ps == 1000 + 1001 * 1000
 
 
-def test_a_step_of_a_two_way_ring_has_half_the_rate() -> None:
+@pytest.mark.parametrize(("collective", "one", "both"), [("all_gather", 50, 30), ("send_recv", 30, 30)])
+def test_a_step_of_a_two_way_ring_has_its_share_of_the_rate(collective: str, one: int, both: int) -> None:
+    """Of an all-gather's 60 GB/s half, alone no more than a link; send_recv is one direction's anyway."""
     machine = mesh_machine(load_cluster("tpu-v4-pod:4"), (2, 2), ("row", "col"))
-    rates = [
-        price(
-            Transfer("permute", "tp.row", 2, 100, step=Step("all_gather", 0, 1, ways=ways)), machine
-        ).rate_per_s
-        for ways in (1, 2)
-    ]
-    assert rates == [60 * 10**9, 30 * 10**9]
+    for ways, rate in ((1, one), (2, both)):
+        work = Transfer("permute", "tp.row", 2, 100, step=Step(collective, 0, 1, ways=ways))
+        assert price(work, machine).rate_per_s == rate * 10**9
+
+
+@pytest.mark.parametrize("kind", ["permute", "send", "recv", "get", "put", "accumulate"])
+def test_a_message_is_no_faster_than_one_link(kind: str) -> None:
+    pod = load_cluster("tpu-v4-pod:4")
+    assert isinstance(pod.network, Torus)
+    fast = ("send_recv", CommConstants(60e9, 0.0, 0.0))
+    axes = tuple(
+        replace(axis, constants=(*(c for c in axis.constants if c[0] != "send_recv"), fast))
+        for axis in pod.network.axes
+    )
+    machine = mesh_machine(replace(pod, network=replace(pod.network, axes=axes)), (2, 2), ("row", "col"))
+    assert price(Transfer(kind, "tp.row", 2, 100), machine).rate_per_s == 50 * 10**9
+    assert price(Transfer("all_gather", "tp.row", 2, 100), machine).rate_per_s == 60 * 10**9
 
 
 def test_tiles_come_from_the_file_and_go_back_to_it(tmp_path: Path) -> None:

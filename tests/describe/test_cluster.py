@@ -1,6 +1,7 @@
 """Clusters: constants and their fallbacks, the meshes a network carries, errors that name the key."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,11 @@ def test_pod() -> None:
 def test_comm_falls_back_in_the_documented_order() -> None:
     ag, rs = CommConstants(1e9, 1e-6, 2e-6), CommConstants(2e9, 1e-6, 2e-6)
     both = NetworkAxis("x", 5e9, 1e-6, 2, (("all_gather", ag), ("reduce_scatter", rs)), 3e-6)
-    assert both.comm("reduce") == rs
-    assert all(both.comm(k) == ag for k in ("all_reduce", "broadcast", "all_to_all", "send_recv"))
+    assert all(both.comm(k) == ag for k in ("all_reduce", "all_to_all"))
+    # What goes one way has one direction's share of what goes both ways.
+    assert all(both.comm(k) == replace(ag, bytes_per_s=0.5e9) for k in ("broadcast", "send_recv"))
+    assert both.comm("reduce") == replace(rs, bytes_per_s=1e9)
+    assert replace(both, ways=1).comm("reduce") == rs
     assert NetworkAxis("x", 5e9, constants=(("reduce_scatter", rs),)).comm("all_gather") == rs
     bare = NetworkAxis("x", 5e9, 1e-6, 2, (), 3e-6)
     assert bare.comm("all_reduce") == CommConstants(10e9, 1e-6, 3e-6)

@@ -8,8 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Chip, Cluster, CommConstants, Hosts, Network, NetworkAxis, Ring
-from meshweave.describe.cluster import Switch, Torus, Tree, TreeLevel
+from meshweave.describe.cluster import (
+    Chip,
+    Cluster,
+    CommConstants,
+    Hosts,
+    Network,
+    NetworkAxis,
+    Ring,
+    Switch,
+    Torus,
+    Tree,
+    TreeLevel,
+)
 from meshweave.describe.network import COMM_KINDS
 from meshweave.errors import LayoutError
 from meshweave.ir.parse import parse
@@ -91,7 +102,9 @@ class _Writer:
                 transpose = self.draw.random() < 0.3
                 left, right = a if transpose else b
                 out = self.box(mesh, "r", f":{m}, :{n}")
-                accumulate = self.draw.choice(["", ", accumulate=1"] + [f", accumulate={self.loop} > 0"] * bool(self.loop))
+                accumulate = self.draw.choice(
+                    ["", ", accumulate=1"] + [f", accumulate={self.loop} > 0"] * bool(self.loop)
+                )
                 extra = ", transpose_a=True, transpose_b=True" if transpose else ""
                 views = f"{out}, {self.box(mesh, 's', ':' + left)}, {self.box(mesh, 't', ':' + right)}"
                 self.write(f"matmul({views}{extra}{accumulate}, {self.lane()})")
@@ -101,7 +114,9 @@ class _Writer:
                 if self.draw.random() < 0.4:
                     part = self.draw.choice(["forward", "input_grad", "weight_grad"])
                     stash = f', stash="{self.draw.choice("pq")}", part="{part}", args=({self.number(0, 2)},)'
-                self.write(f'call(fn="f", outs=({out},), ins=({src},), flops={flops}, bytes={size}{stash}, {self.lane()})')
+                self.write(
+                    f'call(fn="f", outs=({out},), ins=({src},), flops={flops}, bytes={size}{stash}, {self.lane()})'
+                )
             case "uneven":
                 self.write(f"zero({mesh.name}_u, {self.lane()})")
             case kind:
@@ -119,7 +134,16 @@ class _Writer:
             self._collective(mesh, f'"{over}"', count, place)
 
     def _collective(self, mesh: _Mesh, over: str, count: int, place: str | None) -> None:
-        kinds = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all", "permute", "fence"]
+        kinds = [
+            "all_gather",
+            "reduce_scatter",
+            "all_reduce",
+            "broadcast",
+            "reduce",
+            "all_to_all",
+            "permute",
+            "fence",
+        ]
         kind = self.draw.choice(kinds)
         tail = f"over={over}, {self.lane()}"
         rows, same = self.span(ROWS), self.selectors()
@@ -167,7 +191,7 @@ class _Writer:
         self.write(f"    {line}")
 
     def messages(self, mesh: _Mesh) -> None:
-        """A few sends, then their recvs: with few lanes, or narrow ones, they may wait for each other in a ring."""
+        """A few sends, then their recvs: in few or narrow lanes they may wait for each other."""
         recvs = []
         lane = self.lane()
         for _ in range(self.draw.randint(1, 3)):
@@ -175,7 +199,9 @@ class _Writer:
             same, tag = self.selectors(), self.number(0, 1)
             self.on(source, f"send({self.box(mesh, 'st', same)}, peer={target}, tag={tag}, {lane})")
             update = self.draw.choice(["", ", update=True"])
-            recvs.append((target, f"recv({self.box(mesh, 'st', same)}, peer={source}, tag={tag}{update}, {lane})"))
+            recvs.append(
+                (target, f"recv({self.box(mesh, 'st', same)}, peer={source}, tag={tag}{update}, {lane})")
+            )
         for target, recv in recvs:
             self.on(target, recv)
 
@@ -186,7 +212,9 @@ class _Writer:
             near, far = self.box(mesh, "st", same), f"at({other}, {self.box(mesh, 'ro', same)})"
             release = f"release=release(update={self.draw.random() < 0.5}), {self.lane()}"
             m, n = self.draw.randint(1, ROWS), self.draw.randint(1, ROWS)
-            target, left, right = (self.box(mesh, *one) for one in (("r", f":{m}, :{n}"), ("s", f":{m}, :3"), ("t", f":3, :{n}")))
+            target, left, right = (
+                self.box(mesh, *one) for one in (("r", f":{m}, :{n}"), ("s", f":{m}, :3"), ("t", f":3, :{n}"))
+            )
             lines = [
                 f"get({near}, {far}, {self.lane()})",
                 f"put({far}, {near}, {self.lane()})",
@@ -252,8 +280,12 @@ def program_text(draw: random.Random, num_statements: int = 8) -> str:
         name, axes = mesh.name, ", ".join(f'"{axis}"' for axis in mesh.axes)
         writer.write(f"{name} = mesh({(*mesh.shape,)}, ({axes},), ranks={mesh.ranks})")
         for buffer in "stro":
-            writer.write(f'{name}_{buffer} = scratch(({ROWS * scale}, {COLS}), "{dtype}", on={name}, slots=3)')
-        writer.write(f'{name}_g = scratch(({ROWS * scale}, {8 * math.prod(mesh.shape)}), "{dtype}", on={name}, slots=2)')
+            writer.write(
+                f'{name}_{buffer} = scratch(({ROWS * scale}, {COLS}), "{dtype}", on={name}, slots=3)'
+            )
+        writer.write(
+            f'{name}_g = scratch(({ROWS * scale}, {8 * math.prod(mesh.shape)}), "{dtype}", on={name}, slots=2)'
+        )
         if draw.random() < 0.5:
             writer.write(f'{name}_u = scratch((3 + {name}.x % 2, 5), "float32", on={name})')
         else:
@@ -288,11 +320,16 @@ def _seconds(draw: random.Random) -> float:
 def _axis(draw: random.Random) -> NetworkAxis:
     rates = draw.sample(RATES, 2)
     constants = tuple(
-        (kind, CommConstants(max(draw.choice(rates) * draw.choice([1, 1, 2, 0.37]), 1), _seconds(draw), _seconds(draw)))
+        (
+            kind,
+            CommConstants(
+                max(draw.choice(rates) * draw.choice([1, 1, 2, 0.37]), 1), _seconds(draw), _seconds(draw)
+            ),
+        )
         for kind in COMM_KINDS
         if draw.random() < 0.3
     )
-    return NetworkAxis("n", rates[0], _seconds(draw), draw.choice([1, 2]), constants, _seconds(draw))  # type: ignore[arg-type]
+    return NetworkAxis("n", rates[0], _seconds(draw), draw.choice([1, 2]), constants, _seconds(draw))  
 
 
 def _network(draw: random.Random, chips: int) -> Network:
@@ -319,7 +356,9 @@ def _network(draw: random.Random, chips: int) -> Network:
 def random_cluster(draw: random.Random, chips: int) -> Cluster:
     tile = draw.choice([None, (1, 1, 1), (3, 5, 2), (128, 128, 128)])
     rate = draw.choice(RATES)
-    chip = Chip("c", (("float32", 1e12),), draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), gemm_tile=tile)
+    chip = Chip(
+        "c", (("float32", 1e12),), draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), gemm_tile=tile
+    )
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)
 
@@ -333,7 +372,11 @@ def random_machine(draw: random.Random, program: Program, cluster: Cluster | Non
     machine = Machine(cluster, program.meshes, draw.random() < 0.5, placement)
     for one in (machine, replace(machine, logical=True)):
         try:
-            for name in (name for mesh in program.meshes for name in (mesh.name, *(f"{mesh.name}.{x}" for x in mesh.axes))):
+            for name in (
+                name
+                for mesh in program.meshes
+                for name in (mesh.name, *(f"{mesh.name}.{x}" for x in mesh.axes))
+            ):
                 one.axis(name)
             one.link_rate(("link", 0, 0, 1)) if isinstance(cluster.network, Torus) else None
             return one

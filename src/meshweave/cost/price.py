@@ -4,7 +4,8 @@ A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw)
 a local product costs its FLOPs over the chip's effective rate, or its memory traffic where that takes longer
 (`compute`); a copy its bytes over memory bandwidth. A price keeps the latency apart from the amount, so that a
 simulator can let amounts share a link. A chain of D packets (broadcast, reduce) takes P + D - 2 steps; with
-constants of its own never less than its part over a link.
+constants of its own never less than its part over a link. A message goes one way, so it is never faster than one
+link; nor is a chain, except at constants of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.describe.network import Ring, Torus
+from meshweave.ir.ops import Step
 from meshweave.ir.work import Compute, Transfer, Work
 from meshweave.units import to_ps, work_ps
 
@@ -78,7 +80,7 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     rate = machine.rate(work.axis, kind)
     if work.step:
         launch = 0 if work.step.index != 0 else launch
-        rate = max(rate // work.step.ways, 1)
+        rate = max(rate // _shares(work.step, machine.ways(work.axis)), 1)
     if count == 1:
         steps, amount = 0, 0
     elif work.kind in ("all_gather", "reduce_scatter"):
@@ -93,6 +95,8 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
             # These are of chains that follow and overlap each other, maybe beyond a link's rate in one direction;
             # but all of a part crosses one link, and no chain is faster than that.
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
+        else:
+            rate = _one_way(rate, machine, work.axis)
     elif work.kind == "all_to_all":  # parts travel P / 2 hops on a one-way ring, P / 4 on a two-way one
         ways = machine.ways(work.axis)
         steps = count - 1
@@ -102,9 +106,20 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     else:
         steps = work.hops if isinstance(machine.cluster.network, (Torus, Ring)) else 1  # a switch has no ring
         amount = steps * part
-        if routed and steps > 1:
+        if routed and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
+        rate = _one_way(rate, machine, work.axis)
     return Price(launch, steps * sync, amount, rate)
+
+
+def _shares(step: Step, ways: int) -> int:
+    """Among how many directions a rate is shared. That of send_recv is one direction's, unless only one is used."""
+    return max(step.ways // ways, 1) if step.collective == "send_recv" else step.ways
+
+
+def _one_way(rate: int, machine: Machine, axis: str) -> int:
+    """What goes one way has one link."""
+    return min(rate, max(int(machine.axis(axis).link_bytes_per_s), 1))
 
 
 def constants_of(kind: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.errors import DescriptionError, LayoutError, nearest
@@ -37,7 +37,8 @@ class CommConstants:
     """Constants of `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)`.
 
     `bytes_per_s` is the rate at which one chip takes in shard bytes during that operation, both directions
-    of a two-way ring together. Raises DescriptionError.
+    of a two-way ring together; of broadcast, reduce and send_recv, which go one way, that of one direction.
+    Raises DescriptionError.
     """
 
     bytes_per_s: float
@@ -77,7 +78,7 @@ class NetworkAxis:
         """Constants of a collective along this axis.
 
         A kind without its own takes those of all_gather (reduce: of reduce_scatter first), then of the other
-        of these two; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where
+        of these two, and what goes one way takes one direction's share of them; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where
         the collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
         DescriptionError for an unknown kind.
         """
@@ -85,7 +86,10 @@ class NetworkAxis:
         have = dict(self.constants)
         for candidate in (kind, *_FALLBACK[kind]):
             if candidate in have:
-                return have[candidate]
+                known = have[candidate]
+                if candidate != kind and kind in _ONE_WAY and self.ways == 2:
+                    return replace(known, bytes_per_s=max(known.bytes_per_s / 2, 1.0))
+                return known
         ways = 1 if kind in _ONE_WAY else self.ways
         return CommConstants(ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 

@@ -15,7 +15,8 @@ _GREY, _GRID = "#4a5562", "#e3e7ec"
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of length `value`, its spread from `low` to `high`, all positive; `text` stands behind it.
+    """A bar of length `value`, its spread from `low` to `high`, all positive; `text` stands behind it. Equal `low`
+    and `high` draw no spread.
 
     `marks` are expected values, one for each of the chart's `mark_names`, or None. Bars of one `family` have one
     colour in all groups.
@@ -55,7 +56,7 @@ def bar_chart(
 
     Args:
         mark_names: what the first and the second mark of each bar mean; two at most.
-        bar_name, spread_name: what a bar's length and its whisker mean.
+        bar_name, spread_name: what a bar's length and its whisker mean; "" for no whiskers.
         line_at, line_name: x of a line through all groups, such as a bound, and what it means.
         notes: lines of small text at the bottom.
     """
@@ -111,8 +112,9 @@ def _bar(bar: Bar, colour: str, y: float, left: int, x_at: Scale, mark_names: Se
         f'<text x="{left - 8}" y="{centre + 4:.1f}" text-anchor="end">{escape(bar.name)}</text>',
         f'<rect x="{left}" y="{y:.1f}" width="{max(end - left, 0.5):.1f}" height="{_BAR}" fill="{colour}">'
         f"<title>{escape(f'{bar.name}: {bar.text}')}</title></rect>",
-        _whisker(low, high, centre),
     ]
+    if high > low:
+        parts.append(_whisker(low, high, centre))
     furthest = max(end, high)
     for name, value, shape in zip(mark_names, bar.marks, _MARKS, strict=False):
         if value is not None:
@@ -152,7 +154,7 @@ def _legend(
 ) -> tuple[list[str], float]:
     """What the shapes mean, and the y under it."""
     box = f'<rect y="{y - _BAR / 2}" width="18" height="{_BAR}" fill="{COLOURS[0]}"/>'
-    entries = [(bar_name, box), (spread_name, _whisker(0, 18, y))]
+    entries = [(bar_name, box)] + ([(spread_name, _whisker(0, 18, y))] if spread_name else [])
     entries += [(name, _mark(9, y, shape, name)) for name, shape in zip(mark_names, _MARKS, strict=False)]
     if line_name:
         entries.append((line_name, _dashed(9, y - 9, y + 9)))

@@ -16,11 +16,14 @@ _LEFT, _TOP, _LETTER = 68, 34, 6.4  # margins, and the width of a letter at font
 
 @dataclass(frozen=True)
 class Series:
-    """A line through `points` (x, y), y positive; the points numbered in `chosen` are ringed."""
+    """A line through `points` (x, y), y positive; the points numbered in `chosen` are ringed.
+
+    One that is not `joined` has black crosses instead: numbers to compare the lines with."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     chosen: tuple[int, ...] = ()
+    joined: bool = True
 
 
 def line_chart(
@@ -31,11 +34,12 @@ def line_chart(
     *,
     x_ticks: Sequence[tuple[float, str]] | None = None,
     x_log: bool = False,
+    y_log: bool | None = None,
     y_text: Callable[[float], str] = lambda value: f"{value:g}",
     width: int = 960,
     height: int = 360,
 ) -> str:
-    """An SVG line chart. y is logarithmic where values span over a factor of 8, and starts at 0 otherwise.
+    """An SVG line chart. y is logarithmic, by default where values span over a factor of 8, or starts at 0.
 
     Args:
         x_ticks: (x, text) of each tick; without it, ticks stand at the x of the points.
@@ -53,7 +57,7 @@ def line_chart(
     bottom = 44 + (int(longest * _LETTER) if turned else 14)
     x_at = _scale([x for x, _ in ticks], x_log, _LEFT + 14, _LEFT + across - 14)
     lowest, highest = min(y for _, y in points), max(y for _, y in points)
-    logarithmic = highest > 8 * lowest
+    logarithmic = highest > 8 * lowest if y_log is None else y_log
     y_ticks = _log_ticks(lowest, highest) if logarithmic else _linear_ticks(highest)
     y_at = _scale(y_ticks, logarithmic, height - bottom, _TOP)
     parts = [f'<text x="{_LEFT}" y="16" font-weight="bold">{escape(title)}</text>']
@@ -74,10 +78,9 @@ def line_chart(
     for number, one in enumerate(series):
         parts += _line(one, number, x_at, y_at, lambda x: texts.get(x, f"{x:g}"), y_text)
         y, x = _TOP + 8 + 20 * number, _LEFT + across + 16
-        parts.append(
-            f'<line x1="{x - 8}" x2="{x + 10}" y1="{y}" y2="{y}" stroke="{_colour(number)}" stroke-width="2"/>'
-            f'{_marker(x + 1, y, number, "")}<text x="{x + 16}" y="{y + 4}">{escape(one.name)}</text>'
-        )
+        dash = f'<line x1="{x - 8}" x2="{x + 10}" y1="{y}" y2="{y}" stroke="{_colour(number)}" stroke-width="2"/>'
+        key = dash + _marker(x + 1, y, number, "") if one.joined else _cross(x + 1, y, "")
+        parts.append(f'{key}<text x="{x + 16}" y="{y + 4}">{escape(one.name)}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
@@ -110,6 +113,8 @@ def _line(
     y_text: Callable[[float], str],
 ) -> list[str]:
     colour = _colour(number)
+    if not one.joined:
+        return [_cross(x_at(x), y_at(y), f"{one.name}, {x_text(x)}: {y_text(y)}") for x, y in one.points]
     path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in one.points)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for place, (x, y) in enumerate(one.points):
@@ -134,6 +139,14 @@ def _marker(x: float, y: float, number: int, title: str) -> str:
     return (
         f'<path d="{shapes[number % len(shapes)]}" transform="translate({x:.1f} {y:.1f})" '
         f'fill="{_colour(number)}">{inside}</path>'
+    )
+
+
+def _cross(x: float, y: float, title: str) -> str:
+    inside = f"<title>{escape(title)}</title>" if title else ""
+    return (
+        f'<path d="M-5 -5 L5 5 M-5 5 L5 -5" transform="translate({x:.1f} {y:.1f})" stroke="black" '
+        f'stroke-width="2.5" fill="none">{inside}</path>'
     )
 
 

@@ -150,7 +150,7 @@ def _timeline(
             shape = nearest_mesh(problem.mesh_shape, _reduced_meshes(entry))
             problem = same_local_product(problem, shape, entry.placements(problem))
         program = entry.program(problem, item.config)
-        trace = simulate(program, _machine(cluster, program))
+        trace = simulate(program, _machine(cluster, program)).trace()
     except MeshweaveError:
         return None
     config = f", {item.config}" if item.config.slice_count > 1 else ""

@@ -20,28 +20,13 @@ from meshweave.report.curves import (
     timelines,
     title_of,
 )
+from meshweave.report.page import page, table
 from meshweave.report.timeline import to_svg
 from meshweave.tune import Plan
 from meshweave.tune.plan import Candidate, PassPlan
 from meshweave.tune.search import Progress
 from meshweave.units import format_bytes, format_s
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2733; max-width: 1180px;
-  margin: 32px auto; padding: 0 20px; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 19px; margin: 40px 0 8px; }
-p { margin: 6px 0 12px; max-width: 900px; } .quiet { color: #5a6673; font-size: 13.5px; }
-.lead { font-size: 16px; border-left: 4px solid #3b6fb6; padding: 4px 14px; margin: 18px 0; background: #f5f8fc; }
-.wide { overflow-x: auto; margin: 10px 0 18px; }
-table { border-collapse: collapse; font-size: 13.5px; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 6px; text-align: right; white-space: nowrap; border-bottom: 1px solid #e3e7ec; }
-th { color: #4a5562; font-weight: 600; white-space: normal; border-bottom: 2px solid #c6ced8; }
-th { vertical-align: bottom; }
-th.l, td.l { text-align: left; } tr.best td { background: #f5f8fc; font-weight: 600; }
-tr.group td { border-top: 2px solid #c6ced8; }
-.bar { display: block; max-width: none; } details { margin: 8px 0; } summary { cursor: pointer; color: #3b6fb6; }
-.key { display: inline-block; width: 11px; height: 11px; margin: 0 5px 0 12px; }
-"""
 _SLOW = 4
 _PRODUCT, _EXPOSED, _FREE = "#3b6fb6", "#d9822b", "#e9edf2"
 
@@ -91,11 +76,7 @@ def html_report(
             _sources(plan, cluster),
         ]
     )
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    return page(title, body)
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -125,19 +106,6 @@ def _lead(plan: Plan) -> str:
             f"on {_shape(second.mesh_shape)}."
         )
     return f'<p class="lead">{text}</p>'
-
-
-def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], left: Sequence[str]) -> str:
-    """`rows` are (class, cells); cells are HTML already, `head` is text. Columns named in `left` align so."""
-    classes = [' class="l"' if name in left else "" for name in head]
-    top = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, head, strict=True))
-    lines = "".join(
-        f'<tr class="{kind}">'
-        + "".join(f"<td{c}>{cell}</td>" for c, cell in zip(classes, cells, strict=True))
-        + "</tr>\n"
-        for kind, cells in rows
-    )
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>\n{lines}</tbody></table></div>'
 
 
 def _bar(parts: Sequence[tuple[float, str]], whole: float, width: int = 150) -> str:
@@ -180,7 +148,7 @@ def _algorithms(plan: Plan) -> str:
         rows.append(("best" if number == 0 else "", cells))
     return (
         "<h2>Algorithms, each at its best</h2>"
-        + _table(head, rows, ("algorithm", "", "next best mesh"))
+        + table(head, rows, ("algorithm", "", "next best mesh"))
         + f'<p class="quiet">{_key(_PRODUCT, "products run")}{_key(_EXPOSED, "exposed: no product runs")}. '
         "Of peak: FLOPs over those at the chips' peak. Launch, transfer and sync add up over all communication, "
         "hidden or not, so they may exceed what is exposed. Bytes are those that one chip moves along each mesh "
@@ -229,7 +197,7 @@ def _layers(best: Candidate) -> str:
     )
     return (
         f"<h2>Layers with {escape(title_of(best))}</h2>"
-        + _table(head, rows, ("layer", "pass", "dataflow", "", "next best"))
+        + table(head, rows, ("layer", "pass", "dataflow", "", "next best"))
         + f"<p>The largest matrix of a layer stays put in all three of its products:</p><ul>{why}</ul>"
     )
 
@@ -252,7 +220,7 @@ def _memory(memory: ChipMemory, cluster: Cluster, best: Candidate) -> str:
     keys = "".join(_key(colour, name) for colour, name in zip(colours, names, strict=True))
     return (
         f"<h2>Memory of one chip ({format_bytes(have)})</h2>"
-        + _table(["activations with", *names, "all", "", " "], rows, ("activations with", "", " "))
+        + table(["activations with", *names, "all", "", " "], rows, ("activations with", "", " "))
         + f'<p class="quiet">{keys}{_key(_FREE, "free")}. The whole model under 2D tensor parallelism over all '
         "chips, everything sharded. Weights, gradients and Adam after Rajbhandari et al., ZeRO (2020), section "
         "3.1; activations after Korthikanti et al. (2023), equation 1. The buffers of the products, at most "

@@ -267,7 +267,9 @@ class Columns:
         if known is None:
             known = self._views[view] = len(self._view_rows)
             if view.buffer not in self._buffers:
-                raise ProgramError(f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}")
+                raise ProgramError(
+                    f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}"
+                )
             row = self._buffers[view.buffer], self._expr(view.slot), self._maybe(view.rank)
             self._view_rows.append((*row, len(self._selectors), len(view.selectors)))
             for selector in view.selectors:
@@ -302,7 +304,9 @@ class Columns:
 
     def _op(self, op: Op) -> None:
         if op.lane not in self._lanes:
-            raise ProgramError(f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind)
+            raise ProgramError(
+                f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind
+            )
         self._note_accesses(op)
         out = src = other = axis = price = first = second = -1
         dim, flags, sizes, flops, nbytes, stash = 0, 0, (0, 0), -1, -1, -1
@@ -348,7 +352,7 @@ class Columns:
             (
                 *(KINDS.index(op.kind), self._lanes[op.lane], out, src, other),
                 *(flags, axis, dim, first, second, *sizes, comm, step_index, ways, price),
-                *(flops, nbytes, stash, PARTS[getattr(op, "part", "")], len(self._args), len(args)),
+                *(flops, nbytes, stash, _part(op), len(self._args), len(args)),
             )
         )
         self._args += args
@@ -380,3 +384,10 @@ def _joined(columns: list[Column]) -> Column:
 
 def _offsets(columns: list[Column]) -> Column:
     return _flat(np.cumsum([0, *map(len, columns)]))
+
+
+def _part(op: Op) -> int:
+    part = getattr(op, "part", "")
+    if part not in PARTS:
+        raise ProgramError(f"has no part '{part}'; there are {', '.join(PARTS)[2:]}", op=op.name or op.kind)
+    return PARTS[part]

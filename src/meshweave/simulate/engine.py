@@ -67,6 +67,7 @@ def _machine_columns(machine: Machine, names: list[str]) -> dict[str, Column]:
             int(isinstance(machine.cluster.network, (Torus, Ring))),
         ),
         "ways": _column(*(machine.ways(name) for name in names)),
+        "one_link": _column(*(max(int(machine.axis(name).link_bytes_per_s), 1) for name in names)),
         "constants": _column(*(value for row in constants for value in row)),
     }
 

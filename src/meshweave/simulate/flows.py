@@ -40,10 +40,11 @@ class FlowTable:
     touched: dict[Flow, None] = field(default_factory=dict)
 
     def start(self, flow: Flow) -> None:
-        """Adds a flow, which has no rate before the next `share`."""
-        for resource in flow.uses:
+        """Adds a flow, which has no rate before the next `share`; its cap becomes what it could have alone."""
+        for resource, weight in flow.uses.items():
             if resource not in self.capacity:
                 self.capacity[resource] = self.rate_of(resource)
+            flow.cap = min(flow.cap, max(self.capacity[resource] // weight, 1))
             self.on.setdefault(resource, {})[flow] = None
         self.touched[flow] = None
 

@@ -5,11 +5,16 @@ home and take each further one as it arrives. A reduce-scatter passes partial su
 is needed just before that part moves, the one that stays last. Cut in S turns, neighbouring parts share a
 product: fewer and larger products, at the price of a coarser overlap ("unrolling"; MeshSlice, section 4.2).
 
-At home, in turn 0 of a gather (or the last of a scatter), nothing has to move; the other P - 1 parts are
-dealt to the other S - 1 turns as evenly as possible. Parts that share a product lie side by side except where
-they wrap around the end of the matrix, and are then two products. This module builds such rings for any
-operand and axis, `ring_costs` says what they cost; `wang` uses it on a 2D mesh and `one_dim` for 1D tensor
-parallelism and FSDP.
+Parts travel both ways around the ring at once, as Wang et al. have them, so that both links of an axis are busy:
+of the P - 1 parts that must come to a chip, P // 2 come forwards and (P - 1) // 2 backwards, each whole. The ring
+takes P // 2 steps then; on two chips both ways are the same link, and one is used. The ring steps that one turn
+takes in a direction are issued as one operation, so that S turns pay for S launches.
+
+At home, in turn 0 of a gather (or the last of a scatter), nothing has to move; the P // 2 steps are dealt to the
+other S - 1 turns as evenly as possible, so that S is at most P // 2 + 1. Parts that came the same way in one turn
+share a product. They lie side by side except where they wrap around the end of the matrix, and are then two
+products. This module builds such rings for any operand and axis, `ring_costs` says what they cost; `wang` uses it
+on a 2D mesh and `one_dim` for 1D tensor parallelism and FSDP.
 """
 
 from __future__ import annotations
@@ -22,11 +27,26 @@ from itertools import accumulate, pairwise
 from meshweave.algorithms.matmul.extents import largest_extent
 from meshweave.algorithms.matmul.problem import MESH, MatmulProblem, Moving, Placements
 from meshweave.ir.expr import Index, Var, binary, minimum
-from meshweave.ir.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter
+from meshweave.ir.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter, Step
 from meshweave.ir.program import Buffer, Lane, On, Program
 from meshweave.ir.views import FULL, Range, Selector, View
+from meshweave.lower.rings import BACK
 
 Letters = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One direction of a ring: parts from `sign` * 1, `sign` * 2, ... `steps` places on come to a chip (gathered),
+    or sums of theirs go out to them. `suffix` tells its lane, ops and buffers from those of the other one."""
+
+    sign: int
+    steps: int
+    suffix: str
+
+    def in_turn(self, turn: tuple[int, int]) -> range:
+        """The steps of a turn [first, last + 1) that there are in this direction."""
+        return range(turn[0], min(turn[1], self.steps))
 
 
 @dataclass(frozen=True)
@@ -67,20 +87,29 @@ class Ring:
     def each(self) -> int:
         return -(-self.size // self.parts)
 
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The directions in which parts travel, the one with more steps first."""
+        both = Way(1, self.parts // 2, ""), Way(-1, (self.parts - 1) // 2, BACK)
+        return tuple(way for way in both if way.steps)
+
     @cached_property
     def groups(self) -> tuple[tuple[int, int], ...]:
-        """[first, last + 1) of the ring steps whose parts share a product, the part at home aside."""
-        sizes = (size for count, size in self.group_sizes for _ in range(count))
+        """[first, last + 1) of the ring steps of each turn that moves something, in either direction."""
+        sizes = (size for count, size, _ in self.group_sizes for _ in range(count))
         return tuple(pairwise(accumulate(sizes, initial=0)))
 
     @property
-    def group_sizes(self) -> list[tuple[int, int]]:
-        """(number of groups, steps in each) of `groups`, larger ones first."""
-        count = min(max(self.count, 2), self.parts) - 1
+    def group_sizes(self) -> list[tuple[int, int, int]]:
+        """(number of groups, steps forwards and backwards in each) of `groups`, larger ones first."""
+        steps = self.parts // 2
+        count = min(max(self.count - 1, 1), steps)
         if not count:
             return []
-        each, rest = divmod(self.parts - 1, count)
-        return [(rest, each + 1), (count - rest, each)] if rest else [(count, each)]
+        each, rest = divmod(steps, count)
+        last = each - (self.parts + 1) % 2  # with an even number of parts one step more goes forwards
+        sizes = [(rest, each + 1, each + 1), (count - rest - 1, each, each), (1, each, last)]
+        return [size for size in sizes if size[0]]
 
     def bounds(self, part: Index) -> tuple[Index, Index]:
         """[start, stop) of a part within the cut dim."""
@@ -181,14 +210,16 @@ class _Builder:
         if ring.parts == 1:
             return
         whole = self.holder[moving.operand] = self._whole_buffer(moving)
-        for first, stop in ring.groups:
-            for step in range(first, stop):
-                sent = (
-                    _full(moving.operand) if step == 0 else self._part(whole, (self.at + step) % ring.parts)
-                )
-                got = self._part(whole, (self.at + step + 1) % ring.parts)
-                yield self._permute(got, sent, -1, step)
-            yield from self._products((self.at + first + 1) % ring.parts, (self.at + stop) % ring.parts)
+        for turn in ring.groups:
+            for step in range(*turn):
+                for way in ring.ways:
+                    if step in way.in_turn(turn):
+                        at = self._beside(way.sign * step)
+                        sent = self._part(whole, at) if step else _full(moving.operand)
+                        got = self._part(whole, self._beside(way.sign * (step + 1)))
+                        yield self._permute(got, sent, -way.sign, step, way, turn)
+            for way in ring.ways:
+                yield from self._products(*(way.sign * (step + 1) for step in way.in_turn(turn)))
 
     def _scatter(self) -> Iterator[Op]:
         ring = self.ring
@@ -196,25 +227,43 @@ class _Builder:
             yield self._product(*ring.bounds(self.at), own=True, first=True)
             return
         own, whole = self.holder["c"], self._whole_buffer(ring.moving)
-        inbox = self._inbox()
-        for first, stop in ring.groups:
+        inboxes = {way: self._inbox(way) for way in ring.ways}
+        for turn in ring.groups:
             self.holder["c"] = whole
-            yield from self._products((self.at - stop) % ring.parts, (self.at - (first + 1)) % ring.parts)
-            for step in range(first, stop):
-                part = (self.at - (step + 1)) % ring.parts
-                if step:
-                    yield self._add(self._box(inbox, part, step - 1), self._part(whole, part))
-                sent = self._box(inbox, part, step - 1) if step else self._part(whole, part)
-                got = self._box(inbox, (self.at - (step + 2)) % ring.parts, step)
-                yield self._permute(got, sent, 1, step)
+            for way in ring.ways:
+                yield from self._products(*(way.sign * (way.steps - step) for step in way.in_turn(turn)))
+            for step in range(*turn):
+                for way in ring.ways:
+                    if step in way.in_turn(turn):
+                        yield from self._pass_on(whole, inboxes[way], step, way, turn)
         self.holder["c"] = own
         yield self._product(*ring.bounds(self.at), own=True, first=True)
-        last = self._box(inbox, self.at, ring.parts - 2)
-        yield self._add(_full("c"), last)
+        for way in ring.ways:
+            yield self._add(_full("c"), self._box(inboxes[way], self.at, way.steps - 1), way)
 
-    def _products(self, first: Index, last: Index) -> Iterator[Op]:
-        """Products over parts `first` to `last`, inclusive and around the end: in up to two pieces."""
+    def _pass_on(self, whole: str, inbox: str, step: int, way: Way, turn: tuple[int, int]) -> Iterator[Op]:
+        """A step of a scatter: what has arrived and the own term go on."""
+        part = self._beside(way.sign * (way.steps - step))
+        sent = self._part(whole, part)
+        if step:
+            arrived = self._box(inbox, part, step - 1)
+            yield self._add(arrived, sent, way)
+            sent = arrived
+        got = self._box(inbox, self._beside(way.sign * (way.steps - step - 1)), step)
+        yield self._permute(got, sent, way.sign, step, way, turn)
+
+    def _beside(self, places: int) -> Index:
+        """The part of the member so many places on."""
+        if not places:
+            return self.at
+        return (self.at + places if places > 0 else self.at - -places) % self.ring.parts
+
+    def _products(self, *places: int) -> Iterator[Op]:
+        """Products over the parts of members so many places on, which are side by side: in up to two pieces."""
+        if not places:
+            return
         ring = self.ring
+        first, last = self._beside(min(places)), self._beside(max(places))
         begin, end = ring.bounds(first)[0], ring.bounds(last)[1]
         if first == last:
             yield self._product(begin, end)
@@ -247,13 +296,22 @@ class _Builder:
 
     # --- moving ---------------------------------------------------------------------------------------
 
-    def _permute(self, got: View, sent: View, shift: int, step: int) -> Op:
-        axis = self.ring.moving.axis
-        name = f"step{step}_{self.ring.moving.operand}"
-        return Permute(over=f"{MESH}.{axis}", out=got, src=sent, shift=shift, lane=axis, name=name)
+    def _permute(self, got: View, sent: View, shift: int, step: int, way: Way, turn: tuple[int, int]) -> Op:
+        """Ring step `step` of a direction, one of those of a turn."""
+        axis, steps = self.ring.moving.axis, way.in_turn(turn)
+        return Permute(
+            over=f"{MESH}.{axis}",
+            out=got,
+            src=sent,
+            shift=shift,
+            step=turn_step(self.ring, step - steps.start, len(steps)),
+            lane=axis + way.suffix,
+            name=f"step{step}_{self.ring.moving.operand}{way.suffix}",
+        )
 
-    def _add(self, out: View, src: View) -> Op:
-        return Add(out=out, src=src, lane=self.ring.moving.axis, name=f"add_{self.ring.moving.operand}")
+    def _add(self, out: View, src: View, way: Way) -> Op:
+        lane = self.ring.moving.axis + way.suffix
+        return Add(out=out, src=src, lane=lane, name=f"add_{self.ring.moving.operand}{way.suffix}")
 
     def _part(self, buffer: str, part: Index) -> View:
         return _along(buffer, self.ring.moving.dim, Range(*self.ring.bounds(part)))
@@ -266,8 +324,8 @@ class _Builder:
         size = self.ring.problem.stored_shape(moving.operand)[moving.dim]
         return self._scratch(f"{moving.operand}_g", moving, size, 1)
 
-    def _inbox(self) -> str:
-        return self._scratch("c_in", self.ring.moving, self.ring.each, 2)
+    def _inbox(self, way: Way) -> str:
+        return self._scratch(f"c_in{way.suffix}", self.ring.moving, self.ring.each, 2)
 
     def _scratch(self, name: str, moving: Moving, along: int, slots: int) -> str:
         problem = self.ring.problem
@@ -292,6 +350,12 @@ class _Builder:
                 at = Var(f"{MESH}.{axis}")
                 return minimum((at + 1) * each, size) - minimum(at * each, size)
         return size
+
+
+def turn_step(ring: Ring, index: int, count: int) -> Step | None:
+    """Which of the `count` ring steps of a turn in a direction this is; only the first pays the launch. One of a
+    ring with one direction is alone in its turn."""
+    return Step("send_recv", index, count, ways=2) if len(ring.ways) == 2 else None
 
 
 def _full(buffer: str) -> View:

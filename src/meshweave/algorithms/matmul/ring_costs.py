@@ -1,15 +1,19 @@
 """What the ring products of `ring` cost: their skeleton, the bytes that they move and those that they hold.
 
-A ring may have as many steps as the cluster has chips, so nothing here lists them one by one.
+A ring may have as many steps as the cluster has chips, so nothing here lists them one by one. Both directions run
+in lanes of their own; a turn has one product for each, which waits for (or is waited for by) that direction only.
+Where a product wraps around the end of a matrix, it counts as one although it is two: on a chip with tiles, that
+leaves out what the second one fills and drains.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshweave.algorithms.matmul.extents import largest_extent
 from meshweave.algorithms.matmul.problem import MESH, Moving
-from meshweave.algorithms.matmul.ring import Ring
+from meshweave.algorithms.matmul.ring import Ring, Way, turn_step
 from meshweave.describe.layout import Layout, chunk
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, matmul_work, move_work
@@ -18,6 +22,9 @@ from meshweave.units import dtype_bytes
 After = tuple[tuple[str, int], ...]
 Run = tuple[int, tuple[Task, ...]]
 """A number of equal turns, and the tasks of each."""
+
+HOME = Way(0, 0, "")
+"""What does not move."""
 
 # --- skeleton -------------------------------------------------------------------------------------------
 
@@ -42,18 +49,19 @@ def _runs(ring: Ring) -> list[Run]:
     if after is not None:
         count, last = runs.pop()
         runs += [(count - 1, last)] if count > 1 else []
-        runs.append((1, (*last, after)))
+        awaited = next(task.name for task in reversed(last) if task.lane == "compute")
+        runs.append((1, (*last, replace(after, after=((awaited, 0),)))))
     return runs
 
 
 def least(ring: Ring) -> Skeleton:
     """What is left however the ring is unrolled: one product of all parts, all steps and all additions."""
-    tasks, last = _Tasks(ring), ring.parts - 1
+    tasks = _Tasks(ring)
     listed = [tasks.matmul(ring.parts)]
-    if last:
-        listed.append(tasks.steps(last))
-    if last and ring.moving.scattered:
-        listed.append(replace(tasks.adds(last), after=()))
+    for way in ring.ways:
+        listed += tasks.steps(way.steps, way)
+        if ring.moving.scattered:
+            listed.append(replace(tasks.adds(way.steps, way), after=()))
     other = _other_task(ring)
     if other is not None and other.after:
         listed.append(other)
@@ -75,23 +83,33 @@ def _other_task(ring: Ring) -> Task | None:
 def _gather_runs(ring: Ring) -> list[Run]:
     tasks = _Tasks(ring)
     runs: list[Run] = [(1, (tasks.matmul(1),))]
-    for count, steps in ring.group_sizes:
-        runs.append((count, (tasks.steps(steps), tasks.matmul(steps, (("steps", 0),)))))
+    for count, *steps in ring.group_sizes:
+        turn = [(way, number) for way, number in zip(ring.ways, steps, strict=False) if number]
+        moves = [task for way, number in turn for task in tasks.steps(number, way)]
+        products = [tasks.matmul(number, way, ((f"steps{way.suffix}", 0),)) for way, number in turn]
+        runs.append((count, (*moves, *products)))
     return runs
 
 
 def _scatter_runs(ring: Ring) -> list[Run]:
     tasks = _Tasks(ring)
     runs: list[Run] = []
-    for number, (count, steps) in enumerate(ring.group_sizes):
-        product, moves = tasks.matmul(steps), tasks.steps(steps, (("matmul", 0),))
-        if number == 0:  # what step 0 sends has nothing to be added to
-            runs.append((1, (product, tasks.adds(steps - 1), moves) if steps > 1 else (product, moves)))
+    for position, (count, *steps) in enumerate(ring.group_sizes):
+        turn = [(way, number) for way, number in zip(ring.ways, steps, strict=False) if number]
+        products = [tasks.matmul(number, way) for way, number in turn]
+
+        def listed(fewer: int, turn: list[tuple[Way, int]] = turn) -> Iterator[Task]:
+            for way, number in turn:
+                if number > fewer:
+                    yield tasks.adds(number - fewer, way)
+                yield from tasks.steps(number, way, ((f"matmul{way.suffix}", 0),))
+
+        if position == 0:  # what step 0 sends has nothing to be added to
+            runs.append((1, (*products, *listed(1))))
             count -= 1
         if count:
-            runs.append((count, (product, tasks.adds(steps), moves)))
-    runs.append((1, (tasks.matmul(1), tasks.adds(1)) if ring.parts > 1 else (tasks.matmul(1),)))
-    return runs
+            runs.append((count, (*products, *listed(0))))
+    return [*runs, (1, (tasks.matmul(1), *tasks.last_adds()))]
 
 
 class _Tasks:
@@ -104,15 +122,31 @@ class _Tasks:
         self.move = Transfer("permute", f"{MESH}.{axis}", ring.parts, part_bytes)
         self.add = move_work(part_bytes // dtype_bytes(dtype), dtype, "add")
 
-    def matmul(self, num_parts: int, after: After = ()) -> Task:
+    def matmul(self, num_parts: int, way: Way = HOME, after: After = ()) -> Task:
         size = min(num_parts * self.ring.each, self.ring.size)
-        return Task("matmul", "compute", matmul_work(**{**self.sizes, self.ring.cut: size}), after)
+        work = matmul_work(**{**self.sizes, self.ring.cut: size}, dtype=self.ring.problem.dtype)
+        return Task(f"matmul{way.suffix}", "compute", work, after)
 
-    def steps(self, count: int, after: After = ()) -> Task:
-        return Task("steps", self.ring.moving.axis, self.move, after, count)
+    def steps(self, count: int, way: Way, after: After = ()) -> tuple[Task, ...]:
+        """The ring steps of a turn in a direction, of which "steps" is the last. The first one pays the launch."""
+        lane, name = self.ring.moving.axis + way.suffix, f"steps{way.suffix}"
+        first = replace(self.move, step=turn_step(self.ring, 0, count))
+        if count == 1:
+            return (Task(name, lane, first, after),)
+        other = replace(self.move, step=turn_step(self.ring, 1, count))
+        return Task(f"first_{name}", lane, first, after), Task(name, lane, other, (), count - 1)
 
-    def adds(self, count: int) -> Task:
-        return Task("adds", self.ring.moving.axis, self.add, (("matmul", 0),), count)
+    def adds(self, count: int, way: Way) -> Task:
+        """Additions of what arrived from a direction to products of the same turn."""
+        lane, after = self.ring.moving.axis + way.suffix, ((f"matmul{way.suffix}", 0),)
+        return Task(f"adds{way.suffix}", lane, self.add, after, count)
+
+    def last_adds(self) -> Iterator[Task]:
+        """The part at home takes up one sum after the other."""
+        after: After = (("matmul", 0),)
+        for way in self.ring.ways:
+            yield replace(self.adds(1, way), after=after)
+            after = ((f"adds{way.suffix}", 0),)
 
 
 def _part_bytes(ring: Ring, moving: Moving) -> int:
@@ -127,8 +161,8 @@ def _part_bytes(ring: Ring, moving: Moving) -> int:
 
 
 def traffic(ring: Ring, rank: int) -> dict[str, int]:
-    """Bytes that a rank moves per axis: every part but its own arrives in a gather; in a scatter every part
-    but the one that it sends off first."""
+    """Bytes that a rank moves per axis: every part but its own arrives in a gather; in a scatter every part but
+    those that it sends off first, its own from both directions."""
     problem = ring.problem
     mesh, out = problem.mesh, {}
     for moving in (ring.moving, ring.other):
@@ -138,18 +172,25 @@ def traffic(ring: Ring, rank: int) -> dict[str, int]:
         local = Layout(mesh, ring.placements[moving.operand]).local_shape(shape, rank)
         parts = problem.axis_size(moving.axis)
         at = mesh.coords(rank)[mesh.axis(moving.axis)]
+        size = shape[moving.dim] - _extent(shape[moving.dim], parts, at)
         if moving is ring.moving and moving.scattered:
-            at = (at - 1) % parts
-        begin, end = chunk(shape[moving.dim], parts, at)
-        moved = (shape[moving.dim] - (end - begin)) * local[1 - moving.dim] * dtype_bytes(problem.dtype)
+            size = shape[moving.dim] + (len(ring.ways) - 1) * _extent(shape[moving.dim], parts, at)
+            for way in ring.ways:
+                size -= _extent(shape[moving.dim], parts, (at + way.sign * way.steps) % parts)
+        moved = size * local[1 - moving.dim] * dtype_bytes(problem.dtype)
         if moved and parts > 1:
             out[f"{MESH}.{moving.axis}"] = moved
     return out
 
 
+def _extent(size: int, parts: int, at: int) -> int:
+    begin, end = chunk(size, parts, at)
+    return end - begin
+
+
 def peak_bytes(ring: Ring) -> int:
     """Most bytes that rank 0 holds at once: shards of all operands, matrices brought together, and, where sums
-    go round, two boxes for what arrives. On up to three chips only the last sum takes the second box, and the
+    go round, two boxes per direction for what arrives. On few chips only the last sum takes a second box, and the
     whole matrix is not read any more by then."""
     problem, held = ring.problem, 0
     for operand in "abc":
@@ -161,7 +202,8 @@ def peak_bytes(ring: Ring) -> int:
     whole = _local_bytes(ring, ring.moving.operand, ring.moving)
     if not ring.moving.scattered:
         return held + whole
-    return held + whole + (2 if ring.parts > 3 else 1) * _part_bytes(ring, ring.moving)
+    boxes = {2: 1, 3: 2, 4: 2, 5: 3}.get(ring.parts, 4)
+    return held + whole + boxes * _part_bytes(ring, ring.moving)
 
 
 def _local_bytes(ring: Ring, operand: str, whole: Moving | None) -> int:
@@ -176,8 +218,7 @@ def _local_bytes(ring: Ring, operand: str, whole: Moving | None) -> int:
 
 
 def turn_counts(parts: int) -> list[int]:
-    """Turn counts worth trying on a ring: all small ones, then steps of 4/3 and 3/2, and one part a turn."""
-    if parts == 1:
-        return [1]
+    """Turn counts worth trying on a ring: all small ones, then steps of 4/3 and 3/2, and one step a turn."""
+    most = parts // 2 + 1
     wanted = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-    return sorted({count for count in wanted if count < parts} | {parts})
+    return sorted({count for count in wanted if count < most} | {most})

@@ -1,0 +1,167 @@
+"""Damaged columns for the simulator core, a case per seed: `python core_fuzz.py FIRST COUNT FILE`.
+
+Runs in a process of its own, so that a crash, a hang or a memory that runs out ends that process alone; the seed
+that it was at then stands in FILE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import random
+import resource
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from random_programs import random_machine, random_program
+
+from meshweave.simulate.columns import Columns
+from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes
+
+Data = dict[Any, Any]
+
+ADDRESS_SPACE = 4 << 30
+SECONDS = 60
+"""For one case, instrumented code on a busy machine included; almost all take milliseconds."""
+MAX_OPS = 5000
+"""What a caller lets a program have bounds what the core may spend on it."""
+NUM_PROGRAMS = 60
+
+EXTREMES = (
+    0,
+    1,
+    -1,
+    2,
+    7,
+    63,
+    64,
+    2**16,
+    2**20,
+    2**31,
+    2**32,
+    2**40,
+    2**48,
+    2**60,
+    2**62,
+    2**63 - 1,
+    -(2**63),
+)
+
+
+@cache
+def base(number: int) -> tuple[Data, Data]:
+    """Columns of a program and of a machine that it runs on."""
+    draw = random.Random(number)
+    while True:
+        program = random_program(draw, 4)
+        machine = random_machine(draw, program)
+        if machine is not None:
+            break
+    columns = Columns(program)
+    columns.data["max_ops"][0] = MAX_OPS
+    on = _machine_columns(machine, columns.price_names)
+    with contextlib.suppress(ProgramFault):
+        _Routes(machine).add(Core(columns.data).routes(on["ways"]), columns.ranks, on)
+    return dict(columns.data), on
+
+
+def other_value(draw: random.Random, values: Any) -> Any:
+    at, out = draw.randrange(values.size), values.copy()
+    choices = [draw.choice(EXTREMES), draw.randint(-3, 9), int(values[at]) + draw.choice([-1, 1])]
+    out[at] = min(max(draw.choice([*choices, int(draw.choice(values))]), -(2**63)), 2**63 - 1)
+    return out
+
+
+def other_form(draw: random.Random, values: Any) -> Any:
+    """What is no column, or one of another length."""
+    match draw.randrange(9):
+        case 0:
+            return values[: draw.randint(0, values.size)].copy()
+        case 1:
+            return np.append(values, draw.choice(EXTREMES[:12]))
+        case 2:
+            return values.astype(draw.choice(["i4", "u8", "f8", "?", ">i8", "O", "M8[s]"]))
+        case 3:
+            return np.repeat(values, 2)[::2]
+        case 4:
+            return values[::-1]
+        case 5:
+            return values.reshape(1, -1)
+        case 6:
+            return draw.choice(
+                [None, 3, "text", b"bytes", values.tolist(), np.int64(3), np.array(3), object()]
+            )
+        case 7:
+            return np.broadcast_to(np.int64(draw.choice(EXTREMES)), (3,))
+    return values[:0]
+
+
+def damaged(draw: random.Random, data: Data) -> Data:
+    out = dict(data)
+    for _ in range(draw.choice([1, 1, 2, 3, 8])):
+        name = draw.choice(list(out))
+        kind = draw.random()
+        if kind < 0.03:
+            del out[name]
+        elif kind < 0.06:
+            out[draw.choice(["more", 7, None, ""])] = out[name]
+        elif kind < 0.15:
+            if isinstance(out[name], np.ndarray) and out[name].dtype == np.int64 and out[name].ndim == 1:
+                out[name] = other_form(draw, out[name])
+        elif isinstance(out[name], np.ndarray) and out[name].dtype == np.int64 and out[name].ndim == 1:
+            if name == "max_ops" or not out[name].size:
+                continue
+            out[name] = other_value(draw, out[name])
+    return out
+
+
+def case(seed: int) -> str:
+    """What became of one case; whatever is raised besides what the core documents goes up."""
+    draw = random.Random(seed)
+    program, machine = base(draw.randrange(NUM_PROGRAMS))
+    try:
+        if draw.random() < 0.8:
+            core = Core(damaged(draw, program))
+            num_links = draw.randint(1, 9)
+            machine = dict(machine, link_rates=np.array(draw.choices([1, 10**9, 2**60], k=num_links)))
+            count = core.routes(machine["ways"]).size // 3
+            links = [[draw.randrange(num_links) for _ in range(draw.randint(0, 3))] for _ in range(count)]
+            machine["route_starts"] = np.cumsum([0, *map(len, links)], dtype=np.int64)
+            machine["route_links"] = np.array([link for route in links for link in route], dtype=np.int64)
+        else:
+            core = Core(program)
+        if draw.random() < 0.3:
+            machine = damaged(draw, machine)
+        core.edges(draw.randint(-1, 3)) if draw.random() < 0.1 else None
+        assert core.rows().size == core.num_ops == core.starts()[-1]
+        found = core.run(machine)
+    except ValueError:
+        return "refused"
+    except ProgramFault:
+        return "cannot run"
+    assert (found["issued_ps"] >= 0).all() and (found["ended_ps"] >= found["issued_ps"]).all()
+    assert found["ended_ps"].size == core.num_ops
+    return "runs"
+
+
+def main(first: str, count: str, file: str) -> None:
+    if "libasan" not in Path("/proc/self/maps").read_text():  # which reserves terabytes of addresses
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    faulthandler.enable()
+    at = os.open(file, os.O_WRONLY | os.O_CREAT)
+    seen: dict[str, int] = {}
+    for seed in range(int(first), int(first) + int(count)):
+        os.pwrite(at, f"{seed:20d}".encode(), 0)
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        what = case(seed)
+        seen[what] = seen.get(what, 0) + 1
+    faulthandler.cancel_dump_traceback_later()
+    print(*(f"{number} {what}" for what, number in sorted(seen.items())), sep=", ")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,219 @@
+"""The core says what the reference says, op by op and to the picosecond."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_programs import random_cluster, random_machine, random_program
+
+from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import load_cluster
+from meshweave.errors import MeshweaveError, ProgramError
+from meshweave.ir.dataflow import analyse
+from meshweave.ir.parse import parse
+from meshweave.ir.program import Program
+from meshweave.lower import lower_chains, lower_rings
+from meshweave.simulate import engine, reference
+from meshweave.simulate.columns import Columns
+
+EXAMPLES = int(os.environ.get("MESHWEAVE_EXAMPLES", "300"))
+quick = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow = settings(quick, max_examples=100 * EXAMPLES)
+seeds = st.integers(0, 2**63)
+
+SMALL = (1, 2, 3, 5, 7, 11, 17, 29, 53)
+"""Rates at which every rounding shows."""
+
+
+def spans(simulate: Any, program: Program, machine: Machine) -> Any:
+    """All spans, or the class of the error: words may differ."""
+    try:
+        found = simulate(program, machine)
+    except MeshweaveError as error:
+        return type(error)
+    trace = found.trace() if simulate is engine.simulate else found
+    return sorted(trace.spans, key=lambda span: (span.rank, span.index))
+
+
+def agree(program: Program, machine: Machine) -> None:
+    found, expected = (spans(one, program, machine) for one in (engine.simulate, reference.simulate))
+    if found != expected:  # a diff of all spans would take longer than the test
+        pairs = (
+            zip(found, expected, strict=True)
+            if isinstance(found, list) and isinstance(expected, list)
+            else ()
+        )
+        pytest.fail(str(next((pair for pair in pairs if pair[0] != pair[1]), (found, expected)))[:1000])
+
+
+def agree_on_random(seed: int, num_statements: int) -> None:
+    draw = random.Random(seed)
+    program = random_program(draw, num_statements)
+    machine = random_machine(draw, program)
+    if machine is not None:
+        agree(program, machine)
+
+
+@quick
+@given(seeds, st.sampled_from([2, 5, 10]))
+def test_random_programs_take_as_long_as_in_the_reference(seed: int, num_statements: int) -> None:
+    agree_on_random(seed, num_statements)
+
+
+@quick
+@given(seeds)
+def test_rates_of_a_few_units_are_rounded_alike(seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("random_programs.RATES", SMALL)
+        agree_on_random(seed, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@slow
+@given(seeds, st.sampled_from([3, 8, 30]))
+def test_many_random_programs_take_as_long_as_in_the_reference(seed: int, num_statements: int) -> None:
+    agree_on_random(seed, num_statements)
+
+
+# --- algorithms -----------------------------------------------------------------------------------------
+
+MESHES = {
+    name: [shape for n in range(1, 13) for shape in entry.meshes(n) if max(shape) <= 6]
+    for name, entry in ALGORITHMS.items()
+}
+
+
+def algorithm(draw: random.Random) -> Program:
+    """An entry of the table on one of its meshes, as it is or lowered."""
+    entry = ALGORITHMS[draw.choice(sorted(ALGORITHMS))]
+    sizes = [draw.choice([draw.randint(1, 40), 48, 1000 + draw.randint(0, 40)]) for _ in range(3)]
+    shape = draw.choice(MESHES[entry.name])
+    dtype = draw.choice(["float32", "bfloat16"])
+    problem = MatmulProblem(sizes[0], sizes[1], sizes[2], shape, draw.choice(entry.dataflows), dtype)
+    widths = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, min(5, problem.sliced_size))))
+    config = Config(widths, draw.choice([1, 2, 3, 8]), draw.choice([1, 2, 5]), draw.choice(["row", "col"]))
+    program = entry.program(problem, config)
+    match draw.randrange(4):
+        case 0:
+            return lower_rings(program, 1)
+        case 1:
+            return lower_rings(program, 2)
+        case 2:
+            return lower_chains(program)
+    return program
+
+
+@settings(quick, max_examples=max(EXAMPLES // 2, 1))
+@given(seeds)
+def test_algorithms_take_as_long_as_in_the_reference(seed: int) -> None:
+    draw = random.Random(seed)
+    program = algorithm(draw)
+    cluster = (
+        load_cluster("tpu-v4-pod:16") if draw.random() < 0.2 else random_cluster(draw, len(program.ranks))
+    )
+    machine = random_machine(draw, program, cluster)
+    if machine is not None:
+        agree(program, machine)
+
+
+# --- what else must hold --------------------------------------------------------------------------------
+
+
+@settings(quick, max_examples=max(EXAMPLES // 2, 1))
+@given(seeds)
+def test_edges_are_those_of_the_dataflow(seed: int) -> None:
+    program = random_program(random.Random(seed))
+    try:
+        before = analyse(program).before
+    except ProgramError:
+        return
+    core = engine.Core(Columns(program).data)
+    for position, rank in enumerate(program.ranks):
+        edges: list[list[int]] = [[] for _ in before[rank]]
+        for op, other in core.edges(position).reshape(-1, 2).tolist():
+            edges[op].append(other)
+        assert tuple(map(tuple, edges)) == before[rank]
+
+
+@settings(quick, max_examples=min(EXAMPLES, 40))
+@given(seeds)
+def test_two_runs_are_equal_and_no_link_is_used_beyond_its_rate(seed: int) -> None:
+    """On machines that are equal but not the same."""
+    draw = random.Random(seed)
+    program = algorithm(draw)
+    first, second = (random_machine(random.Random(seed), program) for _ in range(2))
+    if first is None or second is None:
+        return
+    one, other = engine.simulate(program, first), engine.simulate(program, second)
+    assert one.found.keys() == other.found.keys()
+    for name, values in one.found.items():
+        np.testing.assert_array_equal(values, other.found[name])
+    assert all(use.utilisation <= 1 for use in one.links)
+
+
+SHARED = """
+program("bytes")
+tp = mesh((2, 4), ("row", "col"))
+s = scratch((6, 10), "float32", on=tp)
+g = scratch((6, 40), "float32", on=tp)
+x = lane()
+y = lane()
+with tp:
+    all_gather(g, s, over="tp.col", dim=1, lane=x)
+    permute(s, g[:, :10], over="tp.col", shift=3, lane=y)
+    reduce_scatter(s, g[:, :20], over="tp.row", dim=1, lane=x)
+    all_to_all(g[:, :8], g[:, 8:16], over="tp.col", split_dim=1, concat_dim=1, lane=y)
+    broadcast(s, s, over="tp.col", root=1, packets=3, lane=x)
+    if tp.row == 0:
+        send(s[:2, :], peer=rank + 4, lane=y)
+    if tp.row == 1:
+        recv(s[:2, :], peer=rank - 4, lane=y)
+"""
+
+
+def expected_bytes(machine: Machine) -> Counter[Any]:
+    """Of `SHARED`, message by message."""
+    moved: Counter[Any] = Counter()
+
+    def message(source: int, target: int, amount: int) -> None:
+        for link in machine.path(source, target):
+            moved[link] += amount
+
+    for row in range(2):
+        group = [4 * row + col for col in range(4)]
+        for at, rank in enumerate(group):
+            following = group[(at + 1) % 4]
+            message(rank, following, 3 * 6 * 10 * 4)  # a gather passes on three parts
+            message(rank, group[(at + 3) % 4], 6 * 10 * 4)
+            for other in group:
+                message(rank, other, 6 * 2 * 4)
+            if at != 0:  # a broadcast from place 1 ends at place 0
+                message(rank, following, 3 * 6 * 10 * 4 // 3)
+    for col in range(4):
+        for rank in (col, col + 4):
+            message(rank, (rank + 4) % 8, 6 * 10 * 4)
+        message(col, col + 4, 2 * 10 * 4)
+    return moved
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_links_carry_what_the_messages_weigh(seed: int) -> None:
+    program = parse(SHARED)
+    description = random_cluster(random.Random(seed), 8)
+    machine = Machine.of(description, program, logical=True)
+    found = engine.simulate(program, machine)
+    ways = {machine.ways(name) for name in ("tp.row", "tp.col")}
+    carried = Counter({use.link: use.carried_bytes for use in found.links})
+    if ways == {1}:
+        assert carried == expected_bytes(machine)
+    else:  # two-way rings send half of a part each way: on a ring of links the same in total
+        assert carried.total() == expected_bytes(machine).total()
