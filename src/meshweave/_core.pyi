@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 class ProgramFault(Exception):
-    """A program that cannot be expanded or run: (message, global rank, op in the rank's list), -1 where unknown."""
+    """A program that cannot be expanded or run: (message, global rank, op on the rank), -1 for unknown."""
 
 class Core:
     """A program template, expanded. Raises ProgramFault, ValueError for columns that describe none."""

@@ -329,7 +329,7 @@ def _axis(draw: random.Random) -> NetworkAxis:
         for kind in COMM_KINDS
         if draw.random() < 0.3
     )
-    return NetworkAxis("n", rates[0], _seconds(draw), draw.choice([1, 2]), constants, _seconds(draw))  
+    return NetworkAxis("n", rates[0], _seconds(draw), draw.choice([1, 2]), constants, _seconds(draw))
 
 
 def _network(draw: random.Random, chips: int) -> Network:

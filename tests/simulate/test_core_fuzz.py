@@ -15,9 +15,12 @@ import pytest
 from core_fuzz import MAX_OPS, base
 from random_programs import random_machine
 
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import load_cluster
+from meshweave.errors import ProgramError
 from meshweave.ir.parse import parse
 from meshweave.simulate.columns import Columns
-from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _routes
+from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _routes, simulate
 
 CASES = int(os.environ.get("MESHWEAVE_FUZZ_CASES", "10000"))
 
@@ -172,3 +175,20 @@ def test_what_is_no_dict_of_columns_is_refused() -> None:
         Core(base(0)[0]).routes(np.ones((2, 2)))
     with pytest.raises(ValueError):
         Core(base(0)[0]).run({})
+
+
+def test_loops_that_do_nothing_are_an_error_in_seconds() -> None:
+    """Explaining it by reading the program in Python would take hours."""
+    program = parse("""
+program("idle")
+tp = mesh((2,), ("x",))
+s = scratch((4,), "float32", on=tp)
+lane0 = lane()
+with tp:
+    for a in range(1000000):
+        for b in range(1000000):
+            if a < 0:
+                zero(s, lane=lane0)
+""")
+    with pytest.raises(ProgramError, match="lead to no op"):
+        simulate(program, Machine.of(load_cluster("tpu-v4-pod:4"), program))

@@ -17,8 +17,8 @@ from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
 from meshweave.ir.work import Transfer
 from meshweave.lower import lower_rings
-from meshweave.simulate.reference import simulate
 from meshweave.simulate.flows import Flow, FlowTable, amount_left
+from meshweave.simulate.reference import simulate
 from meshweave.trace import check_order
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))

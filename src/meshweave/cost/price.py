@@ -113,7 +113,7 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
 
 
 def _shares(step: Step, ways: int) -> int:
-    """Among how many directions a rate is shared. That of send_recv is one direction's, unless only one is used."""
+    """Among how many directions a rate is shared. That of send_recv is one direction's, if two are used."""
     return max(step.ways // ways, 1) if step.collective == "send_recv" else step.ways
 
 

@@ -78,7 +78,8 @@ class NetworkAxis:
         """Constants of a collective along this axis.
 
         A kind without its own takes those of all_gather (reduce: of reduce_scatter first), then of the other
-        of these two, and what goes one way takes one direction's share of them; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where
+        of these two, and what goes one way takes one direction's share of them; with neither they follow
+        from the link: `link_bytes_per_s` (in all `ways` at once where
         the collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
         DescriptionError for an unknown kind.
         """

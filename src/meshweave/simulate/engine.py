@@ -24,6 +24,9 @@ from meshweave.units import to_ps
 _EXPLAINED_OPS = 200_000
 """Of a larger program that cannot run, a long search for words to say why would help nobody."""
 
+_IDLE = "too many statements"
+"""In the core's words for loops that turn and turn and do nothing."""
+
 
 def simulate(program: Program, machine: Machine) -> Simulation:
     """Simulates a program on a machine, with contention: what `simulate.reference` says, op by op, but fast.
@@ -113,6 +116,8 @@ def _routes(machine: Machine) -> _Routes:
 def _explained(program: Program, fault: ProgramFault) -> ProgramError:
     """The core's error in the words of the Python reading, which knows labels and buffers."""
     message, rank, op = fault.args
+    if _IDLE in message:  # reading it here would take hours
+        return ProgramError(message, rank=rank if rank >= 0 else None)
     try:
         if sum(1 for _ in program.written_on(program.ranks[0])) * len(program.ranks) <= _EXPLAINED_OPS:
             untimed_order(analyse(program))
