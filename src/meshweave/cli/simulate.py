@@ -206,13 +206,26 @@ def _picture(found: Sequence[Found]) -> str:
     if len(found) == 1:
         strips = [strip_of(first.run, rank, f"rank {rank}") for rank in first.ranks]
         return draw_strips(first.title, strips, subtitle=first.what)
-    alike = len({f.what for f in found}) == 1 and len({f.name for f in found}) == len(found)
-    strips = [
-        strip_of(f.run, f.ranks[0], f.name if alike else f.title, f.note if alike else "") for f in found
-    ]
-    title = first.what.partition(":")[0] if alike else f"{len(found)} simulated runs"
-    subtitle = f"{first.what.partition(': ')[2]}; {_chip(first)}" if alike else _chip(first)
-    return draw_strips(title, strips, subtitle=subtitle)
+    # `what` ends in the mesh: one product on several meshes is still one product.
+    products, meshes = zip(*(f.what.rpartition(", ")[::2] for f in found), strict=True)
+    alike = len(set(products)) == 1 and len({f.name for f in found}) == len(found)
+    if not alike:
+        strips = [strip_of(f.run, f.ranks[0], f.title) for f in found]
+        return draw_strips(f"{len(found)} simulated runs", strips, subtitle=_chip(first))
+    title, _, sizes = products[0].partition(": ")
+    if len(set(meshes)) == 1:
+        notes = [f.note for f in found]
+        where = f"{meshes[0]}; {_chip(first)}"
+    else:
+        notes = [
+            ", ".join(filter(None, (f.note, mesh.partition(" mesh of ")[0])))
+            for f, mesh in zip(found, meshes, strict=True)
+        ]
+        chips = {f.ranks[0] for f in found}
+        which = f"rank {chips.pop()} of each" if len(chips) == 1 else "on each mesh the chip in the middle"
+        where = f"{meshes[0].partition(' mesh of ')[2]}; {which}"
+    strips = [strip_of(f.run, f.ranks[0], f.name, note) for f, note in zip(found, notes, strict=True)]
+    return draw_strips(title, strips, subtitle=f"{sizes}, {where}")
 
 
 def _chip(found: Found) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from meshweave.lower.rings import BACK
 from meshweave.report.chart import _linear_ticks
 from meshweave.report.timeline import kind_of
 from meshweave.simulate.partners import Partners
@@ -111,8 +112,13 @@ def draw_strips(
 
 
 def _named(strip: Strip) -> Strip:
-    lanes = tuple((_LANE_NAMES.get(lane, lane), pieces) for lane, pieces in strip.lanes)
-    return replace(strip, lanes=lanes)
+    return replace(strip, lanes=tuple((_lane_name(lane), pieces) for lane, pieces in strip.lanes))
+
+
+def _lane_name(lane: str) -> str:
+    forwards = lane.removesuffix(BACK)
+    name = _LANE_NAMES.get(forwards, forwards)
+    return name if lane == forwards else f"{name}, back"
 
 
 def _strip(strip: Strip, y: float, left: int, width: int, scale: float) -> list[str]:

@@ -40,6 +40,20 @@ def slice_times(study: Study, model: str) -> dict[int, Times]:
     return out
 
 
+def product_slice_times(study: Study, block: Block) -> Iterator[tuple[str, dict[int, Times]]]:
+    """Each different product of a block by slice count, on the mesh that MeshSlice's tuner takes for the block."""
+    chosen = study.chosen(block, LEADER)
+    if chosen is None:
+        return
+    for problem in dict.fromkeys(problem for problem, _ in chosen.products):
+        each = (
+            (config.slice_count, Chosen(chosen.entry, chosen.cluster, chosen.shape, ((problem, config),)))
+            for config in chosen.entry.configs(problem)
+        )
+        sizes = f"{problem.dataflow} {problem.m} x {problem.n} x {problem.k}"
+        yield f"{block.chips} chips, {sizes}", {count: _times(study, one) for count, one in each}
+
+
 def _times(study: Study, chosen: Chosen) -> Times:
     return chosen.timing(study.estimates).total_s, chosen.timing(study.timer).total_s
 

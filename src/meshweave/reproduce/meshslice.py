@@ -18,6 +18,7 @@ from meshweave.reproduce.agreement import (
     mesh_times,
     picks_best,
     product_errors,
+    product_slice_times,
     slice_times,
     summary,
 )
@@ -214,6 +215,19 @@ def picks_slices(study: Study, model: str) -> Ours:
     return Ours(int(not right), told or f"S = {min(times, key=lambda s: times[s])} of {len(times)} counts")
 
 
+def picks_slices_each(study: Study, model: str) -> Ours:
+    """For how many products the estimate picks another slice count than simulation would, at all cluster sizes."""
+    if study.timer.by != "simulate":
+        return NEEDS_SIMULATION
+    found = [
+        (name, *picks_best(times))
+        for chips in study.setting.sizes
+        for name, times in product_slice_times(study, study.weak(model, chips))
+    ]
+    told = [f"{name}: {why}" for name, right, why in found if not right]
+    return Ours(len(told), "; ".join([f"of {len(found)} products", *told]))
+
+
 def estimate_error(study: Study, model: str) -> Ours:
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
@@ -272,6 +286,7 @@ OURS: dict[str, Callable[[Study, str], float | Ours]] = {
     "mesh_effect": mesh_effect,
     "picks_mesh": picks_mesh,
     "picks_slices": picks_slices,
+    "picks_slices_each": picks_slices_each,
     "estimate_error": estimate_error,
     "real_collective": lambda study, model: RealMesh(study).serial(model, "collective"),
     "real_wang": lambda study, model: RealMesh(study).serial(model, "wang"),

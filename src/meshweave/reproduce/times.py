@@ -13,26 +13,16 @@ from meshweave.algorithms.matmul import Algorithm, Config, MatmulProblem
 from meshweave.algorithms.matmul.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.cluster import Cluster
-from meshweave.errors import UnsupportedError
-from meshweave.estimate import estimate
+from meshweave.estimate import Estimate, estimate
+from meshweave.simulate import simulate
+from meshweave.simulate.result import PARTS
 
 By = Literal["estimate", "simulate"]
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of a product, or of several after one another. The parts are sums over ops, overlapped or not."""
-
-    total_s: float
-    compute_s: float
-    copy_s: float
-    launch_s: float
-    sync_s: float
-    transfer_s: float
-
-    @property
-    def communication_s(self) -> float:
-        return self.launch_s + self.sync_s + self.transfer_s
+class Timing(Estimate):
+    """Seconds of a product, or of several after one another, by either reading."""
 
     @property
     def serial_s(self) -> float:
@@ -76,71 +66,46 @@ def _key(problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Clus
     return entry.name.partition("[")[0], problem, config, cluster
 
 
-class EstimateTimer:
+class _Known:
+    """Times each product once."""
+
+    def __init__(self) -> None:
+        self._known: dict[_Key, Timing] = {}
+
+    def timing(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+        key = _key(problem, entry, config, cluster)
+        if key not in self._known:
+            self._known[key] = self._timed(problem, entry, config, cluster)
+        return self._known[key]
+
+    def product_s(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> float:
+        return self.timing(problem, entry, config, cluster).total_s
+
+    def _timed(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+        raise NotImplementedError
+
+
+class EstimateTimer(_Known):
     """The closed form, from the skeleton."""
 
     by: By = "estimate"
 
-    def __init__(self) -> None:
-        self._known: dict[_Key, Timing] = {}
-
-    def timing(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
-        key = _key(problem, entry, config, cluster)
-        if key not in self._known:
-            machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
-            found = estimate(entry.skeleton(problem, config), machine)
-            self._known[key] = Timing(
-                found.total_s,
-                found.compute_s,
-                found.copy_s,
-                found.launch_s,
-                found.sync_s,
-                found.transfer_s,
-            )
-        return self._known[key]
-
-    def product_s(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> float:
-        return self.timing(problem, entry, config, cluster).total_s
+    def _timed(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+        machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
+        return Timing(**vars(estimate(entry.skeleton(problem, config), machine)))
 
 
-class SimulateTimer:
-    """The discrete-event simulation of the program on every chip; the parts are those of rank 0.
-
-    Raises UnsupportedError where the package was built without the engine.
-    """
+class SimulateTimer(_Known):
+    """The discrete-event simulation of the program on every chip; the parts are those of rank 0."""
 
     by: By = "simulate"
 
-    def __init__(self) -> None:
-        try:
-            from meshweave.simulate.engine import simulate
-        except ImportError as error:
-            raise UnsupportedError(
-                f"this installation has no simulation engine ({error}); use --by estimate"
-            ) from None
-        self._simulate = simulate
-        self._known: dict[_Key, Timing] = {}
-
-    def timing(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
-        key = _key(problem, entry, config, cluster)
-        if key not in self._known:
-            program = entry.program(problem, config)
-            run = self._simulate(program, Machine.of(cluster, program))
-            parts = run.parts(0)
-            self._known[key] = Timing(
-                run.duration_s,
-                parts["compute_s"],
-                parts["copy_s"],
-                parts["launch_s"],
-                parts["sync_s"],
-                parts["transfer_s"],
-            )
-        return self._known[key]
-
-    def product_s(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> float:
-        return self.timing(problem, entry, config, cluster).total_s
+    def _timed(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+        program = entry.program(problem, config)
+        run = simulate(program, Machine.of(cluster, program))
+        parts = run.parts(0)
+        return Timing(run.duration_s, *(parts[name] for name in PARTS[:5]))
 
 
 def timer(by: By) -> Timer:
-    """Raises UnsupportedError as `SimulateTimer` does."""
     return EstimateTimer() if by == "estimate" else SimulateTimer()
