@@ -111,7 +111,7 @@ def main() -> None:
         "",
         "Shards of the matrices that move are 4 MB (shapes: 5 MB and 1 MB).",
         "",
-        "Wang beside rivals was measured while its ring went one way; since then it goes both ways, as under fidelity.",
+        "Wang beside rivals was measured while its ring went one way; by now it goes both, as under fidelity.",
         "",
         "## Rivals on a 4x4 torus, 50 Mbit/s per link and direction",
         "",

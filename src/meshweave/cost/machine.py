@@ -194,16 +194,6 @@ class Machine:
         assert isinstance(network, Torus)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
 
-    def ring_links(self, group: tuple[int, ...], ways: int) -> tuple[Link, ...]:
-        """Every link that a ring over `group` uses, in both directions where `ways` is 2."""
-        links: dict[Link, None] = {}
-        for position, rank in enumerate(group):
-            following = group[(position + 1) % len(group)]
-            links.update(dict.fromkeys(self.path(rank, following)))
-            if ways == 2:
-                links.update(dict.fromkeys(self.path(following, rank)))
-        return tuple(links)
-
 
 def _tree_hops(tree: Tree, src: int, dst: int) -> Iterable[Link]:
     down: list[Link] = []
