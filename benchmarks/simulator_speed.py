@@ -230,10 +230,10 @@ def block() -> Row:
     """The 12 products of a GPT-3 block on 256 chips, by algorithm: each at its own best mesh and configurations.
     Seconds of everything: making the programs, handing them over, expanding and simulating them."""
     from meshweave.reproduce.block import Study
-    from meshweave.reproduce.times import EstimateTimer
+    from meshweave.reproduce.times import Timer
     from meshweave.simulate.engine import simulate
 
-    study = Study("tpu-v4-pod", EstimateTimer())
+    study = Study("tpu-v4-pod", Timer("estimate"))
     out: Row = {}
     for name in ("collective", "meshslice", "wang", "summa[S=meshslice]", "summa", "cannon", "tp1d", "fsdp"):
         chosen = study.chosen(study.weak("gpt3"), name)

@@ -18,7 +18,7 @@ from itertools import product
 from meshweave.describe.cluster import Cluster, CommConstants, Torus, load_cluster
 from meshweave.reproduce.block import Study
 from meshweave.reproduce.published import published
-from meshweave.reproduce.times import EstimateTimer
+from meshweave.reproduce.times import Timer
 
 FACTORS = [round(0.8 + 0.02 * step, 2) for step in range(44)]
 """Up to 1.66: beyond 5 / 3 an all-gather would exceed the links."""
@@ -44,7 +44,7 @@ def scaled(cluster: Cluster, factor: float, launch_s: float) -> Cluster:
 
 def utilisations(cluster: Cluster, models: Iterable[str]) -> list[float]:
     """FLOP utilisation in percent of the fully connected layers of each model."""
-    study = Study(cluster, EstimateTimer())
+    study = Study(cluster, Timer("estimate"))
     found = []
     for model in models:
         block = study.weak(model)

@@ -16,7 +16,7 @@ from meshweave.reproduce.figures import FIGURES, figures
 from meshweave.reproduce.pictures import pictures
 from meshweave.reproduce.published import MODELS, published
 from meshweave.reproduce.rest import implied_share
-from meshweave.reproduce.times import EstimateTimer, SimulateTimer, add_up
+from meshweave.reproduce.times import Timer, add_up
 from meshweave.tune.product import tune_product
 
 SMALL = Setting(chips=16, sizes=(4, 16), tall=(8, 2), fixed_batch=8)
@@ -24,12 +24,12 @@ SMALL = Setting(chips=16, sizes=(4, 16), tall=(8, 2), fixed_batch=8)
 
 @pytest.fixture(scope="module")
 def study() -> Study:
-    return Study("tpu-v4-pod", EstimateTimer())
+    return Study("tpu-v4-pod", Timer("estimate"))
 
 
 @pytest.fixture(scope="module")
 def small() -> Study:
-    return Study("tpu-v4-pod", EstimateTimer(), SMALL)
+    return Study("tpu-v4-pod", Timer("estimate"), SMALL)
 
 
 def test_every_published_row_has_a_function() -> None:
@@ -110,8 +110,7 @@ def test_timings_add_up(small: Study) -> None:
 
 def test_simulation_answers_in_the_same_form() -> None:
     """Collectives of one mesh axis meet no others; on so few chips, copies and products share memory, though."""
-    pytest.importorskip("meshweave.simulate.engine")
-    study = Study("tpu-v4-pod", SimulateTimer(), Setting(chips=4, sizes=(4,), tall=(2, 2), fixed_batch=2))
+    study = Study("tpu-v4-pod", Timer("simulate"), Setting(chips=4, sizes=(4,), tall=(2, 2), fixed_batch=2))
     chosen = study.chosen(study.weak("gpt3"), "meshslice")
     assert chosen is not None
     simulated, estimated = chosen.timing(study.timer), chosen.timing(study.estimates)

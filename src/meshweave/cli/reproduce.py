@@ -82,7 +82,7 @@ def meshslice(
     from meshweave.reproduce.meshslice import PAPER
     from meshweave.reproduce.meshslice import rows as compute_rows
     from meshweave.reproduce.published import published, wanted_rows
-    from meshweave.reproduce.times import timer
+    from meshweave.reproduce.times import Timer
 
     ids, numbers = _listed(rows), figures_named(_listed(figures))
     wanted_rows(published(PAPER), ids)
@@ -93,7 +93,7 @@ def meshslice(
         all_rows = True
     else:
         all_rows = False
-    study = Study(cluster, timer(by.value))
+    study = Study(cluster, Timer(by.value))
     computed: list[Row] = []
     drawn: list[Figure] = []
     if ids or all_rows:

@@ -14,7 +14,7 @@ import typer
 from meshweave.cli.options import JSON_HELP, check_writable, print_json
 from meshweave.cli.simulate_jobs import Job, Lower, read_jobs
 from meshweave.describe.files import printable
-from meshweave.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.errors import DescriptionError, LayoutError
 from meshweave.report.timeline import write_chrome, write_text
 from meshweave.trace import Trace
 from meshweave.units import format_bytes, format_s, to_s
@@ -142,11 +142,8 @@ def _check_ranks(job: Job, asked: tuple[int, ...]) -> None:
 
 
 def _simulated(job: Job, asked: tuple[int, ...], against: bool) -> Found:
-    try:
-        from meshweave.simulate.engine import simulate as run_simulation
-    except ImportError as error:
-        raise UnsupportedError(f"this installation has no simulation engine ({error})") from None
     from meshweave.report.simulation import Found
+    from meshweave.simulate import simulate as run_simulation
     from meshweave.simulate.critical import critical_path
 
     with _status(f"simulating {job.title}: about {job.num_ops:,} ops on {len(job.program.ranks)} ranks"):

@@ -14,7 +14,7 @@ from meshweave.algorithms.matmul.passes import PASSES, Stationary, pass_problem
 from meshweave.describe.cluster import Cluster, Ring, load_cluster
 from meshweave.describe.model import FcLayer, load_model
 from meshweave.describe.workload import Workload, block_gemms
-from meshweave.reproduce.times import EstimateTimer, Timer, Timing, add_up
+from meshweave.reproduce.times import Timer, Timing, add_up
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.product import Tally
@@ -65,7 +65,7 @@ class Study:
     def __init__(self, cluster: str | Cluster, timer: Timer, setting: Setting | None = None) -> None:
         self.setting = setting or Setting()
         self.timer = timer
-        self.estimates: Timer = timer if timer.by == "estimate" else EstimateTimer()
+        self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate")
         self._pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
         self._grounds: dict[tuple[int, bool], Ground] = {}
         self._chosen: dict[tuple[Block, str, int | None], Chosen | None] = {}

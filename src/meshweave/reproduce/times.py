@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from meshweave.algorithms.matmul import Algorithm, Config, MatmulProblem
 from meshweave.algorithms.matmul.problem import AXES, MESH
@@ -43,37 +43,21 @@ def add_up(timings: Iterable[Timing]) -> Timing:
     return Timing(total, compute, copy, launch, sync, transfer)
 
 
-class Timer(Protocol):
-    """Times one product on all chips of a cluster. Each product is computed once."""
-
-    @property
-    def by(self) -> By: ...
-
-    def timing(
-        self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster
-    ) -> Timing: ...
-
-    def product_s(
-        self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster
-    ) -> float: ...
-
-
 _Key = tuple[str, MatmulProblem, Config, Cluster]
 
 
-def _key(problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> _Key:
-    # A follower such as wang[S=meshslice] runs the programs of its base.
-    return entry.name.partition("[")[0], problem, config, cluster
+class Timer:
+    """Times products on all chips of a cluster, each once, by one of the two readings."""
 
-
-class _Known:
-    """Times each product once."""
-
-    def __init__(self) -> None:
+    def __init__(self, by: By) -> None:
+        self.by: By = by
+        self._timed = _estimated if by == "estimate" else _simulated
         self._known: dict[_Key, Timing] = {}
 
     def timing(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
-        key = _key(problem, entry, config, cluster)
+        """Seconds of one product and their parts. Raises what `estimate` and `simulate` raise."""
+        # A follower such as wang[S=meshslice] runs the programs of its base.
+        key = entry.name.partition("[")[0], problem, config, cluster
         if key not in self._known:
             self._known[key] = self._timed(problem, entry, config, cluster)
         return self._known[key]
@@ -81,31 +65,16 @@ class _Known:
     def product_s(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> float:
         return self.timing(problem, entry, config, cluster).total_s
 
-    def _timed(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
-        raise NotImplementedError
 
-
-class EstimateTimer(_Known):
+def _estimated(problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
     """The closed form, from the skeleton."""
-
-    by: By = "estimate"
-
-    def _timed(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
-        machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
-        return Timing(**vars(estimate(entry.skeleton(problem, config), machine)))
+    machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
+    return Timing(**vars(estimate(entry.skeleton(problem, config), machine)))
 
 
-class SimulateTimer(_Known):
-    """The discrete-event simulation of the program on every chip; the parts are those of rank 0."""
-
-    by: By = "simulate"
-
-    def _timed(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
-        program = entry.program(problem, config)
-        run = simulate(program, Machine.of(cluster, program))
-        parts = run.parts(0)
-        return Timing(run.duration_s, *(parts[name] for name in PARTS[:5]))
-
-
-def timer(by: By) -> Timer:
-    return EstimateTimer() if by == "estimate" else SimulateTimer()
+def _simulated(problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+    """The program on every chip; the parts are those of rank 0."""
+    program = entry.program(problem, config)
+    run = simulate(program, Machine.of(cluster, program))
+    parts = run.parts(0)
+    return Timing(run.duration_s, *(parts[name] for name in PARTS[:5]))

@@ -20,7 +20,7 @@ PARTS = ("compute_s", "copy_s", "launch_s", "sync_s", "transfer_s", "wait_s")
 
 @dataclass(frozen=True, eq=False)
 class LinkUse:
-    """One direction of a link, NIC or port: bytes that it carried, and which share of what it could have."""
+    """One direction of a link, NIC or port: bytes that it carried, and its share of what it could have."""
 
     link: Link
     rate_bytes_per_s: int
@@ -30,11 +30,13 @@ class LinkUse:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
+    """What `engine.simulate` returns. All times are integer picoseconds from the start of the run.
 
-    `rows` is each op's number among the ops as the program writes them. `found` holds the core's columns:
-    `issued_ps`, `ended_ps`, `cause` (the op whose end let it be issued, -1 at the start), `held` (the partner
-    that came last, -1 for none), `parts_ps`, `carried`, and `num_events`.
+    Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
+    `rows` is each op's number among the ops as the program writes them. `found` holds the core's columns, by op:
+    `issued_ps`, `ended_ps`, `cause` (the op whose end let it be issued, -1 at the start), `held` (of the partners
+    that it exchanges something with the one that came last, if later than itself, else -1); by rank `parts_ps`;
+    by resource `carried`; and `num_events`.
     """
 
     program: Program
