@@ -9,10 +9,10 @@ import ast
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.mesh import Mesh
 from meshweave.errors import LayoutError, ProgramError, nearest
 from meshweave.ir.expr import Index, from_ast
@@ -159,13 +159,18 @@ class _Reader:
 
     def _layout(self, node: ast.expr | None) -> Layout:
         match node:
+            case ast.Call(func=ast.Name(id="fold"), args=[ast.Subscript() as placed, *folds], keywords=[]):
+                return replace(self._layout(placed), folds=tuple(map(self._int_tuple, folds)))
             case ast.Subscript(value=mesh, slice=inner):
                 placements = inner.elts if isinstance(inner, ast.Tuple) else [inner]
                 return Layout(
                     self.meshes[self._known(mesh, self.meshes, "mesh")],
                     tuple(self._placement(item) for item in placements),
                 )
-        raise _fail(node or ast.Pass(), "a layout is written mesh[placement, ...], such as tp[S(0), R]")
+        raise _fail(
+            node or ast.Pass(),
+            "a layout is written mesh[placement, ...], such as tp[S(0), R], or fold(tp[S(0), R], (sizes), ...)",
+        )
 
     def _placement(self, node: ast.expr) -> Placement:
         match node:
@@ -179,7 +184,11 @@ class _Reader:
                 return Shard(self._int(dim))
             case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset]):
                 return Tile(self._int(dim), self._int(size), self._int(offset))
-        raise _fail(node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset)")
+            case ast.Call(func=ast.Name(id="SS"), args=[dim, split_factor]):
+                return StridedShard(self._int(dim), self._int(split_factor))
+        raise _fail(
+            node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset), or SS(dim, split_factor)"
+        )
 
     def _meaning(self, out: str, call: ast.Call) -> Meaning:
         names = [self._known(item, self.tensors, "tensor") for item in call.args]

@@ -1,0 +1,294 @@
+"""PyTorch's DTensor in our words, and back: `layout_of` a DTensor, `placements_of` a layout.
+
+A product sees every tensor as a matrix. A DTensor of more dims has its leading ones folded into the rows, and a
+vector is one row on the left of a product, one column on the right; placements still name the dims of the DTensor.
+
+Placements of DTensor are applied left to right, as ours are, unless its spec says otherwise (`shard_order`).
+Another order is the same layout on a mesh with the axes in that order, and that is how we write it.
+"""
+
+from __future__ import annotations
+
+import keyword
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
+
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
+from meshweave.describe.mesh import Mesh
+from meshweave.errors import LayoutError
+
+Side = Literal["left", "right"]
+"""Which operand of a product a tensor is; a vector is a row on the left, a column on the right."""
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
+"""(tensor dim, mesh dims in the order in which they cut it), as `DTensorSpec.shard_order` has it."""
+
+_DEFAULT_AXES = ("row", "col", "depth")
+
+_MESHES: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
+
+
+def mesh_of(device_mesh: DeviceMesh) -> Mesh:
+    """The mesh over the global ranks of `device_mesh`: equal DeviceMeshes give equal meshes.
+
+    Axes have the names of the mesh dims where a program's text can have all of them, else row, col, depth, d3, ...
+    The mesh is named after axes and ranks, so that different meshes have different names in one program.
+    """
+    mesh = _MESHES.get(device_mesh)
+    if mesh is None:
+        shape = tuple(int(size) for size in device_mesh.mesh.shape)
+        axes = tuple(device_mesh.mesh_dim_names or ())
+        if len(axes) != len(shape) or not all(map(_is_word, axes)):
+            axes = tuple(_DEFAULT_AXES[i] if i < 3 else f"d{i}" for i in range(len(shape)))
+        mesh = _mesh(shape, axes, tuple(int(rank) for rank in device_mesh.mesh.reshape(-1).tolist()))
+        _MESHES[device_mesh] = mesh
+    return mesh
+
+
+def layout_of(tensor: DTensor | DTensorSpec, side: Side = "left") -> Layout:
+    """How a DTensor lies on its ranks, seen as the matrix of `matrix_shape`.
+
+    The same spec gives the same Layout object as long as it is cached, and an equal one always.
+
+    Raises:
+        LayoutError: the tensor has no dims; a placement has no counterpart here, which leaves Shard, Replicate,
+            Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch, which takes them
+            for a shard order, would gather otherwise than it cut them.
+    """
+    spec = tensor._spec if isinstance(tensor, DTensor) else tensor
+    if spec.tensor_meta is None:
+        raise LayoutError("this DTensorSpec has no tensor_meta, so the global shape is unknown")
+    shape = tuple(int(size) for size in spec.tensor_meta.shape)
+    order = getattr(spec, "shard_order", None)  # torch 2.9 has none
+    layout = layout_on(spec.mesh, spec.placements, shape, side, order)
+    if getattr(spec, "use_strided_shard_as_shard_order", False):
+        decoded = DTensorSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
+        if decoded is not None:
+            plain = [TorchShard(p.dim) if isinstance(p, TorchStridedShard) else p for p in spec.placements]
+            _check_readings(layout, layout_on(spec.mesh, plain, shape, side, decoded), shape)
+    return layout
+
+
+def layout_on(
+    device_mesh: DeviceMesh,
+    placements: Sequence[TorchPlacement],
+    shape: Sequence[int],
+    side: Side = "left",
+    shard_order: ShardOrder | None = None,
+) -> Layout:
+    """As `layout_of`, of a tensor of global `shape` with these placements on `device_mesh`.
+
+    `shard_order` None applies them left to right.
+    """
+    mesh = mesh_of(device_mesh)
+    if len(placements) != len(mesh.shape):
+        raise LayoutError(
+            f"{len(placements)} placements for the {len(mesh.shape)} dims of mesh {mesh.name}: one each is needed"
+        )
+    ours = tuple(
+        _placement(placement, axis, len(shape)) for placement, axis in zip(placements, mesh.axes, strict=True)
+    )
+    order = tuple((int(dim), tuple(map(int, dims))) for dim, dims in shard_order or ())
+    return _layout(mesh, ours, tuple(map(int, shape)), side, order)
+
+
+def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
+    """(rows, columns) of the matrix that a product sees in a tensor of `shape`: leading dims are folded into rows.
+
+    Raises LayoutError for a tensor without dims.
+    """
+    rows, columns = _folds(tuple(shape), side)
+    return math.prod(rows), math.prod(columns)
+
+
+def placements_of(
+    layout: Layout, shape: Sequence[int], device_mesh: DeviceMesh | None = None
+) -> tuple[TorchPlacement, ...]:
+    """DTensor placements of a tensor that `layout` shows as `shape`, one for each dim of `device_mesh`.
+
+    Without a device mesh they are in the order of the layout's own mesh axes. Where folds are, placements name the
+    original dims. A Tile is a Shard if it holds the same for this shape; axes in another order than those of
+    `device_mesh` become strided shards. The placements hold exactly what the layout says, on every rank.
+
+    Raises LayoutError, naming the axis, where no placements do.
+    """
+    plain = layout
+    for at, (axis, placement) in enumerate(zip(layout.mesh.axes, layout.placements, strict=True)):
+        if isinstance(placement, Tile):
+            plain = _with(plain, at, Shard(placement.dim))
+            if not _same(plain, layout, shape):
+                raise LayoutError(
+                    f"{layout}: axis {axis}: {placement} of a tensor of shape {tuple(shape)} is no Shard, so "
+                    "DTensor has no placement for it; tiles as large as the chunks of a Shard would have"
+                )
+    if device_mesh is not None:
+        plain = _reordered(plain, mesh_of(device_mesh), shape)
+    return tuple(map(_theirs, plain.placements))
+
+
+def _is_word(name: str) -> bool:
+    # Python's parser, which reads programs, rewrites identifiers outside ASCII.
+    return name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+
+
+def _mesh(shape: tuple[int, ...], axes: tuple[str, ...], ranks: tuple[int, ...]) -> Mesh:
+    name = "_".join(f"{axis}{size}" for axis, size in zip(axes, shape, strict=True)) or "mesh"
+    if ranks != tuple(range(len(ranks))):
+        consecutive = ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
+        name += f"_at{ranks[0]}" if consecutive else f"_x{zlib.crc32(repr(ranks).encode()):08x}"
+    return Mesh(name, shape, axes, ranks)
+
+
+def _placement(placement: TorchPlacement, axis: str, num_dims: int) -> Placement:
+    # Exact types: a subclass (masked or norm partials, say) means something else with the same fields.
+    kind = type(placement)
+    if kind is TorchReplicate:
+        return Replicate()
+    if kind is TorchPartial and placement.reduce_op == "sum":
+        return Partial()
+    if kind is TorchShard or kind is TorchStridedShard:
+        dim = int(placement.dim) + (num_dims if placement.dim < 0 else 0)
+        if not 0 <= dim < num_dims:
+            raise LayoutError(
+                f"mesh axis {axis}: {placement!r} names a dim that a {num_dims}-dim tensor has not"
+            )
+        return Shard(dim) if kind is TorchShard else StridedShard(dim, int(placement.split_factor))
+    raise LayoutError(
+        f"mesh axis {axis}: placement {placement!r} has no counterpart in a layout; redistribute to Shard, "
+        "Replicate, Partial('sum') or _StridedShard"
+    )
+
+
+def _theirs(placement: Placement) -> TorchPlacement:
+    match placement:
+        case Shard(dim=dim):
+            return TorchShard(dim)
+        case StridedShard(dim=dim, split_factor=factor):
+            return TorchStridedShard(dim, split_factor=factor)
+        case Partial(op=op):
+            return TorchPartial(op)
+    assert isinstance(placement, Replicate), placement
+    return TorchReplicate()
+
+
+def _folds(shape: tuple[int, ...], side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if side not in ("left", "right"):
+        raise LayoutError(f"the side of a product is 'left' or 'right', not '{side}'")
+    if not shape:
+        raise LayoutError("a tensor without dims is no operand of a product; it needs at least one dim")
+    if len(shape) == 1 and side == "right":
+        return shape, ()
+    return shape[:-1], shape[-1:]
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...], side: Side, order: ShardOrder
+) -> Layout:
+    folds = _folds(shape, side)
+    applied = list(range(len(placements)))
+    for dim, axes in order:
+        if any(getattr(placements[axis], "dim", None) != dim for axis in axes):
+            raise LayoutError(f"shard order {order}: mesh dims {axes} do not all shard tensor dim {dim}")
+        for place, axis in zip(sorted(axes), axes, strict=True):
+            applied[place] = axis
+    if applied != sorted(applied):
+        mesh, placements = _transposed(mesh, tuple(applied)), tuple(placements[axis] for axis in applied)
+    return Layout(mesh, placements, None if len(shape) == 2 else folds)
+
+
+@lru_cache(maxsize=1024)
+def _transposed(mesh: Mesh, axes: tuple[int, ...]) -> Mesh:
+    """The same ranks at the same coordinates, with the axes in another order."""
+    shape = tuple(mesh.shape[axis] for axis in axes)
+    ranks = []
+    for place in range(mesh.num_ranks):
+        coords = [0] * len(axes)
+        for axis in reversed(axes):
+            place, coords[axis] = divmod(place, mesh.shape[axis])
+        ranks.append(mesh.rank_at(tuple(coords)))
+    return _mesh(shape, tuple(mesh.axes[axis] for axis in axes), tuple(ranks))
+
+
+@lru_cache(maxsize=1024)
+def _check_readings(layout: Layout, ordered: Layout, shape: tuple[int, ...]) -> None:
+    """Refuses strided shards that mean one thing placement by placement and another as a shard order.
+
+    PyTorch 2.13 cuts by the first reading (`distribute_tensor`) and gathers by the second (`redistribute`), and
+    FSDP cuts by the second. They differ for some uneven sizes, where its own `full_tensor` fails.
+    """
+    seen = shape if layout.folds is None else tuple(map(math.prod, layout.folds))
+    if not _same(layout, ordered, seen):
+        raise LayoutError(
+            f"{layout}: strided shards of an uneven tensor of shape {shape} do not say which rank holds what: "
+            f"taken as a shard order they are {ordered}; pad the tensor, or give its DTensorSpec a shard_order"
+        )
+
+
+def _same(one: Layout, other: Layout, shape: Sequence[int]) -> bool:
+    """Whether every rank holds the same elements in the same order."""
+    return all(
+        np.array_equal(ours, theirs)
+        for rank in one.mesh.ranks
+        for ours, theirs in zip(one.indices(shape, rank), other.indices(shape, rank), strict=True)
+    )
+
+
+def _with(layout: Layout, at: int, placement: Placement) -> Layout:
+    return replace(layout, placements=(*layout.placements[:at], placement, *layout.placements[at + 1 :]))
+
+
+def _reordered(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Layout:
+    """`layout` on `mesh`, which has the same ranks with the axes in another order."""
+    own = layout.mesh
+    axes = tuple(own.axes.index(axis) for axis in mesh.axes if axis in own.axes)
+    if (
+        len(axes) != len(own.axes)
+        or (turned := _transposed(own, axes)).shape != mesh.shape
+        or (turned.ranks != mesh.ranks)
+    ):
+        raise LayoutError(
+            f"{layout} is on mesh {own.name} with axes {', '.join(own.axes)}, which is not mesh {mesh.name} with "
+            f"axes {', '.join(mesh.axes)} in any order"
+        )
+    placements = []
+    for place, axis in enumerate(axes):
+        placement = layout.placements[axis]
+        if isinstance(placement, Shard):
+            earlier = [  # cut before this axis, and stand after it: what a strided shard reaches across
+                own.shape[other]
+                for other in axes[place + 1 :]
+                if other < axis and getattr(layout.placements[other], "dim", None) == placement.dim
+            ]
+            if math.prod(earlier) > 1:
+                placement = StridedShard(placement.dim, math.prod(earlier))
+        placements.append(placement)
+    found = Layout(mesh, tuple(placements), layout.folds)
+    if not _same(found, layout, shape):
+        strided = [
+            name
+            for name, ours, was in zip(
+                mesh.axes, placements, (layout.placements[a] for a in axes), strict=True
+            )
+            if ours != was or isinstance(was, StridedShard)
+        ]
+        raise LayoutError(
+            f"{layout}: axes {', '.join(strided)} cut a tensor of shape {tuple(shape)} in an order for which "
+            f"DTensor has no placements on mesh {mesh.name}; an even size would have"
+        )
+    return found
