@@ -67,8 +67,108 @@ with tp:
     validate(parse(text))
     assert "more than once" in refusal(text.replace('over="tp.col"', 'over="tp"')).message
     assert (
-        "lacks k = 1, 3" in refusal(text.replace('all_reduce(y, half, over="tp.col"', "copy(y, half")).message
+        "lacks term 1, 3"
+        in refusal(text.replace('all_reduce(y, half, over="tp.col"', "copy(y, half")).message
     )
+
+
+OF_TERMS = """
+program("a product of what is not summed yet")
+tp = mesh((2, 3), ("x", "y"))
+A = tensor((4, 3), "float32")
+B = tensor((3, 5), "float32")
+C = tensor((4, 5), "float32")
+computes(C, product(A, B))
+a = input(A, tp[P, R])
+b = input(B, tp[R, R])
+c = output(C, tp[P, R])
+l = lane()
+with tp:
+    matmul(c, a, b, lane=l)
+"""
+WHOLE = OF_TERMS.replace("c = output(C, tp[P, R])", "c = output(C, tp[R, R])")
+REDUCED = WHOLE + '    all_reduce(c, c, over="tp.x", lane=l)\n'
+BOTH = OF_TERMS.replace("tp[R, R]", "tp[P, R]")
+"""Both operands in terms along one axis, and each rank multiplies its own: A_0 B_0 + A_1 B_1 is not A B."""
+CROSSED = BOTH.replace("input(B, tp[P, R])", "input(B, tp[R, P])").replace(
+    "output(C, tp[P, R])", "output(C, tp[P, P])"
+)
+"""Along two axes each term of A meets each of B."""
+
+
+@pytest.mark.parametrize("text", [OF_TERMS, REDUCED, CROSSED])
+def test_a_product_of_terms_is_a_term_of_the_product(text: str) -> None:
+    assert validate(parse(text)).skipped == ()
+
+
+def test_a_product_of_terms_summed_first_or_in_part() -> None:
+    """A is summed over x before it is multiplied, and its terms along y after."""
+    text = OF_TERMS.replace("tp[P, R]", "tp[P, P]").replace("output(C, tp[P, P])", "output(C, tp[R, P])")
+    text = text.replace(
+        "l = lane()\nwith tp:\n",
+        's = scratch((4, 3), "float32", on=tp)\nl = lane()\nwith tp:\n    all_reduce(s, a, over="tp.x", lane=l)\n',
+    )
+    text = text.replace("matmul(c, a,", "matmul(c, s,")
+    assert validate(parse(text)).skipped == ()
+    text = text.replace("output(C, tp[R, P])", "output(C, tp[R, R])").replace('over="tp.x"', 'over="tp"')
+    assert validate(parse(text)).skipped == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "story"),
+    [
+        (WHOLE, "C[0, 0] lacks k = 0, 1, 2 of term 1 of A (20 such elements)"),
+        (
+            REDUCED.replace('over="tp.x"', 'over="tp"'),
+            "C[0, 0] has k = 0, 1, 2 of term 0 of A; k = 0, 1, 2 of term 1 of A more than once",
+        ),
+        (
+            OF_TERMS.replace("matmul(c, a, b,", "matmul(c, a[:, :2], b[:2, :],"),
+            "C[0, 0] lacks k = 2 of term 0 of A; k = 2 of term 1 of A",
+        ),
+        (
+            BOTH,
+            "C[0, 0] lacks k = 0, 1, 2 of term 0 of A and term 1 of B; k = 0, 1, 2 of term 1 of A and term 0",
+        ),
+        (
+            OF_TERMS.replace("input(A, tp[P, R])", 'input(A, tp[P("max"), R])'),
+            "unfinished sums of A: lacks term 1",
+        ),
+        (
+            OF_TERMS.replace("l = lane()", "d = input(A, tp[R, P])\nl = lane()"),
+            "holds terms of A, which arrives in terms twice",
+        ),
+        (
+            OF_TERMS.replace("l = lane()", "d = input(C, tp[R, P])\nl = lane()"),
+            "holds terms of C, which is computed, too",
+        ),
+    ],
+)
+def test_terms_missing_or_doubled(text: str, story: str) -> None:
+    assert story in refusal(text).message
+
+
+def test_one_term_multiplied_twice_and_the_other_never() -> None:
+    """Rank 3 (x = 1, y = 0) fetches the term of rank 0 and multiplies that."""
+    text = OF_TERMS.replace(
+        "l = lane()\nwith tp:\n",
+        's = scratch((4, 3), "float32", on=tp)\nl = lane()\nwith tp:\n'
+        '    broadcast(s, a, over="tp.x", root=0, lane=l)\n',
+    )
+    error = refusal(text.replace("matmul(c, a,", "matmul(c, s,"))
+    assert (
+        "C[0, 0] lacks k = 0, 1, 2 of term 1 of A and has k = 0, 1, 2 of term 0 of A more than once"
+        in error.message
+    )
+
+
+def test_a_block_of_different_terms_is_no_operand() -> None:
+    text = OF_TERMS.replace(
+        "l = lane()\nwith tp:\n",
+        's = scratch((4, 3), "float32", on=tp)\nl = lane()\nwith tp:\n'
+        '    broadcast(s, a, over="tp.x", root=0, lane=l)\n    copy(s[2:, :], a[2:, :], lane=l)\n',
+    )
+    assert "mixes different sums of A" in refusal(text.replace("matmul(c, a,", "matmul(c, s,")).message
 
 
 CALL = """

@@ -4,6 +4,9 @@ Each element carries which term it is and which global element it belongs to. A 
 the term T; a partial sum of a product carries how often each k went into it. Multiplying checks that the
 operands are blocks of the right tensors and that their k agree; adding checks that positions agree and
 counts up. In the end every output element must hold exactly its own tensor's element: each k once.
+
+A tensor that arrives as partial sums may be multiplied before it is summed, because a product is linear: a
+summand of A B is then one k of one term of A (and of B), and each of those must be in once.
 """
 
 from __future__ import annotations
@@ -36,8 +39,9 @@ MAX_ELEMENTS = 16_000_000
 @dataclass(frozen=True)
 class _Term:
     """`basis` names what is summed: a product's output tensor, or a tensor that arrived as partial sums.
-    `counts` says how often each summand is in; all ones is the element itself. No counts at all mean
-    something opaque that a call made: it can be moved and added, and is never what a product declares."""
+    `counts` says how often each summand is in, for a product in the order (k, term of a, term of b); all ones
+    is the element itself. No counts at all mean something opaque that a call made: it can be moved and added,
+    and is never what a product declares."""
 
     basis: str
     counts: tuple[int, ...]
@@ -66,10 +70,28 @@ class LabelAlgebra:
     def __post_init__(self) -> None:
         self.products = {m.out: m for m in self.program.computes if isinstance(m, Product)}
         self.same = {m.out: m.src for m in self.program.computes if isinstance(m, Same)}
-        self.summands = {out: self._inner(product) for out, product in self.products.items()}
+        self.arrived = self._arrived()
+        self.summands = {tensor: terms for tensor, (terms, _) in self.arrived.items()}
+        self.summands |= {out: math.prod(self._extents(product)) for out, product in self.products.items()}
 
-    def _inner(self, product: Product) -> int:
-        return self.program.tensor_of[product.a].shape[0 if product.transpose_a else 1]
+    def _arrived(self) -> dict[str, tuple[int, bool]]:
+        """Tensors that arrive in terms: how many, and whether to be summed. Refuses two sets of terms of one."""
+        arrived: dict[str, tuple[int, bool]] = {}
+        for buffer in self.program.buffers:
+            tensor, layout = buffer.tensor, buffer.layout
+            if buffer.kind != "input" or tensor is None or layout is None or not layout.partial_axes:
+                continue
+            if tensor in arrived or tensor in self.products:
+                other = "is computed, too" if tensor in self.products else "arrives in terms twice"
+                raise ProgramError(f"holds terms of {tensor}, which {other}", buffer=buffer.name)
+            linear = all(p.op == "sum" for p in layout.placements if isinstance(p, Partial))
+            arrived[tensor] = len(_holders(layout, layout.mesh.ranks[0])), linear
+        return arrived
+
+    def _extents(self, product: Product) -> tuple[int, int, int]:
+        """How many k, terms of a and terms of b a product sums over."""
+        inner = self.program.tensor_of[product.a].shape[0 if product.transpose_a else 1]
+        return inner, self.arrived.get(product.a, (1,))[0], self.arrived.get(product.b, (1,))[0]
 
     def intern(self, term: _Term) -> int:
         if term not in self.ids:
@@ -108,26 +130,28 @@ class LabelAlgebra:
         shape = (a.shape[0], b.shape[1])
         if 0 in (*a.shape, *b.shape) or self._only(a, ZERO) or self._only(b, ZERO):
             return self.zeros(shape, "")
-        left, right = self._tensor(a), self._tensor(b)
-        declared = [p for p in self.products.values() if (p.a, p.b) == (left, right)]
+        left, right = self._factor(a), self._factor(b)
+        declared = [p for p in self.products.values() if (p.a, p.b) == (left.basis, right.basis)]
         if not declared:
-            raise ProgramError(f"multiplies {left} by {right}, which no declared product does")
+            raise ProgramError(f"multiplies {left.basis} by {right.basis}, which no declared product does")
         for number, product in enumerate(declared):
             try:
-                return self._product(a, b, product)
+                return self._product(a, b, product, left, right)
             except ProgramError:
                 if number == len(declared) - 1:
                     raise
         raise AssertionError
 
-    def _product(self, a: Labels, b: Labels, product: Product) -> Labels:
-        left, right = product.a, product.b
-        m, k = self._axes(a, left, product.transpose_a)
-        k_right, n = self._axes(b, right, product.transpose_b)
+    def _product(self, a: Labels, b: Labels, product: Product, left: _Term, right: _Term) -> Labels:
+        m, k = self._axes(a, product.a, product.transpose_a)
+        k_right, n = self._axes(b, product.b, product.transpose_b)
         if not np.array_equal(k, k_right):
             bad = int(np.argmax(k != k_right)) if k.shape == k_right.shape else 0
-            raise ProgramError(f"multiplies k = {k[bad]} of {left} by k = {k_right[bad]} of {right}")
-        counts = np.bincount(k, minlength=self.summands[product.out])
+            raise ProgramError(f"multiplies k = {k[bad]} of {product.a} by k = {k_right[bad]} of {product.b}")
+        counts = np.bincount(k, minlength=self._extents(product)[0])
+        for term in (left, right):
+            if term.basis in self.arrived:
+                counts = np.kron(counts, term.counts)
         out = np.zeros((len(m), len(n)), LABEL)
         out["term"] = self.intern(_Term(product.out, tuple(counts.tolist())))
         out["index"] = m[:, None] * self.program.tensor_of[product.out].shape[1] + n[None, :]
@@ -221,15 +245,18 @@ class LabelAlgebra:
     def _only(block: Labels, term: int) -> bool:
         return bool((block["term"] == term).all())
 
-    def _tensor(self, block: Labels) -> str:
+    def _factor(self, block: Labels) -> _Term:
+        """The one term of a block: finished, or part of the sum as which its tensor arrived."""
         ids = np.unique(block["term"])
         terms = [self.terms[int(i)] for i in ids]
         if len(terms) != 1 or terms[0] is None:
             names = sorted({term.basis if term else "zeros" for term in terms})
+            names = names if len(names) > 1 else [f"different sums of {names[0]}"]
             raise ProgramError(f"multiplies a block that mixes {', '.join(names)}")
-        if not terms[0].complete:
+        linear = self.arrived.get(terms[0].basis, (1, False))[1]
+        if not (terms[0].complete or linear):
             raise ProgramError(f"multiplies unfinished sums of {terms[0].basis}: {self.describe(terms[0])}")
-        return terms[0].basis
+        return terms[0]
 
     def _axes(
         self, block: Labels, tensor: str, transposed: bool
@@ -243,15 +270,29 @@ class LabelAlgebra:
         return rows[:, 0], cols[0, :]
 
     def describe(self, term: _Term) -> str:
-        lacking = [k for k, count in enumerate(term.counts) if count == 0]
-        doubled = [k for k, count in enumerate(term.counts) if count > 1]
-        parts = [f"lacks k = {_some(lacking)}"] if lacking else []
-        parts += [f"has k = {_some(doubled)} more than once"] if doubled else []
+        lacking = [i for i, count in enumerate(term.counts) if count == 0]
+        doubled = [i for i, count in enumerate(term.counts) if count > 1]
+        parts = [f"lacks {self._summands(term.basis, lacking)}"] if lacking else []
+        parts += [f"has {self._summands(term.basis, doubled)} more than once"] if doubled else []
         return " and ".join(parts) or "complete"
 
+    def _summands(self, basis: str, numbers: Sequence[int]) -> str:
+        """`k = 3`, in a product of what arrived in terms `k = 3 of term 1 of A`, of A itself `term 1`."""
+        product = self.products.get(basis)
+        if product is None:
+            return f"term {_some(numbers)}"
+        extents = self._extents(product)
+        groups: dict[str, list[int]] = {}
+        for number in numbers:
+            k, *terms = (int(i) for i in np.unravel_index(number, extents))
+            named = zip((product.a, product.b), extents[1:], terms, strict=True)
+            of = " and ".join(f"term {term} of {tensor}" for tensor, count, term in named if count > 1)
+            groups.setdefault(of, []).append(k)
+        return _some([f"k = {_some(k)}{of and ' of ' + of}" for of, k in sorted(groups.items())], "; ")
 
-def _some(values: Sequence[int]) -> str:
-    shown = ", ".join(map(str, values[:4]))
+
+def _some(values: Sequence[object], between: str = ", ") -> str:
+    shown = between.join(map(str, values[:4]))
     return shown + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 
 
@@ -301,12 +342,9 @@ def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
     axes = [i for i, p in enumerate(buffer.layout.placements) if isinstance(p, Partial)]
     if axes:
         mesh = buffer.layout.mesh
-        parts, number = 1, 0
-        for axis in axes:
-            number = number * mesh.shape[axis] + mesh.coords(rank)[axis]
-            parts *= mesh.shape[axis]
-        algebra.summands[buffer.tensor] = parts
-        counts = tuple(int(i == number) for i in range(parts))
+        coords = mesh.coords(rank)
+        number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
+        counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
         block["term"] = algebra.intern(_Term(buffer.tensor, counts))
     return block
 
