@@ -5,21 +5,22 @@ and can take part. Each get becomes a send of the owner and a recv at the same p
 reading; a put or accumulate the other way round. Data edges then order everything that the fences
 ordered, and the fences go. The result is a per-rank program.
 
-It cannot deadlock: both ends of a message stand at one place of the sequential reading, in lanes of one
-name, and these become first-in-first-out, so that the earliest unfinished message is at the head of both.
-A ready-first lane could fill up with early receives.
+Messages of a lane are queued by sender, in lanes of their own: a rank's transfers share its way out, and what
+different ranks send it arrives side by side. It cannot deadlock: both ends of a message stand at one place of the
+sequential reading, in lanes of one name, and these are first-in-first-out, so that the earliest unfinished message
+is at the head of both. A ready-first lane could fill up with early receives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshweave.errors import ProgramError
 from meshweave.ir.edges import is_one_sided
 from meshweave.ir.expr import Index, maximum
 from meshweave.ir.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
-from meshweave.ir.program import BoundOp, Buffer, On, Program, Statement
+from meshweave.ir.program import BoundOp, Buffer, Lane, On, Program, Statement
 from meshweave.ir.views import Range, View
 
 
@@ -33,18 +34,58 @@ def lower_one_sided(program: Program) -> Program:
     take apart: only get, put, accumulate and the out of a released matmul or copy may be remote."""
     body: list[Statement] = []
     staging: dict[str, Buffer] = {}
-    used: set[str] = set()
+    queues = _Queues(program)
     for rank, bound in _in_order(program):
         if isinstance(bound.op, Fence):
             continue
         if not is_one_sided(bound.op):
             body.append(On((rank,), (bound.op,)))
             continue
-        used.add(bound.op.lane)
         for where, op in _matched(program, rank, bound, staging):
-            body.append(On((where,), (op,)))
-    lanes = tuple(replace(lane, order="fifo") if lane.name in used else lane for lane in program.lanes)
+            body.append(On((where,), (queues.placed(op, where),)))
+    idle = queues.replaced(body)
+    lanes = tuple(lane for lane in (*program.lanes, *queues.lanes()) if lane.name not in idle)
     return replace(program, body=tuple(body), lanes=lanes, buffers=program.buffers + tuple(staging.values()))
+
+
+MOST_SENDERS = 8
+"""Queues per lane at most; of more ranks several share one."""
+
+
+class _Queues:
+    """The lanes that messages go to: one per lane of the program and sender."""
+
+    def __init__(self, program: Program) -> None:
+        self._place = {rank: index % MOST_SENDERS for index, rank in enumerate(program.ranks)}
+        self._lanes = [lane.name for lane in program.lanes]
+        self._taken = set(self._lanes)
+        self._names: dict[tuple[str, int], str] = {}
+
+    def placed(self, op: Op, rank: int) -> Op:
+        """The op of `rank` in the lane of whoever sends; what a rank does alone is its own message."""
+        if isinstance(op, Matmul):
+            return op
+        sender = op.peer if isinstance(op, Recv) else rank
+        assert isinstance(sender, int)
+        return replace(op, lane=self._name(op.lane, self._place[sender]))
+
+    def _name(self, lane: str, place: int) -> str:
+        name = self._names.get((lane, place))
+        if name is None:
+            name = f"{lane}_{place}"
+            while name in self._taken:
+                name += "_"
+            self._taken.add(name)
+            self._names[lane, place] = name
+        return name
+
+    def lanes(self) -> list[Lane]:
+        return [Lane(self._names[key]) for key in sorted(self._names)]
+
+    def replaced(self, body: Iterable[Statement]) -> set[str]:
+        """Lanes of which nothing is left."""
+        left = {op.lane for statement in body if isinstance(statement, On) for op in statement.body}  # type: ignore[union-attr]
+        return set(self._lanes) - left
 
 
 def _in_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
