@@ -1,0 +1,50 @@
+"""What an irregular program computes and moves, per rank and phase: enough for a closed form of its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Load:
+    """Of one rank in one phase: FLOPs, launches of products, bytes and messages that come in and go out, and
+    bytes that are copied or added in its own memory."""
+
+    flops: int = 0
+    products: int = 0
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    messages: int = 0
+    local_bytes: int = 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """What its link must carry in the busier direction."""
+        return max(self.received_bytes, self.sent_bytes)
+
+
+Phase = dict[int, Load]
+
+
+@dataclass
+class Volume:
+    """`before` sums partial operands up, `during` multiplies, `after` puts copies of C together. In `during`,
+    communication hides behind products; before and after there is nothing to hide it behind."""
+
+    before: Phase = field(default_factory=dict)
+    during: Phase = field(default_factory=dict)
+    after: Phase = field(default_factory=dict)
+
+    @property
+    def phases(self) -> tuple[Phase, Phase, Phase]:
+        return self.before, self.during, self.after
+
+    @property
+    def moved_bytes(self) -> int:
+        """Logical bytes that all ranks together receive."""
+        return sum(load.received_bytes for phase in self.phases for load in phase.values())
+
+    @property
+    def flops(self) -> int:
+        """The most that one rank computes."""
+        return max(load.flops for load in self.during.values())

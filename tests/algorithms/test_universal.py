@@ -1,0 +1,191 @@
+"""The universal product over random layouts: right, exact in its counts, and proven before it runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshweave.algorithms.matmul.universal import (
+    Choice,
+    Slicing,
+    UniversalProblem,
+    choices,
+    universal_program,
+)
+from meshweave.algorithms.matmul.universal.volume import volume
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
+from meshweave.describe.mesh import Mesh
+from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.estimate.universal import Rates
+from meshweave.execute.numpy_backend import run_numpy
+from meshweave.ir.ops import Accumulate, Get, Put
+from meshweave.ir.parse import parse
+from meshweave.ir.program import Program
+from meshweave.ir.text import to_text
+from meshweave.ir.validate import validate
+from meshweave.lower import lower_one_sided
+from meshweave.tune.universal import extra_bytes, tune_universal
+
+KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
+SQUARE = Mesh.of("tp", (2, 2), ("row", "col"))
+RATES = Rates(60e9, 2.4e9, 1e-5, 1e-5, 49e9)
+
+
+def factorings(count: int) -> list[tuple[int, int, int]]:
+    return [
+        (a, b, count // a // b)
+        for a in range(1, count + 1)
+        for b in range(1, count + 1)
+        if count % (a * b) == 0
+    ]
+
+
+@st.composite
+def layouts(draw: st.DrawFn, name: str, num_ranks: int) -> Layout:
+    """Any shape of mesh, any order of its ranks, any tiles, copies and terms: nothing aligned with anything."""
+    ranks = tuple(range(num_ranks))
+    if draw(st.booleans()):
+        ranks = tuple(draw(st.permutations(ranks)))
+    mesh = Mesh(name, draw(st.sampled_from(factorings(num_ranks))), ("x", "y", "z"), ranks)
+    tiles = st.integers(1, 4).flatmap(
+        lambda n: st.builds(Tile, st.integers(0, 1), st.just(n), st.integers(0, n - 1))
+    )
+    each = st.one_of(tiles, st.sampled_from(KINDS[:3]), st.sampled_from(KINDS))
+    return Layout(mesh, (draw(each), draw(each), draw(each)))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> UniversalProblem:
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
+    m, n, k = (draw(st.integers(1, 9)) for _ in range(3))
+    a, b, c = (draw(layouts(name, num_ranks)) for name in "pqr")
+    orders = tuple(draw(st.sampled_from([None, (1, 0)])) for _ in range(3))
+    return UniversalProblem(m, n, k, a, b, c, "float64", orders)  # type: ignore[arg-type]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[UniversalProblem, Choice]:
+    problem = draw(problems())
+    found = draw(st.sampled_from(list(choices(problem))))
+    slices, prefetch = draw(st.integers(1, 4)), draw(st.integers(0, 2))
+    return problem, Choice(found.stationary, found.redundant, found.a, found.b, found.split, slices, prefetch)
+
+
+def operands(problem: UniversalProblem) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name.upper(): rng.integers(-4, 5, problem.shape(name)).astype(float) for name in ("a", "b")}
+
+
+def moved(program: Program) -> int:
+    """Bytes that cross between ranks, counted op by op."""
+    total = 0
+    for rank, ops in program.instance.items():
+        for bound in ops:
+            if isinstance(bound.op, (Get, Put, Accumulate)):
+                view = bound.op.src if isinstance(bound.op, Get) else bound.op.out
+                total += program.view_bytes(view) if view.rank != rank else 0
+    return total
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, Choice]) -> None:
+    problem, choice = case
+    inputs = operands(problem)
+    expected = inputs["A"] @ inputs["B"]
+    program = universal_program(problem, choice)
+    assert validate(program).skipped == ()
+    lowered = lower_one_sided(program)
+    for seed in (None, 1):
+        for one in (program, lowered):
+            np.testing.assert_array_equal(run_numpy(one, inputs, seed=seed).outputs["C"], expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases())
+def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, Choice]) -> None:
+    program = universal_program(*case)
+    assert volume(Slicing(*case)).moved_bytes == moved(program)
+    if len(program.ranks) <= 4:
+        assert parse(to_text(program)) == program
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_messages_are_proven_too(case: tuple[UniversalProblem, Choice]) -> None:
+    assert validate(lower_one_sided(universal_program(*case))).skipped == ()
+
+
+@pytest.mark.parametrize("number", range(16))
+def test_placements_on_a_square_mesh(number: int) -> None:
+    """Each result with 32 of the 256 pairs of operands; `test_matmul` has all of them on real processes."""
+    pairs = list(itertools.product(KINDS, KINDS))
+    out = pairs[number]
+    for a, b in list(itertools.product(pairs, repeat=2))[number % 8 :: 8]:
+        problem = UniversalProblem(
+            5, 3, 7, Layout(SQUARE, a), Layout(SQUARE, b), Layout(SQUARE, out), "float64"
+        )
+        program = universal_program(problem, tune_universal(problem, RATES).choice)
+        inputs = operands(problem)
+        found = run_numpy(program, inputs).outputs["C"]
+        np.testing.assert_array_equal(found, inputs["A"] @ inputs["B"])
+
+
+def test_a_block_cyclic_matrix_takes_as_few_products_as_a_block_one() -> None:
+    """Sorted by owner, k falls into one run per pair of owners where all are dealt alike."""
+
+    def steps(size: int) -> int:
+        layout = Layout(SQUARE, (Tile(0, size), Tile(1, size)))
+        slicing = Slicing(UniversalProblem(64, 64, 64, layout, layout, layout), Choice("c", slices=1))
+        return len(slicing.steps(0))
+
+    assert steps(4) == steps(32) == 2
+
+
+def test_work_is_shared_by_copies_of_the_stationary_matrix() -> None:
+    copied = Layout(SQUARE, (Shard(0), Replicate()))
+    problem = UniversalProblem(8, 8, 8, copied, copied, Layout(SQUARE, (Shard(0), Shard(1))))
+    found = volume(Slicing(problem, Choice("a")))
+    assert {load.flops for load in found.during.values()} == {2 * 8 * 8 * 8 // 4}
+
+
+def test_copies_of_c_are_reduced_or_computed_on_their_own() -> None:
+    everywhere = Layout(SQUARE, (Replicate(), Replicate()))
+    problem = UniversalProblem(8, 8, 8, everywhere, everywhere, everywhere, "float64")
+    alone = volume(Slicing(problem, Choice("c", redundant=(0, 1))))
+    shared = volume(Slicing(problem, Choice("c")))
+    assert (alone.moved_bytes, alone.flops) == (0, 2 * 8**3)
+    assert (shared.moved_bytes, shared.flops) == (2 * 3 * 8 * 8 * 8, 2 * 8**3 // 4)
+
+
+def test_a_memory_limit_is_kept_or_refused() -> None:
+    tiles = Layout(SQUARE, (Shard(0), Shard(1)))
+    problem = UniversalProblem(64, 64, 64, tiles, tiles, tiles)
+    free = tune_universal(problem, RATES)
+    tight = tune_universal(problem, RATES, memory_bytes=extra_bytes(problem, free.choice) // 3)
+    assert extra_bytes(problem, tight.choice) <= extra_bytes(problem, free.choice) // 3
+    with pytest.raises(UnsupportedError, match="needs less than 7 bytes"):
+        tune_universal(problem, RATES, memory_bytes=7)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    tiles, other = Layout(SQUARE, (Shard(0), Shard(1))), Mesh.of("far", (4,), ("x",), 4)
+    with pytest.raises(LayoutError, match="B is on ranks"):
+        UniversalProblem(4, 4, 4, tiles, Layout(other, (Shard(0),)), tiles)
+    with pytest.raises(LayoutError, match="only sums"):
+        UniversalProblem(4, 4, 4, Layout(SQUARE, (Partial("max"), Shard(0))), tiles, tiles)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 3), (3, 0, 3), (3, 3, 0)])
+def test_nothing_is_a_product_too(sizes: tuple[int, int, int]) -> None:
+    tiles = Layout(SQUARE, (Shard(0), Shard(1)))
+    problem = UniversalProblem(*sizes, tiles, tiles, tiles, "float64")
+    program = universal_program(problem, Choice())
+    validate(program, labels=False)  # a sum of nothing has no k to prove
+    found = run_numpy(program, operands(problem)).outputs["C"]
+    assert found.shape == sizes[:2] and math.prod(sizes[:2]) == found.size and not found.any()
