@@ -23,7 +23,9 @@ inline bool is_message(Kind kind) { return kind == Kind::SEND || kind == Kind::R
 inline bool is_one_sided(Kind kind) { return kind >= Kind::GET && kind <= Kind::ACCUMULATE; }
 
 // Kinds of communication that have constants of their own, in the order of `describe.network.COMM_KINDS`.
-enum class Comm : i64 { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, ALL_TO_ALL, SEND_RECV, COUNT };
+enum class Comm : i64 {
+  ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, ALL_TO_ALL, SEND_RECV, ACCUMULATE, COUNT
+};
 
 enum Flag : i64 { TRANSPOSE_A = 1, TRANSPOSE_B = 2, TRACKED = 4, UPDATES = 8 };
 

@@ -171,10 +171,19 @@ class Engine {
   }
 
   void one_sided(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
-    const Constants& constants = machine_.constants(row.price, Comm::SEND_RECV);
+    const bool adds = row.kind == Kind::ACCUMULATE;
     const i64 source = row.kind == Kind::GET ? of.b : rank, target = row.kind == Kind::GET ? rank : of.b;
-    begin(constants.launch_ps + constants.sync_ps, of.a, machine_.one_way(row.price, constants.rate),
-          path(source, target, row.kind == Kind::ACCUMULATE), {SINGLE, op, 0, 0});
+    if (source == target) {
+      const Constants& constants = machine_.constants(row.price, adds ? Comm::ACCUMULATE : Comm::SEND_RECV);
+      begin(constants.launch_ps + constants.sync_ps, of.a, machine_.one_way(row.price, constants.rate),
+            path(source, target, adds), {SINGLE, op, 0, 0});
+      return;
+    }
+    const Machine::Span route = machine_.route(source, target, false);
+    const Machine::OneSided known = machine_.one_sided(route, adds);
+    path(source, target, route, adds);
+    if (known.flops_per_byte) uses_.push_back({machine_.engine(rank), static_cast<u32>(known.flops_per_byte)});
+    begin(known.fixed_ps, of.a, known.rate, uses_, {SINGLE, op, 0, 0});
   }
 
   // Memory of both ends and the links between them; what arrives is added to what is there where `adds`.

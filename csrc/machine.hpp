@@ -35,7 +35,16 @@ class Machine {
   u32 engine(i64 rank) const { return static_cast<u32>(num_ranks_ + rank); }
   struct Span {
     i64 first, count;
+    i64 number = -1;  // of the route
   };
+  // One-sided transfers over a route; each byte takes so many FLOPs from the products of the rank that issued it.
+  struct OneSided {
+    i64 fixed_ps, rate, flops_per_byte;
+  };
+  OneSided one_sided(Span route, bool adds) const {
+    const size_t at = 6 * static_cast<size_t>(route.number) + (adds ? 3 : 0);
+    return {one_sided_[at], one_sided_[at + 1], one_sided_[at + 2]};
+  }
   Span route(i64 source, i64 target, bool back) const;
   // The route to the next member of a group, by `groups[group] + place`; backwards to the one before.
   Span to_next(i64 at, bool back) const { return to_next_[back][static_cast<size_t>(at)]; }
@@ -52,7 +61,7 @@ class Machine {
   i64 num_ranks_;
   i64 tile_m_, tile_n_, tile_k_;
   std::vector<Constants> constants_;
-  Column ways_, one_link_, route_links_, link_rates_;
+  Column ways_, one_link_, route_links_, link_rates_, one_sided_;
   std::unordered_map<u64, Span> routes_;
   std::vector<Span> to_next_[2];
 };

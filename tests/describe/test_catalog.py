@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
-from meshweave.describe.cluster import COMM_KINDS, Hosts, NetworkAxis, Torus, Tree, load_cluster
+from meshweave.describe.cluster import COMM_KINDS, FullMesh, Hosts, NetworkAxis, Torus, Tree, load_cluster
 from meshweave.describe.model import load_model
 from meshweave.errors import DescriptionError, MeshweaveError
 
@@ -81,6 +81,8 @@ def test_no_collective_beats_its_links(name: str) -> None:
         axes = network.axes
     elif isinstance(network, Hosts):
         axes = (network.intra, network.nic)
+    elif isinstance(network, FullMesh):
+        axes = (network.inner, network.link)
     elif isinstance(network, Tree):
         axes = tuple(level.axis for level in network.levels)
     else:

@@ -65,7 +65,7 @@ def base(number: int) -> tuple[Data, Data]:
     columns.data["max_ops"][0] = MAX_OPS
     on = _machine_columns(machine, columns.price_names)
     with contextlib.suppress(ProgramFault):
-        _Routes(machine).add(Core(columns.data).routes(on["ways"]), columns.ranks, on)
+        _Routes(machine).add(Core(columns.data).routes(on["ways"]), columns, on)
     return dict(columns.data), on
 
 
@@ -132,6 +132,7 @@ def case(seed: int) -> str:
             links = [[draw.randrange(num_links) for _ in range(draw.randint(0, 3))] for _ in range(count)]
             machine["route_starts"] = np.cumsum([0, *map(len, links)], dtype=np.int64)
             machine["route_links"] = np.array([link for route in links for link in route], dtype=np.int64)
+            machine["one_sided"] = np.array([draw.randint(1, 9) for _ in range(6 * count)], dtype=np.int64)
         else:
             core = Core(program)
         if draw.random() < 0.3:

@@ -12,6 +12,7 @@ from meshweave.describe.cluster import (
     Chip,
     Cluster,
     CommConstants,
+    FullMesh,
     Hosts,
     Network,
     NetworkAxis,
@@ -334,7 +335,7 @@ def _axis(draw: random.Random) -> NetworkAxis:
 
 def _network(draw: random.Random, chips: int) -> Network:
     """A network of at least so many chips."""
-    match draw.choice(["torus", "fixed", "ring", "switch", "hosts", "tree"]):
+    match draw.choice(["torus", "fixed", "ring", "switch", "hosts", "tree", "full_mesh"]):
         case "torus":
             return Torus(tuple(_axis(draw) for _ in range(draw.randint(1, 3))), None, chips, True)
         case "fixed":
@@ -348,6 +349,9 @@ def _network(draw: random.Random, chips: int) -> Network:
         case "hosts":
             per_host = draw.randint(1, 4)
             return Hosts(-(-chips // per_host), per_host, _axis(draw), draw.randint(1, 3), _axis(draw))
+        case "full_mesh":
+            per_package = draw.randint(1, 3)
+            return FullMesh(-(-chips // per_package), per_package, _axis(draw), _axis(draw))
     fanout = draw.randint(1, 3)
     levels = (TreeLevel(fanout, _axis(draw), draw.randint(1, 2)), TreeLevel(-(-chips // fanout), _axis(draw)))
     return Tree(levels)
@@ -355,10 +359,9 @@ def _network(draw: random.Random, chips: int) -> Network:
 
 def random_cluster(draw: random.Random, chips: int) -> Cluster:
     tile = draw.choice([None, (1, 1, 1), (3, 5, 2), (128, 128, 128)])
-    rate = draw.choice(RATES)
-    chip = Chip(
-        "c", (("float32", 1e12),), draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), gemm_tile=tile
-    )
+    rate, share = draw.choice(RATES), draw.choice([0.0, 0.0, 0.2, 1.0])
+    peaks = (("float32", 1e12),)
+    chip = Chip("c", peaks, draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), "", tile, share)
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)
 

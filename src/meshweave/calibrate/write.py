@@ -15,6 +15,7 @@ from meshweave.describe.cluster import (
     COMM_KINDS,
     Cluster,
     CommConstants,
+    FullMesh,
     Hosts,
     Network,
     NetworkAxis,
@@ -255,6 +256,8 @@ def _with_axes(network: Network, change: Any) -> Network:
             return replace(network, axes=tuple(change(axis) for axis in network.axes))
         case Hosts():
             return replace(network, intra=change(network.intra), nic=change(network.nic))
+        case FullMesh():
+            return replace(network, inner=change(network.inner), link=change(network.link))
         case Tree():
             return replace(network, levels=tuple(replace(x, axis=change(x.axis)) for x in network.levels))
         case Ring() | Switch():
@@ -285,6 +288,7 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         f"memory_bytes_per_s = {_number(chip.memory_bytes_per_s)}",
         f"launch_s = {_number(chip.launch_s)}",
         *([f"gemm_tile = {list(chip.gemm_tile)}"] if chip.gemm_tile else []),
+        *([f"accumulate_share = {_number(chip.accumulate_share)}"] if chip.accumulate_share else []),
         "",
         *_network(cluster.network),
     ]
@@ -312,6 +316,12 @@ def _network(network: Network) -> Iterator[str]:
             yield f"nics_per_host = {network.nics_per_host}"
             yield from _axis("[network.intra]", "network.intra", network.intra)
             yield from _axis("[network.nic]", "network.nic", network.nic)
+        case FullMesh():
+            yield 'kind = "full_mesh"'
+            yield f"num_packages = {network.num_packages}"
+            yield f"chips_per_package = {network.chips_per_package}"
+            yield from _axis("[network.inner]", "network.inner", network.inner)
+            yield from _axis("[network.link]", "network.link", network.link)
         case Tree():
             yield 'kind = "tree"'
             for level in network.levels:

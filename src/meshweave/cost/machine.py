@@ -15,6 +15,7 @@ from functools import cached_property
 from meshweave.describe.cluster import (
     Cluster,
     CommConstants,
+    FullMesh,
     Hosts,
     NetworkAxis,
     Switch,
@@ -25,10 +26,24 @@ from meshweave.describe.links import factorisations, slowest
 from meshweave.describe.mesh import Mesh
 from meshweave.errors import LayoutError, UnsupportedError
 from meshweave.ir.program import Program
+from meshweave.units import to_ps
 
 Link = tuple[str, int, int, int]
 """(what, chip or host, axis, direction): one direction of one link, NIC or port; in a tree, (up or down, child,
-level, 0), the children of a level counted across all of its switches."""
+level, 0), the children of a level counted across all of its switches; in a full mesh, (inner or link, source,
+target, 0)."""
+
+_MOST_PER_BYTE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OneSided:
+    """Constants of one-sided transfers between two chips: `fixed_ps` passes first, then bytes flow at most at
+    `rate`, each of which takes so many FLOPs from the products of the chip that issued them."""
+
+    fixed_ps: int
+    rate: int
+    flops_per_byte: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,6 +133,39 @@ class Machine:
         """Bytes per second into a chip during a collective, at most what its links carry."""
         return self._known(axis, kind)[1]
 
+    def between(self, src: int, dst: int) -> NetworkAxis:
+        """The slowest links on the way from rank `src` to rank `dst`."""
+        network = self.cluster.network
+        if self.placement is not None:
+            src, dst = self.placement[src], self.placement[dst]
+        match network:
+            case Hosts():
+                is_inner = src // network.chips_per_host == dst // network.chips_per_host
+                return network.intra if is_inner else network.nic
+            case FullMesh():
+                is_inner = src // network.chips_per_package == dst // network.chips_per_package
+                return network.inner if is_inner else network.link
+        return self.axis("")
+
+    def one_sided(self, src: int, dst: int, adds: bool) -> OneSided:
+        """Of gets and puts, or where it `adds` of accumulates, from rank `src` to another rank `dst`."""
+        axis = self.between(src, dst)
+        found = self._one_sided.get((axis, adds))
+        if found is None:
+            constants = axis.comm("accumulate" if adds else "send_recv")
+            rate = max(int(min(constants.bytes_per_s, axis.link_bytes_per_s)), 1)
+            chip = self.cluster.chip
+            lost = chip.accumulate_share * chip.effective_flops_per_s if adds else 0.0
+            fixed_ps = to_ps(constants.launch_s) + to_ps(constants.sync_s)
+            found = self._one_sided[axis, adds] = OneSided(
+                fixed_ps, rate, min(round(lost / rate), _MOST_PER_BYTE)
+            )
+        return found
+
+    @cached_property
+    def _one_sided(self) -> dict[tuple[NetworkAxis, bool], OneSided]:
+        return {}
+
     def ways(self, axis: str) -> int:
         return self.axis(axis).ways
 
@@ -141,7 +189,8 @@ class Machine:
         """Links that a message from rank `src` to rank `dst` takes, each named by its chip.
 
         Dimension-ordered and the shorter way round on a torus; out port and in port on a switch; both NICs
-        between hosts; up to the lowest common switch and down again in a tree. Where both ways round are
+        between hosts; up to the lowest common switch and down again in a tree; across its own package first in
+        a full mesh. Where both ways round are
         equally long, it goes backwards if `back`, else forwards.
         """
         network = self.cluster.network
@@ -158,6 +207,8 @@ class Machine:
                     return ("out", src, 0, 0), ("in", dst, 0, 0)
                 nics = network.nics_per_host
                 return ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
+            case FullMesh():
+                return tuple(_mesh_hops(network, src, dst))
             case Tree():
                 return tuple(_tree_hops(network, src, dst))
         return tuple(self._torus_hops(src, dst, back))
@@ -181,6 +232,8 @@ class Machine:
                 chosen = network.nic if what.startswith("nic") else network.intra
             case Tree():
                 return int(network.levels[axis].link_bytes_per_s)
+            case FullMesh():
+                chosen = network.inner if what == "inner" else network.link
             case Torus():
                 chosen = self._torus_axes[axis]
             case _:
@@ -204,6 +257,18 @@ def _tree_hops(tree: Tree, src: int, dst: int) -> Iterable[Link]:
         yield "up", child, level, 0
         down.append(("down", to, level, 0))
     yield from reversed(down)
+
+
+def _mesh_hops(network: FullMesh, src: int, dst: int) -> Iterable[Link]:
+    size = network.chips_per_package
+    to_package, to_place = divmod(dst, size)
+    if src // size == to_package:
+        yield "inner", src, dst, 0
+        return
+    gate = src - src % size + to_place
+    if gate != src:
+        yield "inner", src, gate, 0
+    yield "link", gate, dst, 0
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -133,6 +133,5 @@ _CONSTANTS = {
     "recv": "send_recv",
     "get": "send_recv",
     "put": "send_recv",
-    "accumulate": "send_recv",
     "fence": "all_gather",
 }

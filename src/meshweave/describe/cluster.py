@@ -28,6 +28,7 @@ from meshweave.describe.files import (
 from meshweave.describe.network import (
     COMM_KINDS,
     CommConstants,
+    FullMesh,
     Hosts,
     Network,
     NetworkAxis,
@@ -46,6 +47,7 @@ __all__ = [
     "Chip",
     "Cluster",
     "CommConstants",
+    "FullMesh",
     "Hosts",
     "Network",
     "NetworkAxis",
@@ -64,8 +66,9 @@ class Chip:
 
     `peak_flops_per_s` holds (dtype, FLOP/s) pairs. `effective_flops_per_s` is what large GeMMs reach.
     `launch_s` is the time to start one kernel. `gemm_tile` is (m, n, k) in elements: the tiles in which a
-    product streams through on-chip memory; None where products load the memory with nothing. Raises
-    DescriptionError.
+    product streams through on-chip memory; None where products load the memory with nothing.
+    `accumulate_share` is the share of the FLOP rate that is lost to products while an accumulate into another
+    chip's memory runs at its full rate: it is a kernel. Only simulation knows of it. Raises DescriptionError.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Chip:
     launch_s: float = 0.0
     source: str = ""
     gemm_tile: tuple[int, int, int] | None = None
+    accumulate_share: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:
@@ -85,7 +89,11 @@ class Chip:
         require(
             f"chip {self.name}", 1, memory_bytes=self.memory_bytes, memory_bytes_per_s=self.memory_bytes_per_s
         )
-        require(f"chip {self.name}", 0, launch_s=self.launch_s)
+        require(f"chip {self.name}", 0, launch_s=self.launch_s, accumulate_share=self.accumulate_share)
+        if self.accumulate_share > 1:
+            raise DescriptionError(
+                f"chip {self.name}: accumulate_share is {self.accumulate_share}; give a share from 0 to 1"
+            )
         if self.gemm_tile is not None and (len(self.gemm_tile) != 3 or min(self.gemm_tile) < 1):
             raise DescriptionError(
                 f"chip {self.name}: gemm_tile is {self.gemm_tile}; give three counts (m, n, k) of at least 1"
@@ -154,6 +162,12 @@ class _ChipFile(FileModel):
         min_length=3,
         max_length=3,
     )
+    accumulate_share: float = Field(
+        0.0,
+        description="the share of the FLOP rate that products lose beside an accumulate, from 0 to 1",
+        ge=0,
+        le=1,
+    )
 
 
 class _CommFile(FileModel):
@@ -170,6 +184,7 @@ class _CommTable(FileModel):
     reduce: _CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
     all_to_all: _CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
     send_recv: _CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    accumulate: _CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
 
 
 class _AxisFile(FileModel):
@@ -249,6 +264,20 @@ class _HostsFile(FileModel):
         )
 
 
+class _FullMeshFile(FileModel):
+    num_packages: Count = Field(description="the number of packages, a whole number of at least 1")
+    chips_per_package: Count = Field(1, description="the number of chips in a package, at least 1")
+    inner: _AxisFile | None = Field(
+        None, description="a table that describes a link inside a package (left out: as between packages)"
+    )
+    link: _AxisFile = Field(description="a table that describes a link between packages")
+
+    def network(self) -> Network:
+        link = self.link.axis()
+        inner = self.inner.axis() if self.inner else link
+        return FullMesh(self.num_packages, self.chips_per_package, inner, link)
+
+
 class _LevelFile(FileModel):
     fanout: Count = Field(description="how many of the level below hang on one switch, at least 1")
     links: Count = Field(1, description="the number of parallel links of each of them, at least 1")
@@ -266,12 +295,13 @@ class _TreeFile(FileModel):
         return Tree(tuple(TreeLevel(one.fanout, one.axis.axis(), one.links) for one in self.levels))
 
 
-_NETWORKS: dict[str, type[_TorusFile | _RingFile | _HostsFile | _TreeFile]] = {
+_NETWORKS: dict[str, type[_TorusFile | _RingFile | _HostsFile | _TreeFile | _FullMeshFile]] = {
     "torus": _TorusFile,
     "ring": _RingFile,
     "switch": _SwitchFile,
     "hosts": _HostsFile,
     "tree": _TreeFile,
+    "full_mesh": _FullMeshFile,
 }
 
 
@@ -310,7 +340,8 @@ def _cluster(data: dict[str, Any], file: str | Path) -> Cluster:
         effective = max(flops_per_s for _, flops_per_s in peaks)
     tile = (c.gemm_tile[0], c.gemm_tile[1], c.gemm_tile[2]) if c.gemm_tile else None
     source = c.source or top.source
-    chip = Chip(c.name, peaks, effective, c.memory_bytes, c.memory_bytes_per_s, c.launch_s, source, tile)
+    sizes = c.memory_bytes, c.memory_bytes_per_s
+    chip = Chip(c.name, peaks, effective, *sizes, c.launch_s, source, tile, c.accumulate_share)
     try:
         return Cluster(
             top.name,

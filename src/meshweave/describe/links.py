@@ -9,7 +9,11 @@ from typing import Literal
 
 from meshweave.errors import DescriptionError, LayoutError, nearest
 
-COMM_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all", "send_recv")
+COMM_KINDS = (
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all"),
+    *("send_recv", "accumulate"),
+)
+"""`send_recv` is also of gets and puts; `accumulate` adds into another chip's memory, a kernel's work."""
 
 # Whose constants stand in where a kind has none of its own, in this order; then the link itself.
 _FALLBACK: dict[str, tuple[str, ...]] = {
@@ -20,9 +24,10 @@ _FALLBACK: dict[str, tuple[str, ...]] = {
     "reduce": ("reduce_scatter", "all_gather"),
     "all_to_all": ("all_gather", "reduce_scatter"),
     "send_recv": ("all_gather", "reduce_scatter"),
+    "accumulate": ("send_recv", "all_gather", "reduce_scatter"),
 }
 
-_ONE_WAY = ("broadcast", "reduce", "send_recv")
+_ONE_WAY = ("broadcast", "reduce", "send_recv", "accumulate")
 
 
 def require(owner: str, low: float, **values: float) -> None:
@@ -37,7 +42,8 @@ class CommConstants:
     """Constants of `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)`.
 
     `bytes_per_s` is the rate at which one chip takes in shard bytes during that operation, both directions
-    of a two-way ring together; of broadcast, reduce and send_recv, which go one way, that of one direction.
+    of a two-way ring together; of broadcast, reduce, send_recv and accumulate, which go one way, that of one
+    direction.
     Raises DescriptionError.
     """
 
@@ -77,10 +83,10 @@ class NetworkAxis:
     def comm(self, kind: str) -> CommConstants:
         """Constants of a collective along this axis.
 
-        A kind without its own takes those of all_gather (reduce: of reduce_scatter first), then of the other
-        of these two, and what goes one way takes one direction's share of them; with neither they follow
-        from the link: `link_bytes_per_s` (in all `ways` at once where
-        the collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
+        A kind without its own takes those of all_gather (reduce: of reduce_scatter first; accumulate: of
+        send_recv first), then of the other of these two, and what goes one way takes one direction's share of
+        them; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where the
+        collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
         DescriptionError for an unknown kind.
         """
         _known_kind(kind)
@@ -88,7 +94,7 @@ class NetworkAxis:
         for candidate in (kind, *_FALLBACK[kind]):
             if candidate in have:
                 known = have[candidate]
-                if candidate != kind and kind in _ONE_WAY and self.ways == 2:
+                if kind in _ONE_WAY and candidate not in _ONE_WAY and self.ways == 2:
                     return replace(known, bytes_per_s=max(known.bytes_per_s / 2, 1.0))
                 return known
         ways = 1 if kind in _ONE_WAY else self.ways

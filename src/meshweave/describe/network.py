@@ -30,6 +30,7 @@ from meshweave.errors import DescriptionError, LayoutError
 __all__ = [
     "COMM_KINDS",
     "CommConstants",
+    "FullMesh",
     "Hosts",
     "Network",
     "NetworkAxis",
@@ -214,4 +215,56 @@ class Hosts:
         return replace(self, num_hosts=chips // self.chips_per_host)
 
 
-Network = Torus | Ring | Switch | Hosts | Tree
+@dataclass(frozen=True)
+class FullMesh:
+    """Packages of several chips: `inner` joins any two chips of a package, `link` those at the same place of any
+    two packages. Every such pair has links of its own.
+
+    Chips are placed package by package. To a chip at another place of another package a message first crosses
+    its own package. With one chip to a package, every pair of chips has a link.
+    """
+
+    num_packages: int
+    chips_per_package: int
+    inner: NetworkAxis
+    link: NetworkAxis
+
+    def __post_init__(self) -> None:
+        if min(self.num_packages, self.chips_per_package) < 1:
+            raise DescriptionError("full mesh: num_packages and chips_per_package are each at least 1")
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_packages * self.chips_per_package
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        check_dims(num_dims)
+        return factorisations(self.num_chips, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """`inner` where every group of mesh axis `i` stays within a package, else `link`.
+
+        A ring of chips in order takes each link once, so that one link sets its pace. Raises LayoutError.
+        """
+        check_axis(i, num_dims, shape, self.num_chips)
+        if self.num_packages == 1:
+            return self.inner
+        if shape is None:
+            return self.link
+        return (
+            self.inner if self.chips_per_package % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.link
+        )
+
+    def with_chips(self, chips: int) -> FullMesh:
+        """Whole packages, or one package of fewer chips."""
+        if chips <= self.chips_per_package:
+            return replace(self, num_packages=1, chips_per_package=chips)
+        if chips % self.chips_per_package:
+            raise DescriptionError(
+                f"{chips} chips are not whole packages; give a multiple of {self.chips_per_package} or fewer"
+            )
+        return replace(self, num_packages=chips // self.chips_per_package)
+
+
+Network = Torus | Ring | Switch | Hosts | Tree | FullMesh

@@ -67,12 +67,13 @@ _TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
 
 class Columns:
     """`data` is what the core takes. `price_names` lists the mesh axes ("tp.row"; "" for none) whose constants
-    it will ask for, in its order."""
+    it will ask for, in its order. `has_one_sided` says whether there is a get, put or accumulate."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = np.array(program.ranks, dtype=np.int64)
         self.price_names: list[str] = []
+        self.has_one_sided = False
         self._code: list[int] = []
         self._expr_starts = [0]
         self._exprs: dict[Index, int] = {}
@@ -340,6 +341,7 @@ class Columns:
                 price = self._price(op.step.axis if isinstance(op, Send) and op.step else "")
             case Get() | Put() | Accumulate():
                 out, src, price = self._view(op.out), self._view(op.src), self._price("")
+                self.has_one_sided = True
             case _:
                 out = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:

@@ -7,6 +7,7 @@ the reference, op by op.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -39,7 +40,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
         core = Core(columns.data)
         on = _machine_columns(machine, columns.price_names)
         book = _routes(machine)
-        book.add(core.routes(on["ways"]), columns.ranks, on)
+        book.add(core.routes(on["ways"]), columns, on)
         found = core.run(on)
     except ProgramFault as fault:
         raise _explained(program, fault) from None
@@ -88,14 +89,22 @@ class _Routes:
         self.rates: list[int] = []
         self.known: dict[tuple[int, int, int], list[int]] = {}
 
-    def add(self, wanted: Column, ranks: Column, into: dict[str, Column]) -> None:
-        """Puts the wanted routes, rows of (source, target, back) in positions, into the machine's columns."""
-        rows = wanted.reshape(-1, 3)
+    def add(self, wanted: Column, columns: Columns, into: dict[str, Column]) -> None:
+        """Puts the wanted routes, rows of (source, target, back) in positions, into the machine's columns, and
+        for a program with one-sided ops what these cost over each of them."""
+        rows, ranks = wanted.reshape(-1, 3), columns.ranks
         pairs = np.column_stack((ranks[rows[:, 0]], ranks[rows[:, 1]], rows[:, 2])).tolist()
         routes = [self.known.get(pair) or self._route(*pair) for pair in map(tuple, pairs)]
         into["route_starts"] = np.cumsum([0, *map(len, routes)], dtype=np.int64)
         into["route_links"] = _column(*(link for route in routes for link in route))
         into["link_rates"] = _column(*self.rates)
+        into["one_sided"] = _column(*self._one_sided(pairs) if columns.has_one_sided else ())
+
+    def _one_sided(self, pairs: list[list[int]]) -> Iterator[int]:
+        for source, target, _ in pairs:
+            for adds in (False, True):
+                found = self.machine.one_sided(source, target, adds)
+                yield from (found.fixed_ps, found.rate, found.flops_per_byte)
 
     def _route(self, source: int, target: int, back: int) -> list[int]:
         route = []

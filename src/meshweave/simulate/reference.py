@@ -146,6 +146,7 @@ class _Simulation(Record):
         op = self.flow.op(node)
         work = work_of(self.flow.program, op)
         cost = price(work, self.machine)
+        fixed_ps = cost.fixed_ps
         if isinstance(work, Compute):
             stages = self._stages(node[0], work)
         else:
@@ -154,9 +155,16 @@ class _Simulation(Record):
             assert owner is None or isinstance(owner, int)
             remote = node[0] if owner is None else owner
             ends = (remote, node[0]) if isinstance(op, Get) else (node[0], remote)
-            uses = self._message_uses(*ends, adds=isinstance(op, Accumulate))
-            stages = [[(cost.amount, cost.rate_per_s, uses)]]
-        self._at(self.now_ps + cost.fixed_ps, partial(self._stage, node, stages))
+            adds = isinstance(op, Accumulate)
+            uses = self._message_uses(*ends, adds=adds)
+            rate = cost.rate_per_s
+            if remote != node[0]:
+                known = self.machine.one_sided(*ends, adds=adds)
+                rate, fixed_ps = known.rate, known.fixed_ps
+                if known.flops_per_byte:
+                    uses["compute", node[0]] += known.flops_per_byte
+            stages = [[(cost.amount, rate, uses)]]
+        self._at(self.now_ps + fixed_ps, partial(self._stage, node, stages))
 
     def _stages(self, rank: int, work: Compute) -> list[list[Demand]]:
         """Flows that run at once, stage by stage. What streams through memory keeps pace with the FLOPs."""
