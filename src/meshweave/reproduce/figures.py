@@ -24,12 +24,13 @@ Cell = str | float | None
 class Panel:
     """One model's part of a figure: a table with a name per column; None where there is no such value.
 
-    `published` lists (row, column, value) of what the paper states of it."""
+    `published` lists (row, column, value) of what the paper states of it, `notes` what to know of the columns."""
 
     model: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     published: tuple[tuple[str, str, float], ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Figure:
                     "columns": list(panel.columns),
                     "rows": [list(row) for row in panel.rows],
                     "published": [list(point) for point in panel.published],
+                    **({"notes": list(panel.notes)} if panel.notes else {}),
                 }
                 for panel in self.panels
             ],
@@ -65,6 +67,8 @@ class Figure:
             if panel.published:
                 told = ", ".join(f"{row}, {column}: {value:.4g}" for row, column, value in panel.published)
                 parts.append(f"Published, or derived from published numbers: {told}.")
+            if panel.notes:
+                parts.append("\n".join(f"- {note}" for note in panel.notes))
         return "\n\n".join(parts) + "\n"
 
 

@@ -51,7 +51,14 @@ def _bars(title: str, panel: Panel) -> str:
     return bar_chart(title, groups, "FLOP utilisation (%)", bar_name="FLOP utilisation", spread_name="")
 
 
-_X_LABELS = {9: "chips", 12: "chips", 13: "mesh (rows x columns)", 14: "slice count S"}
+_X_LABELS = {
+    2: "batch size m",
+    3: "batch size m",
+    9: "chips",
+    12: "chips",
+    13: "mesh (rows x columns)",
+    14: "slice count S",
+}
 
 
 def _lines(title: str, figure: Figure, panel: Panel) -> str:

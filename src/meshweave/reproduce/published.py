@@ -14,12 +14,14 @@ from meshweave.reproduce.verdict import Tolerance
 
 MODELS = ("gpt3", "megatron-nlg")
 BOTH = "both"
+_KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "scored", "why"})
+"""Of an entry; every other key names what a value is of."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A row of the file. `values` holds the published number by model, or under `both`; models without a number
-    are computed all the same where `values` is empty."""
+    """A row of the file. `values` holds the published number by model (or what else a paper looks at), or under
+    `both`; models without a number are computed all the same where `values` is empty."""
 
     id: str
     what: str
@@ -43,7 +45,7 @@ def published(paper: str) -> tuple[Published, ...]:
 
 
 def _row(entry: dict[str, Any]) -> Published:
-    values = {name: float(entry[name]) for name in (*MODELS, BOTH) if name in entry}
+    values = {name: float(value) for name, value in entry.items() if name not in _KEYS}
     tolerance = Tolerance()
     if "points" in entry:
         tolerance = Tolerance(entry["points"] / 100, "points")
@@ -59,7 +61,7 @@ def _row(entry: dict[str, Any]) -> Published:
         tolerance,
         entry.get("scored", True),
         entry.get("use") == "cal",
-        why if isinstance(why, dict) else dict.fromkeys((*MODELS, BOTH), why),
+        why if isinstance(why, dict) else dict.fromkeys((*MODELS, BOTH, *values), why),
     )
 
 

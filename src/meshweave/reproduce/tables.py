@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from meshweave.report.page import page, table
 from meshweave.reproduce.figures import Figure
 from meshweave.reproduce.pictures import pictures
-from meshweave.reproduce.times import By
 from meshweave.reproduce.verdict import DIFFERS, HOLDS, NEAR, Row, count_verdicts
+
+
+@dataclass(frozen=True)
+class About:
+    """What rows and figures are of: the paper, the machines with the sources of their constants, and `way`, how
+    ours came about."""
+
+    title: str
+    citation: str
+    machines: tuple[tuple[str, str], ...]
+    way: str
+
+    @property
+    def names(self) -> str:
+        return " and ".join(name for name, _ in self.machines)
+
 
 HEAD = ("what", "model", "published", "ours", "unit", "verdict", "where", "remark")
 _COLOURS = {HOLDS: "#2a9d76", NEAR: "#b8860b", DIFFERS: "#c23b3b"}
@@ -26,14 +42,13 @@ def cells(row: Row) -> tuple[str, ...]:
     return row.what, row.model, published, ours, row.unit, row.verdict, row.where, row.remark
 
 
-def lead(rows: Sequence[Row], cluster: str, by: By) -> str:
+def lead(rows: Sequence[Row], about: About) -> str:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in count_verdicts(list(rows)).items())
-    way = "estimates" if by == "estimate" else "simulation; meshes and slice counts chosen by estimate"
-    return f"{len(rows)} numbers on {cluster}, by {way}: {counts}."
+    return f"{len(rows)} numbers on {about.names}, by {about.way}: {counts}."
 
 
-def markdown(rows: Sequence[Row], cluster: str, by: By) -> str:
-    lines = [lead(rows, cluster, by), ""]
+def markdown(rows: Sequence[Row], about: About) -> str:
+    lines = [lead(rows, about), ""]
     lines += [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|---|---|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -56,9 +71,9 @@ def row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def html(rows: Sequence[Row], figures: Sequence[Figure], cluster: str, source: str, by: By) -> str:
+def html(rows: Sequence[Row], figures: Sequence[Figure], about: About) -> str:
     """One self-contained page: the table, then all pictures, each with its data."""
-    title = f"MeshSlice, reproduced on {cluster}"
+    title = f"{about.title}, reproduced on {about.names}"
     lines = []
     for row in rows:
         colour = _COLOURS.get(row.verdict, "#5a6673")
@@ -69,8 +84,8 @@ def html(rows: Sequence[Row], figures: Sequence[Figure], cluster: str, source: s
     left = ("what", "model", "unit", "verdict", "where", "remark")
     parts = [
         f"<h1>{escape(title)}</h1>",
-        '<p class="quiet">Nam, Gerogiannis, Torrellas: MeshSlice (ISCA \'25, doi 10.1145/3695053.3731077).</p>',
-        f'<p class="lead">{escape(lead(rows, cluster, by))}</p>',
+        f'<p class="quiet">{escape(about.citation)}</p>',
+        f'<p class="lead">{escape(lead(rows, about))}</p>',
         table(HEAD, lines, left) if rows else "",
     ]
     for figure in figures:
@@ -80,8 +95,10 @@ def html(rows: Sequence[Row], figures: Sequence[Figure], cluster: str, source: s
             body = [("", [escape(_cell(cell)) for cell in row]) for row in panel.rows]
             data = table(panel.columns, body, panel.columns[:1])
             parts.append(f'<div class="wide">{drawn}</div>')
-            parts.append(f"<details><summary>{escape(panel.model)}: data</summary>{data}</details>")
-    parts.append(f'<p class="quiet">Constants of {escape(cluster)}: {escape(source)}</p>')
+            notes = "".join(f'<p class="quiet">{escape(note)}</p>' for note in panel.notes)
+            parts.append(f"<details><summary>{escape(panel.model)}: data</summary>{data}{notes}</details>")
+    for name, source in about.machines:
+        parts.append(f'<p class="quiet">Constants of {escape(name)}: {escape(source)}</p>')
     return page(title, "\n".join(parts))
 
 

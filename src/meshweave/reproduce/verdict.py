@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 HOLDS, NEAR, DIFFERS, ALONE, MISSING = "holds", "near", "differs", "ours alone", "not reproduced"
-Kind = Literal["share", "points", "goal", "exact"]
+Kind = Literal["share", "points", "goal", "exact", "least", "more"]
 NEAR_AMOUNT = 0.1
 """What still counts as near: 10 % of the number, or 10 points of a percentage that is judged in points."""
 
@@ -16,7 +16,8 @@ class Tolerance:
     """By how much ours may differ from the published number and still hold.
 
     `amount` is a share of the published number, or, in `points`, of the 100 % that a percentage is of. A `goal` is
-    met by all that is at most as large; `exact` allows nothing.
+    met by all that is at most as large; `least` by all that is at least as large, and `more` by what is larger by
+    0.01 at least, so that equals are no lead; `exact` allows nothing.
     """
 
     amount: float = 0.03
@@ -25,6 +26,9 @@ class Tolerance:
     def judge(self, published: float, ours: float) -> str:
         if self.kind == "goal":
             return HOLDS if ours <= published else DIFFERS
+        if self.kind in ("least", "more"):
+            needed = published + (0.01 if self.kind == "more" else 0.0)
+            return HOLDS if ours >= needed else DIFFERS
         if self.kind == "exact":
             return HOLDS if ours == published else DIFFERS
         gap = abs(ours - published) / (100 if self.kind == "points" else abs(published))

@@ -1,0 +1,96 @@
+"""`meshweave reproduce slicing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshweave.cli.options import JSON_HELP, print_json, progress_bar
+from meshweave.cli.reproduced import check_outputs, listed, print_all, to_json, write_all
+from meshweave.describe.cluster import load_cluster
+
+if TYPE_CHECKING:
+    from meshweave.reproduce.figures import Figure
+    from meshweave.reproduce.verdict import Row
+
+
+def slicing(
+    pvc: Annotated[
+        str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")
+    ] = "pvc-node",
+    h100: Annotated[
+        str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
+    ] = "h100-node",
+    rows: Annotated[
+        str, typer.Option(help="Only these rows of the table: ids separated by commas, as in --json.")
+    ] = "",
+    figures: Annotated[str, typer.Option(help="Only these figures: 2, 3 or both, with a comma.")] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Figures with all 28 partitionings, not only those of the paper's.")
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
+    ] = None,
+    png: Annotated[
+        bool, typer.Option("--png", help="With --out: pictures as PNG too (needs meshweave[png]).")
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write one page here: the table and all pictures, self-contained HTML."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+) -> None:
+    """Slicing Is All You Need: figures 2 and 3, and what its text says of them with a verdict.
+
+    The universal product under row block, column block and 2D block partitionings of A, B and C, each at its best
+    replication and data movement, beside DTensor and COSMA, by simulation (about a minute). The text states
+    relations; a row holds where ours is on the same side. Without --rows and --figures: all rows and both figures.
+
+    Example: meshweave reproduce slicing --report slicing.html
+    """
+    from meshweave.reproduce.partitionings import NAMED, every_partitioning
+    from meshweave.reproduce.published import published, wanted_rows
+    from meshweave.reproduce.slicing import PAPER
+    from meshweave.reproduce.slicing import rows as compute_rows
+    from meshweave.reproduce.slicing_figures import MACHINES, figures_named
+    from meshweave.reproduce.slicing_figures import figures as compute_figures
+    from meshweave.reproduce.slicing_study import BATCHES, SlicingStudy
+    from meshweave.reproduce.tables import About
+
+    ids, numbers = listed(rows), figures_named(listed(figures))
+    wanted_rows(published(PAPER), ids)
+    machines = {"pvc": load_cluster(pvc), "h100": load_cluster(h100)}
+    check_outputs(out, png, report)
+    all_of_it = not (ids or numbers)
+    study = SlicingStudy(machines, partitionings=every_partitioning() if every else NAMED)
+    computed: list[Row] = []
+    drawn: list[Figure] = []
+    if ids or all_of_it:
+        with progress_bar("rows") as progress:
+            computed = compute_rows(study, ids, progress)
+    if numbers or all_of_it:
+        with progress_bar("figures") as progress:
+            drawn = compute_figures(study, numbers or tuple(MACHINES), progress)
+    about = About(
+        "Slicing Is All You Need",
+        "Brock, Golin: Slicing Is All You Need: Towards A Universal One-Sided Algorithm for Distributed Matrix "
+        "Multiplication.",
+        tuple((cluster.name, cluster.source) for cluster in machines.values()),
+        f"simulation, batches of {', '.join(map(str, BATCHES))}, fp32",
+    )
+    head = {
+        "paper": PAPER,
+        "clusters": [{"name": name, "source": source} for name, source in about.machines],
+        "batches": list(BATCHES),
+    }
+    stem = f"{PAPER}-{about.machines[0][0]}-{about.machines[1][0]}"
+    written = write_all(out, png, report, computed, drawn, about, stem, head)
+    if json:
+        print_json(to_json(head, computed, drawn))
+        return
+    print_all(computed, drawn, about, of="case")
+    for path in written:
+        typer.echo(f"written: {path}")

@@ -1,0 +1,132 @@
+"""What `meshweave reproduce` writes and prints, whatever the paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from meshweave.cli.options import check_writable
+from meshweave.describe.files import printable
+from meshweave.errors import DescriptionError, UnsupportedError
+from meshweave.report.timeline import write_text
+
+if TYPE_CHECKING:
+    from meshweave.reproduce.figures import Figure
+    from meshweave.reproduce.tables import About
+    from meshweave.reproduce.verdict import Row
+
+
+def listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def check_outputs(out: Path | None, png: bool, report: Path | None) -> None:
+    """Before any work is done."""
+    from meshweave.report.png import check_png
+
+    if png and out is None:
+        raise UnsupportedError("--png writes beside the SVG pictures; give --out DIR too")
+    if png:
+        check_png()
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or "not a path"
+        raise DescriptionError(f"{printable(out)}: cannot be a directory to write into: {reason}") from None
+    check_writable(report)  # may lie in the directory
+
+
+def write_all(
+    out: Path | None,
+    png: bool,
+    report: Path | None,
+    rows: list[Row],
+    figures: list[Figure],
+    about: About,
+    stem: str,
+    head: dict[str, Any],
+) -> list[Path]:
+    """Rows and figures go into files of their own, named after `stem`, so that computing one leaves the other."""
+    from meshweave.reproduce.tables import html, markdown
+
+    written: list[Path] = []
+
+    def write(path: Path, text: str) -> None:
+        write_text(path, text)
+        written.append(path)
+
+    if report is not None:
+        write(report, html(rows, figures, about))
+    if out is None:
+        return written
+    if rows:
+        write(out / f"{stem}.md", markdown(rows, about))
+        write(out / f"{stem}.json", _text(to_json(head, rows, [])))
+    for figure in figures:
+        name = f"{stem}-figure-{figure.number}"
+        links = _draw(out, name, figure, png, written)
+        write(out / f"{name}.md", f"{figure.markdown()}\n{links}")
+        write(out / f"{name}.json", _text(to_json(head, [], [figure])))
+    return written
+
+
+def to_json(head: dict[str, Any], rows: list[Row], figures: list[Figure]) -> dict[str, Any]:
+    from meshweave.reproduce.tables import row_json
+
+    return {**head, "rows": [row_json(row) for row in rows], "figures": [one.to_json() for one in figures]}
+
+
+def _draw(out: Path, name: str, figure: Figure, png: bool, written: list[Path]) -> str:
+    """Writes the pictures of a figure; the Markdown that shows them."""
+    from meshweave.report.png import to_png
+    from meshweave.reproduce.pictures import pictures
+
+    links = ""
+    for model, svg in pictures(figure).items():
+        path = out / f"{name}-{model}.svg"
+        write_text(path, svg)
+        written.append(path)
+        if png:
+            path.with_suffix(".png").write_bytes(to_png(svg))
+            written.append(path.with_suffix(".png"))
+        links += f"![{model}]({path.name})\n"
+    return links
+
+
+def _text(data: Any) -> str:
+    import json
+
+    return json.dumps(data, indent=1) + "\n"
+
+
+_STYLES = {"holds": "green", "near": "yellow", "differs": "red"}
+
+
+def print_all(rows: list[Row], figures: list[Figure], about: About, of: str = "model") -> None:
+    """`of` heads the column that says what a row is of."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from meshweave.reproduce.tables import lead, shown
+
+    console = Console(width=max(Console().width, 160) if not Console().is_terminal else None, highlight=False)
+    if rows:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in ("row", of, "published", "ours", "unit", "verdict", "remark"):
+            right = column in ("published", "ours")
+            table.add_column(
+                column, justify="right" if right else "left", no_wrap=column not in ("unit", "remark")
+            )
+        for row in rows:
+            verdict = Text(row.verdict, style=_STYLES.get(row.verdict, ""))
+            numbers = shown(row.published), shown(row.ours)
+            table.add_row(row.id, row.model, *numbers, row.unit, verdict, Text(row.remark))
+        console.print(table)
+        console.print(lead(rows, about))
+    for figure in figures:
+        typer.echo(figure.markdown())

@@ -1,0 +1,129 @@
+"""The partitionings of Slicing Is All You Need: how A, B and C are cut, and how often each is copied.
+
+Section 5.2: all combinations of row block, column block and 2D block with all valid replication factors, and a
+"traditional" 2D block in which the tiles of A, B and C are aligned. With c copies, each copy lies on the ranks
+c' p/c to (c' + 1) p/c.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from meshweave.algorithms.matmul.universal import UniversalProblem
+from meshweave.algorithms.matmul.universal.problem import DIMS, OPERANDS
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
+from meshweave.describe.mesh import Mesh
+
+Cut = Literal["row", "column", "2d"]
+CUTS: tuple[Cut, ...] = ("row", "column", "2d")
+
+
+@dataclass(frozen=True)
+class Partitioning:
+    """How A, B and C are cut. `aligned`: A and B are cut alike along k, block-cyclically, as SUMMA needs it."""
+
+    name: str
+    a: Cut
+    b: Cut
+    c: Cut
+    aligned: bool = False
+
+
+COLUMN = Partitioning("column block", "column", "column", "column")
+INNER = Partitioning("inner product", "row", "column", "column")
+OUTER = tuple(Partitioning("outer product", "column", "row", cut) for cut in CUTS)
+ROW = Partitioning("row block", "row", "row", "row")
+BLOCK = Partitioning("2D block", "2d", "2d", "2d")
+TRADITIONAL = Partitioning("traditional 2D", "2d", "2d", "2d", aligned=True)
+
+NAMED: dict[str, tuple[Partitioning, ...]] = {
+    "column block": (COLUMN,),
+    "inner product": (INNER,),
+    "outer product": OUTER,
+    "row block": (ROW,),
+    "2D block": (BLOCK,),
+    "traditional 2D": (TRADITIONAL,),
+}
+"""Those of the figures. The paper does not say how C lies in an outer product: the fastest way counts."""
+
+
+def every_partitioning() -> dict[str, tuple[Partitioning, ...]]:
+    """The named ones, and every other combination of the three cuts by its cuts."""
+    known = {(one.a, one.b, one.c) for ways in NAMED.values() for one in ways}
+    others = [cuts for cuts in product(CUTS, repeat=3) if cuts not in known]
+    return NAMED | {(name := " x ".join((a, b, c))): (Partitioning(name, a, b, c),) for a, b, c in others}
+
+
+def problem(
+    how: Partitioning,
+    sizes: tuple[int, int, int],
+    num_ranks: int,
+    copies: tuple[int, int],
+    dtype: str = "float32",
+) -> UniversalProblem | None:
+    """The product of those (m, n, k) with so many copies of A and B, and of C; None where the partitioning does
+    not allow them."""
+    m, n, k = sizes
+    copies_ab, copies_c = copies
+    if how.aligned and copies_ab != copies_c:
+        return None
+    aligned_k = k if how.aligned else 0
+    a = _layout("a", how.a, num_ranks, copies_ab, aligned_k)
+    b = _layout("b", how.b, num_ranks, copies_ab, aligned_k)
+    c = _layout("c", how.c, num_ranks, copies_c, aligned_k)
+    return UniversalProblem(m, n, k, a, b, c, dtype)
+
+
+def _layout(name: str, cut: Cut, num_ranks: int, copies: int, aligned_k: int) -> Layout:
+    count = num_ranks // copies
+    placements: list[Placement]
+    if cut == "2d":
+        rows, columns = near_square(count)
+        shape, axes, placements = [rows, columns], ["row", "col"], [Shard(0), Shard(1)]
+        if aligned_k and name != "c":
+            tile = -(-aligned_k // math.lcm(rows, columns))
+            placements["ab".index(name) ^ 1] = Tile("ab".index(name) ^ 1, tile)
+    else:
+        shape, axes, placements = [count], ["part"], [Shard(CUTS.index(cut))]
+    if copies > 1:
+        shape, axes, placements = [copies, *shape], ["copy", *axes], [Replicate(), *placements]
+    mesh = Mesh.of("x".join(map(str, shape)) + axes[-1], tuple(shape), tuple(axes))
+    return Layout(mesh, tuple(placements))
+
+
+def local_products(problem: UniversalProblem) -> int:
+    """How many local products a process has in the paper's algorithm, on average: one for each overlap of a tile
+    of A, a tile of B and a tile of C (section 4.1)."""
+    total = 1
+    for dim, size in enumerate(problem.sizes):
+        first, second = (
+            _parts(problem.layout(operand), DIMS[operand].index(dim), size)
+            for operand in OPERANDS
+            if dim in DIMS[operand]
+        )
+        total *= first + second - math.gcd(first, second)
+    return max(total // len(problem.ranks), 1)
+
+
+def _parts(layout: Layout, dim: int, size: int) -> int:
+    """Into how many tiles a dim of a matrix is cut."""
+    count = 1
+    for placement, ranks in zip(layout.placements, layout.mesh.shape, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            count *= ranks
+        elif isinstance(placement, Tile) and placement.dim == dim:
+            count *= -(-size // placement.size)
+    return count
+
+
+def near_square(count: int) -> tuple[int, int]:
+    """Rows and columns of the grid nearest to a square, not more rows than columns."""
+    rows = max(size for size in range(1, math.isqrt(count) + 1) if count % size == 0)
+    return rows, count // rows
+
+
+def divisors(count: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, count + 1) if count % size == 0)

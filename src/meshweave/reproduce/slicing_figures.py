@@ -1,0 +1,72 @@
+"""The data of figures 2 and 3 of Slicing Is All You Need, computed again: percent of peak by batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshweave.describe.files import printable
+from meshweave.errors import UnsupportedError
+from meshweave.reproduce.figures import Cell, Figure, Panel
+from meshweave.reproduce.slicing import copies_text
+from meshweave.reproduce.slicing_study import LAYERS, Case, SlicingStudy
+from meshweave.tune.search import Progress
+
+MACHINES = {2: "pvc", 3: "h100"}
+TITLES = {"mlp1": "MLP-1", "mlp2": "MLP-2"}
+
+
+def figures_named(names: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of figures. Raises UnsupportedError for one that there is not."""
+    known = {str(number): number for number in MACHINES}
+    for name in names:
+        if name not in known:
+            raise UnsupportedError(
+                f"there is no figure '{printable(name)}' here; figures: {', '.join(known)}"
+            )
+    return tuple(known[name] for name in names)
+
+
+def figure(study: SlicingStudy, number: int) -> Figure:
+    machine = MACHINES[number]
+    panels = tuple(_panel(study, Case(machine, layer)) for layer in LAYERS)
+    title = f"universal product, DTensor and COSMA on {study.machines[machine].name}, by batch size"
+    return Figure(number, title, "% of peak", panels)
+
+
+def figures(
+    study: SlicingStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
+) -> list[Figure]:
+    """The figures of these numbers, or both, in order."""
+    wanted = [number for number in MACHINES if not numbers or number in numbers]
+    out = []
+    for done, number in enumerate(wanted):
+        out.append(figure(study, number))
+        progress(done + 1, len(wanted))
+    return out
+
+
+def _panel(study: SlicingStudy, case: Case) -> Panel:
+    curves = list(study.curves(case).values())
+    columns = [curve.label for curve in curves]
+    values: list[list[float]] = [[point.seconds for point in curve.points] for curve in curves]
+    notes = [
+        f"{curve.label}: copies {', '.join(copies_text(point.copies) for point in curve.points)}"
+        + (f"; C by {curve.how.c}" if curve.how.name == "outer product" else "")
+        for curve in curves
+    ]
+    for cut in ("row", "column"):
+        found = [study.dtensor(case, cut, batch) for batch in study.batches]
+        columns.append(f"DTensor {cut}")
+        values.append([seconds for seconds, _ in found])
+        ways = "; ".join(dict.fromkeys(how for _, how in found))
+        notes.append(f"DTensor {cut}: {ways}")
+    if case.machine == "h100":
+        columns.append("COSMA")
+        values.append([study.cosma(case, batch)[0] for batch in study.batches])
+        grids = ["x".join(map(str, study.cosma(case, batch)[1])) for batch in study.batches]
+        notes.append(f"COSMA: m x n x k cut into {', '.join(grids)}")
+    rows: list[tuple[Cell, ...]] = []
+    for at, batch in enumerate(study.batches):
+        shares = [study.of_peak(case, batch, seconds[at]) for seconds in values]
+        rows.append((str(batch), *shares))
+    return Panel(TITLES[case.layer], ("batch", *columns), tuple(rows), notes=tuple(notes))

@@ -1,0 +1,204 @@
+"""The experiments of Slicing Is All You Need, simulated: the universal product, DTensor and COSMA on two machines.
+
+Data movement is that which is fastest at the largest batch, replication the best of each batch (section 5.2.1).
+A process has as many steps as the paper's algorithm has local products (section 4.1), and fetches two ahead
+(section 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from meshweave.algorithms.matmul.cosma import Grid, chosen_grid, cosma_program
+from meshweave.algorithms.matmul.resharded import Collectives, chosen_strategy, resharded_program
+from meshweave.algorithms.matmul.universal import Choice, UniversalProblem, universal_program
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import Cluster
+from meshweave.describe.layout import Layout, Shard
+from meshweave.describe.mesh import Mesh
+from meshweave.errors import LayoutError
+from meshweave.ir.program import Program
+from meshweave.reproduce.partitionings import NAMED, Partitioning, divisors, local_products, problem
+from meshweave.simulate import simulate
+
+Stationary = Literal["a", "b", "c"]
+STATIONARY: tuple[Stationary, ...] = get_args(Stationary)
+KIBI = 1024
+LAYERS: dict[str, tuple[int, int]] = {"mlp1": (48 * KIBI, 12 * KIBI), "mlp2": (12 * KIBI, 48 * KIBI)}
+"""(n, k) of a layer; section 5.2.1."""
+BATCHES = (1024, 2048, 4096, 8192, 16384)
+"""Our reading: the paper's text does not list the batch sizes of its plots."""
+DTYPE = "float32"
+CUT_BY = {"row": 0, "column": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer on a machine."""
+
+    machine: str
+    layer: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.machine}-{self.layer}"
+
+
+CASES = {
+    case.name: case for case in (Case(machine, layer) for machine in ("pvc", "h100") for layer in LAYERS)
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """A batch on its best of what was tried: copies of A and B, and of C."""
+
+    batch: int
+    seconds: float
+    copies: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A partitioning with the data movement that is fastest at the largest batch."""
+
+    how: Partitioning
+    stationary: Stationary
+    points: tuple[Point, ...]
+
+    @property
+    def label(self) -> str:
+        return f"{self.how.name} (S-{self.stationary.upper()})"
+
+
+_Key = tuple[Case, Partitioning, int, Stationary, tuple[int, int]]
+
+
+@dataclass
+class SlicingStudy:
+    """Simulates each thing once. `machines` are by "pvc" and "h100"; `advance` is told of every simulation."""
+
+    machines: dict[str, Cluster]
+    batches: tuple[int, ...] = BATCHES
+    partitionings: dict[str, tuple[Partitioning, ...]] = field(default_factory=lambda: NAMED)
+    advance: Callable[[], None] = lambda: None
+    _seconds: dict[_Key, float | None] = field(default_factory=dict)
+    _curves: dict[tuple[Case, str], Curve] = field(default_factory=dict)
+    _rivals: dict[tuple[str, Case, int], tuple[float, str]] = field(default_factory=dict)
+
+    def sizes(self, case: Case, batch: int) -> tuple[int, int, int]:
+        return batch, *LAYERS[case.layer]
+
+    def of_peak(self, case: Case, batch: int, seconds: float) -> float:
+        """Percent of the peak of all devices."""
+        m, n, k = self.sizes(case, batch)
+        cluster = self.machines[case.machine]
+        return 100 * 2 * m * n * k / cluster.num_chips / cluster.chip.peak(DTYPE) / seconds
+
+    # --- the universal product --------------------------------------------------------------------------------
+
+    def copies(self, case: Case, how: Partitioning) -> Iterator[tuple[int, int]]:
+        """All replication factors: one for all matrices; in MLP-2 also another one for C, as in the figures."""
+        counts = divisors(self.machines[case.machine].num_chips)
+        for copies_ab in counts:
+            for copies_c in counts if case.layer == "mlp2" and not how.aligned else (copies_ab,):
+                yield copies_ab, copies_c
+
+    def seconds(
+        self, case: Case, how: Partitioning, batch: int, stationary: Stationary, copies: tuple[int, int]
+    ) -> float | None:
+        """None for what cannot be, and for what communicates nothing, which the paper leaves out."""
+        key = case, how, batch, stationary, copies
+        if key not in self._seconds:
+            self._seconds[key] = self._simulated(*key)
+            self.advance()
+        return self._seconds[key]
+
+    def _simulated(
+        self, case: Case, how: Partitioning, batch: int, stationary: Stationary, copies: tuple[int, int]
+    ) -> float | None:
+        cluster = self.machines[case.machine]
+        given = problem(how, self.sizes(case, batch), cluster.num_chips, copies, DTYPE)
+        if given is None:
+            return None
+        try:
+            program = universal_program(given, Choice(stationary, slices=local_products(given)))
+        except LayoutError:
+            return None
+        run = simulate(program, Machine.of(cluster, program))
+        return run.duration_s if any(link.carried_bytes for link in run.links) else None
+
+    def best(
+        self,
+        case: Case,
+        how: Partitioning,
+        batch: int,
+        stationary: Stationary,
+        copies: Sequence[tuple[int, int]] | None = None,
+    ) -> Point | None:
+        """At the best replication; of equals that with the fewest copies."""
+        points = []
+        for pair in self.copies(case, how) if copies is None else copies:
+            seconds = self.seconds(case, how, batch, stationary, pair)
+            if seconds is not None:
+                points.append(Point(batch, seconds, pair))
+        return min(points, key=lambda point: (point.seconds, point.copies), default=None)
+
+    def curve(self, case: Case, name: str) -> Curve:
+        """A named partitioning at its best, by batch."""
+        if (case, name) not in self._curves:
+            last = self.batches[-1]
+            found = [
+                (point.seconds, how, stationary)
+                for how in self.partitionings[name]
+                for stationary in STATIONARY
+                if (point := self.best(case, how, last, stationary)) is not None
+            ]
+            assert found, f"{name} cannot be computed at all"
+            _, how, stationary = min(found, key=lambda one: one[0])
+            points = [self.best(case, how, batch, stationary) for batch in self.batches]
+            self._curves[case, name] = Curve(how, stationary, tuple(point for point in points if point))
+        return self._curves[case, name]
+
+    def curves(self, case: Case) -> dict[str, Curve]:
+        return {name: self.curve(case, name) for name in self.partitionings}
+
+    # --- rivals -----------------------------------------------------------------------------------------------
+
+    def dtensor(self, case: Case, cut: Literal["row", "column"], batch: int) -> tuple[float, str]:
+        """Seconds of DTensor with A and B cut so, without copies, and how it got there. Collectives are rings, or
+        direct where that is faster."""
+        key = f"dtensor {cut}", case, batch
+        if key not in self._rivals:
+            mesh = Mesh.of("tp", (self.machines[case.machine].num_chips,), ("x",))
+            lies = Layout(mesh, (Shard(CUT_BY[cut]),))
+            asked = UniversalProblem(*self.sizes(case, batch), lies, lies, lies, DTYPE)
+            strategy = chosen_strategy(asked)
+            ends = {"rows": Shard(0), "columns": Shard(1), "outer": Shard(CUT_BY[cut])}[strategy]
+            given = UniversalProblem(*self.sizes(case, batch), lies, lies, Layout(mesh, (ends,)), DTYPE)
+            timed: list[tuple[float, Collectives]] = [
+                (self._time(case, resharded_program(given, strategy, way)), way)
+                for way in get_args(Collectives)
+            ]
+            seconds, way = min(timed)
+            self._rivals[key] = seconds, f"{strategy}, {way} collectives"
+        return self._rivals[key]
+
+    def cosma(self, case: Case, batch: int) -> tuple[float, Grid]:
+        """Seconds of COSMA and its grid. It ends in an all-reduce (section 5.2.1)."""
+        sizes = self.sizes(case, batch)
+        grid = chosen_grid(*sizes, self.machines[case.machine].num_chips)
+        key = "cosma", case, batch
+        if key not in self._rivals:
+            program = cosma_program(*sizes, grid, DTYPE, all_reduce=True)
+            self._rivals[key] = self._time(case, program), "x".join(map(str, grid))
+        return self._rivals[key][0], grid
+
+    def _time(self, case: Case, program: Program) -> float:
+        self.advance()
+        return simulate(program, Machine.of(self.machines[case.machine], program)).duration_s
+
+    def fastest_dtensor(self, case: Case, batch: int) -> float:
+        return min(self.dtensor(case, cut, batch)[0] for cut in ("row", "column"))

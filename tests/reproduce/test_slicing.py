@@ -1,0 +1,109 @@
+"""Figures 2 and 3 of Slicing Is All You Need, and what its text says of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from meshweave.algorithms.matmul.universal import Choice, universal_program
+from meshweave.cli.app import run_app
+from meshweave.describe.cluster import load_cluster
+from meshweave.ir.validate import validate
+from meshweave.reproduce import slicing as paper
+from meshweave.reproduce.partitionings import (
+    COLUMN,
+    INNER,
+    NAMED,
+    OUTER,
+    TRADITIONAL,
+    divisors,
+    every_partitioning,
+    local_products,
+    near_square,
+    problem,
+)
+from meshweave.reproduce.published import published
+from meshweave.reproduce.slicing_figures import figure
+from meshweave.reproduce.slicing_study import CASES, LAYERS, STATIONARY, SlicingStudy
+from meshweave.reproduce.verdict import Tolerance
+
+PVC1, H1002 = CASES["pvc-mlp1"], CASES["h100-mlp2"]
+
+
+@pytest.fixture(scope="module")
+def study() -> SlicingStudy:
+    machines = {"pvc": load_cluster("pvc-node"), "h100": load_cluster("h100-node")}
+    return SlicingStudy(machines, batches=(1024, 4096))
+
+
+def test_every_row_of_the_file_is_computed() -> None:
+    listed = published(paper.PAPER)
+    assert {row.id for row in listed} == {*paper.OURS, *paper.BY_LAYER}
+    for row in listed:
+        assert set(row.models) <= (set(LAYERS) if row.id in paper.BY_LAYER else set(CASES))
+
+
+def test_partitionings() -> None:
+    assert len([how for ways in every_partitioning().values() for how in ways]) == 28
+    assert near_square(12) == (3, 4) and near_square(7) == (1, 7)
+    assert divisors(12) == (1, 2, 3, 4, 6, 12)
+    assert problem(TRADITIONAL, (24, 24, 24), 12, (2, 1)) is None
+
+
+@pytest.mark.parametrize(
+    "how", [how for ways in NAMED.values() for how in ways], ids=lambda how: f"{how.name} {how.c}"
+)
+@pytest.mark.parametrize("copies", [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_named_partitionings_give_right_programs(how, copies) -> None:  # type: ignore[no-untyped-def]
+    given = problem(how, (8, 16, 12), 4, copies)
+    for stationary in STATIONARY if given else ():
+        assert given is not None
+        validate(universal_program(given, Choice(stationary, slices=local_products(given))))
+
+
+@pytest.mark.parametrize(("how", "count"), [(COLUMN, 12), (INNER, 12), (OUTER[1], 12), (TRADITIONAL, 12)])
+def test_local_products_are_overlaps_of_tiles(how, count) -> None:  # type: ignore[no-untyped-def]
+    given = problem(how, LAYER, 12, (1, 1))
+    assert given is not None and local_products(given) == count
+
+
+LAYER = (4096, *LAYERS["mlp1"])
+
+
+def test_what_communicates_nothing_is_left_out(study: SlicingStudy) -> None:
+    """A and B whole on every device leave nothing to move."""
+    assert study.seconds(H1002, COLUMN, 1024, "c", (8, 1)) is None
+    assert study.seconds(H1002, COLUMN, 1024, "c", (1, 1)) is not None
+
+
+def test_nothing_is_faster_than_the_peak(study: SlicingStudy) -> None:
+    for name in NAMED:
+        for point in study.curve(PVC1, name).points:
+            assert 0 < study.of_peak(PVC1, point.batch, point.seconds) <= 100.001
+    for cut in ("row", "column"):
+        assert 0 < study.of_peak(PVC1, 1024, study.dtensor(PVC1, cut, 1024)[0]) < 100  # nothing overlaps
+
+
+def test_rows_and_figures_agree(study: SlicingStudy) -> None:
+    (row,) = paper.rows(study, ["copies_of_column"])
+    assert row.ours == 1 and row.verdict == "holds"
+    panel = figure(study, 2).panels[0]
+    assert panel.columns[:2] == ("batch", "column block (S-C)")
+    assert [line[0] for line in panel.rows] == ["1024", "4096"]
+    assert panel.notes[0] == "column block (S-C): copies 1, 1"
+
+
+def test_a_tie_is_no_lead() -> None:
+    assert Tolerance(0, "more").judge(0, 0.0) == "differs"
+    assert Tolerance(0, "more").judge(0, 0.1) == "holds"
+    assert Tolerance(0, "least").judge(0, 0.0) == "holds"
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["reproduce", "slicing", "--rows", "copies_of_column", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["paper"] == "slicing" and data["clusters"][0]["name"] == "pvc-node"
+    assert data["rows"][0]["verdict"] == "holds" and data["figures"] == []
+    assert run_app(["reproduce", "slicing", "--figures", "9"]) == 2
+    assert "figures: 2, 3" in capsys.readouterr().err
