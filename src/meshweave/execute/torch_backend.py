@@ -7,7 +7,7 @@ every view a tensor and every op a closure. What is left for a run is to walk li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,9 +16,11 @@ from torch import Tensor
 from meshweave.errors import BindError, ProgramError, nearest
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.groups import TorchContext
+from meshweave.execute.memory.base import RemoteMemory
 from meshweave.execute.torch_comm import bind_communication
 from meshweave.execute.torch_compute import Binder
 from meshweave.execute.torch_lanes import Ahead, LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch_onesided import OneSided, without_fences
 from meshweave.execute.torch_views import Action, Chain, Staging, empty
 from meshweave.execute.torch_wire import Exchange, Wire, wire_orders
 from meshweave.ir.dataflow import analyse, untimed_order
@@ -50,21 +52,28 @@ class BoundProgram:
         program: Program,
         rank: int,
         context: TorchContext,
-        memory: Mapping[tuple[str, int], Tensor],
-        unset: set[str],
+        memory: _Buffers,
         ops: Sequence[BoundOp],
         execute: Callable[[], Mapping[int, tuple[int, int]]],
         trace: bool,
     ) -> None:
         self.program, self.rank, self.context = program, rank, context
-        self._unset, self._execute, self._is_traced = unset, execute, trace
+        self._unset, self._execute, self._is_traced = memory.unset, execute, trace
         self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in ops] if trace else []
-        self.inputs = {b.name: memory[b.name, 0] for b in _held(program, rank) if b.kind == "input"}
-        self.outputs = {b.name: memory[b.name, 0] for b in _held(program, rank) if b.kind == "output"}
-        self._copies = [
-            (memory[name, slot], memory[name, 0])
-            for name in self.inputs
-            for slot in range(1, program.buffer_of[name].slots)
+        held = {b.name: b for b in _held(program, rank)}
+        seen = {name: memory.given.get(name, memory.slots[name, 0]) for name in held}
+        self.inputs = {name: seen[name] for name, b in held.items() if b.kind == "input"}
+        self.outputs = {name: seen[name] for name, b in held.items() if b.kind == "output"}
+        self._copies_in = [
+            (memory.slots[name, slot], value)
+            for name, value in self.inputs.items()
+            for slot in range(held[name].slots)
+            if memory.slots[name, slot] is not value
+        ]
+        self._copies_out = [
+            (value, memory.slots[name, 0])
+            for name, value in self.outputs.items()
+            if memory.slots[name, 0] is not value
         ]
 
     def run(self, inputs: Mapping[str, Tensor] | None = None) -> Trace | None:
@@ -92,9 +101,11 @@ class BoundProgram:
                 raise BindError(
                     f"input buffer {min(self._unset)} of program {self.program.name} has no value"
                 )
-            for copy, first in self._copies:
-                copy.copy_(first)
-        spans = self._execute()
+            for slot, value in self._copies_in:
+                slot.copy_(value)
+            spans = self._execute()
+            for value, slot in self._copies_out:
+                value.copy_(slot)
         return self._trace(spans) if self._is_traced else None
 
     def _load(self, name: str, value: Tensor) -> None:
@@ -126,6 +137,7 @@ def bind(
     mode: Mode | None = None,
     order: Sequence[int] | None = None,
     trace: bool = False,
+    memory: RemoteMemory | None = None,
 ) -> BoundProgram:
     """Binds the part of `rank` to tensors. Collective: see `TorchContext`.
 
@@ -146,10 +158,13 @@ def bind(
         calls: the functions that `call` ops name; see `execute.calls`. Outs are copied.
         order: op indices, for mode "linear"; None is program order.
         trace: let `run` return a Trace.
+        memory: where the buffers lie that other ranks reach, for a program with one-sided ops; all its ranks then
+            make sure that they bind the same program. Given tensors that lie in it are aliased. Others of such
+            buffers are copied into it before each run, and out of it after.
 
     Raises:
-        BindError: tensors, calls, ranks or order do not fit the program.
-        UnsupportedError: the program has one-sided ops (lower them first).
+        BindError: tensors, calls, ranks or order do not fit the program; with `memory`, ranks bind different ones.
+        UnsupportedError: the program has one-sided ops and there is no `memory` (give one, or lower them first).
     """
     if context is None:
         context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
@@ -164,18 +179,32 @@ def bind(
     if order is not None and mode != "linear":
         raise BindError("an order is for mode 'linear'")
     ops = program.on_rank(rank)
-    memory, unset = _allocate(program, rank, tensors, context.device)
+    exposed = exposed_buffers(program)
+    _check_tensors(program, rank, tensors, context.device)
     _check_serial(program)
-    context.prepare(program)
-    binder = Binder(rank, memory, Staging(context.device), CallTable(calls or {}))
-    wire = Wire(context, binder, program, wire_orders(program), context.channels(program))
-    actions = [binder.local(b) if b.op.kind in COMPUTE_KINDS else bind_communication(wire, b) for b in ops]
-    before = local_edges(ops, exposed_buffers(program))
+    remote = OneSided(memory, context, program, rank, tensors) if memory is not None and exposed else None
+    buffers = _allocate(program, rank, tensors, context.device, remote.own if remote else {})
+    matched = without_fences(program) if remote else program
+    context.prepare(matched)
+    aliased = remote.view if remote and memory is not None and memory.is_aliased else None
+    binder = Binder(rank, buffers.slots, Staging(context.device), CallTable(calls or {}), aliased)
+    wire = Wire(context, binder, matched, wire_orders(matched), context.channels(matched))
+
+    def local_or_matched(bound: BoundOp) -> Action:
+        return binder.local(bound) if bound.op.kind in COMPUTE_KINDS else bind_communication(wire, bound)
+
+    if remote is None:
+        actions = [local_or_matched(bound) for bound in ops]
+    else:
+        remote.use(binder)
+        actions = [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
+    before = local_edges(ops, exposed)
     if mode == "linear":
         execute = _linear(context, ops, actions, before, order, trace)
     else:
-        execute = _threads(context, ops, actions, before, trace)
-    return BoundProgram(program, rank, context, memory, unset, ops, execute, trace)
+        execute = _threads(context, ops, actions, before, trace, exposed)
+    execute = remote.around(execute) if remote else execute
+    return BoundProgram(program, rank, context, buffers, ops, execute, trace)
 
 
 def _check_serial(program: Program) -> None:
@@ -195,29 +224,51 @@ def _held(program: Program, rank: int) -> list[Buffer]:
     return [buffer for buffer in program.buffers if rank in program.mesh_of[buffer.mesh]]
 
 
-def _allocate(
-    program: Program, rank: int, tensors: Mapping[str, Tensor], device: torch.device
-) -> tuple[dict[tuple[str, int], Tensor], set[str]]:
-    """The tensor of each (buffer, slot) of `rank`, and the names of inputs that have no value yet."""
-    memory: dict[tuple[str, int], Tensor] = {}
-    bindable = {b.name for b in _held(program, rank) if b.kind in ("input", "output")}
-    for name in tensors:
+@dataclass(frozen=True)
+class _Buffers:
+    """The tensor of each (buffer, slot) of a rank; what the caller gave and had to be kept apart from that; the
+    names of inputs that have no value yet."""
+
+    slots: dict[tuple[str, int], Tensor]
+    given: dict[str, Tensor]
+    unset: set[str]
+
+
+def _check_tensors(program: Program, rank: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    bindable = {b.name: b for b in _held(program, rank) if b.kind in ("input", "output")}
+    for name, tensor in tensors.items():
         if name not in bindable:
             raise BindError(
                 f"rank {rank} of program {program.name} has no input or output buffer '{name}'"
                 f"{nearest(name, bindable)}"
             )
+        _check(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
+        if tensor.device.type != device.type:
+            raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
+
+
+def _allocate(
+    program: Program,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    exposed: Mapping[tuple[str, int], Tensor],
+) -> _Buffers:
+    """`exposed` are buffers that other ranks reach, and that have their memory already."""
+    slots = dict(exposed)
+    given: dict[str, Tensor] = {}
     for buffer in _held(program, rank):
         shape, dtype = program.local_shape(buffer.name, rank), torch_dtype(buffer.dtype)
         for slot in range(buffer.slots):
-            memory[buffer.name, slot] = empty(shape, dtype, buffer.order, device)
+            if (buffer.name, slot) not in exposed:
+                slots[buffer.name, slot] = empty(shape, dtype, buffer.order, device)
         if buffer.name in tensors:
-            given = tensors[buffer.name].detach()
-            _check(buffer.name, given, shape, dtype)
-            if given.device.type != device.type:
-                raise BindError(f"buffer {buffer.name} is on {given.device}, its context on {device}")
-            memory[buffer.name, 0] = given
-    return memory, {b.name for b in _held(program, rank) if b.kind == "input"} - set(tensors)
+            tensor = tensors[buffer.name].detach()
+            if (buffer.name, 0) not in exposed:
+                slots[buffer.name, 0] = tensor
+            elif exposed[buffer.name, 0].data_ptr() != tensor.data_ptr():
+                given[buffer.name] = tensor
+    return _Buffers(slots, given, {b.name for b in _held(program, rank) if b.kind == "input"} - set(tensors))
 
 
 def _check(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -242,6 +293,7 @@ def _threads(
     actions: Sequence[Action],
     before: Sequence[Sequence[int]],
     trace: bool,
+    exposed: frozenset[str],
 ) -> Callable[[], Mapping[int, tuple[int, int]]]:
     names = _lanes(ops)
     lane_of = [names.index(bound.op.lane) for bound in ops]
@@ -252,7 +304,7 @@ def _threads(
         lane.waits.append(tuple((lanes[other], count) for other, count in needed))
         lane.labels.append(ops[index].label)
         lane.indices.append(index)
-    _post_ahead(ops, actions, lanes, lane_of)
+    _post_ahead(ops, actions, lanes, lane_of, exposed)
     crew = context.crew
 
     def execute() -> Mapping[int, tuple[int, int]]:
@@ -266,12 +318,16 @@ def _threads(
 
 
 def _post_ahead(
-    ops: Sequence[BoundOp], actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
+    ops: Sequence[BoundOp],
+    actions: Sequence[Action],
+    lanes: Sequence[LaneRun],
+    lane_of: Sequence[int],
+    exposed: frozenset[str],
 ) -> None:
     """While a lane waits in an exchange, the receives of its next one are posted if their memory is free.
 
     Not further ahead, nor past another kind of communication: between two ranks receives match in the order
-    of posting.
+    of posting. Nor into exposed buffers, whose remote readers only fences keep apart.
     """
     before = write_edges(ops)
     place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
@@ -284,7 +340,10 @@ def _post_ahead(
             steps = action.steps if isinstance(action, Chain) else (action,)
             exchange = next((step for step in steps if isinstance(step, Exchange)), None)
             # What follows in the chain takes the data out of staging, which the next op may not fill yet.
-            if previous is not None and exchange is not None and exchange is steps[-1] and exchange.receives:
+            early = exchange is not None and exchange is steps[-1] and exchange.receives
+            if any(view.buffer in exposed for view in ops[index].op.writes):
+                early = False
+            if previous is not None and exchange is not None and early:
                 needed: dict[int, int] = {}
                 for other in before[index]:
                     needed[lane_of[other]] = max(needed.get(lane_of[other], 0), place[other])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,32 +16,42 @@ from meshweave.ir.ops import Add, Call, Copy, Matmul, Op, Zero
 from meshweave.ir.program import BoundOp
 from meshweave.ir.views import View
 
-Slots = Mapping[tuple[str, int], Tensor]
+Slots = MutableMapping[tuple[str, int], Tensor]
 """The memory of each (buffer, slot)."""
 
 
 @dataclass(frozen=True)
 class Binder:
-    """One rank's memory, and how its local ops are bound to it."""
+    """One rank's memory, and how its local ops are bound to it.
+
+    `far` gives the buffer slot of a remote view as a tensor, where a transport can alias another rank's memory.
+    """
 
     rank: int
     memory: Slots
     staging: Staging
     calls: CallTable
+    far: Callable[[View], Tensor] | None = None
     _views: dict[View, Strided] = field(default_factory=dict)
 
     def view(self, view: View) -> Strided:
-        """A resolved view of this rank's memory."""
+        """A resolved view of this rank's memory, or of another's where that is aliased."""
         found = self._views.get(view)
         if found is None:
             assert isinstance(view.slot, int)
-            found = self._views[view] = strided(view, self.memory[view.buffer, view.slot])
+            if view.rank is None:
+                buffer = self.memory[view.buffer, view.slot]
+            else:
+                assert self.far is not None, view
+                buffer = self.far(view)
+            found = self._views[view] = strided(view, buffer)
         return found
 
     def local(self, bound: BoundOp) -> Action:
-        """Binds a compute op. Raises UnsupportedError where it reaches into another rank's memory."""
+        """Binds a compute op. Raises UnsupportedError where it reaches into memory that nothing aliases."""
         op = bound.op
-        self.refuse_remote(bound)
+        if self.far is None:
+            self.refuse_remote(bound)
         match op:
             case Matmul():
                 return self._matmul(op)

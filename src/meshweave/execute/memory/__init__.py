@@ -1,0 +1,56 @@
+"""Native transports of one-sided ops: memory that ranks reach without the other's help."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+from meshweave.errors import BindError, nearest
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.memory.base import RemoteMemory, Window
+
+__all__ = ["KINDS", "Kind", "RemoteMemory", "Window", "open_memory"]
+
+Kind = Literal["shared", "mpi", "symmetric", "auto"]
+KINDS = ("shared", "mpi", "symmetric", "auto")
+
+
+def open_memory(kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20) -> RemoteMemory:
+    """Opens a pool of memory that the ranks of a context reach in each other. Collective among all of them.
+
+    Args:
+        kind: "shared", between processes of one Linux host; "mpi", windows of an MPI that started the ranks
+            (needs the extra `mpi`); "symmetric", CUDA symmetric memory; "auto", what fits the context: symmetric
+            on CUDA, MPI for ranks that only an MPI launcher started, else shared.
+        pool_bytes: what each rank sets aside at its first program; the pool grows where that is not enough.
+
+    Raises:
+        UnsupportedError: it is not available here; one line says why.
+        BindError: there is no such kind, or some ranks cannot have it.
+        RankLostError, DeadlineError: see `TorchContext.guard`.
+    """
+    if kind not in KINDS:
+        raise BindError(f"there is no memory '{kind}'{nearest(kind, KINDS)}")
+    if kind == "auto":
+        kind = _fitting(context)
+    if kind == "shared":
+        from meshweave.execute.memory.shared import SharedMemory
+
+        return SharedMemory.open(context, pool_bytes)
+    if kind == "mpi":
+        from meshweave.execute.memory.mpi import MpiMemory
+
+        return MpiMemory.open(context, pool_bytes)
+    from meshweave.execute.memory.symmetric import SymmetricMemory
+
+    return SymmetricMemory.open(context, pool_bytes)
+
+
+def _fitting(context: TorchContext) -> Kind:
+    if context.device.type == "cuda":
+        return "symmetric"
+    launched = any(name in os.environ for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"))
+    if launched and not context.is_distributed and importlib.util.find_spec("mpi4py") is not None:
+        return "mpi"
+    return "shared"

@@ -1,0 +1,307 @@
+"""Memory that other ranks reach: what a native transport of one-sided ops gives a bound program.
+
+A `RemoteMemory` is a pool of memory of this process that the other ranks can reach. A program takes a `Window`
+of it when it is bound: its exposed buffers on this rank, and a way to those of its other ranks. Everything in a
+window is bound once and run many times; whatever it runs is complete in the sense of `ir.ops`, so that a get
+ends when the elements have come, and a put or accumulate when its source may be overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from meshweave.errors import BindError, MeshweaveError
+from meshweave.execute.agree import exchange
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.memory.pool import Segment, aligned, take
+from meshweave.execute.torch_views import Action
+
+Key = tuple[str, int]
+"""A buffer and a slot of it."""
+
+SIGNALS: Key = ("", 0)
+"""Each rank's counters: one for each group it meets in fences, then one flag for each write it is told of."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a buffer slot needs: its strides are in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return extent(self.shape, self.strides) * int(self.dtype.itemsize)
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """From the first element to the last one inclusive, in elements; no stride is negative."""
+    if 0 in shape:
+        return 0
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+
+
+@dataclass(frozen=True)
+class Far:
+    """A buffer slot of a rank: `offset` bytes into its segment `number`. `tensor` aliases it, where memory can
+    be aliased, and has its shape and strides on the device "meta" where not."""
+
+    rank: int
+    number: int
+    offset: int
+    tensor: Tensor
+
+    def bytes_of(self, piece: Tensor) -> tuple[int, int]:
+        """Where in the segment a part of `tensor` begins and ends."""
+        skipped = piece.storage_offset() - self.tensor.storage_offset()
+        start = self.offset + skipped * piece.dtype.itemsize
+        return start, start + extent(piece.shape, piece.stride()) * piece.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Window(ABC):
+    """One program's part of the memory. `groups` are sets of ranks that meet in fences, the same list on every
+    rank; the first is all ranks of the program. Pieces below are parts of a `Far`'s tensor."""
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+    own: Mapping[Key, Tensor]
+    far: Mapping[tuple[int, Key], Far]
+
+    @abstractmethod
+    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
+        """Copies a piece of a rank's memory here."""
+
+    @abstractmethod
+    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
+        """Copies a tensor of equal shape into a piece."""
+
+    @abstractmethod
+    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
+        """Combines a piece with a tensor of equal shape and dtype, each element in one go. Also for a rank's own
+        memory where others may accumulate at the same time. Raises UnsupportedError for what it has no op for."""
+
+    @abstractmethod
+    def fence(self, group: int, what: str) -> Action:
+        """Waits until the ranks of a group are here, and all that they did one-sidedly is done."""
+
+    @abstractmethod
+    def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        """Sets a flag of a rank to a value, after all that this thread has put or accumulated there."""
+
+    @abstractmethod
+    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
+        """Waits until own flags, which `peers` set, are at least at a value."""
+
+    def flag_at(self, flag: int) -> int:
+        """Where in `SIGNALS` a flag is."""
+        return len(self.groups) + flag
+
+
+@dataclass
+class RemoteMemory(ABC):
+    """See the module docstring; made by `open_memory`. Everything here is collective among the ranks it names.
+
+    `is_aliased` says whether remote views are tensors like any other, so that a matrix product may read them.
+    Where it is, tensors of a program's buffers return to the pool when the last of them is gone.
+    """
+
+    kind: ClassVar[str] = ""
+    is_aliased: ClassVar[bool] = True
+
+    context: TorchContext
+    rank: int
+    num_ranks: int
+    pool_bytes: int = 16 << 20
+    segments: dict[int, Segment] = field(default_factory=dict)
+    is_closed: bool = False
+
+    def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
+        """What each of `ranks` says; see `agree.exchange`."""
+        return exchange(self.context, ranks, words, what)
+
+    def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
+        """Does something that may fail on some ranks only, and tells all what came of it, which is JSON.
+
+        Raises BindError on every rank where it fails on any, naming those.
+        """
+        mine: Any = None
+        try:
+            mine = work()
+            words = json.dumps({"is": mine})
+        except (MeshweaveError, OSError) as error:
+            words = json.dumps({"error": " ".join(str(error).split()) or type(error).__name__})
+        said = {rank: json.loads(text) for rank, text in self.talk(ranks, words, what).items()}
+        why: dict[str, list[int]] = {}
+        for rank, answer in said.items():
+            if "error" in answer:
+                why.setdefault(answer["error"], []).append(rank)
+        if why:
+            listed = "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in why.items())
+            raise BindError(f"{self.kind} memory: {listed}")
+        return mine, {rank: answer["is"] for rank, answer in said.items()}
+
+    def expose(
+        self,
+        ranks: Sequence[int],
+        wanted: Mapping[Key, Slot],
+        given: Mapping[Key, Tensor],
+        groups: Sequence[Sequence[int]],
+        num_flags: int,
+        what: str,
+    ) -> Window:
+        """A window for a program on `ranks`. Buffers that are `given`, in own pool memory, stay where they are.
+
+        Raises:
+            BindError: some rank has no such memory, or cannot reach another's.
+            RankLostError, DeadlineError: see `TorchContext.guard`.
+        """
+        if self.is_closed:
+            raise BindError(f"this {self.kind} memory is closed")
+        ranks, sets = tuple(sorted(ranks)), tuple(tuple(sorted(group)) for group in groups)
+        slots = {SIGNALS: Slot((len(groups) + num_flags,), (1,), torch.int64)}
+        slots.update((key, slot) for key, slot in wanted.items() if key not in given)
+        own: dict[Key, Tensor] = {}
+
+        def take() -> dict[str, Any]:
+            sizes = {key: aligned(slot.num_bytes) for key, slot in slots.items()}
+            segment, offset = self._room(max(sum(sizes.values()), 1), ranks, what)
+            block = self._block(segment, offset, aligned(max(sum(sizes.values()), 1)))
+            places: list[tuple[Key, int, int, Tensor]] = []
+            at = 0
+            for key, slot in slots.items():
+                tensor = block[at : at + slot.num_bytes].view(slot.dtype)
+                own[key] = tensor.as_strided(slot.shape, slot.strides)
+                places.append((key, segment.number, offset + at, own[key]))
+                at += sizes[key]
+            own[SIGNALS].zero_()
+            for key, tensor in given.items():
+                found = self.locate(tensor, ranks)
+                assert found is not None, key
+                own[key] = tensor
+                places.append((key, *found, tensor))
+            used = sorted({number for _, number, _, _ in places})
+            return {
+                "segments": [[number, self._handle(self.segments[number])] for number in used],
+                "places": [
+                    [*key, number, start, list(tensor.shape), list(tensor.stride()), _dtype_name(tensor)]
+                    for key, number, start, tensor in places
+                ],
+            }
+
+        _, tables = self.together(ranks, f"all ranks of {what} to set memory aside", take)
+
+        def attach() -> None:
+            for rank, table in tables.items():
+                for number, handle in table["segments"]:
+                    self._attach(rank, number, handle, ranks)
+
+        self.together(ranks, f"all ranks of {what} to reach it", attach)
+        far = {
+            (rank, (name, at)): self._far(rank, (name, at), own, number, start, shape, strides, dtype)
+            for rank, table in tables.items()
+            for name, at, number, start, shape, strides, dtype in table["places"]
+        }
+        return self._window(sets, own, far)
+
+    def room_or_grow(
+        self, size: int, ranks: Sequence[int], what: str, grow: Callable[[int], Segment]
+    ) -> tuple[Segment, int]:
+        """A block where segments are made by all of `ranks` together: as soon as one of them needs one."""
+        size = aligned(size)
+        found = take(self.segments.values(), size, ranks)
+        wish = 0 if found is not None else segment_size(size, self.pool_bytes, self.segments)
+        said = self.talk(ranks, str(wish), f"all ranks of {what} to say what they need")
+        room = max(int(text) for text in said.values())
+        if room:
+            segment = grow(room)
+            if found is None:
+                offset = segment.take(size)
+                assert offset is not None
+                found = segment, offset
+        assert found is not None
+        return found
+
+    def _far(
+        self,
+        rank: int,
+        key: Key,
+        own: Mapping[Key, Tensor],
+        number: int,
+        offset: int,
+        shape: list[int],
+        strides: list[int],
+        dtype_name: str,
+    ) -> Far:
+        if rank == self.rank and self.is_aliased:
+            return Far(rank, number, offset, own[key])
+        dtype = getattr(torch, dtype_name)
+        slot = Slot(tuple(shape), tuple(strides), dtype)
+        if not self.is_aliased:
+            return Far(rank, number, offset, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+        whole = self._bytes_of(rank, number)[offset : offset + slot.num_bytes]
+        return Far(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
+
+    @abstractmethod
+    def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
+        """The segment, and the byte in it, at which a tensor of this rank's begins; None where it lies outside
+        the pool, or in a part that not all of `ranks` reach."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of the pool. Its memory is freed when no tensor in it is left; programs in it run no more."""
+
+    @abstractmethod
+    def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
+        """A block of at least `size` bytes; may be collective."""
+
+    @abstractmethod
+    def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
+        """The bytes of a block. Once nothing refers to them they are free."""
+
+    @abstractmethod
+    def _handle(self, segment: Segment) -> Any:
+        """What others need to reach a segment, as JSON."""
+
+    @abstractmethod
+    def _attach(self, rank: int, number: int, handle: Any, ranks: Sequence[int]) -> None:
+        """Makes a rank's segment reachable from here, where it is not yet."""
+
+    @abstractmethod
+    def _bytes_of(self, rank: int, number: int) -> Tensor:
+        """A segment of another rank, aliased."""
+
+    @abstractmethod
+    def _window(
+        self,
+        groups: tuple[tuple[int, ...], ...],
+        own: Mapping[Key, Tensor],
+        far: Mapping[tuple[int, Key], Far],
+    ) -> Window: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def segment_size(size: int, pool_bytes: int, known: Mapping[int, Segment]) -> int:
+    """What to add to a pool that has no `size` bytes left: the pool's first size, then half of what is there."""
+    there = sum(segment.size for segment in known.values())
+    return aligned(max(size, pool_bytes if not known else there // 2), 1 << 16)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,61 @@
+"""Where in a pool's segments blocks of bytes lie: first fit, and neighbours that are free become one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+ALIGN = 256
+"""Bytes; what vector units, GPUs and cache lines like."""
+
+
+def aligned(size: int, to: int = ALIGN) -> int:
+    """`size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+@dataclass
+class Segment:
+    """A stretch of memory that certain ranks can reach. `free` lists (offset, size), ascending."""
+
+    number: int
+    size: int
+    ranks: frozenset[int]
+    free: list[tuple[int, int]] = field(default_factory=list)
+    returned: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.free = [(0, self.size)]
+
+    def take(self, size: int) -> int | None:
+        """The offset of a block of `size` bytes, a multiple of ALIGN; None where nothing so large is free."""
+        while self.returned:
+            self._merge(*self.returned.popleft())
+        for at, (offset, room) in enumerate(self.free):
+            if room >= size:
+                self.free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+                return offset
+        return None
+
+    def give_back(self, offset: int, size: int) -> None:
+        """May come at any moment, also from a garbage collector within `take`: it only notes it down."""
+        self.returned.append((offset, size))
+
+    def _merge(self, offset: int, size: int) -> None:
+        self.free = sorted([*self.free, (offset, size)])
+        joined: list[tuple[int, int]] = []
+        for start, room in self.free:
+            if joined and joined[-1][0] + joined[-1][1] == start:
+                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+            else:
+                joined.append((start, room))
+        self.free = joined
+
+
+def take(segments: Iterable[Segment], size: int, ranks: Iterable[int]) -> tuple[Segment, int] | None:
+    """A block in a segment that all of `ranks` reach, or None where a new segment is needed."""
+    for segment in segments:
+        if segment.ranks.issuperset(ranks) and (offset := segment.take(size)) is not None:
+            return segment, offset
+    return None

@@ -1,0 +1,354 @@
+"""Memory that the ranks of one host map into each other: a remote view is a tensor, a get is one copy.
+
+A segment is an anonymous file (memfd) that the others open by way of /proc. It never has a name, so it cannot
+outlive its last process however that ends, nor does the size of /dev/shm limit it. Linux only.
+
+An accumulate holds a lock on the bytes that it touches, taken on the segment's file (open file description
+locks): it goes with the thread's own descriptor, hence holds between the lanes of a process too, and the kernel
+drops it where the holder dies. A fence is a counter per rank that the others poll.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from meshweave.errors import BindError, UnsupportedError, nearest
+from meshweave.execute.agree import lost, waiting
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, segment_size
+from meshweave.execute.memory.pool import Segment, aligned, take
+from meshweave.execute.torch_views import Action, chain
+
+_CHUNK_BYTES = 1 << 19  # of a large accumulate under one lock, so that ranks that meet take turns
+_SPINS = 30
+_LOOK_S = 0.02  # between two looks at whether a process still runs
+
+COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.Tensor.add_,
+    "prod": torch.Tensor.mul_,
+    "max": lambda into, value: torch.maximum(into, value, out=into),
+    "min": lambda into, value: torch.minimum(into, value, out=into),
+}
+
+
+def lacks() -> str:
+    """Why this process cannot share memory with others of its host; empty where it can."""
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return f"needs Linux (memfd), this is {sys.platform}"
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        return "this Python has no open file description locks (fcntl.F_OFD_SETLK)"
+    return ""
+
+
+@dataclass
+class _Mapping:
+    """A segment of some rank in this process."""
+
+    fd: int
+    memory: mmap.mmap
+    bytes: Tensor
+
+
+@dataclass
+class SharedMemory(RemoteMemory):
+    """See the module docstring."""
+
+    kind: ClassVar[str] = "shared"
+
+    _mapped: dict[tuple[int, int], _Mapping] = field(default_factory=dict)
+    _processes: dict[int, int] = field(default_factory=dict)  # a descriptor of each peer's process
+    _local: threading.local = field(default_factory=threading.local)
+
+    @classmethod
+    def open(cls, context: TorchContext, pool_bytes: int) -> Self:
+        """Collective over all ranks of the context. Raises UnsupportedError, BindError: see `open_memory`."""
+        if reason := lacks():
+            raise UnsupportedError(f"shared memory {reason}")
+        memory = cls(context, context.rank or 0, context.num_ranks, pool_bytes)
+        _, hosts = memory.together(range(memory.num_ranks), "all ranks to open shared memory", _host)
+        elsewhere = [rank for rank, host in hosts.items() if host[0] != hosts[0][0]]
+        if elsewhere:
+            rank = elsewhere[0]
+            raise UnsupportedError(
+                f"shared memory needs all ranks on one host: rank 0 is on {hosts[0][1]}, "
+                f"rank {rank} on {hosts[rank][1]}"
+            )
+        return memory
+
+    # -- the pool --------------------------------------------------------------------------------------------
+
+    def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
+        for number, segment in self.segments.items():
+            start = tensor.data_ptr() - self._bytes_of(self.rank, number).data_ptr()
+            if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
+                return number, start
+        return None
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            for mapping in self._mapped.values():
+                os.close(mapping.fd)
+            for process in self._processes.values():
+                os.close(process)
+            self._mapped.clear()
+            self._processes.clear()
+            self.segments.clear()
+
+    def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
+        size = aligned(size)
+        found = take(self.segments.values(), size, ranks)
+        if found is not None:
+            return found
+        room = segment_size(size, self.pool_bytes, self.segments)
+        number = len(self.segments)
+        fd = os.memfd_create("meshweave", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, room)  # now, or a write may end in SIGBUS
+            self._mapped[self.rank, number] = _map(fd, room)
+        except OSError as error:
+            os.close(fd)
+            raise BindError(f"no {room} bytes of shared memory: {error.strerror}") from None
+        segment = self.segments[number] = Segment(number, room, frozenset(ranks))
+        offset = segment.take(size)
+        assert offset is not None
+        return segment, offset
+
+    def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
+        memory = self._mapped[self.rank, segment.number].memory
+        held = (ctypes.c_ubyte * size).from_buffer(memory, offset)
+        weakref.finalize(held, segment.give_back, offset, size)  # the last tensor's storage holds it
+        return torch.frombuffer(held, dtype=torch.uint8)
+
+    def _handle(self, segment: Segment) -> Any:
+        fd = self._mapped[self.rank, segment.number].fd
+        return [os.getpid(), fd, os.fstat(fd).st_ino, segment.size]
+
+    def _attach(self, rank: int, number: int, handle: Any, ranks: Sequence[int]) -> None:
+        pid, far_fd, inode, size = handle
+        if (rank, number) in self._mapped:
+            return
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{far_fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise BindError(
+                f"cannot map the memory of rank {rank} (process {pid}): {error.strerror}"
+            ) from None
+        if os.fstat(fd).st_ino != inode:
+            os.close(fd)
+            raise BindError(f"cannot map the memory of rank {rank}: its process {pid} is another one here")
+        self._mapped[rank, number] = _map(fd, size)
+        if rank not in self._processes and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._processes[rank] = os.pidfd_open(pid)
+
+    def _bytes_of(self, rank: int, number: int) -> Tensor:
+        return self._mapped[rank, number].bytes
+
+    def _window(
+        self,
+        groups: tuple[tuple[int, ...], ...],
+        own: Mapping[Key, Tensor],
+        far: Mapping[tuple[int, Key], Far],
+    ) -> Window:
+        counters = {rank: memoryview(at.tensor.numpy()) for (rank, key), at in far.items() if key == SIGNALS}
+        return _SharedWindow(self.rank, groups, own, far, self, counters)
+
+    # -- waiting ---------------------------------------------------------------------------------------------
+
+    def wait_until(
+        self, ready: Callable[[], bool], what: str, peers: Sequence[int], missing: Callable[[], Sequence[int]]
+    ) -> None:
+        """Polls until `ready`. `missing` says which of `peers` are still waited for.
+
+        Raises RankLostError, DeadlineError: see `TorchContext.guard`.
+        """
+        with waiting(self.context, what, peers) as overdue:
+            start = look = time.monotonic()
+            while not ready():
+                now = time.monotonic()
+                time.sleep(5e-5 if now - start < 0.01 else 2e-4)
+                overdue()
+                if now - look > _LOOK_S:
+                    look = now
+                    ended = self._ended(missing())
+                    if ended and not ready():
+                        raise lost(self.context, what, ended)
+
+    def _ended(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` whose processes run no more."""
+        poll = select.poll()
+        rank_of = {self._processes[rank]: rank for rank in ranks if rank in self._processes}
+        for process in rank_of:
+            poll.register(process, select.POLLIN)
+        return sorted(rank_of[process] for process, _ in poll.poll(0))
+
+    @contextlib.contextmanager
+    def locked(self, rank: int, number: int, start: int, stop: int) -> Any:
+        """While it is held no other thread of any process holds a lock on these bytes of a segment."""
+        fd = self._lock_fd(rank, number)
+        how, undo = (
+            struct.pack("hhqqi4x", kind, os.SEEK_SET, start, stop - start, 0)
+            for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
+        )
+
+        def is_mine() -> bool:
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, how)
+            except OSError as error:
+                if error.errno in (errno.EAGAIN, errno.EACCES):
+                    return False
+                raise
+            return True
+
+        if not is_mine():
+            everyone = [other for other in range(self.num_ranks) if other != self.rank]
+            self.wait_until(is_mine, f"the lock on memory of rank {rank}", everyone, tuple)
+        try:
+            yield
+        finally:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, undo)
+
+    def _lock_fd(self, rank: int, number: int) -> int:
+        """This thread's own descriptor of a segment: what was opened once is one owner of locks."""
+        held: dict[tuple[int, int], _Descriptor] = self._local.__dict__.setdefault("held", {})
+        found = held.get((rank, number))
+        if found is None:
+            path = f"/proc/self/fd/{self._mapped[rank, number].fd}"
+            found = held[rank, number] = _Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return found.fd
+
+
+@dataclass(frozen=True)
+class _SharedWindow(Window):
+    memory: SharedMemory
+    counters: Mapping[int, memoryview]
+
+    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
+        return partial(into.copy_, piece)
+
+    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
+        return partial(piece.copy_, value)
+
+    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
+        if op not in COMBINE:
+            raise UnsupportedError(f"there is no reduction '{op}'{nearest(op, COMBINE)}")
+        combine, locked = COMBINE[op], self.memory.locked
+
+        def step(into: Tensor, term: Tensor) -> Action:
+            start, stop = far.bytes_of(into)
+
+            def run() -> None:
+                with locked(far.rank, far.number, start, stop):
+                    combine(into, term)
+
+            return run
+
+        rows = max(piece.shape[:1].numel() * _CHUNK_BYTES // max(piece.nbytes, 1), 1) if piece.ndim else 1
+        if not piece.ndim or rows >= piece.shape[0]:
+            return step(piece, value)
+        steps = [step(into, term) for into, term in zip(piece.split(rows), value.split(rows), strict=True)]
+        first = (
+            self.rank * len(steps) // max(self.memory.num_ranks, 1)
+        )  # or all would queue at the same chunk
+        return chain(steps[first:] + steps[:first])
+
+    def fence(self, group: int, what: str) -> Action:
+        others = [rank for rank in self.groups[group] if rank != self.rank]
+        mine, theirs = self.counters[self.rank], [(rank, self.counters[rank]) for rank in others]
+        memory, num_met = self.memory, mine[group]
+
+        def missing() -> list[int]:
+            return [rank for rank, counters in theirs if counters[group] < num_met]
+
+        def ready() -> bool:
+            return all(counters[group] >= num_met for _, counters in theirs)
+
+        def run() -> None:
+            nonlocal num_met
+            num_met = mine[group] + 1
+            _full_fence()
+            mine[group] = num_met
+            for _ in range(_SPINS):
+                if ready():
+                    break
+                os.sched_yield()
+            else:
+                memory.wait_until(ready, what, others, missing)
+            _full_fence()
+
+        return run
+
+    def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        theirs, at = self.counters[rank], self.flag_at(flag)
+
+        def run(value: int) -> None:
+            _full_fence()
+            theirs[at] = value
+
+        return run
+
+    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
+        mine, places = self.counters[self.rank], [self.flag_at(flag) for flag in flags]
+        others = [peer for peer in peers if peer != self.rank]
+
+        def run(value: int) -> None:
+            def ready() -> bool:
+                return all(mine[at] >= value for at in places)
+
+            if not ready():
+                self.memory.wait_until(ready, what, others, lambda: others)
+            _full_fence()
+
+        return run
+
+
+class _Descriptor:
+    """A file descriptor that is closed with the thread that opened it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.fd)
+
+
+_order = threading.Lock()
+
+
+def _full_fence() -> None:
+    """Memory accesses before and after it stay there, also on processors that reorder stores."""
+    for _ in range(2):
+        with _order:
+            pass
+
+
+def _map(fd: int, size: int) -> _Mapping:
+    memory = mmap.mmap(fd, size)
+    return _Mapping(fd, memory, torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _host() -> list[str]:
+    """What tells this machine from another, and its name."""
+    return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]

@@ -1,0 +1,210 @@
+"""CUDA symmetric memory: a remote view is a tensor on this device, a get is one copy by this device's kernels.
+
+Has not been run on a GPU: this project's own runs had none. What runs without one is that it says so.
+
+Ranks are processes of one host. Fences, flags and the locks of updates are those of `shared` memory, on the host,
+each after the stream that it stands in has been waited for: so every wait has its deadline and names the rank it
+waits for, which a barrier on the device could not. What that costs is a wait of the host per fence and update.
+Several ranks share a device where TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.errors import UnsupportedError, nearest
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Slot, Window
+from meshweave.execute.memory.pool import Segment
+from meshweave.execute.memory.shared import COMBINE, SharedMemory
+from meshweave.execute.torch_views import Action
+
+_BEYOND = 1 << 40  # where the locks of device memory begin in a file of the host's that is never so large
+
+
+@dataclass
+class SymmetricMemory(RemoteMemory):
+    """See the module docstring. A program's memory returns to the pool with the bound program, not with the last
+    tensor: copy results that are to outlive it."""
+
+    kind: ClassVar[str] = "symmetric"
+
+    host: SharedMemory | None = None
+    _tensors: dict[tuple[tuple[int, ...], int], tuple[Tensor, Any]] = field(default_factory=dict)
+    _name_of: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    _groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    _reached: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _taken: list[tuple[Segment, int, int]] = field(default_factory=list)
+    _signals: Window | None = None
+
+    @classmethod
+    def open(cls, context: TorchContext, pool_bytes: int) -> Self:
+        """Collective over all ranks of the context. Raises UnsupportedError, BindError: see `open_memory`."""
+        if context.device.type != "cuda":
+            raise UnsupportedError(
+                f"symmetric memory needs CUDA, this context's tensors are on {context.device}"
+            )
+        if not torch.cuda.is_available():
+            raise UnsupportedError("symmetric memory needs CUDA, and there is no device")
+        if not context.is_distributed:
+            raise UnsupportedError("symmetric memory needs a process group: initialise torch.distributed")
+        try:
+            from torch.distributed import _symmetric_memory  # noqa: F401
+        except ImportError as error:
+            raise UnsupportedError(f"this torch has no symmetric memory: {error}") from None
+        host = SharedMemory.open(context, 1 << 16)
+        return cls(context, host.rank, host.num_ranks, pool_bytes, host=host)
+
+    def expose(
+        self,
+        ranks: Sequence[int],
+        wanted: Mapping[Key, Slot],
+        given: Mapping[Key, Tensor],
+        groups: Sequence[Sequence[int]],
+        num_flags: int,
+        what: str,
+    ) -> Window:
+        assert self.host is not None
+        self._signals = self.host.expose(ranks, {}, {}, groups, num_flags, what)
+        with torch.cuda.device(self.context.device):
+            window = super().expose(ranks, wanted, given, groups, num_flags, what)
+        torch.cuda.synchronize(self.context.device)
+        return window
+
+    def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
+        for number, segment in self.segments.items():
+            start = tensor.data_ptr() - self._tensors[self._name_of[number]][0].data_ptr()
+            if 0 <= start < segment.size and segment.ranks.issuperset(ranks):
+                return number, start
+        return None
+
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            assert self.host is not None
+            self.host.close()
+            self._reached.clear()
+            self._tensors.clear()
+            self._taken.clear()
+
+    def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
+        ranks = tuple(ranks)
+
+        def grow(room: int) -> Segment:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            name = ranks, sum(1 for others, _ in self._tensors if others == ranks)
+            with self.context.guard(f"{what} to share device memory", ranks):
+                if ranks not in self._groups:
+                    whole = len(ranks) == self.num_ranks
+                    self._groups[ranks] = (
+                        dist.group.WORLD
+                        if whole
+                        else dist.new_group(list(ranks), use_local_synchronization=True)
+                    )
+                tensor = symmetric.empty(room, dtype=torch.uint8, device=self.context.device)
+                self._tensors[name] = tensor, symmetric.rendezvous(tensor, self._groups[ranks])
+            number = len(self.segments)
+            self._name_of[number] = name
+            self.segments[number] = Segment(number, room, frozenset(ranks))
+            return self.segments[number]
+
+        return self.room_or_grow(size, ranks, what, grow)
+
+    def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
+        self._taken.append((segment, offset, size))
+        whole: Tensor = self._tensors[self._name_of[segment.number]][0]
+        return whole[offset : offset + size]
+
+    def _handle(self, segment: Segment) -> Any:
+        return self._name_of[segment.number]
+
+    def _attach(self, rank: int, number: int, handle: Any, ranks: Sequence[int]) -> None:
+        if rank != self.rank and (rank, number) not in self._reached:
+            members, count = tuple(handle[0]), handle[1]
+            tensor, shared = self._tensors[members, count]
+            self._reached[rank, number] = shared.get_buffer(
+                members.index(rank), (tensor.numel(),), torch.uint8
+            )
+
+    def _bytes_of(self, rank: int, number: int) -> Tensor:
+        return self._reached[rank, number]
+
+    def _window(
+        self,
+        groups: tuple[tuple[int, ...], ...],
+        own: Mapping[Key, Tensor],
+        far: Mapping[tuple[int, Key], Far],
+    ) -> Window:
+        assert self._signals is not None
+        window = _SymmetricWindow(self.rank, groups, own, far, self, self._signals)
+        for segment, offset, size in self._taken:
+            weakref.finalize(window, segment.give_back, offset, size)
+        self._taken.clear()
+        return window
+
+    def wait_for_stream(self) -> None:
+        """What is queued on the current stream is done."""
+        torch.cuda.current_stream(self.context.device).synchronize()
+
+
+@dataclass(frozen=True)
+class _SymmetricWindow(Window):
+    memory: SymmetricMemory
+    host: Window
+
+    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
+        return partial(into.copy_, piece)
+
+    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
+        return partial(piece.copy_, value)
+
+    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
+        if op not in COMBINE:
+            raise UnsupportedError(f"there is no reduction '{op}'{nearest(op, COMBINE)}")
+        combine, (start, stop) = COMBINE[op], far.bytes_of(piece)
+
+        def run() -> None:
+            self.memory.wait_for_stream()  # or others would wait for the lock while we wait for a product
+            with self._locked(far, start, stop):
+                combine(piece, value)
+                self.memory.wait_for_stream()
+
+        return run
+
+    @contextlib.contextmanager
+    def _locked(self, far: Far, start: int, stop: int) -> Iterator[None]:
+        host, base = self.memory.host, _BEYOND * (1 + far.number)
+        assert host is not None
+        with host.locked(far.rank, self.host.far[far.rank, SIGNALS].number, base + start, base + stop):
+            yield
+
+    def fence(self, group: int, what: str) -> Action:
+        meet = self.host.fence(group, what)
+
+        def run() -> None:
+            self.memory.wait_for_stream()
+            meet()
+
+        return run
+
+    def notify(self, rank: int, flag: int) -> Callable[[int], object]:
+        tell = self.host.notify(rank, flag)
+
+        def run(value: int) -> None:
+            self.memory.wait_for_stream()
+            tell(value)
+
+        return run
+
+    def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
+        return self.host.await_flags(flags, peers, what)
