@@ -27,6 +27,7 @@ _HOME = {
     "load_model": "describe.model",
     "load_plan": "tune",
     "lower_rings": "lower",
+    "matmul": "nn.matmul",
     "matmul2d": "nn.matmul2d",
     "parse": "ir.parse",
     "plan_model": "tune",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from meshweave.ir.text import to_text as to_text
     from meshweave.ir.validate import validate as validate
     from meshweave.lower import lower_rings as lower_rings
+    from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
     from meshweave.trace import Trace as Trace
     from meshweave.tune import Plan as Plan

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 from meshweave.algorithms.matmul.universal import (
     Choice,
@@ -14,10 +15,13 @@ from meshweave.algorithms.matmul.universal import (
     universal_program,
 )
 from meshweave.algorithms.matmul.universal.choice import sums, ways
+from meshweave.algorithms.matmul.universal.problem import OPERANDS
 from meshweave.algorithms.matmul.universal.volume import volume
 from meshweave.errors import UnsupportedError
 from meshweave.estimate.universal import Rates, UniversalEstimate, estimate_universal
 from meshweave.ir.volume import Volume
+
+Objective = Literal["time", "bytes"]
 
 SLICES = (1, 2, 4, 8, 16, 32)
 PREFETCH = 2
@@ -40,25 +44,28 @@ def tune_universal(
     rates: Rates,
     *,
     stationary: Operand | None = None,
+    objective: Objective = "time",
     slices: tuple[int, ...] = SLICES,
     memory_bytes: int | None = None,
 ) -> TunedUniversal:
-    """The choice with the least estimated time, and of equal ones that which moves least.
+    """The choice with the least estimated time, and of equal ones that which moves least; or the other way round.
 
-    Stationary matrix and copies of C are all tried; where a partial operand is summed up is settled for A
-    first, then for B; slices are tried for the best few.
+    Stationary matrix and copies of C are all tried; where partial operands are summed up is settled in turns for A
+    and B, until neither can do better; slices are tried for the best few.
 
     Args:
+        objective: "time" at these rates, or "bytes": what all ranks together receive. With C stationary everything
+            that DTensor could do for the same placements is among what is tried, so the least is never more.
         stationary: the matrix that the caller wants to stay, or None.
         slices: slice counts to try.
         memory_bytes: the most that a rank may need beside the matrices (`extra_bytes`); None for no limit.
 
     Raises UnsupportedError where nothing fits the memory.
     """
-    found = [_settled(problem, way, rates) for way in ways(problem, stationary=stationary)]
-    found.sort(key=lambda tried: tried.key)
-    best = _sliced(found[:_FINALISTS], rates, slices, memory_bytes)
-    best = best or _sliced(found[_FINALISTS:], rates, slices, memory_bytes)
+    found = [_settled(problem, way, rates, objective) for way in ways(problem, stationary=stationary)]
+    found.sort(key=lambda tried: tried.key(objective))
+    best = _sliced(found[:_FINALISTS], rates, objective, slices, memory_bytes)
+    best = best or _sliced(found[_FINALISTS:], rates, objective, slices, memory_bytes)
     if best is None:
         raise UnsupportedError(
             f"no way to multiply {problem.m} x {problem.k} by {problem.k} x {problem.n} needs less than "
@@ -79,35 +86,60 @@ class _Tried:
         found = volume(slicing)
         return cls(slicing, found, estimate_universal(found, rates))
 
-    @property
-    def key(self) -> tuple[float, int]:
-        return self.estimate.total_s, self.volume.moved_bytes
+    def key(self, objective: Objective) -> tuple[float, float]:
+        return _key(self.estimate, self.volume, objective)
 
 
-def _settled(problem: UniversalProblem, way: Choice, rates: Rates) -> _Tried:
-    best = _Tried.of(problem, way, rates)
-    for layout in sums(problem, way.stationary, "a")[1:]:
-        other = replace(best.slicing.choice, a=layout)
-        best = min(best, _Tried.of(problem, other, rates), key=lambda tried: tried.key)
-    for layout in sums(problem, way.stationary, "b")[1:]:
-        other = replace(best.slicing.choice, b=layout)
-        best = min(best, _Tried.of(problem, other, rates), key=lambda tried: tried.key)
+def _key(estimate: UniversalEstimate, found: Volume, objective: Objective) -> tuple[float, float]:
+    if objective == "bytes":
+        return found.moved_bytes, estimate.total_s
+    return estimate.total_s, found.moved_bytes
+
+
+def _settled(problem: UniversalProblem, way: Choice, rates: Rates, objective: Objective) -> _Tried:
+    """The best that can be made of a way: where partial operands are summed up, and who does what of a team."""
+    known: dict[Choice, _Tried] = {}
+
+    def tried(choice: Choice) -> _Tried:
+        if choice not in known:
+            known[choice] = _Tried.of(problem, choice, rates)
+        return known[choice]
+
+    options = {name: sums(problem, way.stationary, name) for name in OPERANDS[:2]}
+    ends = []
+    for a, b in {(options["a"][0], options["b"][0]), (options["a"][-1], options["b"][-1])}:
+        best = tried(replace(way, a=a, b=b))
+        while True:
+            choice = best.slicing.choice
+            others = [replace(choice, a=layout) for layout in options["a"]]
+            better = min((tried(other) for other in others), key=lambda one: one.key(objective))
+            others = [replace(better.slicing.choice, b=layout) for layout in options["b"]]
+            better = min((tried(other) for other in others), key=lambda one: one.key(objective))
+            if better.key(objective) >= best.key(objective):
+                break
+            best = better
+        ends.append(best)
+    best = min(ends, key=lambda one: one.key(objective))
     if any(len(team) > 1 for team in best.slicing.teams.values()):
         local = Slicing(problem, replace(best.slicing.choice, split="local"))
         if local.work != best.slicing.work:
-            best = min(best, _Tried.of(problem, local.choice, rates), key=lambda tried: tried.key)
+            best = min(best, tried(local.choice), key=lambda one: one.key(objective))
     return best
 
 
 def _sliced(
-    tried: Iterable[_Tried], rates: Rates, slices: Sequence[int], memory_bytes: int | None
+    tried: Iterable[_Tried],
+    rates: Rates,
+    objective: Objective,
+    slices: Sequence[int],
+    memory_bytes: int | None,
 ) -> TunedUniversal | None:
-    best: tuple[tuple[float, int], TunedUniversal] | None = None
+    best: tuple[tuple[float, float], TunedUniversal] | None = None
     for one in tried:
-        for count in slices:
+        for count in slices if one.volume.moved_bytes else (1,):
             found = volume(one.slicing, count)
             estimate = estimate_universal(found, rates)
-            key = estimate.total_s, found.moved_bytes
+            key = _key(estimate, found, objective)
             if best is not None and key >= best[0]:
                 continue
             choice = _fitting(replace(one.slicing.choice, slices=count), one.slicing.problem, memory_bytes)

@@ -23,8 +23,8 @@ class Choice:
         stationary: the matrix that stays where it is; a rank does the products that its tile of it takes part in.
         redundant: axes of C's mesh along which C is replicated and every copy is computed by its own holders.
             Along the others the copies share the work, and C is reduced and copied at the end.
-        a, b: a layout in which a partial operand is summed up first; None leaves it as it is: each rank then
-            multiplies its own term, which is a sum, too.
+        a, b: a layout in which a partial operand is summed up first, over some or all of its axes; None leaves it
+            as it is: each rank then multiplies its own term, and the sum is left to C.
         split: how ranks with the same tile of the stationary matrix share its work: each the same amount, or each
             what it has at hand.
         slices: at least so many steps per rank, as even as tiles allow; more hide more, and cost more launches.
@@ -106,8 +106,8 @@ def _complete(problem: UniversalProblem, operand: Operand, redundant: tuple[int,
 
 
 def _summed(layout: Layout, keep: bool) -> Iterator[Layout | None]:
-    """Where a partial matrix may be summed up: its terms' axes shard it instead, inside the others or in their
-    place."""
+    """Where a partial matrix may be summed up: axes of its terms shard it instead, inside the others or in their
+    place. Where terms may be kept, those of some axes can be, too."""
     axes = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
     if not axes:
         yield None
@@ -115,16 +115,18 @@ def _summed(layout: Layout, keep: bool) -> Iterator[Layout | None]:
     if keep:
         yield None
     seen: set[Layout] = set()
-    for dims in product(_longest(layout), repeat=len(axes)):
-        placements: list[Placement] = list(layout.placements)
-        for axis, dim in zip(axes, dims, strict=True):
-            placements[axis] = Shard(dim)
-        rest = [axis for axis in range(len(placements)) if axis not in axes]
-        for order in ((*rest, *axes), tuple(range(len(placements)))):
-            found = permuted(replace(layout, placements=tuple(placements)), order)
-            if found not in seen:
-                seen.add(found)
-                yield found
+    for count in range(len(axes), 0 if keep else len(axes) - 1, -1):
+        for chosen in combinations(axes, count):
+            for dims in product(_longest(layout), repeat=count):
+                placements: list[Placement] = list(layout.placements)
+                for axis, dim in zip(chosen, dims, strict=True):
+                    placements[axis] = Shard(dim)
+                rest = [axis for axis in range(len(placements)) if axis not in chosen]
+                for order in ((*rest, *chosen), tuple(range(len(placements)))):
+                    found = permuted(replace(layout, placements=tuple(placements)), order)
+                    if found not in seen:
+                        seen.add(found)
+                        yield found
 
 
 def _longest(layout: Layout) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from meshweave.algorithms.matmul.universal.held import (
 )
 from meshweave.algorithms.matmul.universal.problem import DIMS, LOOP, Operand, UniversalProblem
 from meshweave.algorithms.matmul.universal.teams import Item, share
-from meshweave.describe.layout import Layout
+from meshweave.describe.layout import Layout, Partial
 
 Span = tuple[int, int]
 """[start, stop) in some memory."""
@@ -184,7 +184,6 @@ class Slicing:
 
     def _lacking(self, team: Sequence[int]) -> list[list[int]]:
         """For each item and member: how many elements must move per index of the loop."""
-        still, shape = self.choice.stationary, self.matrices[self.choice.stationary].shape(team[0])
         found = []
         for item in self.items:
             row = []
@@ -193,13 +192,14 @@ class Slicing:
                 for operand, table, of, term in zip(
                     self.moving, self._tables, item.pair, item.terms, strict=True
                 ):
-                    fixed = self._fixed(operand)
-                    dim = self._dim_in(operand, fixed)
+                    dim = self._dim_in(operand, self._fixed(operand))
                     mine = table.of[rank]
                     here = mine[1 - dim] == of and (operand == "c" or mine[2] == term)
-                    same = all(piece.of == mine[dim] for piece in self.fixed_pieces(operand, rank))
-                    if not (here and same):
-                        count += shape[DIMS[still].index(fixed)]
+                    count += sum(
+                        piece.size
+                        for piece in self.fixed_pieces(operand, rank)
+                        if not (here and piece.of == mine[dim])
+                    )
                 row.append(count)
             found.append(row)
         return found
@@ -326,13 +326,11 @@ class Slicing:
         source = held(self.problem.layout(operand), self.problem.shape(operand))
         target = self.matrices[operand]
         row, column, _ = target.of[rank]
+        terms = _summed_terms(self.problem.layout(operand), layout, rank)
         out = []
         for rows in source.rows.cut(target.rows.classes[row]):
             for columns in source.columns.cut(target.columns.classes[column]):
-                owners = [
-                    self.nearest(source.holders[rows.of, columns.of, term], rank)
-                    for term in range(source.num_terms)
-                ]
+                owners = [self.nearest(source.holders[rows.of, columns.of, term], rank) for term in terms]
                 owners.sort(
                     key=lambda owner: (self.position[owner] - self.position[rank]) % len(self.position)
                 )
@@ -364,3 +362,16 @@ class Slicing:
                 first = table.offsets[mine[dim]]
                 spans[dim] = (first, first + table.size(mine[dim]))
         return spans[0], spans[1]
+
+
+def _summed_terms(source: Layout, target: Layout, rank: int) -> list[int]:
+    """The terms of a partial matrix that make up what a rank holds of a sum over some of their axes."""
+    kept = dict(zip(target.mesh.axes, target.placements, strict=True))
+    terms = [0]
+    for axis, placement, at, count in zip(
+        source.mesh.axes, source.placements, source.mesh.coords(rank), source.mesh.shape, strict=True
+    ):
+        if isinstance(placement, Partial):
+            each = [at] if isinstance(kept[axis], Partial) else range(count)
+            terms = [term * count + coordinate for term in terms for coordinate in each]
+    return terms
