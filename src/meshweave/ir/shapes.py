@@ -98,12 +98,17 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
 
 
 def _check_remote(check: _Check, op: Op) -> None:
-    """Only one-sided ops, and the outputs of ops that can release, reach into another rank's memory."""
+    """Only one-sided ops, what products, copies and sums read, and what can be released reach into another rank's
+    memory."""
     allowed: tuple[View, ...] = ()
-    if isinstance(op, Get):
+    if isinstance(op, (Get, Add)):
         allowed = (op.src,)
-    elif isinstance(op, (Put, Accumulate, Matmul, Copy)):
+    elif isinstance(op, (Put, Accumulate)):
         allowed = (op.out,)
+    elif isinstance(op, Matmul):
+        allowed = (op.out, op.a, op.b)
+    elif isinstance(op, Copy):
+        allowed = (op.out, op.src)
     for _, view in op.accesses():
         if view.rank is not None:
             reaches = any(view is other for other in allowed)

@@ -1,8 +1,9 @@
 """Passes from what algorithms write to what a transport has, one per file."""
 
 from meshweave.lower.chains import lower_chains
+from meshweave.lower.in_place import read_in_place
 from meshweave.lower.linearise import linearise
 from meshweave.lower.one_sided import lower_one_sided, per_rank
 from meshweave.lower.rings import lower_rings
 
-__all__ = ["linearise", "lower_chains", "lower_one_sided", "lower_rings", "per_rank"]
+__all__ = ["linearise", "lower_chains", "lower_one_sided", "lower_rings", "per_rank", "read_in_place"]

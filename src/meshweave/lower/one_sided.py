@@ -26,7 +26,7 @@ from meshweave.ir.views import Range, View
 
 def per_rank(program: Program) -> Program:
     """The same program with every op written out per rank, in the order of the sequential reading."""
-    return replace(program, body=tuple(On((rank,), (bound.op,)) for rank, bound in _in_order(program)))
+    return replace(program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_order(program)))
 
 
 def lower_one_sided(program: Program) -> Program:
@@ -35,7 +35,7 @@ def lower_one_sided(program: Program) -> Program:
     body: list[Statement] = []
     staging: dict[str, Buffer] = {}
     queues = _Queues(program)
-    for rank, bound in _in_order(program):
+    for rank, bound in in_order(program):
         if isinstance(bound.op, Fence):
             continue
         if not is_one_sided(bound.op):
@@ -88,13 +88,15 @@ class _Queues:
         return set(self._lanes) - left
 
 
-def _in_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
+def in_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
     pairs = [(rank, bound) for rank, ops in program.instance.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))
 
 
 def _matched(program: Program, rank: int, bound: BoundOp, staging: dict[str, Buffer]) -> list[tuple[int, Op]]:
     op = bound.op
+    if isinstance(op, (Matmul, Add, Copy)) and any(view.rank is not None for view in op.reads):
+        raise ProgramError("reads another rank's memory in place: no message does", op=bound.label, rank=rank)
     match op:
         case Get(src=src, out=out):
             owner = _owner(src)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -63,6 +64,7 @@ def tune_universal(
     Raises UnsupportedError where nothing fits the memory.
     """
     found = [_settled(problem, way, rates, objective) for way in ways(problem, stationary=stationary)]
+    found = [tried for tried in found if tried.slicing.copies_alike]
     found.sort(key=lambda tried: tried.key(objective))
     best = _sliced(found[:_FINALISTS], rates, objective, slices, memory_bytes)
     best = best or _sliced(found[_FINALISTS:], rates, objective, slices, memory_bytes)
@@ -87,6 +89,8 @@ class _Tried:
         return cls(slicing, found, estimate_universal(found, rates))
 
     def key(self, objective: Objective) -> tuple[float, float]:
+        if not self.slicing.copies_alike:
+            return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)
 
 
@@ -105,9 +109,9 @@ def _settled(problem: UniversalProblem, way: Choice, rates: Rates, objective: Ob
             known[choice] = _Tried.of(problem, choice, rates)
         return known[choice]
 
-    options = {name: sums(problem, way.stationary, name) for name in OPERANDS[:2]}
+    options = {name: sums(problem, way, name) for name in OPERANDS[:2]}
     ends = []
-    for a, b in {(options["a"][0], options["b"][0]), (options["a"][-1], options["b"][-1])}:
+    for a, b in ((options["a"][0], options["b"][0]), (options["a"][-1], options["b"][-1])):
         best = tried(replace(way, a=a, b=b))
         while True:
             choice = best.slicing.choice

@@ -10,6 +10,15 @@ from __future__ import annotations
 from meshweave.algorithms.matmul.universal.choice import Choice, choices
 from meshweave.algorithms.matmul.universal.problem import Operand, UniversalProblem
 from meshweave.algorithms.matmul.universal.program import universal_program
+from meshweave.algorithms.matmul.universal.rates import ScheduleRates
 from meshweave.algorithms.matmul.universal.slicing import Slicing
 
-__all__ = ["Choice", "Operand", "Slicing", "UniversalProblem", "choices", "universal_program"]
+__all__ = [
+    "Choice",
+    "Operand",
+    "ScheduleRates",
+    "Slicing",
+    "UniversalProblem",
+    "choices",
+    "universal_program",
+]

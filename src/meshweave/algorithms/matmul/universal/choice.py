@@ -9,10 +9,12 @@ from typing import Literal
 
 from meshweave.algorithms.matmul.universal.held import held
 from meshweave.algorithms.matmul.universal.problem import OPERANDS, Operand, UniversalProblem
+from meshweave.algorithms.matmul.universal.rates import ScheduleRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.mesh import Mesh
 
 Split = Literal["even", "local"]
+Schedule = Literal["direct", "greedy", "cost-greedy", "exhaustive"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Choice:
             what it has at hand.
         slices: at least so many steps per rank, as even as tiles allow; more hide more, and cost more launches.
         prefetch: how many steps ahead tiles are fetched.
+        schedule: the order of a rank's steps: as they are listed ("direct"), or as `schedule` finds it.
+        rates: what a schedule by costs knows of the machine; none but "direct" goes without.
     """
 
     stationary: Operand = "c"
@@ -38,6 +42,8 @@ class Choice:
     split: Split = "even"
     slices: int = 4
     prefetch: int = 2
+    schedule: Schedule = "direct"
+    rates: ScheduleRates | None = None
 
     def __str__(self) -> str:
         parts = [f"stationary {self.stationary.upper()}"]
@@ -48,6 +54,8 @@ class Choice:
         ]
         if self.split == "local":
             parts.append("split by what is at hand")
+        if self.schedule != "direct":
+            parts.append(f"{self.schedule} schedule")
         return ", ".join([*parts, f"{self.slices} slices"])
 
 
@@ -67,21 +75,25 @@ def ways(problem: UniversalProblem, *, stationary: Operand | None = None) -> Ite
     they must be, in the first of the layouts that `sums` gives."""
     for operand in ("c", "a", "b") if stationary is None else (stationary,):
         for redundant in _redundant(problem):
-            if operand == "c" or _complete(problem, operand, redundant):
-                a, b = (next(iter(sums(problem, operand, name))) for name in OPERANDS[:2])
-                yield Choice(operand, redundant, a, b)
+            way = Choice(operand, redundant)
+            variants = [sums(problem, way, name) for name in OPERANDS[:2]]
+            if all(variants):
+                yield replace(way, a=variants[0][0], b=variants[1][0])
 
 
-def sums(problem: UniversalProblem, stationary: Operand, operand: Operand) -> list[Layout | None]:
-    """What may be done about the terms of operand A or B: sum them up in a layout, or, None, leave them."""
-    return list(_summed(problem.layout(operand), stationary in ("c", operand)))
+def sums(problem: UniversalProblem, way: Choice, operand: Operand) -> list[Layout | None]:
+    """What may be done about the terms of operand A or B: sum them up in a layout, or, None, leave them. Each
+    group must have all of a matrix that stays."""
+    found = _summed(problem.layout(operand), way.stationary in ("c", operand))
+    if way.stationary != operand:
+        return list(found)
+    return [layout for layout in found if _complete(problem, operand, layout, way.redundant)]
 
 
 def choices(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[Choice]:
     """Everything that can be computed, less slices and prefetch; the simplest first."""
     for way in ways(problem, stationary=stationary):
-        variants = (sums(problem, way.stationary, name) for name in OPERANDS[:2])
-        for a, b in product(*variants):
+        for a, b in product(*(sums(problem, way, name) for name in OPERANDS[:2])):
             choice = replace(way, a=a, b=b)
             yield choice
             yield replace(choice, split="local")
@@ -97,9 +109,11 @@ def _redundant(problem: UniversalProblem) -> Iterator[tuple[int, ...]]:
         yield from combinations(copied, count)
 
 
-def _complete(problem: UniversalProblem, operand: Operand, redundant: tuple[int, ...]) -> bool:
+def _complete(
+    problem: UniversalProblem, operand: Operand, summed: Layout | None, redundant: tuple[int, ...]
+) -> bool:
     """Whether each group has the whole of a matrix."""
-    holders = held(problem.layout(operand), problem.shape(operand)).holders
+    holders = held(summed or problem.layout(operand), problem.shape(operand)).holders
     group_of = groups(problem, redundant)
     everyone = set(group_of.values())
     return all({group_of[rank] for rank in ranks} == everyone for ranks in holders.values())
@@ -114,15 +128,22 @@ def _summed(layout: Layout, keep: bool) -> Iterator[Layout | None]:
         return
     if keep:
         yield None
+    copied = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
     seen: set[Layout] = set()
     for count in range(len(axes), 0 if keep else len(axes) - 1, -1):
         for chosen in combinations(axes, count):
-            for dims in product(_longest(layout), repeat=count):
+            # Copies need not all be summed: each may do a part, and whoever needs more gets it.
+            cut = [(dim,) for dim in _longest(layout)]
+            each = [cut if axis in chosen else [(), *cut] for axis in (*chosen, *copied)]
+            for dims in product(*each):
                 placements: list[Placement] = list(layout.placements)
-                for axis, dim in zip(chosen, dims, strict=True):
-                    placements[axis] = Shard(dim)
-                rest = [axis for axis in range(len(placements)) if axis not in chosen]
-                for order in ((*rest, *chosen), tuple(range(len(placements)))):
+                turned = []
+                for axis, dim in zip((*chosen, *copied), dims, strict=True):
+                    if dim:
+                        placements[axis] = Shard(dim[0])
+                        turned.append(axis)
+                rest = [axis for axis in range(len(placements)) if axis not in turned]
+                for order in ((*rest, *turned), tuple(range(len(placements)))):
                     found = permuted(replace(layout, placements=tuple(placements)), order)
                     if found not in seen:
                         seen.add(found)
@@ -155,4 +176,4 @@ def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
     return replace(layout, mesh=turned, placements=tuple(layout.placements[axis] for axis in order))
 
 
-__all__ = ["Choice", "Split", "choices", "groups", "permuted", "sums", "ways"]
+__all__ = ["Choice", "Schedule", "Split", "choices", "groups", "permuted", "sums", "ways"]

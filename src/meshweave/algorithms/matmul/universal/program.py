@@ -1,19 +1,22 @@
-"""The universal product as a program of one-sided ops, by direct execution (Slicing Is All You Need, section 4.2).
+"""The universal product as a program of one-sided ops (Slicing Is All You Need, sections 4.2 and 4.3).
 
-Before: partial operands that are not multiplied as they are, are summed up. Then, step by step, each rank gets the
-panels of the step, `prefetch` steps ahead, multiplies, and accumulates what belongs to others. After: copies of C
-that were computed in parts are put together. Statements stand in the order of steps, not of ranks, for that is the
-order in which matched messages meet.
+Before: partial operands that are not multiplied as they are, are summed up. Then, step by step in the order of the
+schedule, each rank gets the panels of the step, `prefetch` steps ahead, multiplies, and accumulates what belongs
+to others. After: copies of C that were computed in parts are put together. Statements stand in the order of steps,
+not of ranks, for that is the order in which matched messages meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import zip_longest
 
 from meshweave.algorithms.matmul.universal.choice import Choice
+from meshweave.algorithms.matmul.universal.lowering import Turn, is_single, issue_order, turns
 from meshweave.algorithms.matmul.universal.problem import OPERANDS, Operand, UniversalProblem
+from meshweave.algorithms.matmul.universal.schedule import Order
 from meshweave.algorithms.matmul.universal.slicing import Block, Slicing, Span, Step
 from meshweave.describe.layout import Layout
 from meshweave.describe.mesh import Mesh
@@ -24,12 +27,16 @@ from meshweave.ir.views import Range, View
 COMPUTE, GET, GIVE = "compute", "get", "give"
 
 
-def universal_program(problem: UniversalProblem, choice: Choice) -> Program:
+def universal_program(
+    problem: UniversalProblem, choice: Choice, *, orders: Mapping[int, Order] | None = None
+) -> Program:
     """C = A B as a program of get, put and accumulate; buffers "a", "b" and "c" hold the matrices.
 
-    Raises LayoutError where the choice does not fit the problem.
+    `orders` says for each rank in which order it fetches, multiplies and accumulates, instead of the choice's
+    schedule; tiles are numbered as in `lowering.tiles`. Raises LayoutError where the choice does not fit the
+    problem, UnsupportedError for a schedule by costs without rates.
     """
-    return _Writer(problem, choice, Slicing(problem, choice)).write()
+    return _Writer(problem, choice, Slicing(problem, choice), orders).write()
 
 
 @dataclass
@@ -37,8 +44,10 @@ class _Writer:
     problem: UniversalProblem
     choice: Choice
     slicing: Slicing
+    orders: Mapping[int, Order] | None = None
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The largest panel that each scratch buffer holds."""
+    slots: dict[str, int] = field(default_factory=dict)
 
     def write(self) -> Program:
         problem, meshes = self.problem, _Meshes()
@@ -76,7 +85,7 @@ class _Writer:
                     self.everyone,
                     problem.dtype,
                     shape=shape,
-                    slots=2 if name.endswith("_term") else self.choice.prefetch + 1,
+                    slots=self.slots[name],
                     order=self._order("abc"["abc".index(name[0])]),
                 )
             )
@@ -112,14 +121,9 @@ class _Writer:
     def _stays(self) -> bool:
         return self.choice.stationary == "c"
 
-    @property
+    @cached_property
     def _single(self) -> bool:
-        """Whether every element of C is the result of one product of one rank, so that nothing is to be added."""
-        still = self.slicing.matrices[self.choice.stationary]
-        inner = still.dims[1 if self.choice.stationary == "a" else 0]
-        filled = sum(inner.size(number) > 0 for number in range(len(inner.classes)))
-        terms = still.num_terms * self.slicing.matrices["c"].num_terms
-        return filled == 1 and terms == 1
+        return is_single(self.slicing)
 
     def _fence(self) -> Statement:
         return On(self.everyone, (Fence(over=self.everyone, lane=GET),))
@@ -148,37 +152,41 @@ class _Writer:
         steps = self.slicing.steps(rank)
         if self._stays and not steps:
             yield [Zero(out=self._whole("c"), lane=COMPUTE)]
-        used = {"a": 0, "b": 0, "c": 0}
-        for number, step in enumerate(steps):
-            yield self._turn(rank, number, step, used)
+        issue = self.orders[rank] if self.orders is not None else issue_order(self.slicing, rank)
+        away = [not self._stays and not (self._single and step.panels["c"].lies_with(rank)) for step in steps]
+        for number, turn in enumerate(turns(steps, rank, issue, away, self.choice.prefetch)):
+            yield self._turn(rank, steps, turn, away[turn.step], is_first=number == 0)
 
-    def _turn(self, rank: int, number: int, step: Step, used: dict[str, int]) -> list[Op]:
+    def _turn(
+        self, rank: int, steps: Sequence[Step], turn: Turn, is_away: bool, *, is_first: bool
+    ) -> list[Op]:
         ops: list[Op] = []
+        for tile in turn.fetches:
+            panel, name = steps[tile[0]].panels[tile[1]], f"{tile[1]}_in"
+            self._scratch(name, panel.shape, turn.slots[tile])
+            for block in panel.blocks:
+                out = self._part(name, block, turn.slots[tile])
+                ops.append(self._fetch(rank, out, _of(self._base(tile[1]), block), block.owner))
+        step = steps[turn.step]
         views: dict[str, View] = {}
         for operand in OPERANDS[:2]:
-            panel = step.panels[operand]
-            base = f"{operand}_sum" if self.slicing.summed(operand) is not None else operand
-            if panel.lies_with(rank):
-                views[operand] = _of(base, panel.blocks[0])
-                continue
-            slot = used[operand] % (self.choice.prefetch + 1)
-            used[operand] += 1
-            views[operand] = self._scratch(f"{operand}_in", panel.shape, slot)
-            for block in panel.blocks:
-                out = self._part(f"{operand}_in", block, slot)
-                ops.append(self._fetch(rank, out, _of(base, block), block.owner))
-        out_panel = step.panels["c"]
-        if self._stays:
-            product = _of("c", out_panel.blocks[0])
-            ops.append(self._matmul(product, views, accumulate=int(number > 0)))
-        elif self._single and out_panel.lies_with(rank):
-            ops.append(self._matmul(_of("c", out_panel.blocks[0]), views))
+            panel, slot = step.panels[operand], turn.slots.get((turn.step, operand))
+            if slot is None:
+                views[operand] = _of(self._base(operand), panel.blocks[0])
+            else:
+                views[operand] = self._scratch(f"{operand}_in", panel.shape, slot)
+        if is_away:
+            product = self._scratch("c_part", step.panels["c"].shape, turn.slots[turn.step, "c"])
         else:
-            slot = used["c"] % (self.choice.prefetch + 1)
-            used["c"] += 1
-            ops.append(self._matmul(self._scratch("c_part", out_panel.shape, slot), views))
-            ops += [self._give(rank, block, slot) for block in out_panel.blocks]
+            product = _of("c", step.panels["c"].blocks[0])
+        ops.append(self._matmul(product, views, accumulate=int(self._stays and not is_first)))
+        for number in turn.gives:
+            slot = turn.slots[number, "c"]
+            ops += [self._give(rank, block, slot) for block in steps[number].panels["c"].blocks]
         return ops
+
+    def _base(self, operand: Operand) -> str:
+        return f"{operand}_sum" if self.slicing.summed(operand) is not None else operand
 
     def _matmul(self, out: View, views: dict[str, View], accumulate: int = 0) -> Op:
         return Matmul(out=out, a=views["a"], b=views["b"], accumulate=accumulate, lane=COMPUTE)
@@ -239,6 +247,7 @@ class _Writer:
     def _scratch(self, name: str, shape: tuple[int, int], slot: int) -> View:
         known = self.sizes.get(name, (0, 0))
         self.sizes[name] = max(known[0], shape[0]), max(known[1], shape[1])
+        self.slots[name] = max(self.slots.get(name, 1), slot + 1)
         return _view(name, (0, shape[0]), (0, shape[1]), slot)
 
     def _part(self, name: str, block: Block, slot: int) -> View:

@@ -27,7 +27,7 @@ from meshweave.algorithms.matmul.universal.held import (
     nearest,
     shared_out,
 )
-from meshweave.algorithms.matmul.universal.problem import DIMS, LOOP, Operand, UniversalProblem
+from meshweave.algorithms.matmul.universal.problem import DIMS, LOOP, OPERANDS, Operand, UniversalProblem
 from meshweave.algorithms.matmul.universal.teams import Item, share
 from meshweave.describe.layout import Layout, Partial
 
@@ -184,25 +184,23 @@ class Slicing:
 
     def _lacking(self, team: Sequence[int]) -> list[list[int]]:
         """For each item and member: how many elements must move per index of the loop."""
-        found = []
-        for item in self.items:
-            row = []
-            for rank in team:
-                count = 0
-                for operand, table, of, term in zip(
-                    self.moving, self._tables, item.pair, item.terms, strict=True
-                ):
-                    dim = self._dim_in(operand, self._fixed(operand))
-                    mine = table.of[rank]
-                    here = mine[1 - dim] == of and (operand == "c" or mine[2] == term)
-                    count += sum(
-                        piece.size
-                        for piece in self.fixed_pieces(operand, rank)
-                        if not (here and piece.of == mine[dim])
-                    )
-                row.append(count)
-            found.append(row)
-        return found
+        return [[self._lacks(item, rank, OPERANDS) for rank in team] for item in self.items]
+
+    def _lacks(self, item: Item, rank: int, operands: Sequence[Operand]) -> int:
+        """How many elements of these matrices a rank does not have, per index of an item."""
+        count = 0
+        for operand, table, of, term in zip(self.moving, self._tables, item.pair, item.terms, strict=True):
+            if operand not in operands:
+                continue
+            dim = self._dim_in(operand, self._fixed(operand))
+            mine = table.of[rank]
+            here = mine[1 - dim] == of and (operand == "c" or mine[2] == term)
+            count += sum(
+                piece.size
+                for piece in self.fixed_pieces(operand, rank)
+                if not (here and piece.of == mine[dim])
+            )
+        return count
 
     def _fixed(self, operand: Operand) -> int:
         """The dim of (m, n, k) that a moving matrix shares with the stationary one."""
@@ -227,14 +225,40 @@ class Slicing:
     def _cut(self) -> dict[tuple[Operand, int, int], tuple[Piece, ...]]:
         return {}
 
+    @cached_property
+    def copies_alike(self) -> bool:
+        """Whether each group gives a term of a partial C the same products. Where not, copies of a term differ, and
+        whoever takes parts of it from several of them gets another sum."""
+        c, still = self.matrices["c"], self.matrices[self.choice.stationary]
+        done: dict[int, set[object]] = {group: set() for group in self.group_of.values()}
+        if len(done) == 1 or c.num_terms == 1:
+            return True
+        for rank in self.problem.ranks:
+            for (item, run), step in zip(self.runs(rank), self.whole_steps[rank], strict=True):
+                given = tuple(c.of[block.owner] for block in step.panels["c"].blocks)
+                done[self.group_of[rank]].add((still.of[rank], item.pair, item.terms, run, given))
+        first, *others = done.values()
+        return all(other == first for other in others)
+
     # --- steps ----------------------------------------------------------------------------------------------
 
     def runs(self, rank: int) -> list[tuple[Item, Run]]:
-        """What a rank runs over, in the order of direct execution (section 4.2): each begins at another place,
-        so that no holder is asked by all at once."""
+        """What a rank runs over, in the order of direct execution (section 4.2): each begins at another place, so
+        that no holder is asked by all at once. But first comes what needs least from others, for nothing hides
+        that; the offset alone sends ranks that have a whole step at hand for another one."""
         if 0 in self.matrices[self.choice.stationary].shape(rank):
             return []
-        return [(item, run) for item in self._rotated(self.work[rank], rank) for run in item.runs]
+        found = [(item, run) for item in self._rotated(self.work[rank], rank) for run in item.runs]
+        if not found:
+            return found
+        longest = max(-(-sum(run.size for _, run in found) // max(self.choice.slices, 1)), 1)
+
+        def waits(index: int) -> int:
+            item, run = found[index]
+            return self._lacks(item, rank, OPERANDS[:2]) * min(run.size, longest)
+
+        first = min(range(len(found)), key=waits)
+        return [found[first], *found[:first], *found[first + 1 :]]
 
     def steps(self, rank: int) -> list[Step]:
         """The local products of a rank: its runs, cut into `slices` or more."""

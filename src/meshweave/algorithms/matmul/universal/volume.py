@@ -35,7 +35,7 @@ def volume(slicing: Slicing, slices: int | None = None) -> Volume:
                 panel = step.panels[operand]
                 if operand != "c":
                     _fetch(found.during, rank, panel.blocks, element, count)
-                else:
+                elif slicing.choice.stationary != "c":  # there the product itself adds to what it has
                     _give(found.during, rank, panel.blocks, element, count)
         others = [other for other in slicing.copies_of(rank) if other != rank]
         for other in others:

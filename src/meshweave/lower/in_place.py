@@ -1,0 +1,69 @@
+"""Remote operands read where they are: for memory that is as near to every rank, such as that of one host.
+
+A get that fills scratch for products, sums and copies that read just that is left out, and they read the remote
+view itself. It must be the same memory in the meantime, so no fence may stand between. What is fetched in
+several pieces to be one operand is still fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.ir.ops import READ, Add, Copy, Fence, Get, Matmul, Op
+from meshweave.ir.program import BoundOp, On, Program
+from meshweave.ir.views import View
+from meshweave.lower.one_sided import in_order
+
+_READERS = (Matmul, Add, Copy)
+
+
+def read_in_place(program: Program) -> Program:
+    """The program with as few gets as its remote operands allow, written out per rank."""
+    kept = {rank: _without_gets(program, ops) for rank, ops in program.instance.items()}
+    listed = [(rank, kept[rank][bound.key]) for rank, bound in in_order(program) if bound.key in kept[rank]]
+    used = {view.buffer for _, op in listed for _, view in op.accesses()}
+    buffers = tuple(b for b in program.buffers if b.kind != "scratch" or b.name in used)
+    body = tuple(On((rank,), (op,)) for rank, op in listed)
+    return replace(program, body=body, buffers=buffers)
+
+
+def _without_gets(program: Program, ops: tuple[BoundOp, ...]) -> dict[tuple[int, ...], Op]:
+    """The ops of a rank that are left, by position; readers of gets that went read the source."""
+    found: dict[tuple[int, ...], Op] = {bound.key: bound.op for bound in ops}
+    for index, bound in enumerate(ops):
+        get = bound.op
+        if not isinstance(get, Get) or program.buffer_of[get.out.buffer].kind != "scratch":
+            continue
+        readers = _readers(ops[index + 1 :], get.out)
+        if readers:
+            del found[bound.key]
+            for key in readers:
+                found[key] = _reading(found[key], get.out, get.src)
+    return found
+
+
+def _readers(later: tuple[BoundOp, ...], filled: View) -> list[tuple[int, ...]]:
+    """Who reads just what was filled until it is overwritten; nobody, if something else touches it or in between a
+    fence stands."""
+    readers: list[tuple[int, ...]] = []
+    fenced = False
+    for bound in later:
+        op = bound.op
+        if isinstance(op, Fence):
+            fenced = True
+            continue
+        local = [(mode, view) for mode, view in op.accesses() if view.rank is None and view.overlaps(filled)]
+        if not local:
+            continue
+        if any(mode != READ for mode, _ in local):
+            covered = all(view.covers(filled) for mode, view in local if mode != READ)
+            return readers if covered and all(mode != READ for mode, _ in local) else []
+        if fenced or not isinstance(op, _READERS) or any(view != filled for _, view in local):
+            return []
+        readers.append(bound.key)
+    return readers
+
+
+def _reading(op: Op, old: View, new: View) -> Op:
+    changes = {name: new for name in ("a", "b", "src") if getattr(op, name, None) == old}
+    return replace(op, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,143 @@
+"""The universal product by schedules: right in whatever order a rank works, and proven before it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_universal import cases, operands
+
+from meshweave.algorithms.matmul.universal import (
+    Choice,
+    ScheduleRates,
+    Slicing,
+    UniversalProblem,
+    universal_program,
+)
+from meshweave.algorithms.matmul.universal.lowering import given_order, graph, issue_order, tiles
+from meshweave.algorithms.matmul.universal.schedule import Order
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import load_cluster
+from meshweave.describe.grid import Grid, block_2d, row_block
+from meshweave.describe.mesh import Mesh
+from meshweave.errors import UnsupportedError
+from meshweave.execute.numpy_backend import run_numpy
+from meshweave.ir.program import Program
+from meshweave.ir.validate import validate
+from meshweave.lower import lower_one_sided
+
+RATES = ScheduleRates(1e9, 1e9, 0.8, 2, 3e9)
+Ordered = tuple[UniversalProblem, Choice, dict[int, Order]]
+
+
+@st.composite
+def ordered(draw: st.DrawFn) -> Ordered:
+    """Steps, fetches and accumulates of each rank in orders that have nothing to do with one another."""
+    problem, choice = draw(cases())
+    slicing, found = Slicing(problem, choice), {}
+    for rank in problem.ranks:
+        listed = given_order(slicing.steps(rank), rank)
+        parts = (
+            tuple(draw(st.permutations(part))) for part in (listed.fetches, listed.products, listed.gives)
+        )
+        found[rank] = Order(*parts)
+    return problem, choice, found
+
+
+def check(problem: UniversalProblem, program: Program) -> None:
+    inputs = operands(problem)
+    assert validate(program).skipped == ()
+    lowered = lower_one_sided(program)
+    assert validate(lowered).skipped == ()
+    for seed in (None, 1):
+        for one in (program, lowered):
+            found = run_numpy(one, inputs, seed=seed).outputs["C"]
+            np.testing.assert_array_equal(found, inputs["A"] @ inputs["B"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(ordered())
+def test_any_order_gives_the_dense_product(case: Ordered) -> None:
+    problem, choice, orders = case
+    check(problem, universal_program(problem, choice, orders=orders))
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(), st.sampled_from(["greedy", "cost-greedy", "exhaustive"]))
+def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, Choice], schedule: str) -> None:
+    problem, choice = case
+    check(problem, universal_program(problem, replace(choice, schedule=schedule, rates=RATES)))  # type: ignore[arg-type]
+
+
+def misaligned() -> UniversalProblem:
+    """Tiles of 3 of A against blocks of B along k: products of several sizes."""
+    a = Grid.over(4, (2, 2)).tiles((4, 3), (0, 1))
+    return UniversalProblem(8, 8, 8, a, row_block(4), block_2d(4), "float64")
+
+
+def test_the_listed_order_is_direct_execution() -> None:
+    problem = misaligned()
+    for stationary in ("a", "b", "c"):
+        choice = Choice(stationary, slices=3)
+        slicing = Slicing(problem, choice)
+        orders = {rank: given_order(slicing.steps(rank), rank) for rank in problem.ranks}
+        assert universal_program(problem, choice, orders=orders) == universal_program(problem, choice)
+
+
+def test_panels_are_tiles_and_cost_what_they_move() -> None:
+    slicing, rank = Slicing(misaligned(), Choice("c", slices=1)), 0
+    steps, found = slicing.steps(rank), graph(Slicing(misaligned(), Choice("c", slices=1)), rank, RATES)
+    assert len(found.products) == len(steps) and len(found.fetches) == len(tiles(steps, rank))
+    assert {product.gives for product in found.products} == {0.0}
+    for fetch, (number, operand) in zip(found.fetches, tiles(steps, rank), strict=True):
+        blocks = steps[number].panels[operand].blocks
+        rates = {block.owner: 3e9 if block.owner == 1 else 1e9 for block in blocks}
+        expected = sum(8 * b.num_elements / rates[b.owner] for b in blocks if b.owner != rank)
+        assert fetch.seconds == pytest.approx(expected)
+    first = found.products[0]
+    assert first.seconds == pytest.approx(2 * np.prod(steps[0].sizes) / 1e9)
+
+
+def test_results_that_go_away_take_as_long_as_they_are_added() -> None:
+    slicing = Slicing(UniversalProblem(8, 8, 8, *(row_block(4),) * 3, "float64"), Choice("b", slices=1))
+    found = graph(slicing, 0, RATES)
+    times = sorted(product.gives for product in found.products)
+    assert times == pytest.approx([0.0, *(8 * 16 / rate / 0.8 for rate in (3e9, 1e9, 1e9))])
+
+
+def test_as_many_slots_as_an_order_needs_and_prefetch_more() -> None:
+    """All fetched before the first product is done: all are there at once."""
+    problem, choice = misaligned(), Choice("c", slices=1, prefetch=1)
+    slicing = Slicing(problem, choice)
+    orders, panels = {}, 0
+    for rank in problem.ranks:
+        steps = slicing.steps(rank)
+        listed = given_order(steps, rank)
+        orders[rank] = Order(listed.fetches[::-1], listed.products, listed.gives)
+        panels = max(panels, sum(operand == "a" for _, operand in tiles(steps, rank)))
+    slots = {b.name: b.slots for b in universal_program(problem, choice, orders=orders).buffers}
+    assert panels >= 3 and slots["a_in"] == panels
+    assert {b.name: b.slots for b in universal_program(problem, choice).buffers}["a_in"] == 2
+
+
+def test_a_schedule_by_costs_asks_for_rates() -> None:
+    with pytest.raises(UnsupportedError, match="schedule 'greedy' needs rates"):
+        universal_program(misaligned(), Choice(schedule="greedy"))
+    assert issue_order(Slicing(misaligned(), Choice(schedule="greedy", rates=RATES)), 0).products
+
+
+def test_rates_of_a_machine() -> None:
+    def of(name: str) -> ScheduleRates:
+        cluster = load_cluster(name)
+        return ScheduleRates.of(
+            Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
+        )
+
+    assert of("pvc-node") == ScheduleRates(22.7e12, 26.5e9, 0.8, 2, 230e9)
+    assert of("h100-node").bytes_per_s == 450e9 and of("h100-node").per_package == 1
+    assert of("pvc-node").transfer_s(0, 1, 230) == pytest.approx(1e-9)
+    assert of("pvc-node").transfer_s(0, 0, 10**9) == 0
+    assert of("tpu-v4-4x4").per_package == 1
