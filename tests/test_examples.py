@@ -12,7 +12,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,3 +35,10 @@ def test_training_with_matmul2d() -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     out = run(*torchrun, str(EXAMPLES / "matmul2d_training.py"))
     assert "step 2: loss" in out
+
+
+@pytest.mark.gloo
+def test_products_in_any_layout() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+    out = run(sys.executable, str(EXAMPLES / "any_layout.py"))
+    assert out.rstrip().endswith("products and gradients equal the dense ones")

@@ -29,7 +29,8 @@ def figures_named(names: Sequence[str]) -> tuple[int, ...]:
 def figure(study: SlicingStudy, number: int) -> Figure:
     machine = MACHINES[number]
     panels = tuple(_panel(study, Case(machine, layer)) for layer in LAYERS)
-    title = f"universal product, DTensor and COSMA on {study.machines[machine].name}, by batch size"
+    rivals = "DTensor and COSMA" if machine == "h100" else "DTensor"
+    title = f"universal product beside {rivals} on {study.machines[machine].name}, by batch size"
     return Figure(number, title, "% of peak", panels)
 
 
