@@ -94,6 +94,11 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
+def pair(text: str) -> tuple[tuple[str, ...], ...]:
+    """`R,S1:P,P` as words."""
+    return tuple(tuple(part.split(",")) for part in text.split(":"))
+
+
 def run(
     options: argparse.Namespace, pairs: Sequence[Pair], lab: Lab | None, pace: float
 ) -> list[dict[str, Any]]:
@@ -227,6 +232,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument("--pairs", type=int, help="as many of all, spread over what DTensor does for them")
     parser.add_argument("--seed", type=int, default=0, help="of that choice")
+    parser.add_argument("--only", type=pair, nargs="+", help="these pairs, such as R,S1:P,P")
     parser.add_argument("--repeat", type=int, default=7, help="runs of each on a pair, after one to warm up")
     parser.add_argument("--transport", default="messages", choices=("messages", "shared"))
     parser.add_argument("--lab", type=Path, help="LAB.toml: run in it, with products at its pace")
@@ -251,6 +257,8 @@ def main() -> None:
     products = [Product(placements(a), placements(b), options.sizes) for a, b in pairs]
     found = traffics(options.mesh, products, options.dtype)
     chosen = stratified(pairs, [kind(one) for one in found], options.pairs or len(pairs), options.seed)
+    if options.only:
+        chosen = [index for index, one in enumerate(pairs) if tuple(map(tuple, one)) in options.only]
     pairs, found = [pairs[i] for i in chosen], [found[i] for i in chosen]
     ranks = run(options, pairs, lab, pace)
     rows = rows_of(options, pairs, found, ranks, pace, incoming_bytes_per_s(lab) if lab is not None else 0.0)

@@ -33,6 +33,7 @@ _HOME = {
     "plan_model": "tune",
     "run_numpy": "execute.numpy_backend",
     "to_text": "ir.text",
+    "universal_linear": "nn.linear",
     "validate": "ir.validate",
 }
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from meshweave.ir.text import to_text as to_text
     from meshweave.ir.validate import validate as validate
     from meshweave.lower import lower_rings as lower_rings
+    from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
     from meshweave.trace import Trace as Trace

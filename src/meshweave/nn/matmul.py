@@ -14,37 +14,58 @@ from itertools import product
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from meshweave.algorithms.matmul.universal import Operand
 from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.layout import Layout
-from meshweave.errors import BindError, LayoutError
+from meshweave.errors import BindError, LayoutError, UnsupportedError
 from meshweave.estimate.universal import Rates
 from meshweave.execute.groups import TorchContext
 from meshweave.nn.placements import layout_of, layout_on, matrix_shape
-from meshweave.nn.products import DTYPES, Matrix, Order, Transport, cheapest, problem_of, run_product
-from meshweave.tune.universal import tune_universal
+from meshweave.nn.products import DTYPES, Matrix, Order, Product, Transport, cheapest, prepare, problem_of
+from meshweave.tune.universal import SLICES, Objective, tune_universal
 
 Stationary = Literal["auto", "a", "b", "c"]
 
 _MACHINES = {"cpu": "local-cpu", "cuda": "h100-node"}
-"""The cluster of the catalog whose rates a choice is made with, where the caller names none."""
+"""The cluster of the catalog whose rates choose among ways that move the same, where the caller names none."""
 
 
 @dataclass(frozen=True)
-class _How:
+class How:
     """What a product is computed with, forward and backward."""
 
     stationary: Operand | None
     transport: Transport
+    objective: Objective
     rates: Rates
-    context: TorchContext
+    context: TorchContext | None
+
+    @classmethod
+    def of(
+        cls,
+        device_type: str,
+        stationary: Stationary,
+        transport: Transport,
+        cluster: Cluster | str | None,
+        context: TorchContext | None,
+    ) -> How:
+        """As `matmul` is told it. Raises LayoutError, DescriptionError."""
+        if stationary not in ("auto", "a", "b", "c"):
+            raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
+        return cls(
+            None if stationary == "auto" else stationary,
+            transport,
+            "bytes" if cluster is None else "time",
+            _rates(_MACHINES.get(device_type, "local-cpu") if cluster is None else cluster),
+            context or TorchContext.default(device_type),
+        )
 
 
 def matmul(
@@ -63,12 +84,14 @@ def matmul(
         a: of global shape (..., K). Leading dims may be sharded, too.
         b: of global shape (K, N), on the same device mesh or on one of another shape over the same ranks.
         out: the placements of C (..., N), one per dim of a's device mesh: Shard, Replicate, Partial("sum") or
-            _StridedShard. None takes what is cheapest of Shard and Replicate.
-        stationary: the matrix that is not moved, "a", "b" or "c"; "auto" takes what is estimated to be fastest.
+            _StridedShard. None takes what is cheapest of Shard and Replicate by the same measure.
+        stationary: the matrix that is not moved, "a", "b" or "c"; "auto" leaves that to the choice.
         transport: "messages" (matched send and recv, which work anywhere), "shared" (memory that the ranks of one
             host share), "mpi" (remote memory access) or "symmetric" (torch symmetric memory on CUDA).
-        cluster: the machine for whose rates the way is chosen, described or named as in the catalog; by default
-            `local-cpu` on CPUs, `h100-node` on CUDA. All ranks must name the same.
+        cluster: the machine, described (best by `meshweave calibrate`) or named as in the catalog: the way that is
+            estimated to be fastest on it is taken, even where that moves more. None assumes nothing about rates
+            and takes the way that moves least, which is never more than DTensor moves for the same placements.
+            All ranks must name the same.
         context: process groups, deadline and liveness; by default those of the default process group.
 
     Returns:
@@ -78,44 +101,53 @@ def matmul(
 
     Raises:
         LayoutError: shapes, meshes or placements that do not fit each other.
-        BindError: dtypes that differ or that no program has; ranks that do not ask for the same product, before
-        any
-            byte of it moves.
-        UnsupportedError: the transport is not available here.
+        BindError: dtypes that differ or that no program has; ranks that do not ask for the same product at the
+            first one of its kind, before any byte of it moves.
+        UnsupportedError: the transport is not available here; in a backward pass, a second derivative.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
+    how = How.of(a.device_mesh.device_type, stationary, transport, cluster, context)
     if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
         raise LayoutError(
             f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: (..., K) by (K, N)"
         )
-    if a.dtype != b.dtype or a.dtype not in DTYPES:
-        raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}")
-    if stationary not in ("auto", "a", "b", "c"):
-        raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
-    how = _How(
-        None if stationary == "auto" else stationary,
-        transport,
-        rates_of(cluster, a.device_mesh),
-        context or TorchContext.default(a.device_mesh.device_type),
-    )
-    placements = None if out is None else tuple(out)
-    result: DTensor = _Product.apply(a, b, placements, how)
+    check_dtypes(a=a, b=b)
+    result: DTensor = _Product.apply(a, b, placements_given(out, a.ndim), how)
     return result
 
 
-def rates_of(cluster: Cluster | str | None, device_mesh: DeviceMesh) -> Rates:
-    """The rates of a cluster, or of the catalog's for the kind of device. Raises DescriptionError."""
-    if cluster is None:
-        cluster = _MACHINES.get(device_mesh.device_type, "local-cpu")
-    return _rates(cluster)
+def check_dtypes(**operands: Tensor) -> None:
+    """Raises BindError where operands are not of one dtype that programs have."""
+    found = {operand.dtype for operand in operands.values()}
+    if len(found) > 1 or not found <= set(DTYPES):
+        said = " and ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
+        raise BindError(f"dtypes are {said}; all must be one of {', '.join(DTYPES.values())}")
+
+
+def placements_given(out: Sequence[Placement] | None, num_dims: int) -> tuple[Placement, ...] | None:
+    """`out` of a result of so many dims, with dims counted from the front. Raises LayoutError."""
+    if out is None:
+        return None
+    if isinstance(out, (Placement, str)) or not isinstance(out, Sequence):
+        raise LayoutError(f"out is {out!r}; it must be a sequence with one placement per dim of the mesh")
+    return tuple(_from_the_front(one, num_dims) for one in out)
+
+
+def _from_the_front(placement: Placement, num_dims: int) -> Placement:
+    if type(placement) is Shard and placement.dim < 0:
+        return Shard(placement.dim + num_dims)
+    if type(placement) is _StridedShard and placement.dim < 0:
+        return _StridedShard(placement.dim + num_dims, split_factor=placement.split_factor)
+    return placement
 
 
 _KNOWN_RATES: dict[Cluster | str, Rates] = {}
 
 
 def _rates(cluster: Cluster | str) -> Rates:
+    """The rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
     if cluster not in _KNOWN_RATES:
         _KNOWN_RATES[cluster] = Rates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
     return _KNOWN_RATES[cluster]
@@ -123,90 +155,131 @@ def _rates(cluster: Cluster | str) -> Rates:
 
 class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, a: DTensor, b: DTensor, out: tuple[Placement, ...] | None, how: _How) -> DTensor:
-        ctx.save_for_backward(a, b)
-        ctx.how = how
-        shape = (*a.shape[:-1], b.shape[-1])
-        return _multiply(_matrix(a), _matrix(b), shape, a.device_mesh, out, how)
+    def forward(ctx: Any, a: DTensor, b: DTensor, out: tuple[Placement, ...] | None, how: How) -> DTensor:
+        ctx.save_for_backward(*for_backward(ctx, a, b))
+        ctx.of_a, ctx.of_b, ctx.how = Target.like(a), Target.like(b), how
+        target = Target(torch.Size((*a.shape[:-1], b.shape[-1])), a.device_mesh, out)
+        return multiply(Folded(a), Folded(b), target, how)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
+        refuse_second_derivative()
         a, b = ctx.saved_tensors
         # What stays forward need not stay backward: there it is another product.
         how = replace(ctx.how, stationary=None)
-        grad = _matrix(grads[0])
         of_a = of_b = None
         if ctx.needs_input_grad[0]:
-            of_a = _multiply(grad, _matrix(b).transposed, a.shape, a.device_mesh, _whole(a), how)
+            of_a = multiply(Folded(grads[0]), Folded(b, turned=True), ctx.of_a, how)
         if ctx.needs_input_grad[1]:
-            of_b = _multiply(_matrix(a).transposed, grad, b.shape, b.device_mesh, _whole(b), how)
+            of_b = multiply(Folded(a, turned=True), Folded(grads[0]), ctx.of_b, how)
         return of_a, of_b, None, None
 
 
-def _whole(tensor: DTensor) -> DTensorSpec:
-    """How the gradient of a tensor lies: as the tensor, but that of each term of a sum is the gradient of the
-    sum."""
-    spec = tensor._spec
-    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-    return DTensorSpec(spec.mesh, placements) if placements != spec.placements else spec
+def refuse_second_derivative() -> None:
+    """Raises UnsupportedError where a backward pass is itself to be differentiated (`create_graph=True`).
+
+    torch's `once_differentiable` lets that pass, and drops terms, where the incoming gradient needs no gradient.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "products of DTensors are differentiable once, and create_graph=True asks for more"
+        )
 
 
-def _matrix(tensor: DTensor) -> Matrix:
-    """A DTensor as an operand: leading dims folded into rows."""
-    local = tensor._local_tensor
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
-    order: Order = None
-    if tensor.ndim == 2:
-        down, across = tensor.stride()
-        order = (1, 0) if down < across else None
-    else:
-        local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
-    return Matrix(layout_of(tensor), matrix_shape(tuple(tensor.shape)), order, local.detach())
+def for_backward(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DTensor | None]:
+    """Of the first two inputs of a function those that the gradient of the other takes."""
+    return a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
 
 
-def _multiply(
-    a: Matrix,
-    b: Matrix,
-    shape: Sequence[int],
-    device_mesh: DeviceMesh,
-    out: tuple[Placement, ...] | DTensorSpec | None,
-    how: _How,
-) -> DTensor:
-    """The product of `matmul` outside autograd, as a DTensor of global `shape`; `out` may be that of another
-    one."""
-    shape = tuple(shape)
-    order = None
-    if out is None:
-        spec_placements = _cheapest(a, b, shape, device_mesh, how)
-    elif isinstance(out, DTensorSpec):
-        spec_placements = out.placements
-        order = None if out.use_strided_shard_as_shard_order else getattr(out, "shard_order", None)
-    else:
-        spec_placements = out
-    layout = layout_on(device_mesh, spec_placements, shape, shard_order=order)
-    problem = problem_of(a, b, layout, a.local.dtype)
-    tuned = tune_universal(problem, how.rates, stationary=how.stationary)
-    rank = device_mesh.get_rank()
-    local = run_product(problem, tuned, rank, a.local, b.local, how.transport, how.context)
-    if len(shape) != 2:
-        local = local.view(Layout(layout.mesh, layout.placements).local_shape(shape, rank))
-    stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(
-        device_mesh,
-        tuple(spec_placements),
-        tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype),
-        **({} if order is None else {"shard_order": order}),
+@dataclass(frozen=True)
+class Folded:
+    """A DTensor as a matrix, leading dims folded into rows; `turned`, its transpose."""
+
+    tensor: DTensor
+    turned: bool = False
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, of two dims."""
+        local = self.tensor._local_tensor
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        if local.ndim != 2:
+            local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
+        local = local.detach()
+        return local.t() if self.turned else local
+
+    @property
+    def matrix(self) -> Matrix:
+        order: Order = None
+        if self.tensor.ndim == 2:
+            down, across = self.tensor.stride()
+            order = (1, 0) if down < across else None
+        found = Matrix(layout_of(self.tensor), matrix_shape(tuple(self.tensor.shape)), order)
+        return found.transposed if self.turned else found
+
+
+@dataclass(frozen=True)
+class Target:
+    """Global shape, mesh and placements of a result; `order` in which axes shard a dim, where it is not the
+    usual."""
+
+    shape: torch.Size
+    device_mesh: DeviceMesh
+    placements: tuple[Placement, ...] | None
+    order: Any = None
+
+    @classmethod
+    def like(cls, tensor: DTensor) -> Target:
+        """Of the gradient of a tensor: as the tensor, but that of each term of a sum is the gradient of the
+        sum."""
+        spec = tensor._spec
+        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
+        usual = placements != spec.placements or spec.use_strided_shard_as_shard_order
+        return cls(tensor.shape, spec.mesh, placements, None if usual else getattr(spec, "shard_order", None))
+
+
+def multiply(a: Folded, b: Folded, target: Target, how: How) -> DTensor:
+    """The product of `matmul` outside autograd. What it takes is prepared at the first product of a kind."""
+    key = a.tensor._spec, a.turned, b.tensor._spec, b.turned, target, replace(how, context=None)
+    plans: dict[Any, tuple[Product, DTensorSpec, tuple[int, ...]]] = how.context.__dict__.setdefault(
+        _PLANS, {}
     )
-    return DTensor(local, spec, requires_grad=False)
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = _plan(a.matrix, b.matrix, a.tensor.dtype, target, how)
+    run, spec, shape = plan
+    return DTensor(run(a.local, b.local).view(shape), spec, requires_grad=False)
 
 
-def _cheapest(
-    a: Matrix, b: Matrix, shape: Sequence[int], device_mesh: DeviceMesh, how: _How
-) -> tuple[Placement, ...]:
-    tried = list(product((*(Shard(dim) for dim in range(len(shape))), Replicate()), repeat=device_mesh.ndim))
+_PLANS = "_meshweave_matmuls"
+
+
+def _plan(
+    a: Matrix, b: Matrix, dtype: torch.dtype, target: Target, how: How
+) -> tuple[Product, DTensorSpec, tuple[int, ...]]:
+    """What multiplies local parts, how the result lies, and the local shape of that."""
+    shape, mesh = tuple(target.shape), target.device_mesh
+    placements = _cheapest(a, b, dtype, target, how) if target.placements is None else target.placements
+    layout = layout_on(mesh, placements, shape, shard_order=target.order)
+    problem = problem_of(a, b, layout, dtype)
+    slices = (1,) if how.transport == "shared" else SLICES  # what is read in place needs nothing to hide it
+    tuned = tune_universal(
+        problem, how.rates, stationary=how.stationary, objective=how.objective, slices=slices
+    )
+    rank = mesh.get_rank()
+    assert how.context is not None
+    run = prepare(problem, tuned, rank, how.transport, how.context)
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, dtype)
+    more = {} if target.order is None else {"shard_order": target.order}
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta, **more)
+    return run, spec, Layout(layout.mesh, layout.placements).local_shape(shape, rank)
+
+
+def _cheapest(a: Matrix, b: Matrix, dtype: torch.dtype, target: Target, how: How) -> tuple[Placement, ...]:
+    each = (*(Shard(dim) for dim in range(len(target.shape))), Replicate())
+    tried: list[tuple[Placement, ...]] = list(product(each, repeat=target.device_mesh.ndim))
     tried.sort(key=lambda placed: sum(isinstance(one, Replicate) for one in placed))
-    layouts = [layout_on(device_mesh, placed, shape) for placed in tried]
-    found: tuple[Placement, ...] = tried[cheapest(a, b, layouts, a.local.dtype, how.rates, how.stationary)]
-    return found
+    layouts = [layout_on(target.device_mesh, placed, tuple(target.shape)) for placed in tried]
+    return tried[cheapest(a, b, layouts, dtype, how.rates, how.stationary, how.objective)]

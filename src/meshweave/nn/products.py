@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,8 +19,9 @@ from meshweave.execute.agree import agree
 from meshweave.execute.groups import TorchContext
 from meshweave.execute.memory import RemoteMemory, open_memory
 from meshweave.execute.torch_backend import BoundProgram, bind
-from meshweave.lower import lower_one_sided
-from meshweave.tune.universal import TunedUniversal, tune_universal
+from meshweave.ir.program import Program
+from meshweave.lower import lower_one_sided, read_in_place
+from meshweave.tune.universal import Objective, TunedUniversal, tune_universal
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -35,18 +36,16 @@ Order = tuple[int, int] | None
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand as a product sees it: a layout, global (rows, columns), how dims lie in memory, and this
-    rank's part as a tensor of two dims."""
+    """An operand as a product sees it: a layout, global (rows, columns), and how dims lie in memory."""
 
     layout: Layout
     shape: tuple[int, int]
     order: Order
-    local: Tensor
 
     @property
     def transposed(self) -> Matrix:
         order = (1, 0) if self.order is None else None
-        return Matrix(transposed(self.layout), self.shape[::-1], order, self.local.t())
+        return Matrix(transposed(self.layout), self.shape[::-1], order)
 
 
 def transposed(layout: Layout) -> Layout:
@@ -79,89 +78,102 @@ def cheapest(
     dtype: torch.dtype,
     rates: Rates,
     stationary: Operand | None,
+    objective: Objective,
 ) -> int:
     """Which of several layouts of the result costs least, by its number; the first of equals."""
     found = []
     for number, layout in enumerate(layouts):
-        tuned = tune_universal(problem_of(a, b, layout, dtype), rates, stationary=stationary, slices=(4,))
-        found.append((tuned.estimate.total_s, tuned.moved_bytes, number))
-    return min(found)[2]
+        problem = problem_of(a, b, layout, dtype)
+        tuned = tune_universal(problem, rates, stationary=stationary, objective=objective, slices=(4,))
+        cost = (tuned.moved_bytes, tuned.estimate.total_s)
+        found.append((*(cost if objective == "bytes" else cost[::-1]), number))
+    best: int = min(found)[2]
+    return best
 
 
-def run_product(
-    problem: UniversalProblem,
-    tuned: TunedUniversal,
-    rank: int,
-    a: Tensor,
-    b: Tensor,
-    transport: Transport,
-    context: TorchContext,
-) -> Tensor:
-    """This rank's part of C, in new memory; every rank of the problem runs it.
+Product = Callable[[Tensor, Tensor], Tensor]
+"""From this rank's parts of A and B to its part of C, in new memory; every rank runs it."""
+
+CACHE = "_meshweave_universal"
+"""Where a context keeps what was prepared in it: bound programs live as long as their context."""
+
+
+def prepare(
+    problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
+) -> Product:
+    """Binds a product; every rank of the problem does so.
 
     Raises:
         BindError: ranks are about to run different products; nothing has moved then.
         UnsupportedError: the transport is not available here.
-        RankLostError, DeadlineError: other ranks are missing or late.
+        RankLostError, DeadlineError: other ranks are missing or late; so does the product.
     """
     if transport not in TRANSPORTS:
         raise UnsupportedError(f"there is no transport '{transport}'{nearest(str(transport), TRANSPORTS)}")
     choice = tuned.choice
-    if tuned.moved_bytes == 0 and choice.a is None and choice.b is None:
-        return _alone(problem, choice, rank, a, b)
-    bound = _bound(problem, choice, rank, transport, context)
-    bound.run({"a": a, "b": b})
-    return bound.outputs["c"].clone()
-
-
-_CACHE = "_meshweave_universal"
-
-
-def _bound(
-    problem: UniversalProblem, choice: Choice, rank: int, transport: Transport, context: TorchContext
-) -> BoundProgram:
-    """The bound program of a product, made at its first use. It lives as long as its context."""
-    cache: dict[Any, Any] = context.__dict__.setdefault(_CACHE, {})
+    cache: dict[Any, Any] = context.__dict__.setdefault(CACHE, {})
     key = problem, choice, transport
     if key not in cache:
         program = universal_program(problem, choice)
-        if transport == "messages":
-            program = lower_one_sided(program)
-            agree(context, program)
-            cache[key] = bind(program, rank, {}, context=context)
+        # Before any of them sets up what the others may not want, and where nothing moves, too: they may.
+        agree(context, replace(program, name=f"{program.name}, {transport}"))
+        if tuned.moved_bytes == 0 and choice.a is None and choice.b is None:
+            cache[key] = _alone(problem, choice, rank)
         else:
-            if transport not in cache:
-                cache[transport] = open_memory(transport, context)
-            memory: RemoteMemory = cache[transport]
-            cache[key] = bind(program, rank, {}, context=context, memory=memory)
-    found: BoundProgram = cache[key]
+            cache[key] = _running(_bound(program, rank, transport, context, cache))
+    found: Product = cache[key]
     return found
+
+
+def _running(bound: BoundProgram) -> Product:
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        bound.run({"a": a, "b": b})
+        return bound.outputs["c"].clone()
+
+    return run
+
+
+def _bound(
+    program: Program, rank: int, transport: Transport, context: TorchContext, cache: dict[Any, Any]
+) -> BoundProgram:
+    if transport == "messages":
+        return bind(lower_one_sided(program), rank, {}, context=context)
+    if transport not in cache:
+        cache[transport] = open_memory(transport, context)
+    memory: RemoteMemory = cache[transport]
+    if transport == "shared":
+        program = read_in_place(program)
+    return bind(program, rank, {}, context=context, memory=memory)
 
 
 # --- products that need no other rank ---------------------------------------------------------------------------
 
 
-def _alone(problem: UniversalProblem, choice: Choice, rank: int, a: Tensor, b: Tensor) -> Tensor:
+def _alone(problem: UniversalProblem, choice: Choice, rank: int) -> Product:
     """What the program would compute if nothing has to move: without an executor there is nothing to set up."""
-    slicing = Slicing(problem, replace(choice, slices=1))
+    steps = Slicing(problem, replace(choice, slices=1)).steps(rank)
     shape = problem.c.local_shape((problem.m, problem.n), rank)
-    steps = slicing.steps(rank)
-    if len(steps) == 1:
-        panels = steps[0].panels
-        target = panels["c"].blocks
-        if len(target) == 1 and target[0].shape == shape:
-            return torch.mm(_panel(panels["a"], a), _panel(panels["b"], b))
-    out = torch.zeros(shape, dtype=a.dtype, device=a.device)
-    for step in steps:
-        left, right = _panel(step.panels["a"], a), _panel(step.panels["b"], b)
-        if len(step.panels["c"].blocks) == 1:
-            target_view = _part(out, step.panels["c"].blocks[0])
-            torch.addmm(target_view, left, right, out=target_view)
-            continue
-        result = torch.mm(left, right)
-        for block in step.panels["c"].blocks:
-            _part(out, block).add_(_at(result, block))
-    return out
+
+    def one(a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(_panel(steps[0].panels["a"], a), _panel(steps[0].panels["b"], b))
+
+    def several(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.zeros(shape, dtype=a.dtype, device=a.device)
+        for step in steps:
+            left, right = _panel(step.panels["a"], a), _panel(step.panels["b"], b)
+            blocks = step.panels["c"].blocks
+            if len(blocks) == 1:
+                target = _part(out, blocks[0])
+                torch.addmm(target, left, right, out=target)
+                continue
+            result = torch.mm(left, right)
+            for block in blocks:
+                _part(out, block).add_(_at(result, block))
+        return out
+
+    whole = len(steps) == 1 and [block.shape for block in steps[0].panels["c"].blocks] == [shape]
+    return one if whole else several
 
 
 def _part(whole: Tensor, block: Block) -> Tensor:

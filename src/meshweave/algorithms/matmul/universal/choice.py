@@ -150,13 +150,15 @@ def _summed(layout: Layout, keep: bool) -> Iterator[Layout | None]:
                         yield found
 
 
-def _longest(layout: Layout) -> tuple[int, int]:
-    """What a shard of the rows and of the columns is called; of folded dims the longest is cut."""
+def _longest(layout: Layout) -> tuple[int, ...]:
+    """What a shard of the rows and of the columns is called; of folded dims the longest is cut, of none, none."""
     if layout.folds is None:
         return 0, 1
     rows, columns = layout.folds
-    last = max(range(len(columns)), key=columns.__getitem__, default=0)
-    return max(range(len(rows)), key=rows.__getitem__, default=0), len(rows) + last
+    found = [max(range(len(rows)), key=rows.__getitem__)] if rows else []
+    if columns:
+        found.append(len(rows) + max(range(len(columns)), key=columns.__getitem__))
+    return tuple(found)
 
 
 def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:

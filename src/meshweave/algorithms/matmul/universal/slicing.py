@@ -227,8 +227,10 @@ class Slicing:
 
     @cached_property
     def copies_alike(self) -> bool:
-        """Whether each group gives a term of a partial C the same products. Where not, copies of a term differ, and
-        whoever takes parts of it from several of them gets another sum."""
+        """Whether each group gives a term of a partial C the same products.
+
+        Where not, copies of a term differ, and whoever takes parts of it from several of them gets another sum.
+        """
         c, still = self.matrices["c"], self.matrices[self.choice.stationary]
         done: dict[int, set[object]] = {group: set() for group in self.group_of.values()}
         if len(done) == 1 or c.num_terms == 1:

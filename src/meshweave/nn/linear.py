@@ -1,0 +1,184 @@
+"""`meshweave.universal_linear`: under it, the linear layers of a model of DTensors are `meshweave.matmul`s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.overrides import TorchFunctionMode
+
+from meshweave.describe.cluster import Cluster
+from meshweave.errors import LayoutError
+from meshweave.execute.groups import TorchContext
+from meshweave.nn.matmul import (
+    Folded,
+    How,
+    Target,
+    check_dtypes,
+    for_backward,
+    matmul,
+    multiply,
+    placements_given,
+    refuse_second_derivative,
+)
+from meshweave.nn.products import Transport
+
+_LINEAR = torch.nn.functional.linear
+_MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
+
+
+class universal_linear(TorchFunctionMode):  # type: ignore[misc]
+    """A context in which `torch.nn.functional.linear` of DTensors, so `torch.nn.Linear`, is a `meshweave.matmul`.
+
+    Input, weight and bias may have any placements; none is resharded, and the bias is added once, also where the
+    result is a partial sum. Under autograd each gradient has the placements of what it is of, with Replicate where
+    that is partial; `backward()` may be called inside or outside. Calls without DTensors are left alone, and so
+    are functions that torch computes in one piece, such as `torch.nn.functional.multi_head_attention_forward`.
+    What torch.autocast casts is cast.
+
+    Args:
+        out: the placements of each result, one per dim of the input's device mesh; negative dims count from the
+            last. None takes, for each kind of call, what is cheapest of Shard and Replicate.
+        transport, cluster, context: as for `meshweave.matmul`.
+        matmul: also do the matrix products of two DTensors, `a @ b`, `torch.matmul` and `torch.mm`, where b has
+            two dims.
+
+    Calls raise what `meshweave.matmul` raises, and LayoutError where some of the tensors are no DTensors.
+    """
+
+    def __init__(
+        self,
+        out: Sequence[Placement] | None = None,
+        *,
+        transport: Transport = "messages",
+        cluster: Cluster | str | None = None,
+        context: TorchContext | None = None,
+        matmul: bool = False,
+    ) -> None:
+        super().__init__()
+        self.out, self.transport, self.cluster, self.context = out, transport, cluster, context
+        self.matmul = matmul
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _LINEAR and any(isinstance(one, DTensor) for one in (*args, *kwargs.values())):
+            return self._linear(*args, **kwargs)
+        if self.matmul and func in _MATMULS and not kwargs and len(args) == 2:
+            a, b = args
+            if isinstance(a, DTensor) and isinstance(b, DTensor) and b.ndim == 2 and a.ndim > 0:
+                return matmul(
+                    a, b, self.out, transport=self.transport, cluster=self.cluster, context=self.context
+                )
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DTensor:
+        given = {"input": input, "weight": weight, "bias": bias}
+        plain = [name for name, one in given.items() if one is not None and not isinstance(one, DTensor)]
+        if plain:
+            raise LayoutError(
+                f"linear of DTensors with a plain {' and '.join(plain)}: make every one a DTensor, by "
+                "distribute_tensor(tensor, device_mesh, placements) or, of local parts, DTensor.from_local"
+            )
+        if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
+            raise LayoutError(
+                f"input of shape {tuple(input.shape)} and weight of shape {tuple(weight.shape)} make no linear "
+                "layer: (..., K) and (N, K)"
+            )
+        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+            raise LayoutError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
+        device_type = input.device_mesh.device_type
+        how = How.of(device_type, "auto", self.transport, self.cluster, self.context)
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            given = {name: _cast(one, dtype) for name, one in given.items()}
+        check_dtypes(**{name: one for name, one in given.items() if one is not None})
+        found: DTensor = _Linear.apply(*given.values(), placements_given(self.out, input.ndim), how)
+        return found
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """As torch.autocast has it, which leaves float64 alone."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+class _Linear(torch.autograd.Function):  # type: ignore[misc]
+    """x W^T + bias. Its own function, and no product of `W.t()`, so that W's gradient lies in memory as W does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: DTensor,
+        weight: DTensor,
+        bias: DTensor | None,
+        out: tuple[Placement, ...] | None,
+        how: How,
+    ) -> DTensor:
+        ctx.save_for_backward(*for_backward(ctx, x, weight))
+        ctx.of_x, ctx.of_weight, ctx.how = Target.like(x), Target.like(weight), how
+        ctx.of_bias = None if bias is None else Target.like(bias)
+        target = Target(torch.Size((*x.shape[:-1], weight.shape[0])), x.device_mesh, out)
+        found = multiply(Folded(x), Folded(weight, turned=True), target, how)
+        if bias is not None:
+            found._local_tensor.add_(_row_of(bias, found, how))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
+        refuse_second_derivative()
+        x, weight = ctx.saved_tensors
+        grad, how = Folded(grads[0]), ctx.how
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = multiply(grad, Folded(weight), ctx.of_x, how)
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply(replace(grad, turned=True), Folded(x), ctx.of_weight, how)
+        if ctx.needs_input_grad[2]:
+            ones = _ones(math.prod(grads[0].shape[:-1]), grads[0])
+            of_bias = multiply(Folded(ones), grad, ctx.of_bias, how)
+        return of_x, of_weight, of_bias, None, None
+
+
+def _row_of(bias: DTensor, result: DTensor, how: How) -> Tensor:
+    """This rank's part of a bias for each row of its part of a result; all terms of a sum together have it once.
+
+    It is the product of a one with the bias, which gets it from wherever it lies, and shares out a partial sum.
+    """
+    last = result.ndim - 1
+    placements = []
+    for placement in result.placements:
+        if isinstance(placement, (Shard, _StridedShard)):
+            if placement.dim != last:
+                placement = Replicate()
+            elif isinstance(placement, _StridedShard):
+                placement = _StridedShard(0, split_factor=placement.split_factor)
+            else:
+                placement = Shard(0)
+        placements.append(placement)
+    target = Target(bias.shape, result.device_mesh, tuple(placements))
+    row: Tensor = multiply(Folded(_ones(1, result)), Folded(bias), target, how)._local_tensor
+    return row
+
+
+def _ones(count: int, like: DTensor) -> DTensor:
+    """A vector of ones that every rank has."""
+    ones = torch.ones(count, dtype=like.dtype, device=like._local_tensor.device)
+    mesh = like.device_mesh
+    found: DTensor = DTensor.from_local(ones, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return found
+
+
+__all__ = ["universal_linear"]

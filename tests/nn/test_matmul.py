@@ -1,0 +1,110 @@
+"""`meshweave.matmul` and `meshweave.universal_linear` on real processes against dense autograd."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from meshweave.errors import RankLostError
+from meshweave.execute.launch import launch
+from meshweave.execute.memory.shared import lacks
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+SHARED = pytest.param("shared", marks=pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}"))
+
+
+def every_pair(mesh: tuple[int, int], kinds: int, transport: str, step: int, timeout_s: float) -> None:
+    """`step` is coprime to the number of placements, so that each takes every place."""
+    num_ranks = mesh[0] * mesh[1]
+    payload = {"mesh": mesh, "sizes": (5, 7, 6), "kinds": kinds, "transport": transport, "step": step}
+    target = "matmul_rank_functions:every_pair"
+    assert launch(target, num_ranks, payload, timeout_s=timeout_s, env=HERE) == [[]] * num_ranks
+
+
+@pytest.mark.gloo
+def test_pairs_of_placements_with_partial_sums_on_four_ranks() -> None:
+    every_pair((2, 2), 4, "messages", 11, 200)
+
+
+@pytest.mark.gloo
+def test_pairs_of_placements_on_six_ranks() -> None:
+    every_pair((2, 3), 3, "messages", 7, 200)
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+def test_pairs_of_placements_in_shared_memory() -> None:
+    every_pair((2, 2), 4, "shared", 17, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("transport", ["messages", SHARED])
+@pytest.mark.parametrize(("mesh", "kinds"), [((2, 2), 4), ((2, 3), 3)], ids=["four", "six"])
+def test_all_pairs_of_placements(mesh: tuple[int, int], kinds: int, transport: str) -> None:
+    every_pair(mesh, kinds, transport, 1, 600)
+
+
+SECTIONS = {
+    "operands on different meshes": "meshes",
+    "strided shards and shard orders": "orders",
+    "a contracted dim cut in two orders": "inconsistent_orders",
+    "left operands of other than two dims": "batched",
+    "operands that lie the other way round": "transposed",
+    "dtypes": "dtypes",
+    "empty shards": "empty",
+    "what stays and where the result goes": "chosen",
+    "gradients": "linear_rank_functions:gradients",
+    "biases": "linear_rank_functions:biases",
+    "training": "linear_rank_functions:training",
+    "where linear layers are ours": "linear_rank_functions:scope",
+    "wrong arguments": "linear_rank_functions:refusals",
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, list[str]]]:
+    """One launch for all that ends well: starting processes is what takes time."""
+    payload = {"sections": list(SECTIONS.values())}
+    answers: list[dict[str, list[str]]] = launch(
+        "matmul_rank_functions:sections", 4, payload, timeout_s=250, env=HERE
+    )
+    return answers
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("section", SECTIONS)
+def test_products_and_layers_equal_dense_ones(section: str, found: list[dict[str, list[str]]]) -> None:
+    assert [answer[SECTIONS[section]] for answer in found] == [[]] * 4
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+def test_ranks_that_ask_for_different_products_are_all_told() -> None:
+    answers: list[Any] = launch("linear_rank_functions:disagreements", 4, {}, timeout_s=100, env=HERE)
+    for *said, last in answers:
+        assert last == "right"
+        for words in said:
+            assert re.fullmatch(
+                r"BindError: ranks are about to run different programs: "
+                r"ranks 0, 1 and 2 '.*' \(\w+\), rank 3 '.*' \(\w+\)",
+                words,
+            ), words
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("transport", ["messages", SHARED])
+def test_a_rank_that_is_killed_among_products_is_named_by_all_and_leaves_nothing(transport: str) -> None:
+    with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
+        launch("linear_rank_functions:dies", 4, {"transport": transport}, timeout_s=60, env=HERE, stale_s=1.0)
+    assert caught.value.missing == (2,)
+    for rank in (0, 1, 3):
+        said = caught.value.reports[rank]
+        assert said.startswith("rank 2 stopped answering while waiting for "), said
+    if Path("/dev/shm").is_dir():
+        assert not [path for path in Path("/dev/shm").iterdir() if "meshweave" in path.name]
