@@ -129,8 +129,8 @@ class _Writer:
         return On(self.everyone, (Fence(over=self.everyone, lane=GET),))
 
     def _sum(self, operand: Operand, rank: int) -> Iterator[list[Op]]:
+        """One term after the other, so that a rank's links are not asked for all of them at once."""
         name, scratch = f"{operand}_sum", f"{operand}_term"
-        turn = 0
         for (row, column), blocks in self.slicing.sums(operand, rank):
             rows, columns = blocks[0].shape
             out = _view(name, (row, row + rows), (column, column + columns))
@@ -141,8 +141,7 @@ class _Writer:
                 elif block.owner == rank:
                     yield [Add(out=out, src=src, lane=COMPUTE)]
                 else:
-                    into = self._scratch(scratch, (rows, columns), turn % 2)
-                    turn += 1
+                    into = self._scratch(scratch, (rows, columns), 0)
                     yield [
                         Get(out=into, src=replace(src, rank=block.owner), lane=GET),
                         Add(out=out, src=into, lane=COMPUTE),
@@ -216,8 +215,8 @@ class _Writer:
                 mine, (rows, columns) = _view("c", *share), share
                 shape = rows[1] - rows[0], columns[1] - columns[0]
                 turns[rank] = []
-                for number, other in enumerate(self._others(rank) if 0 not in shape else ()):
-                    into = self._scratch("c_term", shape, number % 2)
+                for other in self._others(rank) if 0 not in shape else ():
+                    into = self._scratch("c_term", shape, 0)
                     turns[rank].append(
                         [
                             Get(out=into, src=replace(mine, rank=other), lane=GET),
