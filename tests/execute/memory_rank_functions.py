@@ -1,4 +1,4 @@
-"""What the ranks of test_memory.py run."""
+"""What the ranks of test_remote_memory.py run."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""What test_memory.py starts under mpiexec: programs, updates and a refusal. Says "right", or what is wrong."""
+"""Started under mpiexec by test_remote_memory.py: programs, updates, a refusal. Says "right", or what is wrong."""
 
 from dataclasses import dataclass
 from typing import Any
