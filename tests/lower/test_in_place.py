@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 
 from meshweave.algorithms.matmul.universal import Choice, UniversalProblem, choices, universal_program
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import load_cluster
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
 from meshweave.describe.mesh import Mesh
-from meshweave.errors import ProgramError
+from meshweave.errors import ProgramError, UnsupportedError
 from meshweave.execute.numpy_backend import run_numpy
 from meshweave.ir.ops import Get
 from meshweave.ir.program import Program
 from meshweave.ir.validate import validate
 from meshweave.lower import lower_one_sided, read_in_place
+from meshweave.simulate import reference, simulate
 
 MESH = Mesh.of("tp", (2, 2), ("row", "col"))
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial(), Tile(0, 2, 1))
@@ -59,3 +62,12 @@ def test_messages_cannot_read_in_place() -> None:
     program = universal_program(UniversalProblem(8, 8, 8, tiles, tiles, tiles), Choice("c"))
     with pytest.raises(ProgramError, match="in place"):
         lower_one_sided(read_in_place(program))
+
+
+def test_what_reads_in_place_is_not_timed_as_if_it_were_local() -> None:
+    tiles = Layout(MESH, (Shard(0), Shard(1)))
+    program = read_in_place(universal_program(UniversalProblem(8, 8, 8, tiles, tiles, tiles), Choice("c")))
+    machine = Machine.of(load_cluster("local-cpu"), program)
+    for run in (simulate, reference.simulate):
+        with pytest.raises(UnsupportedError, match="in place, which has no price"):
+            run(program, machine)

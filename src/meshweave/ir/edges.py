@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from meshweave.ir.matching import Matched, Node
-from meshweave.ir.ops import READ, UPDATE, WRITE, Call, Copy, Fence, Matmul, Mode, Op, Put
+from meshweave.ir.ops import READ, UPDATE, WRITE, Add, Call, Copy, Fence, Matmul, Mode, Op, Put
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.views import View
 
@@ -26,6 +26,11 @@ def exposed_buffers(program: Program) -> frozenset[str]:
 def is_one_sided(op: Op) -> bool:
     """Whether the op reaches into another rank's memory."""
     return any(view.rank is not None for _, view in op.accesses())
+
+
+def reads_in_place(op: Op) -> bool:
+    """Whether a product, sum or copy reads another rank's memory as its operand, without fetching it first."""
+    return isinstance(op, (Matmul, Add, Copy)) and any(view.rank is not None for view in op.reads)
 
 
 def is_tracked(op: Op) -> bool:

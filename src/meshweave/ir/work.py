@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from meshweave.errors import UnsupportedError
+from meshweave.ir.edges import reads_in_place
 from meshweave.ir.ops import (
     Accumulate,
     Add,
@@ -89,8 +91,19 @@ def axis_of(program: Program, group: tuple[int, ...]) -> str:
     return ""
 
 
+def refuse_in_place(op: Op) -> None:
+    """Raises UnsupportedError for a product, sum or copy that reads another rank's memory: nothing says what that
+    takes, and taken for a local one it would cost nothing."""
+    if reads_in_place(op):
+        raise UnsupportedError(
+            f"{op.name or op.kind} reads another rank's memory in place, which has no price; "
+            "time the program before it is lowered to that"
+        )
+
+
 def work_of(program: Program, op: Op) -> Work:
-    """The work of a resolved op."""
+    """The work of a resolved op. Raises UnsupportedError for one that reads another rank's memory in place."""
+    refuse_in_place(op)
     match op:
         case Matmul():
             k = op.a.shape[0 if op.transpose_a else 1]

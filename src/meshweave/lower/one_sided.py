@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshweave.errors import ProgramError
-from meshweave.ir.edges import is_one_sided
+from meshweave.ir.edges import is_one_sided, reads_in_place
 from meshweave.ir.expr import Index, maximum
 from meshweave.ir.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
 from meshweave.ir.program import BoundOp, Buffer, Lane, On, Program, Statement
@@ -95,7 +95,7 @@ def in_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
 
 def _matched(program: Program, rank: int, bound: BoundOp, staging: dict[str, Buffer]) -> list[tuple[int, Op]]:
     op = bound.op
-    if isinstance(op, (Matmul, Add, Copy)) and any(view.rank is not None for view in op.reads):
+    if reads_in_place(op):
         raise ProgramError("reads another rank's memory in place: no message does", op=bound.label, rank=rank)
     match op:
         case Get(src=src, out=out):

@@ -42,7 +42,7 @@ from meshweave.ir.ops import (
 )
 from meshweave.ir.program import On, Program, Repeat, Statement
 from meshweave.ir.views import Blocked, View
-from meshweave.ir.work import axis_of
+from meshweave.ir.work import axis_of, refuse_in_place
 from meshweave.units import dtype_bytes
 
 Column = NDArray[np.int64]
@@ -308,6 +308,7 @@ class Columns:
             raise ProgramError(
                 f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind
             )
+        refuse_in_place(op)
         self._note_accesses(op)
         out = src = other = axis = price = first = second = -1
         dim, flags, sizes, flops, nbytes, stash = 0, 0, (0, 0), -1, -1, -1

@@ -176,6 +176,3 @@ def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
     name = f"{mesh.name}_{''.join(map(str, order))}"
     turned = Mesh(name, shape, tuple(mesh.axes[axis] for axis in order), tuple(ranks))
     return replace(layout, mesh=turned, placements=tuple(layout.placements[axis] for axis in order))
-
-
-__all__ = ["Choice", "Schedule", "Split", "choices", "groups", "permuted", "sums", "ways"]
