@@ -254,11 +254,18 @@ class Engine {
   void message(u32 sender, u32 receiver) {
     const OpRow& row = row_of(sender);
     const ClassOp& of = class_op(sender);
-    const Constants& constants = machine_.constants(row.price, comm_of(row));
     const bool adds = (row_of(receiver).flags & UPDATES) != 0;
+    const i64 source = rank_of_[sender], target = rank_of_[receiver];
+    if (row.comm < 0) {  // a message of its own costs what lies between its ends
+      const Machine::Span route = machine_.route(source, target, false);
+      const Machine::OneSided known = machine_.one_sided(route, false);
+      begin(known.fixed_ps, of.a, known.rate, path(source, target, route, adds), {pair(of), sender, receiver, 0});
+      return;
+    }
+    const Constants& constants = machine_.constants(row.price, comm_of(row));
     begin(launch_of(of, constants) + constants.sync_ps, of.a,
-          machine_.one_way(row.price, constants.rate / shares(row, row.price)),
-          path(rank_of_[sender], rank_of_[receiver], adds), {pair(of), sender, receiver, 0});
+          machine_.one_way(row.price, constants.rate / shares(row, row.price)), path(source, target, adds),
+          {pair(of), sender, receiver, 0});
   }
 
   void permute(u32 op, const OpRow& row, const ClassOp& of, size_t number, i64 place, i64 count) {

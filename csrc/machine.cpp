@@ -68,10 +68,11 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
     routes_.emplace(route_key(wanted[at].source, wanted[at].target, wanted[at].back != 0, num_ranks_),
                     Span{starts[at], starts[at + 1] - starts[at], static_cast<i64>(at)});
   one_sided_ = column(c, "one_sided");
-  const bool has_one_sided = std::any_of(program.code.ops.begin(), program.code.ops.end(),
-                                         [](const OpRow& row) { return is_one_sided(row.kind); });
-  require(!has_one_sided || one_sided_.size() == 6 * wanted.size(), "machine: one_sided does not fit");
-  for (size_t at = 0; has_one_sided && at < one_sided_.size(); at += 3) {
+  const bool needed = std::any_of(program.code.ops.begin(), program.code.ops.end(), [](const OpRow& row) {
+    return is_one_sided(row.kind) || (row.kind == Kind::SEND && row.comm < 0);
+  });
+  require(!needed || one_sided_.size() == 6 * wanted.size(), "machine: one_sided does not fit");
+  for (size_t at = 0; needed && at < one_sided_.size(); at += 3) {
     in_range(one_sided_[at], 0, LARGEST_FIXED_PS, "launch time");
     in_range(one_sided_[at + 1], 1, LARGEST_RATE, "rate");
     in_range(one_sided_[at + 2], 0, i64{1} << 20, "share of the products");

@@ -47,8 +47,13 @@ class Price:
         return self.fixed_ps + max(self.flow_ps, self.stream_ps) + self.ends_ps
 
 
-def price(work: Work, machine: Machine, *, routed: bool = False) -> Price:
+def price(
+    work: Work, machine: Machine, *, routed: bool = False, ends: tuple[int, int] | None = None
+) -> Price:
     """Price of one op. Raises UnsupportedError for a group that the machine cannot place.
+
+    A message from rank to rank, which are its `ends`, costs what lies between them; without ends, or as a step of
+    a collective, it has the constants of its mesh axis.
 
     A permute over several hops of a ring shares every link with as many messages of other members. `routed`
     is for a caller that lets messages meet on their links itself: the amount is then that of the message
@@ -69,6 +74,11 @@ def price(work: Work, machine: Machine, *, routed: bool = False) -> Price:
             work_ps(tiles.stream_bytes, memory),
             ends_ps,
         )
+    if ends is not None and work.step is None:
+        axis = machine.between(*ends)
+        message = axis.comm("send_recv")
+        rate = max(int(min(message.bytes_per_s, axis.link_bytes_per_s)), 1)
+        return Price(to_ps(message.launch_s), to_ps(message.sync_s), work.part_bytes, rate)
     return _transfer(work, machine, routed)
 
 

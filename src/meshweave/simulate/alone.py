@@ -13,7 +13,7 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.ir.dataflow import Dataflow
 from meshweave.ir.matching import Joint, Node
-from meshweave.ir.ops import Permute
+from meshweave.ir.ops import Permute, Send
 from meshweave.ir.work import Transfer, work_of
 from meshweave.simulate.record import Record
 from meshweave.trace import Trace
@@ -73,7 +73,8 @@ class Alone(Record):
         them."""
         first = nodes[0]
         work = work_of(self.flow.program, self.flow.op(first))
-        cost = price(work, self.machine)
+        is_message = isinstance(self.flow.op(first), Send)
+        cost = price(work, self.machine, ends=(nodes[0][0], nodes[1][0]) if is_message else None)
         room = self.machine.cluster.send_buffer_bytes if may_free else 0
         if isinstance(work, Transfer) and 0 < work.part_bytes <= room:
             self._push(cost.fixed_ps, nodes[:1], first)

@@ -67,13 +67,14 @@ _TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
 
 class Columns:
     """`data` is what the core takes. `price_names` lists the mesh axes ("tp.row"; "" for none) whose constants
-    it will ask for, in its order. `has_one_sided` says whether there is a get, put or accumulate."""
+    it will ask for, in its order. `has_pairs` says whether there are ops that cost what lies
+    between two ranks: one-sided ones, and messages that are no step of a collective."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = np.array(program.ranks, dtype=np.int64)
         self.price_names: list[str] = []
-        self.has_one_sided = False
+        self.has_pairs = False
         self._code: list[int] = []
         self._expr_starts = [0]
         self._exprs: dict[Index, int] = {}
@@ -337,12 +338,13 @@ class Columns:
                 first, second = self._expr(op.peer), self._expr(op.tag)
                 if isinstance(op, Send):
                     src = self._view(op.src)
+                    self.has_pairs = self.has_pairs or op.step is None
                 else:
                     out, flags = self._view(op.out), _UPDATES * op.update
                 price = self._price(op.step.axis if isinstance(op, Send) and op.step else "")
             case Get() | Put() | Accumulate():
                 out, src, price = self._view(op.out), self._view(op.src), self._price("")
-                self.has_one_sided = True
+                self.has_pairs = True
             case _:
                 out = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:

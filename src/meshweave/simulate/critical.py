@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from meshweave.cost.price import price
-from meshweave.ir.ops import Collective, Op
+from meshweave.ir.ops import Collective, Op, Recv, Send
 from meshweave.ir.work import Compute, work_of
 from meshweave.simulate.partners import Partners
 from meshweave.simulate.result import LinkUse, Simulation
@@ -233,7 +233,7 @@ class _Walk:
     def _step(self, number: int, start: int, end: int) -> Step:
         found = self.partners.op(number)
         work = work_of(self.run.program, found.op)
-        cost = price(work, self.run.machine)
+        cost = price(work, self.run.machine, ends=_ends(found.op, self.partners.place(number)[0]))
         took = end - start
         launch = min(cost.launch_ps, took)
         sync = min(cost.sync_ps, took - launch)
@@ -242,6 +242,16 @@ class _Walk:
         return Step(
             *self.partners.place(number), found.label, found.op.kind, axis, start, end, launch, sync, slowed
         )
+
+
+def _ends(op: Op, rank: int) -> tuple[int, int] | None:
+    """Of a message: from whom to whom."""
+    match op:
+        case Send(peer=int(peer)):
+            return rank, peer
+        case Recv(peer=int(peer)):
+            return peer, rank
+    return None
 
 
 def _group_name(op: Op) -> str:

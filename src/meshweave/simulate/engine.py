@@ -91,14 +91,14 @@ class _Routes:
 
     def add(self, wanted: Column, columns: Columns, into: dict[str, Column]) -> None:
         """Puts the wanted routes, rows of (source, target, back) in positions, into the machine's columns, and
-        for a program with one-sided ops what these cost over each of them."""
+        for a program with one-sided ops or messages what these cost over each of them."""
         rows, ranks = wanted.reshape(-1, 3), columns.ranks
         pairs = np.column_stack((ranks[rows[:, 0]], ranks[rows[:, 1]], rows[:, 2])).tolist()
         routes = [self.known.get(pair) or self._route(*pair) for pair in map(tuple, pairs)]
         into["route_starts"] = np.cumsum([0, *map(len, routes)], dtype=np.int64)
         into["route_links"] = _column(*(link for route in routes for link in route))
         into["link_rates"] = _column(*self.rates)
-        into["one_sided"] = _column(*self._one_sided(pairs) if columns.has_one_sided else ())
+        into["one_sided"] = _column(*self._one_sided(pairs) if columns.has_pairs else ())
 
     def _one_sided(self, pairs: list[list[int]]) -> Iterator[int]:
         for source, target, _ in pairs:

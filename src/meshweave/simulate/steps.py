@@ -182,7 +182,8 @@ class _Terms:
 
 def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> Steps:
     """A send and its recv: a chain of one packet over one hop."""
-    cost = price(work_of(flow.program, flow.op(joint.members[0])), machine)
+    ends = joint.members[0][0], joint.members[1][0]
+    cost = price(work_of(flow.program, flow.op(joint.members[0])), machine, ends=ends)
     recv = flow.op(joint.members[1])
     assert isinstance(recv, Recv)
     message = Message(0, 1, cost.amount, cost.rate_per_s, cost.fixed_ps, recv.update, buffered=True)
