@@ -18,8 +18,7 @@ from meshweave.algorithms.matmul.universal.lowering import Turn, is_single, issu
 from meshweave.algorithms.matmul.universal.problem import OPERANDS, Operand, UniversalProblem
 from meshweave.algorithms.matmul.universal.schedule import Order
 from meshweave.algorithms.matmul.universal.slicing import Block, Slicing, Span, Step
-from meshweave.describe.layout import Layout
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.meshes import Meshes
 from meshweave.ir.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Zero
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor
 from meshweave.ir.views import Range, View
@@ -50,7 +49,7 @@ class _Writer:
     slots: dict[str, int] = field(default_factory=dict)
 
     def write(self) -> Program:
-        problem, meshes = self.problem, _Meshes()
+        problem, meshes = self.problem, Meshes()
         for operand in OPERANDS:
             meshes.add(problem.layout(operand).mesh)
         self.everyone = f"{meshes.of(problem.c).mesh.name}"
@@ -271,24 +270,3 @@ def _view(name: str, rows: Span, columns: Span, slot: int = 0) -> View:
 
 def _of(name: str, block: Block) -> View:
     return _view(name, block.rows, block.columns)
-
-
-class _Meshes:
-    """Equal meshes under one name; different ones under different names."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], Mesh] = {}
-
-    def add(self, mesh: Mesh) -> Mesh:
-        key = mesh.shape, mesh.axes, mesh.ranks
-        if key not in self._known:
-            number = len(self._known) + 1
-            self._known[key] = replace(mesh, name="mesh" if number == 1 else f"mesh_{number}")
-        return self._known[key]
-
-    def of(self, layout: Layout) -> Layout:
-        return replace(layout, mesh=self.add(layout.mesh))
-
-    @property
-    def listed(self) -> tuple[Mesh, ...]:
-        return tuple(self._known.values())

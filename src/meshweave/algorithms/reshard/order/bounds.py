@@ -1,0 +1,171 @@
+"""What no order can beat: how much work must go through how few NICs.
+
+`bound` holds for any sharing of the NICs, also where tasks are cut or run at a fraction of a NIC's rate: within
+a class of resources each job takes up one of its alternatives for its duration, so a set S of them carries at
+least the jobs whose alternatives all lie in S, and one of S is busy for that total over |S|. Over all S this is
+the least possible load of eq. 4 of AlpaComm (MLSys '23) with the work divided at will (the linear program's dual).
+
+Where tasks have several receivers, no schedule may come near `bound`: three tasks for the hosts (1, 2), (2, 3) and
+(1, 3) run one after another though each NIC is busy for two of them only.
+`exclusive_bound` adds what holds for whole tasks only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshweave.algorithms.reshard.order.jobs import Jobs, way_masks
+
+MOST_SETS = 4096
+MOST_STEPS = 1 << 17
+"""Comparisons of two sets in a component of a class; some 10 ms."""
+MOST_IN_CLIQUE = 400
+
+
+@dataclass(frozen=True)
+class Load:
+    """Jobs that find all their alternatives of a class within `resources` (bits), and their total duration."""
+
+    resources: int
+    size: int
+    members: tuple[int, ...]
+    total: int
+
+    @property
+    def least(self) -> int:
+        return -(-self.total // self.size)
+
+
+def loads(jobs: Jobs) -> list[Load]:
+    """The sets S that a bound looks at, for each class and connected component.
+
+    They are what is left when the least loaded resource is taken off again and again (among those is the densest
+    set or one nearly as dense), and unions of the jobs' own sets of alternatives, up to 4096 of them or what 2^17
+    comparisons yield. A set left out costs strength, not truth.
+    """
+    found = []
+    for cls in range(max(jobs.class_of, default=-1) + 1):
+        members: dict[int, list[int]] = {}
+        for j, job in enumerate(jobs.jobs):
+            mask = 0
+            for way in job.ways:
+                for r in way:
+                    if jobs.class_of[r] == cls:
+                        mask |= 1 << r
+            if mask:
+                members.setdefault(mask, []).append(j)
+        for component in _components(sorted(members)):
+            total = {mask: sum(jobs.jobs[j].duration for j in members[mask]) for mask in component}
+            for union in dict.fromkeys([*_peeled(total), *_unions(component)]):
+                inside = [mask for mask in component if not mask & ~union]
+                if inside:
+                    everyone = tuple(j for mask in inside for j in members[mask])
+                    found.append(
+                        Load(union, union.bit_count(), everyone, sum(total[mask] for mask in inside))
+                    )
+    return found
+
+
+def bound(jobs: Jobs) -> int:
+    """No schedule ends sooner, not even one that cuts or slows down jobs (the module says why), nor before the end
+    of the longest job."""
+    longest = max((job.duration for job in jobs.jobs), default=0)
+    return max([longest, *(load.least for load in loads(jobs))])
+
+
+def exclusive_bound(jobs: Jobs, known: Sequence[Load] | None = None) -> int:
+    """No schedule of whole jobs, one at a time on each resource, ends sooner. Beside `bound` it knows that
+
+    - jobs of which any two exclude each other, in whatever ways, run one after another (a clique found greedily,
+      among the longest 400 jobs);
+    - of k m + 1 jobs on m resources some k + 1 share one, and take at least as long as the k + 1 shortest;
+    - in a schedule without needless gaps every start is a sum of durations, so it ends at a multiple of their
+      greatest common divisor.
+    """
+    durations = [job.duration for job in jobs.jobs]
+    least = max([0, *durations])
+    for load in loads(jobs) if known is None else known:
+        least = max(least, load.least)
+        held = sorted((durations[j] for j in load.members), reverse=True)
+        for k in range(1, (len(held) - 1) // load.size + 1):
+            last = k * load.size
+            least = max(least, sum(held[last - k : last + 1]))
+            if k == 8:  # further on the mean load says as much
+                break
+    step = math.gcd(*durations) if durations else 1
+    return -(-max(least, _clique(jobs)) // step) * step
+
+
+def _components(masks: Sequence[int]) -> list[list[int]]:
+    """The sets in groups that have no resource in common."""
+    groups: list[tuple[int, list[int]]] = []
+    for mask in masks:
+        touching = [group for group in groups if group[0] & mask]
+        groups = [group for group in groups if not group[0] & mask]
+        union = mask
+        for resources, _ in touching:
+            union |= resources
+        groups.append((union, [m for _, inside in touching for m in inside] + [mask]))
+    return [inside for _, inside in groups]
+
+
+def _unions(masks: Sequence[int]) -> list[int]:
+    found = list(masks)
+    seen = dict.fromkeys(found)
+    most = min(MOST_SETS, max(1, MOST_STEPS // len(masks)))
+    at = 0
+    while at < len(found) < most:
+        for mask in masks:
+            union = found[at] | mask
+            if union not in seen:
+                seen[union] = None
+                found.append(union)
+        at += 1
+    return found[:most]
+
+
+def _peeled(total: dict[int, int]) -> list[int]:
+    whole = 0
+    for mask in total:
+        whole |= mask
+    bits = [1 << r for r in range(whole.bit_length()) if whole >> r & 1]
+    degree = {bit: sum(d for mask, d in total.items() if mask & bit) for bit in bits}
+    found, left = [], dict(total)
+    while left:
+        found.append(whole)
+        bit = min(degree, key=lambda b: (degree[b], b))
+        whole ^= bit
+        del degree[bit]
+        for mask in [mask for mask in left if mask & bit]:
+            duration = left.pop(mask)
+            for other in degree:
+                if mask & other:
+                    degree[other] -= duration
+    return found
+
+
+def _clique(jobs: Jobs) -> int:
+    """The total duration of a set of jobs of which each two share a resource in all their ways."""
+    durations = [job.duration for job in jobs.jobs]
+    masks = way_masks(jobs)
+    longest = sorted(range(len(durations)), key=lambda j: (-durations[j], j))[:MOST_IN_CLIQUE]
+    rivals = dict.fromkeys(longest, 0)
+    for n, i in enumerate(longest):
+        for j in longest[:n]:
+            if all(a & b for a in masks[i] for b in masks[j]):
+                rivals[i] |= 1 << j
+                rivals[j] |= 1 << i
+    # Jobs with much work against them first.
+    rank = {i: durations[i] + sum(durations[j] for j in longest if rivals[i] >> j & 1) for i in longest}
+    by_rank = sorted(longest, key=lambda j: (-rank[j], j))
+    best = 0
+    for first in by_rank[:32]:
+        allowed, total = rivals[first], durations[first]
+        for j in by_rank:
+            if allowed >> j & 1:
+                total += durations[j]
+                allowed &= rivals[j]
+        best = max(best, total)
+    return best

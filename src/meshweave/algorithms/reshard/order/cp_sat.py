@@ -1,0 +1,83 @@
+"""The optimum by constraint programming (OR-tools CP-SAT): the yardstick for the searches.
+
+One interval per job and way, of which one is present; the intervals on a resource do not overlap (eq. 3 of
+AlpaComm, MLSys '23); the last end is least.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from meshweave.algorithms.reshard.order.bounds import exclusive_bound
+from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place
+from meshweave.algorithms.reshard.order.portfolio import best
+from meshweave.errors import UnsupportedError
+
+MOST_UNITS = 1 << 30
+"""Longest makespan, in units of the model, that the solver is trusted with. Longer ones are rounded to fit."""
+
+
+def exact(jobs: Jobs, time_s: float = 10.0) -> Schedule:
+    """The best schedule that CP-SAT finds within `time_s`, from `best`'s on; never worse than that.
+
+    `proven` if it is optimal. Where durations have to be rounded the order is placed with the true ones, and it
+    is proven only if it meets a bound. With a limit in seconds the result can differ between machines.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise UnsupportedError(
+            "the exact order of a resharding needs OR-tools: pip install 'meshweave[exact]'"
+        ) from error
+
+    known = replace(best(jobs), how="exact")
+    if known.proven or not jobs.jobs:
+        return replace(known, proven=True)
+    step = math.gcd(*(job.duration for job in jobs.jobs))
+    coarse = -(-known.makespan // (step * MOST_UNITS))
+    unit = step * coarse
+    durations = [max(1, round(job.duration / unit)) for job in jobs.jobs]
+    rounded = Jobs(
+        tuple(replace(job, duration=d) for job, d in zip(jobs.jobs, durations, strict=True)), jobs.class_of
+    )
+    hint = place(rounded, known.ways, known.order)
+
+    model = cp_model.CpModel()
+    makespan = model.new_int_var(exclusive_bound(rounded), hint.makespan, "makespan")
+    model.add_hint(makespan, hint.makespan)
+    on: list[list[cp_model.IntervalVar]] = [[] for _ in jobs.class_of]
+    starts, presences = [], []
+    for j, job in enumerate(rounded.jobs):
+        start = model.new_int_var(0, hint.makespan - job.duration, f"start{j}")
+        model.add_hint(start, hint.starts[j])
+        model.add(start + job.duration <= makespan)
+        present = [model.new_bool_var(f"job{j}way{w}") for w in range(len(job.ways))]
+        model.add_exactly_one(present)
+        for w, way in enumerate(job.ways):
+            model.add_hint(present[w], hint.ways[j] == w)
+            interval = model.new_optional_fixed_size_interval_var(
+                start, job.duration, present[w], f"interval{j}way{w}"
+            )
+            for r in way:
+                on[r].append(interval)
+        starts.append(start)
+        presences.append(present)
+    for intervals in on:
+        model.add_no_overlap(intervals)
+    model.minimize(makespan)
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_time_in_seconds = time_s
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return known
+    ways = [[bool(solver.value(p)) for p in present].index(True) for present in presences]
+    order = by_start([solver.value(start) for start in starts])
+    found = place(jobs, ways, order, how="exact")
+    if found.makespan > known.makespan:
+        found = known
+    proven = (status == cp_model.OPTIMAL and coarse == 1) or found.makespan <= exclusive_bound(jobs)
+    return replace(found, proven=proven)

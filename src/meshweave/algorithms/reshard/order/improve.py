@@ -1,0 +1,124 @@
+"""Better a schedule by taking a few jobs out and putting each back where it costs least (iterated greedy).
+
+Ruiz and Stuetzle (2007) for flow shops; the price of a place is that of Mastrolilli and Gambardella (2000) for
+flexible job shops: the longest path through the job there, from what must come before it (its head) and what must
+come after it (its tail), which needs no new placement of all the others.
+"""
+
+from __future__ import annotations
+
+import random
+
+from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place, way_masks
+
+
+def improve(jobs: Jobs, schedule: Schedule, rounds: int, seed: int = 0, goal: int = 0) -> Schedule:
+    """Up to `rounds` times; it ends early at a makespan of `goal`. Never worse than `schedule`."""
+    rng = random.Random(seed)
+    line = _Line(jobs, schedule)
+    best, best_ways, best_order = line.makespan, line.ways[:], line.order[:]
+    now, ways, order = best, best_ways, best_order
+    # A little worse is accepted now and then, or the search would stay where no small step helps.
+    slack = sum(job.duration for job in jobs.jobs) / max(1, len(jobs.jobs)) / 8
+    for _ in range(rounds):
+        if best <= goal or len(order) < 2:
+            break
+        line.take_out(rng)
+        line.put_back(rng)
+        luck = rng.random()
+        if line.makespan <= now + slack * luck * luck * luck * luck:
+            now, ways, order = line.makespan, line.ways[:], line.order[:]
+            if now < best:
+                best, best_ways, best_order = now, ways, order
+        else:
+            line.reset(ways, order)
+    if best >= schedule.makespan:
+        return schedule
+    found = place(jobs, best_ways, best_order)
+    return place(jobs, best_ways, by_start(found.starts), how=schedule.how)
+
+
+class _Line:
+    """An order, the ways in it, and for each job its end and what it leaves to come: its own time and after."""
+
+    def __init__(self, jobs: Jobs, schedule: Schedule) -> None:
+        self.durations = [job.duration for job in jobs.jobs]
+        self.held = [job.ways for job in jobs.jobs]
+        self.masks = way_masks(jobs)
+        self.resources = len(jobs.class_of)
+        self.ends, self.rests = [0] * len(self.durations), [0] * len(self.durations)
+        self.out: list[int] = []
+        self.reset(list(schedule.ways), list(schedule.order))
+
+    def reset(self, ways: list[int], order: list[int]) -> None:
+        self.ways, self.order = ways[:], order[:]
+        self.measure()
+
+    def measure(self) -> None:
+        held = [self.held[j][self.ways[j]] for j in self.order]
+        self.makespan = 0
+        for order, result in (
+            (zip(self.order, held, strict=True), self.ends),
+            (zip(reversed(self.order), reversed(held), strict=True), self.rests),
+        ):
+            free = [0] * self.resources
+            for j, way in order:
+                t = 0
+                for r in way:
+                    if free[r] > t:
+                        t = free[r]
+                t += self.durations[j]
+                for r in way:
+                    free[r] = t
+                result[j] = t
+        self.makespan = max([self.ends[j] for j in self.order], default=0)
+
+    def take_out(self, rng: random.Random) -> None:
+        """One job of a longest path, and up to three more, mostly of such a path, too."""
+        ends, rests, durations = self.ends, self.rests, self.durations
+        critical = [j for j in self.order if ends[j] + rests[j] - durations[j] == self.makespan]
+        self.out = []
+        for n in range(1 + int(rng.random() * 4)):
+            pool = critical if n == 0 or rng.random() < 0.5 else self.order
+            j = pool[int(rng.random() * len(pool))]
+            if j not in self.out:
+                self.out.append(j)
+        self.order = [j for j in self.order if j not in self.out]
+
+    def put_back(self, rng: random.Random) -> None:
+        for j in self.out:
+            self.measure()
+            self.insert(j, rng)
+        self.measure()
+
+    def insert(self, j: int, rng: random.Random) -> None:
+        """Where, and in the way, that the longest path through the job is shortest; of equals one by chance."""
+        least = -1
+        choices: list[tuple[int, int]] = []
+        order, ends, rests = self.order, self.ends, self.rests
+        in_use = [(n, i, self.masks[i][self.ways[i]]) for n, i in enumerate(order)]
+        for w, mask in enumerate(self.masks[j]):
+            rivals = [(n, i) for n, i, other in in_use if other & mask]
+            tails, tail = [0], 0
+            for _, i in reversed(rivals):
+                if rests[i] > tail:
+                    tail = rests[i]
+                tails.append(tail)
+            head, at = 0, 0
+            for n, i in rivals:
+                path = head + tails.pop()
+                if path <= least or least < 0:
+                    if path != least:
+                        least, choices = path, []
+                    choices.append((w, at))
+                if ends[i] > head:
+                    head = ends[i]
+                at = n + 1
+            path = head
+            if path <= least or least < 0:
+                if path != least:
+                    least, choices = path, []
+                choices.append((w, at))
+        way, at = choices[int(rng.random() * len(choices))]
+        self.ways[j] = way
+        order.insert(at, j)

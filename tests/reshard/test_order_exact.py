@@ -1,0 +1,62 @@
+"""The optimum by CP-SAT, checked by trying everything, and the default order against it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import permutations, product
+from random import Random
+
+import pytest
+from random_jobs import reshard, unstructured
+
+from meshweave.algorithms.reshard.order import Job, Jobs, best, bound, dfs, exact, exclusive_bound, place
+from meshweave.errors import UnsupportedError
+
+
+def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'meshweave\[exact\]'"):
+        exact(Jobs((Job(1, ((0,),)),), (0,)))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nothing_beats_exact_or_a_complete_search(seed: int) -> None:
+    pytest.importorskip("ortools")
+    jobs = unstructured(Random(seed), most=5)
+    jobs = Jobs(tuple(Job(job.duration, job.ways[:3]) for job in jobs.jobs), jobs.class_of)
+    orders = list(permutations(range(len(jobs.jobs))))
+    everything = product(product(*(range(len(job.ways)) for job in jobs.jobs)), orders)
+    least = min(place(jobs, ways, order).makespan for ways, order in everything)
+    for found in (exact(jobs), dfs(jobs), best(jobs)):
+        assert (found.makespan, found.proven) == (least, True)
+    assert bound(jobs) <= exclusive_bound(jobs) <= least
+
+
+@pytest.mark.parametrize("seed", range(120))
+@pytest.mark.parametrize("family", [unstructured, reshard])
+def test_the_default_is_within_a_twentieth_of_the_optimum(
+    family: Callable[[Random], Jobs], seed: int
+) -> None:
+    """Where the solver finds no proof in time the measure is the best that it met, from the default's on."""
+    pytest.importorskip("ortools")
+    jobs = family(Random(1000 + seed))
+    assert best(jobs).makespan <= 1.05 * exact(jobs, time_s=2.0).makespan
+
+
+def test_long_durations_are_rounded_for_the_solver_only() -> None:
+    """On a case that `best` cannot prove, or the solver would not be asked."""
+    pytest.importorskip("ortools")
+    jobs = _unproven()
+    long = Jobs(tuple(Job(job.duration * 10**10 + 1, job.ways) for job in jobs.jobs), jobs.class_of)
+    short, found = exact(jobs, time_s=3.0), exact(long, time_s=3.0)
+    assert found.makespan <= best(long).makespan
+    assert found.makespan == pytest.approx(short.makespan * 10**10, rel=1e-3)
+
+
+def _unproven() -> Jobs:
+    return next(
+        jobs
+        for jobs in (reshard(Random(seed), least=9, most=12) for seed in range(10**6))
+        if not best(jobs).proven
+    )
