@@ -8,6 +8,7 @@ block). No index lists: whatever is copied is copied by strides.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -168,21 +169,25 @@ class Staging:
     """Memory between a view and what cannot take its strides, allocated once.
 
     The ops of a lane run one after another, so a lane shares its staging; `use` tells apart what one op
-    needs at the same time.
+    needs at the same time. What is as large to the next power of two shares memory, whatever its shape: all of a
+    lane's staging for a use is less than four times its largest.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: dict[tuple[object, ...], Tensor] = {}
+        self._memory: dict[tuple[str, str, int], Tensor] = {}
 
     def get(
         self, lane: str, use: str, shape: Sequence[int], dtype: torch.dtype, order: Order | None = None
     ) -> Tensor:
         """A dense tensor of logical `shape` with dims in memory in `order`."""
-        key = (lane, use, tuple(shape), dtype, order)
-        if key not in self._tensors:
-            self._tensors[key] = empty(shape, dtype, order, self._device)
-        return self._tensors[key]
+        size = math.prod(shape) * dtype.itemsize
+        key = (lane, use, size.bit_length())
+        if key not in self._memory:
+            self._memory[key] = torch.empty(1 << size.bit_length(), dtype=torch.uint8, device=self._device)
+        flat = self._memory[key][:size].view(dtype)
+        order = order or natural(len(shape))
+        return from_wire(flat.view([shape[dim] for dim in order]), order)
 
     def transfer(
         self, lane: str, out: Strided, src: Strided, *, add: bool = False, apart: bool = False

@@ -1,0 +1,193 @@
+"""Unit tasks: what is sent as one, from any of the ranks that hold it to all that need it.
+
+Where the shards of the source and those of the destination begin and end are the cut points of a tensor. Each
+part between them is held by the ranks of one source shard and needed by those of one destination shard
+(AlpaComm, MLSys '23, section 2.2). Parts with the same holders and the same needers are one unit task, also
+those of several tensors: they cannot but take the same ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+
+from meshweave.algorithms.reshard.problem import ReshardProblem
+from meshweave.describe.layout import Intervals, Layout
+
+At = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one tensor: `shape` elements from position `src` of a source shard to `dst` of a destination
+    shard."""
+
+    item: int
+    src: At
+    dst: At
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    def part(self, start: At, shape: tuple[int, ...]) -> Piece:
+        """The box of `shape` that begins `start` further on."""
+        each = self.num_bytes // math.prod(self.shape)
+        return Piece(
+            self.item,
+            tuple(a + b for a, b in zip(self.src, start, strict=True)),
+            tuple(a + b for a, b in zip(self.dst, start, strict=True)),
+            shape,
+            each * math.prod(shape),
+        )
+
+
+@dataclass(frozen=True)
+class UnitTask:
+    """`pieces` lie on every rank of `holders` and are wanted by every rank of `needers`; a rank may be both."""
+
+    holders: tuple[int, ...]
+    needers: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
+    """The unit tasks of a problem, source shard by source shard; those of no bytes are left out."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
+    for number, item in enumerate(problem.items):
+        for holders, needers, boxes in _overlaps(item.shape, item.src, item.dst):
+            pieces = found.setdefault((holders, needers), [])
+            for src, dst, shape in boxes:
+                pieces.append(Piece(number, src, dst, shape, math.prod(shape) * item.element_bytes))
+    return tuple(UnitTask(holders, needers, tuple(pieces)) for (holders, needers), pieces in found.items())
+
+
+Box = tuple[At, At, tuple[int, ...]]
+Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
+
+
+@lru_cache(maxsize=1024)
+def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap, ...]:
+    """(holders, needers, boxes) for each pair of a source and a destination shard that have elements in
+    common."""
+    held, wanted = _shards(src, shape), _shards(dst, shape)
+    out = []
+    for has, holders in held.items():
+        for wants, needers in wanted.items():
+            runs = [list(_common(a, b)) for a, b in zip(has, wants, strict=True)]
+            boxes = tuple(
+                (
+                    tuple(run[0] for run in box),
+                    tuple(run[1] for run in box),
+                    tuple(run[2] for run in box),
+                )
+                for box in product(*runs)
+            )
+            if boxes:
+                out.append((holders, needers, boxes))
+    return tuple(out)
+
+
+def _shards(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Intervals, ...], tuple[int, ...]]:
+    """The ranks of each different shard."""
+    found: dict[tuple[Intervals, ...], list[int]] = {}
+    for rank in layout.mesh.ranks:
+        found.setdefault(layout.intervals(shape, rank), []).append(rank)
+    return {shard: tuple(ranks) for shard, ranks in found.items()}
+
+
+def _common(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:
+    """(position in a, position in b, length) of each run of indices that both index lists have in a row."""
+    i = j = at_a = at_b = 0
+    while i < len(a) and j < len(b):
+        (a_lo, a_hi), (b_lo, b_hi) = a[i], b[j]
+        lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
+        if lo < hi:
+            yield at_a + lo - a_lo, at_b + lo - b_lo, hi - lo
+        if a_hi <= b_hi:
+            i, at_a = i + 1, at_a + a_hi - a_lo
+        else:
+            j, at_b = j + 1, at_b + b_hi - b_lo
+
+
+# --- cutting pieces
+# -----------------------------------------------------------------------------------------------
+
+
+def cut(piece: Piece, count: int) -> tuple[Piece, ...]:
+    """At most `count` parts of nearly equal size, each as contiguous in memory as it can be.
+
+    Leading dims are cut apart first, so that a part is a run of whole rows.
+    """
+    shape, before, dim = piece.shape, 1, 0
+    if count <= 1 or piece.num_bytes == 0:
+        return (piece,)
+    while dim < len(shape) - 1 and before * shape[dim] < count:
+        before *= shape[dim]
+        dim += 1
+    if not shape:
+        return (piece,)
+    parts = min(max(count // before, 1), shape[dim])
+    bounds = [shape[dim] * number // parts for number in range(parts + 1)]
+    out = []
+    for lead in product(*(range(size) for size in shape[:dim])):
+        for lo, hi in pairwise(bounds):
+            start = (*lead, lo, *(0,) * (len(shape) - dim - 1))
+            out.append(piece.part(start, (*(1,) * dim, hi - lo, *shape[dim + 1 :])))
+    return tuple(out)
+
+
+def in_chunks(pieces: Sequence[Piece], count: int) -> Iterator[Piece]:
+    """Pieces of no more than a `count`-th of all bytes each."""
+    share = max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
+    for piece in pieces:
+        yield from cut(piece, -(-piece.num_bytes // share))
+
+
+def shared_out(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
+    """Pieces in `count` lots of nearly equal bytes, in order; a piece across a border is cut. Lots may be
+    empty."""
+    total = sum(piece.num_bytes for piece in pieces)
+    lots: list[list[Piece]] = [[] for _ in range(count)]
+    filled = 0
+    for piece in pieces:
+        share = max(total // count, 1)
+        for part in cut(piece, -(-piece.num_bytes * 8 // share) if piece.num_bytes * 8 > share else 1):
+            lots[min((filled + part.num_bytes // 2) * count // max(total, 1), count - 1)].append(part)
+            filled += part.num_bytes
+    return [_joined(lot) for lot in lots]
+
+
+def _joined(parts: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Parts that continue one another along one dim made one again."""
+    out: list[Piece] = []
+    for part in parts:
+        if out and (joined := _join(out[-1], part)) is not None:
+            out[-1] = joined
+        else:
+            out.append(part)
+    return tuple(out)
+
+
+def _join(a: Piece, b: Piece) -> Piece | None:
+    if a.item != b.item:
+        return None
+    ahead = [
+        dim
+        for dim, (x, y) in enumerate(zip(a.src, b.src, strict=True))
+        if x != y or b.dst[dim] - a.dst[dim] != y - x
+    ]
+    if len(ahead) != 1:
+        return None
+    dim = ahead[0]
+    follows = b.src[dim] - a.src[dim] == b.dst[dim] - a.dst[dim] == a.shape[dim]
+    same = all(x == y for at, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if at != dim)
+    if not (follows and same):
+        return None
+    shape = tuple(x + b.shape[dim] if at == dim else x for at, x in enumerate(a.shape))
+    return Piece(a.item, a.src, a.dst, shape, a.num_bytes + b.num_bytes)
