@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -102,8 +103,7 @@ class TorchContext:
         """Makes the groups that `program` needs and that are not there yet. `bind` calls it.
 
         A program on all ranks of the world makes its groups together. One on some of them, such as one replica
-        of several, makes them among its own ranks; torch then names a group after how many groups its maker is
-        in, so these ranks must have been in equally many before.
+        of several, makes them among its own ranks.
 
         Raises BindError where the program has ranks that the world does not have.
         """
@@ -121,7 +121,7 @@ class TorchContext:
                 raise BindError(
                     f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
                 )
-            with self.guard(f"ranks {ranks} to form a group", ranks):
+            with self.guard(f"ranks {ranks} to form a group", ranks), _named_by_ranks():
                 group = dist.new_group(
                     list(ranks),
                     timeout=self._timeout,
@@ -158,6 +158,34 @@ class TorchContext:
         self._groups.clear()
 
 
+_made: dict[int, dict[tuple[int, ...], int]] = {}
+"""How many groups ranks have made among themselves, for each world."""
+
+
+@contextlib.contextmanager
+def _named_by_ranks() -> Iterator[None]:
+    """Groups that form among their own ranks get a name that these derive alike.
+
+    torch names such a group after how many groups its maker is in. The ranks of two meshes are in unequally many,
+    and each would wait for the others under a name of its own.
+    """
+    home: Any = dist.distributed_c10d
+    theirs, made = home._process_group_name, _made.setdefault(id(dist.group.WORLD), {})
+
+    def name(ranks: Sequence[int], use_hashed_name: bool) -> str:
+        if not use_hashed_name:
+            return str(theirs(ranks, use_hashed_name))
+        key = tuple(ranks)
+        made[key] = made.get(key, 0) + 1
+        return f"meshweave_{hashlib.sha1(repr(key).encode()).hexdigest()}_{made[key]}"
+
+    home._process_group_name = name
+    try:
+        yield
+    finally:
+        home._process_group_name = theirs
+
+
 _defaults: dict[str, tuple[Any, TorchContext]] = {}  # by device, with the world that each was made for
 
 
@@ -168,55 +196,69 @@ def channels(program: Program, *, shared: bool = True) -> dict[str, int]:
     share one only where they never meet on a connection: two directions of a ring in one connection slow each
     other down. Without `shared` each lane has its own.
     """
-    pairs: dict[str, list[_Pairs]] = {}
-    for op in program.ops():
+    reach: dict[str, _Reach] = {}
+    for op, ranks in program.placed_ops():
         if isinstance(op, (Send, Recv)):
-            pairs.setdefault(op.lane, []).append(_message_pairs(program, op))
+            reach.setdefault(op.lane, _Reach()).add_messages(program, op, ranks)
         elif isinstance(op, (Permute, Collective)):
-            pairs.setdefault(op.lane, []).append(op.over if isinstance(op.over, str) else None)
-    members: list[list[_Pairs]] = []
+            reach.setdefault(op.lane, _Reach()).add_group(op.over)
+    members: list[list[_Reach]] = []
     found: dict[str, int] = {}
-    for lane, mine in pairs.items():
+    for lane, mine in reach.items():
         fits = (
             number
             for number, others in enumerate(members)
-            if shared and not any(_meet(program, a, b) for a in mine for b in others)
+            if shared and not any(mine.meets(program, other) for other in others)
         )
         found[lane] = next(fits, len(members))
         if found[lane] == len(members):
             members.append([])
-        members[found[lane]] += mine
+        members[found[lane]].append(mine)
     return found
 
 
-_Pairs = str | frozenset[tuple[int, int]] | None
-"""Who talks to whom: all along a mesh axis, certain pairs of ranks (the lower one first), or nobody knows."""
+class _Reach:
+    """Who talks to whom in a lane: all along some mesh axes, certain pairs of ranks (the lower one first), or,
+    where it does not follow from the program as written, anybody."""
+
+    def __init__(self) -> None:
+        self.axes: dict[str, None] = {}
+        self.pairs: set[tuple[int, int]] = set()
+        self.is_open = False
+
+    def add_group(self, over: str | tuple[int, ...]) -> None:
+        if isinstance(over, str):
+            self.axes[over] = None
+        else:
+            self.is_open = True
+
+    def add_messages(self, program: Program, op: Send | Recv, ranks: Iterable[int]) -> None:
+        """Where the peer follows from a rank's coordinates alone, the pairs that it makes."""
+        for rank in ranks:
+            peer = op.peer
+            if not isinstance(peer, int):
+                try:
+                    peer = evaluate(peer, program.environment(rank))
+                except (MeshweaveError, LookupError, ArithmeticError):
+                    self.is_open = True
+                    return
+            self.pairs.add((min(rank, peer), max(rank, peer)))
+
+    def meets(self, program: Program, other: _Reach) -> bool:
+        """Whether some pair of ranks may be in both."""
+        if self.is_open or other.is_open or not self.pairs.isdisjoint(other.pairs):
+            return True
+        return (
+            any(_cross(a, b) for a in self.axes for b in other.axes)
+            or any(_along(program, axis, pair) for axis in self.axes for pair in other.pairs)
+            or any(_along(program, axis, pair) for axis in other.axes for pair in self.pairs)
+        )
 
 
-def _message_pairs(program: Program, op: Send | Recv) -> _Pairs:
-    """Where the peer follows from a rank's coordinates alone, the pairs that it makes."""
-    found = set()
-    for rank in program.ranks:
-        try:
-            peer = evaluate(op.peer, program.environment(rank))
-        except (MeshweaveError, LookupError, ArithmeticError):
-            return None
-        found.add((min(rank, peer), max(rank, peer)))
-    return frozenset(found)
-
-
-def _meet(program: Program, a: _Pairs, b: _Pairs) -> bool:
-    """Whether some pair of ranks may be in both."""
-    if a is None or b is None:
-        return True
-    if isinstance(a, str) and isinstance(b, str):
-        (mesh, _, axis), (other_mesh, _, other_axis) = a.partition("."), b.partition(".")
-        return not (mesh == other_mesh and axis and other_axis and axis != other_axis)
-    if not isinstance(a, str) and not isinstance(b, str):
-        return not a.isdisjoint(b)
-    if isinstance(a, str) and not isinstance(b, str):
-        return any(_along(program, a, pair) for pair in b)
-    return _meet(program, b, a)
+def _cross(a: str, b: str) -> bool:
+    """Whether groups of two meshes or mesh axes may have a pair of ranks in common."""
+    (mesh, _, axis), (other_mesh, _, other_axis) = a.partition("."), b.partition(".")
+    return not (mesh == other_mesh and axis and other_axis and axis != other_axis)
 
 
 def _along(program: Program, over: str, pair: tuple[int, int]) -> bool:

@@ -8,7 +8,9 @@ fences and released writes order one-sided accesses; who races is `ir.races`' bu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from meshweave.ir.matching import Matched, Node
 from meshweave.ir.ops import READ, UPDATE, WRITE, Add, Call, Copy, Fence, Matmul, Mode, Op, Put
@@ -38,23 +40,51 @@ def is_tracked(op: Op) -> bool:
     return isinstance(op, (Matmul, Copy, Put)) and op.release is not None
 
 
+_FEW = 24
+"""Up to so many accesses are looked at one by one; boxes of more are compared all at once."""
+
+
 class _Memory:
     """Accesses to one buffer slot that a later op may still conflict with."""
 
     def __init__(self) -> None:
         self.live: list[tuple[int, Mode, View]] = []
+        self._boxes = np.empty((0, 0, 2), dtype=np.int64)
+        """Of each live access, [start, stop) per dim."""
 
     def conflicts(self, mode: Mode, view: View) -> list[int]:
         return [
             index
-            for index, other_mode, other in self.live
+            for index, other_mode, other in map(self.live.__getitem__, self._near(view))
             if not (mode == other_mode and mode in (READ, UPDATE)) and view.overlaps(other)
         ]
 
     def add(self, index: int, mode: Mode, view: View) -> None:
         if mode == WRITE:
-            self.live = [entry for entry in self.live if not view.covers(entry[2])]
+            covered = {at for at in self._near(view) if view.covers(self.live[at][2])}
+            if covered:
+                self.live = [entry for at, entry in enumerate(self.live) if at not in covered]
+                self._boxes = np.delete(self._boxes, sorted(covered), axis=0)
+        count = len(self.live)
+        if count >= len(self._boxes):
+            more = np.zeros((max(2 * count, _FEW), len(view.selectors), 2), dtype=np.int64)
+            more[:count] = self._boxes[:count] if count else 0
+            self._boxes = more
+        for dim, selector in enumerate(view.selectors):
+            self._boxes[count, dim] = selector.start, selector.stop
         self.live.append((index, mode, view))
+
+    def _near(self, view: View) -> Iterable[int]:
+        """Positions in `live` of all accesses that may overlap `view`, and maybe of others."""
+        count = len(self.live)
+        if count <= _FEW:
+            return range(count)
+        ends = np.array([(selector.start, selector.stop) for selector in view.selectors], dtype=np.int64)
+        ends = ends.reshape(-1, 2)  # of no dims, too
+        boxes = self._boxes[:count]
+        near = ((boxes[:, :, 0] < ends[:, 1]) & (boxes[:, :, 1] > ends[:, 0])).all(axis=1)
+        found: list[int] = np.flatnonzero(near).tolist()
+        return found
 
 
 def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:

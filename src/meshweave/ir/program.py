@@ -178,6 +178,22 @@ class Program:
 
         return walk(self.body)
 
+    def placed_ops(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
+        """As `ops`, each with the ranks that its `on` statements let run it."""
+
+        def walk(body: tuple[Statement, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Op, tuple[int, ...]]]:
+            for statement in body:
+                match statement:
+                    case On(where=where, body=inner):
+                        there = self.mesh_of[where].ranks if isinstance(where, str) else where
+                        yield from walk(inner, tuple(rank for rank in there if rank in ranks))
+                    case Repeat(body=inner) | When(body=inner):
+                        yield from walk(inner, ranks)
+                    case _:
+                        yield statement, ranks
+
+        return walk(self.body, self.ranks)
+
     def environment(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank` in every mesh that it belongs to, and `rank` itself."""
         env = {"rank": rank}
