@@ -5,12 +5,11 @@ MLSys '23, section 3.1)
 
     send_recv           every rank is sent a copy of its own                            A B t
     local_all_gather    every host is sent one copy in B parts, gathered inside it      A t
-    global_all_gather   every rank is sent a part of its own, all gather                t + t (A - 1) / A
+    global_all_gather   every rank is sent a part of its own, all gather                t + t (1 - 1 / (A B))
     broadcast           a chain from host to host, in K chunks; in each host another    t (K + A - 1) / K
 
-where the paper has 2 t for the global gather (its ring brings each host all parts but its own, and nothing
-crosses a NIC where there is one host) and t + A t / K for the chain (whose last chunk crosses A - 1 more NICs
-than one).
+where the paper has 2 t for the global gather (in whose ring all parts but one cross each link, and no NIC where
+there is one host: t then) and t + A t / K for the chain (whose last chunk crosses A - 1 more NICs than one).
 """
 
 from __future__ import annotations

@@ -1,0 +1,159 @@
+"""Cross-mesh resharding in a lab of hosts with one slow NIC each: strategies and orders, interleaved.
+
+    python benchmarks/reshard_lab.py one_to_many [--repeat N] [--save NAME]     one sender to A hosts x B devices
+    python benchmarks/reshard_lab.py cases [--only 3,4,9] [--repeat N] [--save NAME]    the nine cases of Table 2
+
+Both are AlpaComm's microbenchmarks (MLSys '23, section 5.1), scaled down. A time is from a common start to the end
+of the last rank; what counts is the median. Each stands beside the bound (bytes over the rate of a NIC, of the
+busiest one), its closed form, and the simulation of the same program on the lab's description.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from machine import save
+from reshard_rank import problem_of
+
+from meshweave.algorithms.reshard import Fabric, plan_reshard, reshard_program
+from meshweave.cost.machine import Machine
+from meshweave.lab import Lab
+from meshweave.simulate.engine import simulate
+
+TARGET = "reshard_rank:measure"
+LAB = Path(__file__).parent.parent / "examples" / "labs" / "hosts-5x4.toml"
+CHIPS = 4
+Setting = dict[str, Any]
+
+CASES = {
+    1: ("S0RR", (2, 4), "S0RR", (2, 4)),
+    2: ("RRR", (2, 4), "S0RR", (2, 4)),
+    3: ("RS0R", (2, 4), "S0RR", (2, 4)),
+    4: ("RS01R", (2, 4), "S01RR", (2, 4)),
+    5: ("S1RR", (2, 4), "S0RR", (2, 4)),
+    6: ("S0RR", (2, 4), "S0RR", (3, 4)),
+    7: ("S1RR", (1, 4), "RRR", (2, 4)),
+    8: ("RRR", (2, 3), "RRR", (3, 2)),
+    9: ("RS0R", (2, 4), "RRS0", (2, 4)),
+}
+VARIANTS = (
+    ("broadcast", "best"),
+    ("broadcast", "balance"),
+    ("broadcast", "naive"),
+    ("global_all_gather", "balance"),
+    ("send_recv", "balance"),
+)
+
+
+def side(spec: str, mesh: tuple[int, ...], first_host: int) -> dict[str, Any]:
+    """A mesh (hosts, chips) on hosts from `first_host`."""
+    hosts, chips = mesh
+    ranks = [(first_host + host) * CHIPS + chip for host in range(hosts) for chip in range(chips)]
+    return {"spec": spec, "mesh": mesh, "ranks": ranks}
+
+
+def cases(options: argparse.Namespace) -> list[Setting]:
+    found = []
+    for number, (spec, mesh, to_spec, to_mesh) in CASES.items():
+        if number in options.only:
+            shape = options.shape if number != 6 else [options.shape[0] * 3, options.shape[1], options.shape[2] // 3]
+            variants = [one for one in VARIANTS if one[0] in options.strategies]
+            found.append(
+                {
+                    "name": f"case {number}",
+                    "shape": shape,
+                    "src": side(spec, mesh, 0),
+                    "dst": side(to_spec, to_mesh, mesh[0]),
+                    "variants": variants,
+                }
+            )
+    return found
+
+
+def one_to_many(options: argparse.Namespace) -> list[Setting]:
+    found = []
+    for hosts, chips in [(1, b) for b in range(1, 5)] + [(a, 2) for a in range(2, 5)]:
+        found.append(
+            {
+                "name": f"1 -> {hosts} x {chips}",
+                "shape": options.shape,
+                "src": side("RRR", (1, 1), 0),
+                "dst": side("RRR", (hosts, chips), 1),
+                "variants": [
+                    (name, "best")
+                    for name in ("broadcast", "send_recv", "local_all_gather", "global_all_gather")
+                    if name in options.strategies
+                ],
+            }
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("one_to_many", "cases"))
+    parser.add_argument("--lab", type=Path, default=LAB)
+    parser.add_argument("--only", type=lambda text: [int(n) for n in text.split(",")], default=list(CASES))
+    parser.add_argument("--shape", type=lambda text: [int(n) for n in text.split(",")], default=[256, 256, 126])
+    parser.add_argument("--strategies", default="broadcast,send_recv,local_all_gather,global_all_gather")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=1500.0)
+    parser.add_argument("--save")
+    options = parser.parse_args()
+    lab = Lab.load(options.lab)
+    settings = cases(options) if options.what == "cases" else one_to_many(options)
+    payload = {
+        "lab": str(options.lab.resolve()),
+        "settings": settings,
+        "repeat": options.repeat,
+        "deadline_s": 120.0,
+    }
+    with lab.up() as running:
+        env = {"PYTHONPATH": str(Path(__file__).parent)}
+        ranks = running.launch(TARGET, payload, timeout_s=options.timeout, env=env)
+    rows = []
+    cluster = lab.cluster()
+    fabric = Fabric.of(cluster)
+    for number, setting in enumerate(settings):
+        for which, (strategy, order) in enumerate(setting["variants"]):
+            parts = [rank["rows"][number] for rank in ranks]
+            if not all(part["right"][which] for part in parts):
+                sys.exit(f"{setting['name']}: {strategy}, {order}: wrong values arrived")
+            runs = [max(run) for run in zip(*(part["times_s"][which] for part in parts), strict=True)]
+            plan = plan_reshard(problem_of(setting), fabric, strategy=strategy, order=order)
+            program = reshard_program(plan)
+            simulated_s = simulate(program, Machine.of(cluster, program)).duration_s
+            median_s = statistics.median(runs)
+            rows.append(
+                {
+                    "setting": setting["name"],
+                    "strategy": strategy,
+                    "order": order,
+                    "tasks": len(plan.tasks),
+                    "bound_s": plan.bound_s,
+                    "predicted_s": plan.predicted_s,
+                    "simulated_s": simulated_s,
+                    "median_s": median_s,
+                    "over_bound": median_s / plan.bound_s,
+                    "over_predicted": median_s / plan.predicted_s,
+                    "runs_s": runs,
+                }
+            )
+            row = rows[-1]
+            print(
+                f"{row['setting']:12} {strategy:18} {order:8} bound {plan.bound_s:6.3f} s  "
+                f"predicted {plan.predicted_s:6.3f}  simulated {simulated_s:6.3f}  measured {median_s:6.3f} "
+                f"({min(runs):.3f} to {max(runs):.3f})  x bound {row['over_bound']:.3f}  "
+                f"x predicted {row['over_predicted']:.3f}"
+            )
+    print(f"ranks began up to {max(rank['late_s'] for rank in ranks) * 1e3:.1f} ms late")
+    if options.save:
+        print(f"saved {save(options.save, {'what': options.what, 'shape': options.shape, 'rows': rows})}")
+
+
+if __name__ == "__main__":
+    main()
