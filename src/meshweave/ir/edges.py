@@ -67,7 +67,7 @@ class _Memory:
                 self._boxes = np.delete(self._boxes, sorted(covered), axis=0)
         count = len(self.live)
         if count >= len(self._boxes):
-            more = np.zeros((max(2 * count, _FEW), len(view.selectors), 2), dtype=np.int64)
+            more = np.zeros((max(2 * count, 8), len(view.selectors), 2), dtype=np.int64)
             more[:count] = self._boxes[:count] if count else 0
             self._boxes = more
         for dim, selector in enumerate(view.selectors):
