@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshweave.ir.matching import Matched, Node
 from meshweave.ir.ops import READ, UPDATE, WRITE, Add, Call, Copy, Fence, Matmul, Mode, Op, Put
@@ -70,8 +71,7 @@ class _Memory:
             more = np.zeros((max(2 * count, 8), len(view.selectors), 2), dtype=np.int64)
             more[:count] = self._boxes[:count] if count else 0
             self._boxes = more
-        for dim, selector in enumerate(view.selectors):
-            self._boxes[count, dim] = selector.start, selector.stop
+        self._boxes[count] = _ends(view)
         self.live.append((index, mode, view))
 
     def _near(self, view: View) -> Iterable[int]:
@@ -79,12 +79,17 @@ class _Memory:
         count = len(self.live)
         if count <= _FEW:
             return range(count)
-        ends = np.array([(selector.start, selector.stop) for selector in view.selectors], dtype=np.int64)
-        ends = ends.reshape(-1, 2)  # of no dims, too
+        ends = _ends(view)
         boxes = self._boxes[:count]
         near = ((boxes[:, :, 0] < ends[:, 1]) & (boxes[:, :, 1] > ends[:, 0])).all(axis=1)
         found: list[int] = np.flatnonzero(near).tolist()
         return found
+
+
+def _ends(view: View) -> NDArray[np.int64]:
+    """[start, stop) of each dim."""
+    listed = [(selector.start, selector.stop) for selector in view.selectors]
+    return np.array(listed, dtype=np.int64).reshape(-1, 2)
 
 
 def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:

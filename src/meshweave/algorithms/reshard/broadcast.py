@@ -26,6 +26,7 @@ LEAST_CHUNK_BYTES = 1 << 16
 
 class Broadcast:
     name = "broadcast"
+    one_gateway = True
 
     def picks_sender(self, cast: Multicast) -> bool:
         return True

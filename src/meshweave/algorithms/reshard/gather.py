@@ -19,6 +19,7 @@ from meshweave.algorithms.reshard.writer import FAR, GATHER, NEAR, Messages
 
 class GlobalAllGather:
     name = "global_all_gather"
+    one_gateway = False
 
     def picks_sender(self, cast: Multicast) -> bool:
         return len(cast.hosts) == 1  # which cannot take in more than one sends

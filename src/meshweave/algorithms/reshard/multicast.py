@@ -88,6 +88,8 @@ class Strategy(Protocol):
     """How a multicast is done; each in a file of its own, all in one table (`strategies`)."""
 
     name: str
+    one_gateway: bool
+    """Whether one rank of each host takes in what the host gets; else all do, by all of its NICs."""
 
     def picks_sender(self, cast: Multicast) -> bool:
         """Whether one of the senders is chosen; else all take part."""

@@ -14,6 +14,7 @@ from meshweave.algorithms.reshard.writer import FAR, NEAR, Messages
 
 class SendRecv:
     name = "send_recv"
+    one_gateway = True
 
     def picks_sender(self, cast: Multicast) -> bool:
         return True

@@ -115,24 +115,23 @@ def _common(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:
             j, at_b = j + 1, at_b + b_hi - b_lo
 
 
-# --- cutting pieces
-# -----------------------------------------------------------------------------------------------
+# --- cutting pieces --------------------------------------------------------------------------------------
 
 
-def cut(piece: Piece, count: int) -> tuple[Piece, ...]:
-    """At most `count` parts of nearly equal size, each as contiguous in memory as it can be.
+def cut(piece: Piece, most: int) -> tuple[Piece, ...]:
+    """Parts of nearly equal size, of no more than `most` bytes or of one element, each as contiguous in memory as
+    it can be.
 
     Leading dims are cut apart first, so that a part is a run of whole rows.
     """
-    shape, before, dim = piece.shape, 1, 0
-    if count <= 1 or piece.num_bytes == 0:
+    shape, dim = piece.shape, 0
+    if piece.num_bytes <= most or not shape:
         return (piece,)
-    while dim < len(shape) - 1 and before * shape[dim] < count:
-        before *= shape[dim]
+    row = piece.num_bytes // shape[0]
+    while dim < len(shape) - 1 and row > most:
         dim += 1
-    if not shape:
-        return (piece,)
-    parts = min(max(count // before, 1), shape[dim])
+        row //= shape[dim]
+    parts = -(-shape[dim] // max(most // row, 1))
     bounds = [shape[dim] * number // parts for number in range(parts + 1)]
     out = []
     for lead in product(*(range(size) for size in shape[:dim])):
@@ -143,10 +142,10 @@ def cut(piece: Piece, count: int) -> tuple[Piece, ...]:
 
 
 def in_chunks(pieces: Sequence[Piece], count: int) -> Iterator[Piece]:
-    """Pieces of no more than a `count`-th of all bytes each."""
+    """Pieces of no more than a `count`-th of all bytes each, or of one element."""
     share = max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
     for piece in pieces:
-        yield from cut(piece, -(-piece.num_bytes // share))
+        yield from cut(piece, share)
 
 
 def shared_out(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
@@ -156,21 +155,19 @@ def shared_out(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
     lots: list[list[Piece]] = [[] for _ in range(count)]
     filled = 0
     for piece in pieces:
-        share = max(total // count, 1)
-        for part in cut(piece, -(-piece.num_bytes * 8 // share) if piece.num_bytes * 8 > share else 1):
+        for part in cut(piece, max(total // count // 8, 1)):
             lots[min((filled + part.num_bytes // 2) * count // max(total, 1), count - 1)].append(part)
             filled += part.num_bytes
     return [_joined(lot) for lot in lots]
 
 
 def _joined(parts: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Parts that continue one another along one dim made one again."""
+    """Parts that continue one another along one dim made one again, and then what these make."""
     out: list[Piece] = []
     for part in parts:
-        if out and (joined := _join(out[-1], part)) is not None:
-            out[-1] = joined
-        else:
-            out.append(part)
+        out.append(part)
+        while len(out) > 1 and (joined := _join(out[-2], out[-1])) is not None:
+            out[-2:] = [joined]
     return tuple(out)
 
 

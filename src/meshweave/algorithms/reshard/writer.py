@@ -16,6 +16,7 @@ to the next sender, which waits for that: a dependence in the data like any othe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import count
 from typing import Protocol
 
@@ -200,5 +201,7 @@ class Writer:
         return Program(name, meshes.listed, tuple(tensors), tuple(buffers), lanes, tuple(self._body), meaning)
 
 
+@lru_cache(maxsize=1 << 16)
 def _box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Range, ...]:
+    """Shared: a rank passes on what it gets, and the layers of a model have the same shapes."""
     return tuple(Range(lo, lo + size) for lo, size in zip(start, shape, strict=True))

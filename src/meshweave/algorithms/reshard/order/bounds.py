@@ -49,12 +49,9 @@ def loads(jobs: Jobs) -> list[Load]:
     for cls in range(max(jobs.class_of, default=-1) + 1):
         members: dict[int, list[int]] = {}
         for j, job in enumerate(jobs.jobs):
-            mask = 0
-            for way in job.ways:
-                for r in way:
-                    if jobs.class_of[r] == cls:
-                        mask |= 1 << r
-            if mask:
+            found_in = [[r for r in way if jobs.class_of[r] == cls] for way in job.ways]
+            mask = sum(1 << r for r in {r for held in found_in for r in held})
+            if mask and all(found_in):  # a job that can do without this class need not load it
                 members.setdefault(mask, []).append(j)
         for component in _components(sorted(members)):
             total = {mask: sum(jobs.jobs[j].duration for j in members[mask]) for mask in component}

@@ -1,0 +1,145 @@
+"""Reshards on simulated hosts: the formulas, the cases of the paper, and both simulators alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_reshards import Case, cases
+
+from meshweave.algorithms.reshard import (
+    STRATEGIES,
+    Fabric,
+    Item,
+    ReshardPlan,
+    ReshardProblem,
+    plan_reshard,
+    reshard_program,
+)
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis, load_cluster
+from meshweave.describe.mesh import Mesh
+from meshweave.describe.spec import layout_of_spec
+from meshweave.simulate import engine, reference
+
+CLUSTER = load_cluster("p3.8xlarge").with_chips(20)
+CHIPS = 4
+"""On each of its five hosts."""
+
+
+def mesh(name: str, shape: tuple[int, int], first_host: int) -> Mesh:
+    """A row on each host, from `first_host` on."""
+    rows, columns = shape
+    ranks = [CHIPS * (first_host + row) + column for row in range(rows) for column in range(columns)]
+    return Mesh(name, shape, ("x", "y"), tuple(ranks))
+
+
+def simulated_s(plan: ReshardPlan) -> float:
+    program = reshard_program(plan)
+    return engine.simulate(program, Machine.of(CLUSTER, program)).duration_s
+
+
+# --- one sender ------------------------------------------------------------------------------------------
+
+
+def one_sender(hosts: int, ranks: int, strategy: str) -> tuple[ReshardPlan, float]:
+    """The plan, and the seconds in which one copy crosses a NIC."""
+    src, dst = mesh("p", (1, 1), 0), mesh("q", (hosts, ranks), 1)
+    shape = (1536, 4096)
+    item = Item("a", shape, "float32", layout_of_spec("RR", src), layout_of_spec("RR", dst))
+    plan = plan_reshard(ReshardProblem((item,)), Fabric.of(CLUSTER), strategy=strategy)
+    return plan, 4 * math.prod(shape) / 1.25e9
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+def test_one_sender_takes_what_the_formulas_say(hosts: int, ranks: int) -> None:
+    plan, t = one_sender(hosts, ranks, "broadcast")
+    (turn,) = plan.turns
+    assert turn.chunks == (1 if hosts * ranks == 1 else 128)
+    assert simulated_s(plan) == pytest.approx(t * (turn.chunks + hosts - 1) / turn.chunks, rel=0.001)
+    for strategy, seconds in (("send_recv", hosts * ranks * t), ("local_all_gather", hosts * t)):
+        plan, _ = one_sender(hosts, ranks, strategy)
+        assert simulated_s(plan) == pytest.approx(seconds, rel=0.02)
+    plan, _ = one_sender(hosts, ranks, "global_all_gather")
+    seconds = t if hosts == 1 else t + t * (1 - 1 / (hosts * ranks))
+    assert seconds * (1 - 1e-9) <= simulated_s(plan) <= 1.25 * seconds  # parts wait for parts
+
+
+# --- the paper's cases -----------------------------------------------------------------------------------
+
+LARGE = (1024, 1024, 512)
+Sides = tuple[str, str, tuple[int, int], tuple[int, int], tuple[int, ...]]
+TABLE_2: dict[int, Sides] = {
+    1: ("S0RR", "S0RR", (2, 4), (2, 4), LARGE),
+    2: ("RRR", "S0RR", (2, 4), (2, 4), LARGE),
+    3: ("RS0R", "S0RR", (2, 4), (2, 4), LARGE),
+    4: ("RS01R", "S01RR", (2, 4), (2, 4), LARGE),
+    5: ("S1RR", "S0RR", (2, 4), (2, 4), LARGE),
+    6: ("S0RR", "S0RR", (2, 4), (3, 4), (3072, 1024, 170)),
+    7: ("S1RR", "RRR", (1, 4), (2, 4), LARGE),
+    8: ("RRR", "RRR", (2, 3), (3, 2), LARGE),
+    9: ("RS0R", "RRS0", (2, 4), (2, 4), LARGE),
+}
+
+
+@cache
+def case_of(number: int, order: str) -> tuple[ReshardPlan, float]:
+    """Of table 2 of AlpaComm (MLSys '23), as a plan and simulated seconds."""
+    before, after, src, dst, shape = TABLE_2[number]
+    first, second = mesh("p", src, 0), mesh("q", dst, src[0])
+    item = Item("a", shape, "float32", layout_of_spec(before, first), layout_of_spec(after, second))
+    plan = plan_reshard(ReshardProblem((item,)), Fabric.of(CLUSTER), order=order)
+    return plan, simulated_s(plan)
+
+
+@pytest.mark.parametrize("number", TABLE_2)
+def test_the_cases_of_the_paper_take_little_more_than_the_bound(number: int) -> None:
+    plan, seconds = case_of(number, "best")
+    assert plan.bound_s * (1 - 1e-9) <= seconds <= 1.03 * plan.bound_s
+    assert seconds == pytest.approx(plan.predicted_s, rel=0.02)
+
+
+@pytest.mark.parametrize("number", [3, 4, 9])
+def test_an_order_nearly_doubles_what_two_sending_hosts_get_through(number: int) -> None:
+    assert case_of(number, "naive")[1] / case_of(number, "best")[1] >= 1.8
+
+
+# --- both simulators -------------------------------------------------------------------------------------
+
+
+def random_hosts(draw: Random, num_ranks: int) -> Cluster:
+    """Rates and latencies of messages differ inside and between hosts, and from those of gathers."""
+
+    def axis(name: str) -> NetworkAxis:
+        def constants() -> CommConstants:
+            return CommConstants(
+                draw.choice([7, 10007, 999983]), draw.choice([0, 1e-6]), draw.choice([0, 3e-6])
+            )
+
+        own = tuple((kind, constants()) for kind in ("send_recv", "all_gather") if draw.random() < 0.7)
+        return NetworkAxis(name, draw.choice([11, 10007, 1_000_003]), draw.choice([0, 2e-6]), 1, own)
+
+    per_host = draw.randint(1, 4)
+    hosts = Hosts(-(-num_ranks // per_host), per_host, axis("intra"), draw.randint(1, 3), axis("nic"))
+    chip = Chip("c", (("float32", 1e12),), 1e12, 1 << 30, draw.choice([10007, 1e9]))
+    return Cluster("random", chip, hosts, "a test", send_buffer_bytes=draw.choice([0, 20, 1 << 20]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from(["naive", "best"]), st.integers(0, 2**32)
+)
+def test_both_simulators_say_the_same(case: Case, strategy: str, order: str, seed: int) -> None:
+    cluster = random_hosts(Random(seed), case.problem.ranks[-1] + 1)
+    case = replace(case, fabric=Fabric.of(cluster))
+    program = reshard_program(case.plan(strategy, order))
+    machine = Machine.of(cluster, program)
+    found, expected = engine.simulate(program, machine).trace(), reference.simulate(program, machine)
+    by_op = [sorted(one.spans, key=lambda span: (span.rank, span.index)) for one in (found, expected)]
+    assert by_op[0] == by_op[1]

@@ -1,0 +1,231 @@
+"""Unit tasks: every element goes once to each rank that needs it, and cutting loses and repeats none."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_reshards import box, elements, numbered, problems
+
+from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, UnitTask, plan_reshard, unit_tasks
+from meshweave.algorithms.reshard.tasks import Piece, cut, in_chunks, shared_out
+from meshweave.describe.cluster import load_cluster
+from meshweave.describe.layout import Layout, Partial, Replicate, Shard
+from meshweave.describe.mesh import Mesh
+from meshweave.describe.spec import layout_of_spec
+from meshweave.errors import LayoutError, UnsupportedError
+
+LINE = Mesh.of("line", (2,), ("x",))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_every_element_comes_once_to_each_rank_that_needs_it(problem: ReshardProblem) -> None:
+    tasks = unit_tasks(problem)
+    for number, item in enumerate(problem.items):
+        for rank in item.dst.mesh.ranks:
+            shard = np.zeros(item.dst.local_shape(item.shape, rank), int)
+            for task in tasks:
+                for piece in task.pieces if rank in task.needers else ():
+                    if piece.item == number:
+                        shard[box(piece.dst, piece.shape)] += 1
+            assert (shard == 1).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_pieces_lie_where_they_say_and_on_all_who_hold_them(problem: ReshardProblem) -> None:
+    for task in unit_tasks(problem):
+        assert task.num_bytes == sum(piece.num_bytes for piece in task.pieces) > 0
+        for piece in task.pieces:
+            item = problem.items[piece.item]
+            held = {rank: numbered(item.src, item.shape, rank) for rank in item.src.mesh.ranks}
+            wanted = {rank: numbered(item.dst, item.shape, rank) for rank in item.dst.mesh.ranks}
+            part = held[task.holders[0]][box(piece.src, piece.shape)]
+            assert part.shape == piece.shape and part.size * item.element_bytes == piece.num_bytes
+            for rank in task.holders:
+                np.testing.assert_array_equal(held[rank][box(piece.src, piece.shape)], part)
+            for rank in task.needers:
+                np.testing.assert_array_equal(wanted[rank][box(piece.dst, piece.shape)], part)
+            assert {rank for rank in held if np.isin(part, held[rank]).any()} == set(task.holders)
+            assert {rank for rank in wanted if np.isin(part, wanted[rank]).any()} == set(task.needers)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_no_two_tasks_have_the_same_holders_and_needers(problem: ReshardProblem) -> None:
+    tasks = unit_tasks(problem)
+    assert len({(task.holders, task.needers) for task in tasks}) == len(tasks)
+    assert unit_tasks(problem) == tasks
+
+
+# --- examples --------------------------------------------------------------------------------------------
+
+
+def two_squares(src: str, dst: str, shape: tuple[int, ...] = (4, 4)) -> tuple[UnitTask, ...]:
+    """From ranks 0 to 3 to ranks 4 to 7, both as 2 by 2."""
+    first, second = (Mesh.of(name, (2, 2), ("x", "y"), at) for name, at in (("a", 0), ("b", 4)))
+    item = Item("m", shape, "float32", layout_of_spec(src, first), layout_of_spec(dst, second))
+    return unit_tasks(ReshardProblem((item,)))
+
+
+def test_a_row_each_to_halves_is_four_tasks() -> None:
+    """Task 1 of figure 2 of AlpaComm (MLSys '23)."""
+    tasks = two_squares("S01R", "S0R")
+    assert [(task.holders, task.needers) for task in tasks] == [
+        ((0,), (4, 5)),
+        ((1,), (4, 5)),
+        ((2,), (6, 7)),
+        ((3,), (6, 7)),
+    ]
+    assert [task.pieces for task in tasks[:2]] == [
+        (Piece(0, (0, 0), (at, 0), (1, 4), 16),) for at in range(2)
+    ]
+
+
+def test_halves_to_halves_are_two_tasks() -> None:
+    """Task 2 of that figure, the meshes the other way round."""
+    tasks = two_squares("S0R", "S0R")
+    assert [(task.holders, task.needers) for task in tasks] == [((0, 1), (4, 5)), ((2, 3), (6, 7))]
+    assert tasks[0].pieces == (Piece(0, (0, 0), (0, 0), (2, 4), 32),)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "count"),
+    [("S0R", "S0R", 2), ("RR", "S0R", 2), ("RR", "RR", 1), ("S01R", "RS01", 16), ("S0S1", "S1S0", 4)],
+)
+def test_known_numbers_of_tasks(src: str, dst: str, count: int) -> None:
+    assert len(two_squares(src, dst)) == count
+
+
+def test_nothing_and_a_scalar() -> None:
+    assert two_squares("S0R", "S0R", (0, 4)) == ()
+    (task,) = two_squares("", "", ())
+    assert task.pieces == (Piece(0, (), (), (), 4),)
+
+
+def test_tensors_with_the_same_ways_are_one_task() -> None:
+    src, dst = Layout(LINE, (Shard(0),)), Layout(Mesh.of("to", (2,), ("x",), 2), (Shard(0),))
+    one, other = Item("a", (4,), "float32", src, dst), Item("b", (6, 3), "int16", src, dst)
+    tasks = unit_tasks(ReshardProblem((one, other)))
+    assert [[piece.item for piece in task.pieces] for task in tasks] == [[0, 1], [0, 1]]
+
+
+# --- cutting ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def pieces(draw: st.DrawFn, item: int = 0) -> Piece:
+    """Of a tensor with as many dims as its number says."""
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=item, max_size=item)))
+    src, dst = (tuple(draw(st.integers(0, 5)) for _ in shape) for _ in range(2))
+    return Piece(item, src, dst, shape, math.prod(shape) * draw(st.sampled_from([1, 2, 4, 8])))
+
+
+any_piece = st.integers(0, 3).flatmap(pieces)
+several = st.lists(any_piece, max_size=4)
+
+
+def check_parts(whole: list[Piece], parts: list[Piece]) -> None:
+    """Each element of each piece is in one part, in its place, and weighs what it did."""
+    found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    for into, all_of in ((1, whole), (-1, parts)):
+        for piece in all_of:
+            assert elements(piece) > 0
+            for at in np.ndindex(piece.shape):
+                where = tuple(
+                    tuple(a + b for a, b in zip(ends, at, strict=True)) for ends in (piece.src, piece.dst)
+                )
+                weighs = found.setdefault((piece.item, *where), [0, 0])  # type: ignore[arg-type]
+                weighs[0] += into
+                weighs[1] += into * piece.num_bytes // elements(piece)
+    assert all(left == [0, 0] for left in found.values())
+
+
+def element_bytes(pieces: list[Piece]) -> int:
+    return max((piece.num_bytes // elements(piece) for piece in pieces), default=0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_piece, st.integers(1, 400))
+def test_a_piece_is_cut_into_parts_of_so_many_bytes_at_most(piece: Piece, most: int) -> None:
+    parts = list(cut(piece, most))
+    check_parts([piece], parts)
+    assert max(part.num_bytes for part in parts) <= max(most, element_bytes([piece]))
+    if piece.num_bytes <= most:
+        assert parts == [piece]
+    assert len(parts) <= max(-(-2 * piece.num_bytes // most), 1)  # none are needlessly small
+
+
+@settings(max_examples=200, deadline=None)
+@given(several, st.integers(1, 12))
+def test_chunks_are_a_share_of_the_bytes_at_most(whole: list[Piece], count: int) -> None:
+    chunks = list(in_chunks(whole, count))
+    check_parts(whole, chunks)
+    share = -(-sum(piece.num_bytes for piece in whole) // count)
+    assert max((part.num_bytes for part in chunks), default=0) <= max(share, element_bytes(whole))
+
+
+@settings(max_examples=200, deadline=None)
+@given(several, st.integers(1, 5))
+def test_lots_are_of_nearly_equal_size(whole: list[Piece], count: int) -> None:
+    lots = shared_out(whole, count)
+    total = sum(piece.num_bytes for piece in whole)
+    assert len(lots) == count
+    check_parts(whole, [piece for lot in lots for piece in lot])
+    for lot in lots:
+        off = abs(sum(piece.num_bytes for piece in lot) - total / count)
+        assert off <= max(total / count / 8, element_bytes(whole)) + 1
+
+
+def test_a_lot_has_whole_boxes_again() -> None:
+    """It is made of parts of rows: those of a row continue one another, and then the rows do."""
+    piece = Piece(0, (0, 0), (3, 5), (6, 1000), 6000)
+    assert shared_out([piece], 2) == [
+        (Piece(0, (0, 0), (3, 5), (3, 1000), 3000),),
+        (Piece(0, (3, 0), (6, 5), (3, 1000), 3000),),
+    ]
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    plain = Layout(LINE, (Replicate(),))
+    with pytest.raises(LayoutError, match=r"w: the source layout line\[P\] is partial") as caught:
+        Item("w", (4,), "float32", Layout(LINE, (Partial(),)), plain)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(LayoutError, match=r"w, destination: line\[S\(1\)\]: S\(1\) names a dim") as caught:
+        Item("w", (4,), "float32", plain, Layout(LINE, (Shard(1),)))
+    assert "\n" not in str(caught.value)
+    with pytest.raises(LayoutError, match="no tensor to reshard"):
+        ReshardProblem(())
+    with pytest.raises(LayoutError, match="2 ranks have a host, 1 a NIC"):
+        Fabric((0, 0), (0,), 1, 1)
+    with pytest.raises(LayoutError, match="at least 1 byte per second"):
+        Fabric((0,), (0,), 0, 1)
+    with pytest.raises(LayoutError, match="9 ranks do not fit the 8 chips"):
+        Fabric.of(load_cluster("p3.8xlarge"), 9)
+
+
+def test_a_plan_needs_known_names_and_a_fabric_of_all_ranks() -> None:
+    plain = Layout(LINE, (Replicate(),))
+    problem = ReshardProblem((Item("w", (4,), "float32", plain, plain),))
+    fabric = Fabric((0, 1), (0, 0), 1, 1)
+    with pytest.raises(UnsupportedError, match=r"no strategy 'broadcasts'.*broadcast"):
+        plan_reshard(problem, fabric, strategy="broadcasts")
+    with pytest.raises(UnsupportedError, match="no order 'worst'"):
+        plan_reshard(problem, fabric, order="worst")
+    with pytest.raises(LayoutError, match="the fabric has 1 ranks, and rank 1 takes part"):
+        plan_reshard(problem, Fabric((0,), (0,), 1, 1))
+
+
+def test_the_fabric_of_a_cluster_has_its_hosts_and_nics() -> None:
+    hosts = Fabric.of(load_cluster("p3.8xlarge").with_chips(12), 9)
+    assert hosts.host_of == (0, 0, 0, 0, 1, 1, 1, 1, 2) and set(hosts.nic_of) == {0}
+    assert (hosts.nic_bytes_per_s, hosts.local_bytes_per_s) == (1_250_000_000, 150_000_000_000)
+    assert hosts.nic(5) == (1, 0)
+    assert len(set(Fabric.of(load_cluster("tpu-v4-pod:16")).host_of)) == 16
