@@ -19,27 +19,16 @@ from typing import Any
 from machine import save
 from reshard_rank import problem_of
 
-from meshweave.algorithms.reshard import Fabric, plan_reshard, reshard_program
+from meshweave.algorithms.reshard import STRATEGIES, Fabric, plan_reshard, reshard_program
 from meshweave.cost.machine import Machine
 from meshweave.lab import Lab
+from meshweave.report.bars import Bar, Group, bar_chart
+from meshweave.reproduce.resharding_cases import CASES
 from meshweave.simulate.engine import simulate
 
 TARGET = "reshard_rank:measure"
 LAB = Path(__file__).parent.parent / "examples" / "labs" / "hosts-5x4.toml"
-CHIPS = 4
 Setting = dict[str, Any]
-
-CASES = {
-    1: ("S0RR", (2, 4), "S0RR", (2, 4)),
-    2: ("RRR", (2, 4), "S0RR", (2, 4)),
-    3: ("RS0R", (2, 4), "S0RR", (2, 4)),
-    4: ("RS01R", (2, 4), "S01RR", (2, 4)),
-    5: ("S1RR", (2, 4), "S0RR", (2, 4)),
-    6: ("S0RR", (2, 4), "S0RR", (3, 4)),
-    7: ("S1RR", (1, 4), "RRR", (2, 4)),
-    8: ("RRR", (2, 3), "RRR", (3, 2)),
-    9: ("RS0R", (2, 4), "RRS0", (2, 4)),
-}
 VARIANTS = (
     ("broadcast", "best"),
     ("broadcast", "balance"),
@@ -49,60 +38,65 @@ VARIANTS = (
 )
 
 
-def side(spec: str, mesh: tuple[int, ...], first_host: int) -> dict[str, Any]:
-    """A mesh (hosts, chips) on hosts from `first_host`."""
-    hosts, chips = mesh
-    ranks = [(first_host + host) * CHIPS + chip for host in range(hosts) for chip in range(chips)]
-    return {"spec": spec, "mesh": mesh, "ranks": ranks}
-
-
 def cases(options: argparse.Namespace) -> list[Setting]:
-    found = []
-    for number, (spec, mesh, to_spec, to_mesh) in CASES.items():
-        if number in options.only:
-            shape = options.shape if number != 6 else [options.shape[0] * 3, options.shape[1], options.shape[2] // 3]
-            variants = [one for one in VARIANTS if one[0] in options.strategies]
-            found.append(
-                {
-                    "name": f"case {number}",
-                    "shape": shape,
-                    "src": side(spec, mesh, 0),
-                    "dst": side(to_spec, to_mesh, mesh[0]),
-                    "variants": variants,
-                }
-            )
-    return found
+    rows, columns, depth = options.shape
+    return [
+        {
+            "name": f"case {number}",
+            "case": number,
+            "shape": [3 * rows, columns, depth // 3] if number == 6 else options.shape,
+            "variants": [variant for variant in VARIANTS if variant[0] in options.strategies],
+        }
+        for number in options.only
+    ]
 
 
 def one_to_many(options: argparse.Namespace) -> list[Setting]:
-    found = []
-    for hosts, chips in [(1, b) for b in range(1, 5)] + [(a, 2) for a in range(2, 5)]:
-        found.append(
-            {
-                "name": f"1 -> {hosts} x {chips}",
-                "shape": options.shape,
-                "src": side("RRR", (1, 1), 0),
-                "dst": side("RRR", (hosts, chips), 1),
-                "variants": [
-                    (name, "best")
-                    for name in ("broadcast", "send_recv", "local_all_gather", "global_all_gather")
-                    if name in options.strategies
-                ],
-            }
-        )
-    return found
+    receivers = [(1, ranks) for ranks in range(1, 5)] + [(hosts, 2) for hosts in range(2, 5)]
+    return [
+        {
+            "name": f"1 -> {hosts} x {ranks}",
+            "receivers": (hosts, ranks),
+            "shape": options.shape,
+            "variants": [(strategy, "best") for strategy in STRATEGIES if strategy in options.strategies],
+        }
+        for hosts, ranks in receivers
+    ]
+
+
+def picture(rows: list[dict[str, Any]]) -> str:
+    groups: dict[str, list[Bar]] = {}
+    for row in rows:
+        name = f"{row['strategy']}, {row['order']}"
+        runs = [run / row["bound_s"] for run in row["runs_s"]]
+        marks = row["predicted_s"] / row["bound_s"], row["simulated_s"] / row["bound_s"]
+        bar = Bar(name, row["over_bound"], min(runs), max(runs), f"{row['over_bound']:.2f}", marks, name)
+        groups.setdefault(row["setting"], []).append(bar)
+    return bar_chart(
+        "Resharding in a lab of hosts with one NIC each",
+        [Group(title, tuple(bars)) for title, bars in groups.items()],
+        "time over the bound of the busiest NIC",
+        mark_names=("closed form", "simulated"),
+        line_at=1.0,
+        line_name="bound",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("one_to_many", "cases"))
     parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--only", type=lambda text: [int(n) for n in text.split(",")], default=list(CASES))
-    parser.add_argument("--shape", type=lambda text: [int(n) for n in text.split(",")], default=[256, 256, 126])
+    parser.add_argument(
+        "--shape", type=lambda text: [int(n) for n in text.split(",")], default=[256, 256, 126]
+    )
     parser.add_argument("--strategies", default="broadcast,send_recv,local_all_gather,global_all_gather")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=1500.0)
-    parser.add_argument("--save")
+    parser.add_argument("--save", help="the name of a file in benchmarks/results, without .json")
+    parser.add_argument("--svg", type=Path, help="a picture: time over the bound, with what was expected")
     options = parser.parse_args()
     lab = Lab.load(options.lab)
     settings = cases(options) if options.what == "cases" else one_to_many(options)
@@ -151,6 +145,8 @@ def main() -> None:
                 f"x predicted {row['over_predicted']:.3f}"
             )
     print(f"ranks began up to {max(rank['late_s'] for rank in ranks) * 1e3:.1f} ms late")
+    if options.svg:
+        options.svg.write_text(picture(rows))
     if options.save:
         print(f"saved {save(options.save, {'what': options.what, 'shape': options.shape, 'rows': rows})}")
 

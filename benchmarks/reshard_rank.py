@@ -11,25 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, plan_reshard, reshard_program
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.spec import layout_of_spec
+from meshweave.algorithms.reshard import Fabric, ReshardProblem, plan_reshard, reshard_program
 from meshweave.execute.groups import TorchContext
 from meshweave.execute.launch import Context
 from meshweave.execute.measure import quiet, start_together
 from meshweave.execute.torch_backend import bind
 from meshweave.lab.description import load_lab
+from meshweave.reproduce.resharding_cases import CASES, one_to_many
 
 
 def problem_of(setting: Mapping[str, Any]) -> ReshardProblem:
-    """`setting`: shape, and for "src" and "dst" each a spec, a mesh shape and the ranks."""
-    layouts = [
-        layout_of_spec(
-            one["spec"], Mesh(which, tuple(one["mesh"]), ("x", "y")[: len(one["mesh"])], tuple(one["ranks"]))
-        )
-        for which, one in ((which, setting[which]) for which in ("src", "dst"))
-    ]
-    return ReshardProblem((Item("t", tuple(setting["shape"]), "float32", *layouts),))
+    """`setting`: shape, and either the number of a `case` of table 2 or `receivers` [hosts, ranks of each]."""
+    case = CASES[setting["case"]] if "case" in setting else one_to_many(*setting["receivers"])
+    return case.problem(tuple(setting["shape"]), chips_per_host=4)
 
 
 def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +57,9 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
             mine = context.rank in program.ranks
             bound.append(bind(program, context.rank, tensors, context=shared) if mine else None)
             if context.rank == 0:
-                took = time.monotonic() - start
-                print(f"{setting['name']}: {strategy}, {order}: bound in {took:.1f} s", file=sys.stderr, flush=True)
+                took_s = time.monotonic() - start
+                said = f"{setting['name']}: {strategy}, {order}: bound in {took_s:.1f} s"
+                print(said, file=sys.stderr, flush=True)
         times: list[list[float]] = [[] for _ in bound]
         right = [True for _ in bound]
         gc.collect()

@@ -188,6 +188,19 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "--rank",
     ),
     "catalog": ("--json",),
+    "reshard": (
+        "--from",
+        "--to",
+        "--cluster",
+        "--shape",
+        "--dtype",
+        "--at",
+        "--to-at",
+        "--strategy",
+        "--order",
+        "--ranks",
+        "--json",
+    ),
 }
 VALUES = (
     *(
@@ -234,10 +247,11 @@ def test_damaged_command_lines(case: Case, no_processes: None, monkeypatch: pyte
         "verify": ("nowhere.json", "", ".", "model.toml"),
         "show": ("collective", "meshslice", "nowhere.txt", ".", "", "model.toml"),
         "catalog": ("models", "clusters", "gpt3", "model", "", "é"),
+        "reshard": ("gpt3", "model.toml", "model.toml", "nowhere.toml", ".", ""),
     }
     case.file("model.toml", MODEL)
     verbs = list(OPTIONS)
-    for number in range(600):
+    for number in range(720):
         verb = verbs[number % len(verbs)]
         args = [rng.choice(first[verb])] if rng.random() < 0.9 else []
         for _ in range(rng.randrange(1, 4)):
@@ -247,10 +261,12 @@ def test_damaged_command_lines(case: Case, no_processes: None, monkeypatch: pyte
             args += ["--cluster", "tpu-v4-pod:4"]
         if verb == "plan":
             args = [a for a in args if a != "all"] + ["--algorithms", "collective"]
+        if verb == "reshard":
+            args = ["--from", "2x2", "--to", "1x2", "--cluster", "p3.8xlarge", *args]
         if verb == "show":  # without proving what is right, which takes its time
             args.append("--no-check")
         case.check([verb if rng.random() < 0.98 else f"{verb}s", *args])
-    case.judge(600)
+    case.judge(720)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from meshweave.cli.catalog import catalog
 from meshweave.cli.lab import lab
 from meshweave.cli.plan import plan
 from meshweave.cli.reproduce import reproduce
+from meshweave.cli.reshard import reshard
 from meshweave.cli.run import run
 from meshweave.cli.show import show
 from meshweave.cli.simulate import simulate
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(simulate)
+app.command()(reshard)
 app.command()(run)
 app.command()(verify)
 app.command()(show)

@@ -20,6 +20,7 @@ from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import planned_names
 
 MAX_RANKS = 1 << 12
+MAX_SHOWN_RANKS = 64
 JSON_HELP = "Print JSON instead of text."
 
 
@@ -60,6 +61,20 @@ def read_algorithms(text: str) -> tuple[str, ...]:
     if not names:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
     return planned_names(names)
+
+
+def read_ranks(text: str) -> tuple[int, ...]:
+    """ "0,5" as (0, 5), each once; nothing as none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if (
+        not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts)
+        or len(parts) > MAX_SHOWN_RANKS
+    ):
+        raise LayoutError(
+            f"ranks '{printable(text)}' are not at most {MAX_SHOWN_RANKS} whole numbers separated by commas, "
+            "such as 0,1"
+        )
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def check_writable(path: Path | None) -> None:

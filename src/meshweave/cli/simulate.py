@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.cli.options import JSON_HELP, check_writable, print_json
+from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_ranks
 from meshweave.cli.simulate_jobs import Job, Lower, read_jobs
 from meshweave.describe.files import printable
 from meshweave.errors import DescriptionError, LayoutError
@@ -22,7 +22,6 @@ from meshweave.units import format_bytes, format_s, to_s
 if TYPE_CHECKING:
     from meshweave.report.simulation import Found
 
-MAX_SHOWN = 64
 _TOP_LINKS = 5
 
 
@@ -102,7 +101,7 @@ def simulate(
         from meshweave.report.png import check_png
 
         check_png()
-    asked = _read_ranks(ranks)
+    asked = read_ranks(ranks)
     jobs = read_jobs(what, cluster, logical, lower, layer, passes, algorithms, mesh)
     if not jobs:
         raise LayoutError(f"no algorithm of the plan has a {mesh} mesh")
@@ -120,18 +119,6 @@ def simulate(
     for path in (trace, svg, png, report):
         if path is not None:
             typer.echo(f"written: {path}")
-
-
-def _read_ranks(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if (
-        not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts)
-        or len(parts) > MAX_SHOWN
-    ):
-        raise LayoutError(
-            f"ranks '{printable(text)}' are not at most {MAX_SHOWN} whole numbers separated by commas, such as 0,1"
-        )
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _check_ranks(job: Job, asked: tuple[int, ...]) -> None:
