@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.multicast import Cost, Crossing, Multicast, Rates
-from meshweave.algorithms.reshard.tasks import in_chunks
+from meshweave.algorithms.reshard.tasks import in_chunks, num_messages
 from meshweave.algorithms.reshard.writer import FAR, NEAR, Messages
 
 MOST_CHUNKS = 128
@@ -49,11 +49,9 @@ class Broadcast:
     def cost(self, cast: Multicast, fabric: Fabric, chunks: int) -> Cost:
         rates = Rates.of(cast, fabric)
         hosts, ranks = len(cast.hosts), max(map(len, cast.hosts))
-        far_s, near_s = (
-            rates.far_s + chunks * rates.far_latency_s,
-            rates.near_s + chunks * rates.near_latency_s,
-        )
-        fill_s = (hosts - 1) * far_s / chunks + (ranks - 1) * near_s / chunks
+        count = num_messages(cast.pieces, chunks)
+        far_s, near_s = rates.far_s + count * rates.far_latency_s, rates.near_s + count * rates.near_latency_s
+        fill_s = (hosts - 1) * far_s / count + (ranks - 1) * near_s / count
         return Cost(max(far_s, near_s if ranks > 1 else 0.0), fill_s)
 
     def crossings(self, cast: Multicast) -> tuple[Crossing, ...]:

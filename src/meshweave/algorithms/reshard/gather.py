@@ -2,7 +2,8 @@
 
 Local: every host is sent one copy, and gathers inside. Global: all receivers are sent one copy together and
 gather in one ring, host by host; what systems do that have the ranks of the destination mesh all-gather
-(Alpa, Megatron-LM).
+(Alpa, Megatron-LM). The ring is one of messages: in step t the rank at place p passes on the part of place
+p - t, and parts may be uneven.
 """
 
 from __future__ import annotations
@@ -57,13 +58,26 @@ class GlobalAllGather:
                 for number, rank in enumerate(ranks):
                     writer.message(piece, _sender(cast, number, len(ranks)), rank, lane, from_source=True)
                 continue
-            dim = _gather_dim(piece, len(ranks))
-            bounds = [piece.shape[dim] * number // len(ranks) for number in range(len(ranks) + 1)]
+            count, dim = len(ranks), _gather_dim(piece, len(ranks))
+            bounds = [piece.shape[dim] * number // count for number in range(count + 1)]
             parts = [_part(piece, dim, lo, hi) for lo, hi in pairwise(bounds)]
             for number, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
                 if part.num_bytes:
-                    writer.scatter(part, _sender(cast, number, len(ranks)), rank, lane)
-            writer.all_gather(piece, parts, ranks, dim, GATHER)
+                    writer.message(part, _sender(cast, number, count), rank, lane, from_source=True)
+            if len(cast.hosts) > 1:  # what came first would take NICs from what is still to come
+                for place, rank in enumerate(ranks[:-1]):
+                    writer.wait(ranks[-1], rank, _ring_lane(place, count))
+            for step in range(count - 1):
+                for place, rank in enumerate(ranks):
+                    part = parts[(place - step) % count]
+                    if part.num_bytes:
+                        writer.message(
+                            part,
+                            rank,
+                            ranks[(place + 1) % count],
+                            _ring_lane(place, count),
+                            from_source=False,
+                        )
 
 
 class LocalAllGather(GlobalAllGather):
@@ -80,6 +94,11 @@ def _gather_dim(piece: Piece, count: int) -> int:
     return next(
         (dim for dim in dims if piece.shape[dim] >= count), max(dims, key=lambda d: piece.shape[d], default=0)
     )
+
+
+def _ring_lane(place: int, count: int) -> str:
+    """In which a place of the ring sends: another one than it receives in, also where the ring is odd."""
+    return GATHER[2 if count % 2 and place == count - 1 else place % 2]
 
 
 def _sender(cast: Multicast, number: int, count: int) -> int:

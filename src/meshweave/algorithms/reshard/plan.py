@@ -86,7 +86,7 @@ class ReshardPlan:
 
     @property
     def num_messages(self) -> int:
-        """Of one rank to another; those inside all-gathers and those that pass on turns are not counted."""
+        """Of one rank to another; those that pass on turns are not counted."""
         return self._tally.num_messages
 
     def scratch_bytes(self, rank: int) -> int:

@@ -25,15 +25,16 @@ def reshard_program(plan: ReshardPlan) -> Program:
     for number, turn in enumerate(plan.turns):
         for told, dtype, rank, lane in gates.pop(number, ()):
             writer.gate(told, dtype, rank, lane)
+        writer.arrived.clear()
         plan.strategy.write(writer, turn.cast, turn.chunks)
-        last = next((piece for piece in reversed(turn.cast.pieces) if piece.shape), None)
-        if last is not None:  # a scalar delays nobody
-            messages: dict[tuple[int, int], View] = {}
-            for wait in waits.get(number, ()):
-                if (wait.at, wait.to) not in messages:
-                    messages[wait.at, wait.to] = writer.turn(last, wait.at, wait.to)
-                dtype = plan.problem.items[last.item].dtype
-                gates[wait.turn].append((messages[wait.at, wait.to], dtype, wait.to, wait.lane))
+        messages: dict[tuple[int, int], View] = {}
+        for wait in waits.get(number, ()):
+            last = writer.arrived.get(wait.at)
+            if last is None:  # nothing but scalars, which delay nobody
+                continue
+            if (wait.at, wait.to) not in messages:
+                messages[wait.at, wait.to] = writer.turn(last, wait.at, wait.to)
+            gates[wait.turn].append((messages[wait.at, wait.to], writer.dtype_of(last), wait.to, wait.lane))
     return writer.program(f"reshard by {plan.strategy.name}, order {plan.order}")
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.multicast import Cost, Crossing, Multicast, Rates
-from meshweave.algorithms.reshard.tasks import in_chunks
+from meshweave.algorithms.reshard.tasks import in_chunks, num_messages
 from meshweave.algorithms.reshard.writer import FAR, NEAR, Messages
 
 
@@ -28,7 +28,7 @@ class SendRecv:
 
     def cost(self, cast: Multicast, fabric: Fabric, chunks: int) -> Cost:
         rates = Rates.of(cast, fabric)
-        return Cost(rates.far_s + len(cast.pieces) * rates.far_latency_s)
+        return Cost(rates.far_s + num_messages(cast.pieces, chunks) * rates.far_latency_s)
 
     def crossings(self, cast: Multicast) -> tuple[Crossing, ...]:
         return () if cast.is_local else (Crossing(cast.senders[0], cast.hosts[0][0], FAR[0]),)

@@ -148,6 +148,12 @@ def in_chunks(pieces: Sequence[Piece], count: int) -> Iterator[Piece]:
         yield from cut(piece, share)
 
 
+def num_messages(pieces: Sequence[Piece], count: int) -> int:
+    """How many pieces `in_chunks` yields, where their sizes divide; else it may yield some more."""
+    share = max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
+    return sum(-(-piece.num_bytes // share) for piece in pieces)
+
+
 def shared_out(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
     """Pieces in `count` lots of nearly equal bytes, in order; a piece across a border is cut. Lots may be
     empty."""

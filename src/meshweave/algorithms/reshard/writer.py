@@ -15,7 +15,7 @@ to the next sender, which waits for that: a dependence in the data like any othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import count
 from typing import Protocol
@@ -25,14 +25,16 @@ from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.algorithms.reshard.tasks import Piece
 from meshweave.describe.mesh import Mesh
 from meshweave.describe.meshes import Meshes
-from meshweave.ir.ops import AllGather, Copy, Op, Recv, Send
+from meshweave.ir.ops import Copy, Op, Recv, Send
 from meshweave.ir.program import Buffer, Lane, On, Program, Same, Statement, Tensor
 from meshweave.ir.views import Range, View
 
 FAR = ("far0", "far1")
 NEAR = ("near0", "near1")
 """Between hosts and inside them; hops of a chain take turns between the two."""
-GATHER, TURN, COPY = "gather", "turn", "copy"
+GATHER = ("gather0", "gather1", "gather2")
+"""Around rings; the third is for the last hop of an odd ring."""
+TURN, COPY = "turn", "copy"
 
 
 class Messages(Protocol):
@@ -42,14 +44,8 @@ class Messages(Protocol):
         """`src` sends a piece to `dst`: as a rank of the source mesh, or passing on what it has got."""
         ...
 
-    def scatter(self, part: Piece, src: int, dst: int, lane: str) -> None:
-        """`src` sends `dst` its part of what is gathered next."""
-        ...
-
-    def all_gather(
-        self, piece: Piece, parts: Sequence[Piece], ranks: tuple[int, ...], dim: int, lane: str
-    ) -> None:
-        """`ranks` gather their parts of a piece, which follow one another along `dim`."""
+    def wait(self, at: int, to: int, lane: str) -> None:
+        """What follows in a lane of rank `to` waits until rank `at` has got what was sent to it last."""
         ...
 
 
@@ -62,8 +58,6 @@ class Tally:
         self.num_messages = 0
         self.largest: dict[tuple[int, str, str], int] = {}
         """Bytes of the largest view that a rank has to pack or to unpack, by rank, lane and what for."""
-        self.parts: dict[int, int] = {}
-        """Bytes of the largest part that a rank holds until it is gathered."""
 
     def _use(self, rank: int, lane: str, use: str, num_bytes: int) -> None:
         if num_bytes > self.largest.get((rank, lane, use), 0):
@@ -76,25 +70,13 @@ class Tally:
         self._use(src, lane, "out", piece.num_bytes)
         self._use(dst, lane, "in", piece.num_bytes)
 
-    def scatter(self, part: Piece, src: int, dst: int, lane: str) -> None:
-        self.message(part, src, dst, lane, from_source=True)
-        self.parts[dst] = max(self.parts.get(dst, 0), part.num_bytes)
-
-    def all_gather(
-        self, piece: Piece, parts: Sequence[Piece], ranks: tuple[int, ...], dim: int, lane: str
-    ) -> None:
-        for rank, part in zip(ranks, parts, strict=True):
-            self._use(rank, lane, "out", part.num_bytes)
-            self._use(rank, lane, "in", piece.num_bytes)
-        for rank, after in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
-            if self._host_of[rank] != self._host_of[after]:  # around the ring, all parts but that of its end
-                self.bytes_across_hosts += piece.num_bytes - parts[ranks.index(after)].num_bytes
+    def wait(self, at: int, to: int, lane: str) -> None:
+        pass
 
     def scratch_bytes(self, rank: int) -> int:
         """At most what an executor packs messages into: per lane and use, rounded up to a power of two, and the
         smaller ones that were there before."""
-        packed = sum(4 * size for (of, _, _), size in self.largest.items() if of == rank)
-        return packed + self.parts.get(rank, 0)
+        return sum(4 * size for (of, _, _), size in self.largest.items() if of == rank)
 
 
 class Writer:
@@ -104,6 +86,8 @@ class Writer:
         self._problem = problem
         self._body: list[Statement] = []
         self._lanes: dict[str, None] = {}
+        self.arrived: dict[int, Piece] = {}
+        """By rank the last piece with dims that a message has brought."""
         self._turns: dict[tuple[str, int], Iterator[int]] = {}
         self._scratch: dict[str, tuple[str, tuple[int, ...]]] = {}
 
@@ -121,31 +105,22 @@ class Writer:
 
     def message(self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool) -> None:
         into = self._target(piece)
+        if piece.shape:
+            self.arrived[dst] = piece
         self._on(src, Send(src=self._source(piece) if from_source else into, peer=dst, lane=lane))
         self._on(dst, Recv(out=into, peer=src, lane=lane))
+
+    def wait(self, at: int, to: int, lane: str) -> None:
+        last = self.arrived.get(at)
+        if last is not None:
+            self.gate(self.turn(last, at, to), self.dtype_of(last), to, lane)
+
+    def dtype_of(self, piece: Piece) -> str:
+        return self._problem.items[piece.item].dtype
 
     def keep(self, piece: Piece, rank: int) -> None:
         """`rank` holds what it needs."""
         self._on(rank, Copy(out=self._target(piece), src=self._source(piece), lane=COPY))
-
-    def scatter(self, part: Piece, src: int, dst: int, lane: str) -> None:
-        self._on(src, Send(src=self._source(part), peer=dst, lane=lane))
-        self._on(dst, Recv(out=self._part(part), peer=src, lane=lane))
-
-    def all_gather(
-        self, piece: Piece, parts: Sequence[Piece], ranks: tuple[int, ...], dim: int, lane: str
-    ) -> None:
-        sizes = tuple(part.shape[dim] for part in parts)
-        for rank, part in zip(ranks, parts, strict=True):
-            out, src = self._target(piece), self._part(part)
-            self._on(rank, AllGather(over=ranks, out=out, src=src, dim=dim, sizes=sizes, lane=lane))
-
-    def _part(self, part: Piece) -> View:
-        """Scratch as large as the largest part of the item that any rank gets."""
-        name, dtype = f"part{part.item}", self._problem.items[part.item].dtype
-        known = self._scratch[name][1] if name in self._scratch else (0,) * len(part.shape)
-        self._scratch[name] = dtype, tuple(map(max, known, part.shape))
-        return View(name, _box((0,) * len(part.shape), part.shape))
 
     def turn(self, last: Piece, at: int, to: int) -> View:
         """Rank `at` tells `to` that it has got all of `last`, a piece with dims; `gate` waits for what this
@@ -154,7 +129,7 @@ class Writer:
         element = View(f"y{last.item}", _box(end, (1,) * len(end)))
         if at == to:
             return element
-        dtype = self._problem.items[last.item].dtype
+        dtype = self.dtype_of(last)
         name = f"told_{dtype}_{len(end)}d"
         number = next(self._turns.setdefault((name, to), count()))
         most = max(number + 1, self._scratch[name][1][0] if name in self._scratch else 0)
