@@ -86,7 +86,9 @@ def _check_same_talk(
     for rank in ranks:
         if rank != me and store.check([_now(rank)]):
             theirs, number, theirs_what = json.loads(store.get(_now(rank)))
-            if me in theirs and tuple(theirs) != ranks and talks.get(tuple(theirs), 0) < number:
+            elsewhere = me in theirs and tuple(theirs) != ranks and talks.get(tuple(theirs), 0) < number
+            # One that has spoken in our round has gone on to its next, and does not keep us.
+            if elsewhere and not store.check([broken.removesuffix("broken") + str(rank)]):
                 why = (
                     f"rank {me} waits with ranks {ranks} for {what}, "
                     f"rank {rank} with ranks {tuple(theirs)} for {theirs_what}"
