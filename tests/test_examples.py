@@ -42,3 +42,10 @@ def test_products_in_any_layout() -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     out = run(sys.executable, str(EXAMPLES / "any_layout.py"))
     assert out.rstrip().endswith("products and gradients equal the dense ones")
+
+
+@pytest.mark.gloo
+def test_a_tensor_between_meshes() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+    out = run(sys.executable, str(EXAMPLES / "reshard.py"))
+    assert out.rstrip().endswith("values and gradients are the dense ones")

@@ -31,6 +31,8 @@ _HOME = {
     "matmul2d": "nn.matmul2d",
     "parse": "ir.parse",
     "plan_model": "tune",
+    "reshard": "nn.reshard",
+    "reshard_state_dict": "nn.reshard",
     "run_numpy": "execute.numpy_backend",
     "to_text": "ir.text",
     "universal_linear": "nn.linear",
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.nn.reshard import reshard as reshard
+    from meshweave.nn.reshard import reshard_state_dict as reshard_state_dict
     from meshweave.trace import Trace as Trace
     from meshweave.tune import Plan as Plan
     from meshweave.tune import load_plan as load_plan

@@ -32,8 +32,9 @@ from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Sha
 from meshweave.describe.mesh import Mesh
 from meshweave.errors import LayoutError
 
-Side = Literal["left", "right"]
-"""Which operand of a product a tensor is; a vector is a row on the left, a column on the right."""
+Side = Literal["left", "right"] | None
+"""Which operand of a product a tensor is; a vector is a row on the left, a column on the right. None where it is
+none: its dims are seen as they are, also where there are none."""
 
 ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
 """(tensor dim, mesh dims in the order in which they cut it), as `DTensorSpec.shard_order` has it."""
@@ -61,12 +62,12 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def layout_of(tensor: DTensor | DTensorSpec, side: Side = "left") -> Layout:
-    """How a DTensor lies on its ranks, seen as the matrix of `matrix_shape`.
+    """How a DTensor lies on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side` None).
 
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
 
     Raises:
-        LayoutError: the tensor has no dims; a placement has no counterpart here, which leaves Shard, Replicate,
+        LayoutError: an operand has no dims; a placement has no counterpart here, which leaves Shard, Replicate,
             Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch, which takes them
             for a shard order, would gather otherwise than it cut them.
     """
@@ -200,7 +201,7 @@ def _folds(shape: tuple[int, ...], side: Side) -> tuple[tuple[int, ...], tuple[i
 def _layout(
     mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...], side: Side, order: ShardOrder
 ) -> Layout:
-    folds = _folds(shape, side)
+    folds = None if side is None else _folds(shape, side)
     applied = list(range(len(placements)))
     for dim, axes in order:
         if any(getattr(placements[axis], "dim", None) != dim for axis in axes):
