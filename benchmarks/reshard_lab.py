@@ -3,9 +3,11 @@
     python benchmarks/reshard_lab.py one_to_many [--repeat N] [--save NAME]     one sender to A hosts x B devices
     python benchmarks/reshard_lab.py cases [--only 3,4,9] [--repeat N] [--save NAME]    the nine cases of Table 2
 
-Both are AlpaComm's microbenchmarks (MLSys '23, section 5.1), scaled down. A time is from a common start to the end
-of the last rank; what counts is the median. Each stands beside the bound (bytes over the rate of a NIC, of the
-busiest one), its closed form, and the simulation of the same program on the lab's description.
+    python benchmarks/reshard_lab.py llama [--width 256]      a Llama's 291 tensors, 4 x 4 trainer to 2 x 2 server
+
+The first two are AlpaComm's microbenchmarks (MLSys '23, section 5.1), scaled down. A time is from a common start
+to the end of the last rank; what counts is the median. Each stands beside the bound (bytes over the rate of a NIC,
+of the busiest one), its closed form, and the simulation of the same program on the lab's description.
 """
 
 from __future__ import annotations
@@ -64,6 +66,13 @@ def one_to_many(options: argparse.Namespace) -> list[Setting]:
     ]
 
 
+def llama(options: argparse.Namespace) -> list[Setting]:
+    variants = [
+        (strategy, "best") for strategy in ("broadcast", "send_recv") if strategy in options.strategies
+    ]
+    return [{"name": f"width {options.width}", "width": options.width, "variants": variants}]
+
+
 def picture(rows: list[dict[str, Any]]) -> str:
     groups: dict[str, list[Bar]] = {}
     for row in rows:
@@ -86,12 +95,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("one_to_many", "cases"))
+    parser.add_argument("what", choices=("one_to_many", "cases", "llama"))
     parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--only", type=lambda text: [int(n) for n in text.split(",")], default=list(CASES))
     parser.add_argument(
         "--shape", type=lambda text: [int(n) for n in text.split(",")], default=[256, 256, 126]
     )
+    parser.add_argument("--width", type=int, default=256, help="of the Llama")
     parser.add_argument("--strategies", default="broadcast,send_recv,local_all_gather,global_all_gather")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=1500.0)
@@ -99,7 +109,7 @@ def main() -> None:
     parser.add_argument("--svg", type=Path, help="a picture: time over the bound, with what was expected")
     options = parser.parse_args()
     lab = Lab.load(options.lab)
-    settings = cases(options) if options.what == "cases" else one_to_many(options)
+    settings = {"cases": cases, "one_to_many": one_to_many, "llama": llama}[options.what](options)
     payload = {
         "lab": str(options.lab.resolve()),
         "settings": settings,

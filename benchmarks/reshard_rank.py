@@ -6,12 +6,16 @@ import gc
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from meshweave.algorithms.reshard import Fabric, ReshardProblem, plan_reshard, reshard_program
+from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, plan_reshard, reshard_program
+from meshweave.describe.mesh import Mesh
+from meshweave.describe.model import load_model
+from meshweave.describe.state_dict import server_layout, state_dict, trainer_layout
 from meshweave.execute.groups import TorchContext
 from meshweave.execute.launch import Context
 from meshweave.execute.measure import quiet, start_together
@@ -21,9 +25,32 @@ from meshweave.reproduce.resharding_cases import CASES, one_to_many
 
 
 def problem_of(setting: Mapping[str, Any]) -> ReshardProblem:
-    """`setting`: shape, and either the number of a `case` of table 2 or `receivers` [hosts, ranks of each]."""
+    """`setting`: a `case` of table 2 or `receivers` [hosts, ranks of each], with shape; or a Llama's `width`."""
+    if "width" in setting:
+        return llama(setting["width"])
     case = CASES[setting["case"]] if "case" in setting else one_to_many(*setting["receivers"])
     return case.problem(tuple(setting["shape"]), chips_per_host=4)
+
+
+def llama(width: int) -> ReshardProblem:
+    """The state dict of llama-2-7b, its 291 tensors at a 4096 / `width`-th of their width, in fp32: from a trainer
+    of 4 FSDP x 4 TP on four hosts to two replicas of 2 TP on a fifth."""
+    model = load_model("llama-2-7b")
+    share = model.hidden // width
+    small = replace(
+        model,
+        hidden=width,
+        head_dim=model.head_dim // share,
+        ffn_hidden=model.ffn_hidden // share,
+        vocab_size=(model.vocab_size or 0) // share,
+    )
+    src, dst = Mesh.of("trainer", (4, 4), ("fsdp", "tp")), Mesh.of("server", (2, 2), ("replica", "tp"), 16)
+    return ReshardProblem(
+        tuple(
+            Item(one.name, one.shape, "float32", trainer_layout(one, src), server_layout(one, dst))
+            for one in state_dict(small)
+        )
+    )
 
 
 def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
@@ -39,15 +66,15 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
     rows, late_s = [], 0.0
     for number, setting in enumerate(payload["settings"]):
         problem = problem_of(setting)
-        (item,) = problem.items
-        # Every element is its own number, as far as float32 can tell them apart; whole numbers below 2**24.
-        whole = (np.arange(np.prod(item.shape), dtype=np.int64) % (1 << 24)).reshape(item.shape)
-        tensors, expected = {}, None
-        if context.rank in item.src.mesh:
-            tensors["x0"] = _shard(whole, item.src.indices(item.shape, context.rank))
-        if context.rank in item.dst.mesh:
-            expected = _shard(whole, item.dst.indices(item.shape, context.rank))
-            tensors["y0"] = torch.empty_like(expected)
+        tensors, expected = {}, {}
+        for at, item in enumerate(problem.items):
+            # Every element is its own number, as far as float32 can tell them apart: below 2**24.
+            whole = (np.arange(np.prod(item.shape), dtype=np.int64) % (1 << 24)).reshape(item.shape)
+            if context.rank in item.src.mesh:
+                tensors[f"x{at}"] = _shard(whole, item.src.indices(item.shape, context.rank))
+            if context.rank in item.dst.mesh:
+                expected[f"y{at}"] = _shard(whole, item.dst.indices(item.shape, context.rank))
+        tensors |= {name: torch.empty_like(value) for name, value in expected.items()}
         del whole
         bound = []
         for strategy, order in setting["variants"]:
@@ -66,8 +93,8 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
         with quiet():
             for repetition in range(payload["repeat"] + 1):
                 for which in range(len(bound)) if repetition % 2 else reversed(range(len(bound))):
-                    if "y0" in tensors:
-                        tensors["y0"].zero_()
+                    for name in expected:
+                        tensors[name].zero_()
                     start_ns, late_ns = start_together(shared)
                     one, took = bound[which], 0.0
                     if one is not None:
@@ -76,8 +103,8 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
                     if repetition:
                         times[which].append(took)
                         late_s = max(late_s, late_ns / 1e9)
-                    if expected is not None:
-                        right[which] = right[which] and bool(torch.equal(tensors["y0"], expected))
+                    arrived = all(torch.equal(tensors[name], value) for name, value in expected.items())
+                    right[which] = right[which] and arrived
         rows.append({"times_s": times, "right": right})
         del bound, tensors, expected
         gc.collect()
