@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshweave.cli.options import JSON_HELP, print_json, progress_bar
+from meshweave.cli.reproduce_alpacomm import alpacomm
 from meshweave.cli.reproduce_slicing import slicing
 from meshweave.cli.reproduced import check_outputs, listed, print_all, to_json, write_all
 from meshweave.describe.cluster import load_cluster
@@ -124,3 +125,4 @@ def meshslice(
 
 
 reproduce.command()(slicing)
+reproduce.command()(alpacomm)

@@ -130,3 +130,5 @@ def print_all(rows: list[Row], figures: list[Figure], about: About, of: str = "m
         console.print(lead(rows, about))
     for figure in figures:
         typer.echo(figure.markdown())
+    for finding in about.findings:
+        console.print(f"- {finding}", markup=False)

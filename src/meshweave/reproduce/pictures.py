@@ -5,6 +5,7 @@ from __future__ import annotations
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.stacks import Stack, stacked_chart
+from meshweave.reproduce import alpacomm_figures
 from meshweave.reproduce.figures import Cell, Figure, Panel
 
 _CUT = 6.0
@@ -18,6 +19,8 @@ def pictures(figure: Figure) -> dict[str, str]:
 
 def _picture(figure: Figure, panel: Panel) -> str:
     title = f"{panel.model}: {figure.title}"
+    if figure.number in alpacomm_figures.FIGURES:
+        return alpacomm_figures.picture(figure, panel)
     if figure.number == 10:
         stacks = [Stack(str(row[0]), tuple(map(_number, row[1:]))) for row in panel.rows]
         return stacked_chart(

@@ -16,12 +16,13 @@ from meshweave.reproduce.verdict import DIFFERS, HOLDS, NEAR, Row, count_verdict
 @dataclass(frozen=True)
 class About:
     """What rows and figures are of: the paper, the machines with the sources of their constants, and `way`, how
-    ours came about."""
+    ours came about. `findings` are sentences about what the numbers say together."""
 
     title: str
     citation: str
     machines: tuple[tuple[str, str], ...]
     way: str
+    findings: tuple[str, ...] = ()
 
     @property
     def names(self) -> str:
@@ -51,6 +52,7 @@ def markdown(rows: Sequence[Row], about: About) -> str:
     lines = [lead(rows, about), ""]
     lines += [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|---|---|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
+    lines += ["", *(f"- {finding}" for finding in about.findings)] if about.findings else []
     return "\n".join(lines) + "\n"
 
 
@@ -87,6 +89,7 @@ def html(rows: Sequence[Row], figures: Sequence[Figure], about: About) -> str:
         f'<p class="quiet">{escape(about.citation)}</p>',
         f'<p class="lead">{escape(lead(rows, about))}</p>',
         table(HEAD, lines, left) if rows else "",
+        *(f"<p>{escape(finding)}</p>" for finding in about.findings),
     ]
     for figure in figures:
         parts.append(f"<h2>Figure {figure.number}: {escape(figure.title)}</h2>")

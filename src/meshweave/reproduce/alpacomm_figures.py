@@ -1,0 +1,201 @@
+"""The data of AlpaComm's figures 5, 6 and 8, computed again: seconds, and ratios of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from meshweave.describe.files import printable
+from meshweave.errors import UnsupportedError
+from meshweave.report.bars import Bar, Group, bar_chart
+from meshweave.reproduce.alpacomm_study import (
+    ALL_GATHER,
+    BROADCAST,
+    EXACT,
+    GPUS,
+    GPUS_PER_HOST,
+    IN_ORDER,
+    LOCAL,
+    NAIVE,
+    OWN_ORDER,
+    RECEIVING_HOSTS,
+    RIVAL_ORDER,
+    SEND_RECV,
+    STRATEGIES,
+    AlpaCommStudy,
+    orders,
+)
+from meshweave.reproduce.figures import Cell, Figure, Panel
+from meshweave.reproduce.resharding_cases import CASES
+from meshweave.tune.search import Progress
+
+TITLES = {
+    SEND_RECV: "send/recv",
+    ALL_GATHER: "all-gather",
+    LOCAL: "local all-gather",
+    BROADCAST: "broadcast",
+}
+ORDER_TITLES = {
+    NAIVE: "naive",
+    IN_ORDER: "in order",
+    RIVAL_ORDER: "balance",
+    OWN_ORDER: "best",
+    EXACT: "optimum",
+}
+BOUND, FORMULA = "bound", "formula"
+UNIT = "s, and ratios"
+ORDER_NOTES = {
+    NAIVE: "naive: the lowest sender, and one task after another, whoever takes part in it",
+    IN_ORDER: "in order: the lowest sender, and every host takes its tasks in one order as soon as it is free",
+    RIVAL_ORDER: "balance: senders balanced by the paper's greedy algorithm, whose order is the schedule's",
+    OWN_ORDER: "best: the better of depth-first search and randomised greedy search, improved step by step",
+    EXACT: "optimum: by constraint programming, for the planner's model of time, then simulated",
+}
+
+
+def _one_to_many(study: AlpaCommStudy) -> Figure:
+    in_host = [(1, gpus) for gpus in GPUS]
+    over_hosts = [(hosts, GPUS_PER_HOST) for hosts in RECEIVING_HOSTS]
+    panels = (
+        _receivers(study, "one-host", "GPUs", [(str(gpus), hosts, gpus) for hosts, gpus in in_host]),
+        _receivers(study, "hosts", "hosts", [(str(hosts), hosts, gpus) for hosts, gpus in over_hosts]),
+    )
+    title = f"1 GB from one device to the GPUs of one host, and to {GPUS_PER_HOST} GPUs of each of some hosts"
+    return Figure(5, title, "s", panels)
+
+
+def _receivers(study: AlpaCommStudy, name: str, head: str, places: list[tuple[str, int, int]]) -> Panel:
+    columns = [head, *(TITLES[one] for one in STRATEGIES), BOUND]
+    columns += [f"{TITLES[one]} {FORMULA}" for one in STRATEGIES]
+    rows: list[tuple[Cell, ...]] = []
+    for label, hosts, gpus in places:
+        seconds = [study.one_to_many(one, hosts, gpus).seconds for one in STRATEGIES]
+        formulas = [study.closed_form(one, hosts, gpus) for one in STRATEGIES]
+        rows.append((label, *seconds, study.bound_s(hosts, gpus), *formulas))
+    chunks = ", ".join(str(study.one_to_many(BROADCAST, hosts, gpus).chunks) for _, hosts, gpus in places)
+    notes = (
+        "formulas, with t the bytes over the rate of a NIC, A hosts and n receivers: n t; t + t (n - 1) / n, in "
+        "one host t; A t; t (K + A - 1) / K; what happens inside a host takes no time in them",
+        f"K: {chunks}",
+    )
+    return Panel(name, tuple(columns), tuple(rows), notes=notes)
+
+
+def _strategies(study: AlpaCommStudy) -> Figure:
+    names = (SEND_RECV, ALL_GATHER, BROADCAST)
+    seconds = {n: [study.case(n, one).seconds for one in names] for n in CASES}
+    return _by_case(
+        study,
+        Figure(6, "the cases of table 2: broadcast, and two rivals with balanced senders", UNIT),
+        [TITLES[one] for one in names],
+        seconds,
+        TITLES[BROADCAST],
+        tuple(_spec(number) for number in CASES),
+    )
+
+
+def _orders(study: AlpaCommStudy) -> Figure:
+    names = orders()
+    seconds = {n: [study.case(n, BROADCAST, one).seconds for one in names] for n in CASES}
+    left_out = () if EXACT in names else ("the optimum is left out: OR-tools is not installed",)
+    return _by_case(
+        study,
+        Figure(8, "the cases of table 2: broadcast in different orders", UNIT),
+        [ORDER_TITLES[one] for one in names],
+        seconds,
+        ORDER_TITLES[OWN_ORDER],
+        (*(ORDER_NOTES[one] for one in names), *left_out),
+    )
+
+
+def _by_case(
+    study: AlpaCommStudy,
+    figure: Figure,
+    columns: list[str],
+    seconds: dict[int, list[float]],
+    base: str,
+    notes: tuple[str, ...],
+) -> Figure:
+    """A panel with the seconds and one with what they are relative to column `base`."""
+    of = columns.index(base)
+    bounds = {number: study.case(number).bound_s for number in CASES}
+    rows: list[tuple[Cell, ...]] = []
+    ratios: list[tuple[Cell, ...]] = []
+    for number, values in seconds.items():
+        all_of_it = (*values, bounds[number])
+        rows.append((f"case {number}", *all_of_it))
+        ratios.append((f"case {number}", *(value / values[of] for value in all_of_it)))
+    panels = (
+        Panel("seconds", ("case", *columns, BOUND), tuple(rows), notes=notes),
+        Panel("ratios", ("case", *columns, BOUND), tuple(ratios), notes=(f"relative to {base}",)),
+    )
+    return Figure(figure.number, figure.title, figure.unit, panels)
+
+
+def _spec(number: int) -> str:
+    case = CASES[number]
+    meshes = " to ".join(f"{rows} x {columns}" for rows, columns in (case.src_mesh, case.dst_mesh))
+    return f"case {number}: {case.src} to {case.dst}, {meshes}, tensor {' x '.join(map(str, case.shape))}"
+
+
+FIGURES: dict[int, Callable[[AlpaCommStudy], Figure]] = {5: _one_to_many, 6: _strategies, 8: _orders}
+
+
+def figures_named(names: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of figures. Raises UnsupportedError for one that there is not."""
+    known = {str(number): number for number in FIGURES}
+    for name in names:
+        if name not in known:
+            raise UnsupportedError(
+                f"there is no figure '{printable(name)}' here; figures: {', '.join(known)}"
+            )
+    return tuple(known[name] for name in names)
+
+
+def figures(
+    study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
+) -> list[Figure]:
+    """The figures of these numbers, or all, in order."""
+    wanted = [number for number in FIGURES if not numbers or number in numbers]
+    out = []
+    for done, number in enumerate(wanted):
+        out.append(FIGURES[number](study))
+        progress(done + 1, len(wanted))
+    return out
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def picture(figure: Figure, panel: Panel) -> str:
+    """A bar for each strategy or order, marked where its formula, or else the bound, has it.
+
+    Where there are formulas the bound is the same for all bars, and a line.
+    """
+    at_bound = panel.columns.index(BOUND)
+    bars, formulas = panel.columns[1:at_bound], panel.columns[at_bound + 1 :]
+    unit = "x" if panel.model == "ratios" else "s"
+    groups = []
+    for row in panel.rows:
+        values = [_number(cell) for cell in row[1:]]
+        marks = values[len(bars) + 1 :] or [values[len(bars)]] * len(bars)
+        drawn = [
+            Bar(name, value, value, value, f"{value:.3f} {unit}", (mark,))
+            for name, value, mark in zip(bars, values, marks, strict=False)
+        ]
+        label = str(row[0]) if panel.columns[0] == "case" else f"{panel.columns[0]}: {row[0]}"
+        groups.append(Group(label, tuple(drawn)))
+    return bar_chart(
+        f"{panel.model}: {figure.title}",
+        groups,
+        "times as long" if unit == "x" else "seconds",
+        mark_names=("by the formula",) if formulas else (BOUND,),
+        bar_name="simulated",
+        spread_name="",
+        line_at=_number(panel.rows[0][at_bound]) if formulas else None,
+        line_name=BOUND if formulas else "",
+    )
+
+
+def _number(cell: Cell) -> float:
+    assert isinstance(cell, float)
+    return cell

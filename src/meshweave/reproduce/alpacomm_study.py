@@ -1,0 +1,166 @@
+"""AlpaComm's microbenchmarks (MLSys '23, sections 5.1 and 5.3.1), each planned and simulated once.
+
+The rivals' senders are balanced as the paper's are (section 5.1.2). "All-gather" is what the paper calls Alpa: all
+receivers of a task are sent a part each and gather the rest, so within one host it is the local one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
+from math import prod
+
+from meshweave.algorithms.reshard import Fabric, ReshardPlan, plan_reshard, reshard_program, unit_tasks
+from meshweave.algorithms.reshard.order import ORDERS
+from meshweave.cost.machine import Machine
+from meshweave.describe.cluster import Cluster
+from meshweave.describe.network import Hosts
+from meshweave.errors import UnsupportedError
+from meshweave.reproduce.resharding_cases import CASES, DTYPE, ReshardingCase, one_to_many
+from meshweave.simulate import simulate
+from meshweave.units import dtype_bytes
+
+HOSTS = 5
+"""The most of one problem: one sends to four, and two to three."""
+CHIPS = 4
+GPUS = (1, 2, 3, 4)
+"""Receiving GPUs of one host, figure 5 (a)."""
+RECEIVING_HOSTS = (1, 2, 3, 4)
+"""Receiving hosts, figure 5 (b)."""
+GPUS_PER_HOST = 2
+BROADCAST, ALL_GATHER, LOCAL, SEND_RECV = "broadcast", "global_all_gather", "local_all_gather", "send_recv"
+STRATEGIES = (SEND_RECV, ALL_GATHER, LOCAL, BROADCAST)
+WHOLE = 1 << 40
+"""Bytes that no message reaches: nothing is cut to save memory, as in the paper's formulas. (With the planner's
+default an all-gather goes in rounds of 64 MiB, and is slower for it.)"""
+RIVAL_ORDER, OWN_ORDER, NAIVE, IN_ORDER, EXACT = "balance", "best", "naive", "in_order", "exact"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds: simulated, by the planner's model, and the bound that no plan beats.
+
+    `tasks` counts unit tasks, `chunks` the messages that the one with the most is sent in.
+    """
+
+    seconds: float
+    predicted_s: float
+    bound_s: float
+    tasks: int
+    chunks: int
+
+
+def orders() -> tuple[str, ...]:
+    """Those of figure 8 that there are: "in_order" if the planner knows it, "exact" if OR-tools is installed."""
+    wanted = [NAIVE, IN_ORDER, RIVAL_ORDER, OWN_ORDER]
+    if find_spec("ortools") is not None:
+        wanted.append(EXACT)
+    return tuple(name for name in wanted if name in ORDERS)
+
+
+@dataclass
+class AlpaCommStudy:
+    """`cluster` has hosts of four chips at least and one NIC, as the paper assumes; five of them are taken.
+
+    `advance` is told of every simulation. Raises UnsupportedError for another network.
+    """
+
+    cluster: Cluster
+    advance: Callable[[], None] = lambda: None
+    _known: dict[tuple[ReshardingCase, str, str], Timed] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        network = self.cluster.network
+        if not isinstance(network, Hosts) or network.chips_per_host < CHIPS or network.nics_per_host != 1:
+            raise UnsupportedError(
+                f"{self.cluster.name}: AlpaComm's experiments need hosts of {CHIPS} chips at least with one NIC "
+                'each; give a cluster whose network has kind = "hosts"'
+            )
+        self.chips_per_host = network.chips_per_host
+        self.cluster = self.cluster.with_chips(HOSTS * network.chips_per_host)
+
+    @cached_property
+    def fabric(self) -> Fabric:
+        return Fabric.of(self.cluster)
+
+    def timed(self, case: ReshardingCase, strategy: str, order: str) -> Timed:
+        key = case, strategy, order
+        if key not in self._known:
+            plan = self._plan(case, strategy, order)
+            program = reshard_program(plan)
+            seconds = simulate(program, Machine.of(self.cluster, program)).duration_s
+            chunks = max(turn.chunks for turn in plan.turns)
+            self._known[key] = Timed(seconds, plan.predicted_s, plan.bound_s, len(plan.tasks), chunks)
+            self.advance()
+        return self._known[key]
+
+    def _plan(self, case: ReshardingCase, strategy: str, order: str) -> ReshardPlan:
+        problem = case.problem(chips_per_host=self.chips_per_host)
+        return plan_reshard(problem, self.fabric, strategy=strategy, order=order, message_bytes=WHOLE)
+
+    # --- figure 5 ---------------------------------------------------------------------------------
+
+    def one_to_many(self, strategy: str, hosts: int, gpus: int) -> Timed:
+        """1 GB from one device to `gpus` of each of `hosts` hosts."""
+        return self.timed(one_to_many(hosts, gpus), strategy, self.order_of(strategy))
+
+    def closed_form(self, strategy: str, hosts: int, gpus: int) -> float:
+        """Seconds by the formulas of `algorithms.reshard.multicast`; what happens inside a host takes no time.
+
+        The all-gather's is t + t (n - 1) / n for n receivers in several hosts: its ring enters a host with every
+        part but the one of the rank that it enters at.
+        """
+        t = self.bound_s(hosts, gpus)
+        chunks = self.one_to_many(BROADCAST, hosts, gpus).chunks
+        count = hosts * gpus
+        return {
+            SEND_RECV: count * t,
+            LOCAL: hosts * t,
+            ALL_GATHER: t + t * (count - 1) / count if hosts > 1 else t,
+            BROADCAST: t * (chunks + hosts - 1) / chunks,
+        }[strategy]
+
+    def bound_s(self, hosts: int, gpus: int) -> float:
+        """t: the bytes over the rate of a NIC."""
+        return prod(one_to_many(hosts, gpus).shape) * dtype_bytes(DTYPE) / self.fabric.nic_bytes_per_s
+
+    # --- figures 6 and 8 --------------------------------------------------------------------------
+
+    def case(self, number: int, strategy: str = BROADCAST, order: str | None = None) -> Timed:
+        """A case of table 2; without an order in that of the paper."""
+        return self.timed(CASES[number], strategy, order or self.order_of(strategy))
+
+    @staticmethod
+    def order_of(strategy: str) -> str:
+        return OWN_ORDER if strategy == BROADCAST else RIVAL_ORDER
+
+    def over_gather(self, number: int) -> float:
+        """How many times as long the all-gather takes as the broadcast."""
+        return self.case(number, ALL_GATHER).seconds / self.case(number).seconds
+
+    def over_best(self, number: int, order: str) -> float:
+        """How many times as long a broadcast takes in an order as in the best."""
+        return self.case(number, BROADCAST, order).seconds / self.case(number).seconds
+
+    def most_by_order(self, number: int) -> float:
+        """What order and balance can win at most: all tasks one after another, over the bound of the NICs."""
+        naive = self.case(number, BROADCAST, NAIVE)
+        return naive.predicted_s / naive.bound_s
+
+    def most_by_broadcast(self, number: int) -> float:
+        """What a broadcast can win over an all-gather at most: both by the planner's formulas."""
+        return self.case(number, ALL_GATHER).predicted_s / self.case(number).predicted_s
+
+    @staticmethod
+    def uneven(number: int) -> bool:
+        """Whether some task cannot be cut into equal parts for its receivers."""
+        tasks = unit_tasks(CASES[number].problem())
+        return any(prod(piece.shape) % len(task.needers) for task in tasks for piece in task.pieces)
+
+    @property
+    def naive_order(self) -> str:
+        """The paper's naive algorithm has a global order, in which no host is said to wait for others: `in_order`,
+        where the planner has that."""
+        return IN_ORDER if IN_ORDER in ORDERS else NAIVE
