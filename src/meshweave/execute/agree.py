@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshweave.errors import BindError, DeadlineError, MeshweaveError, RankLostError
-from meshweave.execute.groups import TorchContext
+from meshweave.execute.groups import PerWorld, TorchContext
 from meshweave.execute.verdict import ranks_text
 from meshweave.ir.program import Program
 from meshweave.ir.text import to_text
@@ -40,7 +40,7 @@ def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str)
     if not context.is_distributed:
         raise BindError(f"ranks {ranks} have no way to talk ({what}): initialise torch.distributed")
     store: Any = dist.distributed_c10d._get_default_store()
-    talks = _talks.setdefault(id(dist.group.WORLD), {})
+    talks = _talks.counts()
     number = talks[ranks] = talks.get(ranks, 0) + 1
     me, folder = context.rank, f"meshweave/talk/{'-'.join(map(str, ranks))}"
     others = [rank for rank in ranks if rank != me]
@@ -63,8 +63,8 @@ def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str)
     return {rank: words if rank == me else heard[rank] for rank in ranks}
 
 
-_talks: dict[int, dict[tuple[int, ...], int]] = {}
-"""Rounds so far by set of ranks, for each world: contexts come and go, and marks stay in the store."""
+_talks = PerWorld()
+"""Rounds so far by set of ranks: contexts come and go, and marks stay in the store."""
 
 
 def _now(rank: int | None) -> str:

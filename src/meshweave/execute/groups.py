@@ -158,8 +158,23 @@ class TorchContext:
         self._groups.clear()
 
 
-_made: dict[int, dict[tuple[int, ...], int]] = {}
-"""How many groups ranks have made among themselves, for each world."""
+class PerWorld:
+    """Counts by set of ranks that begin anew with each default process group."""
+
+    def __init__(self) -> None:
+        self._world: Any = None
+        self._counts: dict[tuple[int, ...], int] = {}
+
+    def counts(self) -> dict[tuple[int, ...], int]:
+        """Those of the default process group that there is now."""
+        world = dist.group.WORLD
+        if self._world is not world:
+            self._world, self._counts = world, {}
+        return self._counts
+
+
+_made = PerWorld()
+"""How many groups ranks have made among themselves."""
 
 
 @contextlib.contextmanager
@@ -170,7 +185,10 @@ def _named_by_ranks() -> Iterator[None]:
     and each would wait for the others under a name of its own.
     """
     home: Any = dist.distributed_c10d
-    theirs, made = home._process_group_name, _made.setdefault(id(dist.group.WORLD), {})
+    theirs, made = getattr(home, "_process_group_name", None), _made.counts()
+    if theirs is None:  # a torch that names groups otherwise
+        yield
+        return
 
     def name(ranks: Sequence[int], use_hashed_name: bool) -> str:
         if not use_hashed_name:

@@ -25,7 +25,7 @@ from meshweave.execute.torch_views import Action, Chain, Staging, empty
 from meshweave.execute.torch_wire import Exchange, Wire, wire_orders
 from meshweave.ir.dataflow import analyse, untimed_order
 from meshweave.ir.edges import exposed_buffers, local_edges, write_edges
-from meshweave.ir.ops import COMPUTE_KINDS
+from meshweave.ir.ops import COMPUTE_KINDS, Recv
 from meshweave.ir.program import BoundOp, Buffer, Lane, Program
 from meshweave.trace import Span, Trace
 
@@ -339,8 +339,12 @@ def _post_ahead(
             action = actions[index]
             steps = action.steps if isinstance(action, Chain) else (action,)
             exchange = next((step for step in steps if isinstance(step, Exchange)), None)
-            # What follows in the chain takes the data out of staging, which the next op may not fill yet.
-            early = exchange is not None and exchange is steps[-1] and exchange.receives
+            # What follows in the chain takes the data out of staging, which the next op may not fill yet; messages
+            # have two to fill in turns.
+            staged = exchange is not None and exchange is not steps[-1]
+            early = exchange is not None and exchange.receives
+            if staged and not isinstance(ops[index].op, Recv):
+                early = False
             if any(view.buffer in exposed for view in ops[index].op.writes):
                 early = False
             if previous is not None and exchange is not None and early:

@@ -92,7 +92,9 @@ def _message(wire: Wire, op: Send | Recv, what: str) -> Action:
     if isinstance(op, Send):
         box, before = wire.outgoing(op, op.src, wire.order(op, op.src))
         return chain([*before, *wire.exchange(what, group, tag, [(box, peer)], [])])
-    box, after = wire.incoming(op, op.out, wire.order(op, op.out), update=op.update)
+    # Two in turns, so that one can be received into while the other is taken from.
+    use = f"in {next(wire.num_received.setdefault(op.lane, itertools.count())) % 2}"
+    box, after = wire.incoming(op, op.out, wire.order(op, op.out), update=op.update, use=use)
     return chain([*wire.exchange(what, group, tag, [], [(box, peer)]), *after])
 
 

@@ -182,9 +182,10 @@ class Staging:
     ) -> Tensor:
         """A dense tensor of logical `shape` with dims in memory in `order`."""
         size = math.prod(shape) * dtype.itemsize
-        key = (lane, use, size.bit_length())
+        bits = max(size - 1, 0).bit_length()
+        key = (lane, use, bits)
         if key not in self._memory:
-            self._memory[key] = torch.empty(1 << size.bit_length(), dtype=torch.uint8, device=self._device)
+            self._memory[key] = torch.empty(1 << bits, dtype=torch.uint8, device=self._device)
         flat = self._memory[key][:size].view(dtype)
         order = order or natural(len(shape))
         return from_wire(flat.view([shape[dim] for dim in order]), order)

@@ -9,8 +9,8 @@ already lies so is sent and received in place, any other through staging.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,8 @@ class Wire:
     program: Program
     orders: dict[WireKey, Order]
     channels: Mapping[str, int]
+    num_received: dict[str, Iterator[int]] = field(default_factory=dict)
+    """By lane, the messages that have been bound to be received."""
 
     @property
     def rank(self) -> int:
@@ -179,15 +181,17 @@ class Wire:
         dtype: torch.dtype | None = None,
         update: bool = False,
         apart: bool = False,
+        use: str = "in",
     ) -> tuple[Tensor, list[Action]]:
-        """A dense tensor in wire order to receive `view` into, and what takes it from there."""
+        """A dense tensor in wire order to receive `view` into, and what takes it from there; `use` is that of the
+        staging, if it takes any."""
         found = self.binder.view(view)
         dtype = dtype or found.dtype
         if found.direct is not None and dtype == found.dtype and not update and not apart:
             wire = to_wire(found.direct, order)
             if wire.is_contiguous():
                 return wire, []
-        packed = self.binder.staging.get(op.lane, "in", found.shape, dtype, order)
+        packed = self.binder.staging.get(op.lane, use, found.shape, dtype, order)
         after = self.binder.staging.transfer(op.lane, found, Strided.of(packed), add=update)
         return to_wire(packed, order), after
 

@@ -26,7 +26,7 @@ from meshweave.algorithms.reshard.order import (
 )
 
 SEARCHES = tuple(name for name in ORDERS if name != "exact")
-"""`exact` needs OR-tools; test_order_exact tests it."""
+"""`exact` needs OR-tools; test_reshard_order_exact tests it."""
 quick = settings(max_examples=60, deadline=None)
 seeds = st.integers(0, 2**32 - 1).map(Random)
 any_jobs = st.one_of(seeds.map(unstructured), seeds.map(reshard))
