@@ -21,7 +21,7 @@ def _load(name: str) -> dict[str, Any]:
     return loaded
 
 
-def _machine(data: dict[str, Any]) -> str:
+def machine_line(data: dict[str, Any]) -> str:
     machine = data["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}."
@@ -46,7 +46,7 @@ def _rounds(name: str, command: str) -> Iterator[str]:
     data = _load(name)
     yield f"`meshweave bench matmul {_LAB} {_CALIBRATED} {command}`"
     yield ""
-    yield f"{_machine(data)} {data['repeat']} runs each."
+    yield f"{machine_line(data)} {data['repeat']} runs each."
     for turn in data["rounds"]:
         p = turn["problem"]
         yield ""
@@ -66,7 +66,7 @@ def _shapes() -> Iterator[str]:
         f"--m {p['m']} --n {p['n']} --k {p['k']} --ratio 0.3 --slices 8 --algorithms collective`"
     )
     yield ""
-    yield f"{_machine(data)} A is four times as large as B: what moves along the axis of two is what is large."
+    yield f"{machine_line(data)} A is four times as large as B: what moves along the axis of two is what is large."
     for shape in data["shapes"]:
         yield ""
         yield f"**{shape['lab']}**, bound {shape['bound_s']:.3f} s"
@@ -84,7 +84,7 @@ def _fidelity() -> Iterator[str]:
         f"--repeat {data['repeat']}`"
     )
     yield ""
-    yield f"{_machine(data)} Errors are |predicted / measured - 1|."
+    yield f"{machine_line(data)} Errors are |predicted / measured - 1|."
     yield ""
     yield "| | cases | estimate, mean | worst | simulation, mean | worst |"
     yield "|---|---|---|---|---|---|"

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshweave.algorithms.reshard import Fabric, ReshardPlan, plan_reshard, reshard_program
+from meshweave.algorithms.reshard.plan import MAX_MESSAGES
 from meshweave.cli.reshard_problem import Asked
 from meshweave.cost.machine import Machine
 from meshweave.errors import UnsupportedError
@@ -16,7 +17,6 @@ from meshweave.ir.program import Program
 if TYPE_CHECKING:
     from meshweave.simulate.result import Simulation
 
-MAX_MESSAGES = 2_000_000
 MAX_SIMULATED_OPS = 600_000
 """Some 10 s of simulation, and of writing the program before."""
 MAX_SHOWN = 8

@@ -33,6 +33,9 @@ def reshard(
 ) -> DTensor:
     """The same tensor on another device mesh, or with other placements on its own; every rank of either calls it.
 
+    The first of a kind is planned and bound. What it is bound to, an input, an output and room for messages, is
+    kept for the next of its kind as long as the context lives; `reshard_state_dict` keeps none of that.
+
     A rank outside the source mesh calls it with the DTensor that torch has there, without elements and with the
     global shape: `torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)`,
     or `DTensor.from_local(torch.empty(0, dtype=dtype), mesh, placements, run_check=False, shape=shape,
@@ -182,8 +185,8 @@ def reshard_state_dict(
         state: DTensors by name, of any dtypes that `reshard` moves, mixed.
         placements: on `device_mesh`, by name or by a function of name and tensor.
         extra_bytes: the most memory in bytes that a rank may take beside what it has and what it gets; messages
-            become as small as that needs. None sets no limit. Sums that have to be made are not counted, nor are
-            copies of shards that are strided in memory.
+            become as small as that needs. None sets no limit. Sums that have to be made are not counted, nor
+            is the program itself.
         into: DTensors that get the results, such as the parameters of a receiver, by some or all of the names;
             they must lie as asked for, and not in the memory of `state`.
         cluster, context: as for `reshard`.
@@ -267,10 +270,13 @@ def _check_into(
     state: Mapping[str, Tensor],
     site: Site,
 ) -> None:
-    """Raises LayoutError where what gets a result does not lie as that, or where it lies in what is read."""
-    read = sorted(
-        (*_memory(local_part(one)), name) for name, one in state.items() if site.rank in moves[name].src.mesh
-    )
+    """Raises LayoutError where what gets a result does not lie as that, or where the memory from its first to its
+    last element is that of something else that is read or gets a result."""
+    used = [
+        (*_memory(local_part(one)), f"{name}, which is read")
+        for name, one in state.items()
+        if site.rank in moves[name].src.mesh
+    ]
     for name, one in into.items():
         if name not in moves:
             raise LayoutError(f"into has {name}, which is not in the state{nearest(name, moves)}")
@@ -289,9 +295,10 @@ def _check_into(
         if site.rank in move.dst.mesh:
             move.check(local_part(one), move.dst, site.rank)
             start, end = _memory(local_part(one))
-            for first, last, other in read:
+            for first, last, other in used:
                 if max(first, start) < min(last, end):
-                    raise LayoutError(f"{name} of into lies in the memory of {other}, which is read")
+                    raise LayoutError(f"{name} of into lies in the memory of {other}")
+            used.append((start, end, f"{name} of into"))
 
 
 def _memory(local: Tensor) -> tuple[int, int]:

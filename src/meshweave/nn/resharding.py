@@ -32,7 +32,7 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     reshard_program,
 )
-from meshweave.algorithms.reshard.plan import MESSAGE_BYTES
+from meshweave.algorithms.reshard.plan import MAX_MESSAGES, MESSAGE_BYTES
 from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.layout import Layout
 from meshweave.describe.network import Hosts
@@ -212,7 +212,7 @@ class Move:
 
     def carried(self, local: Tensor) -> Tensor:
         """A local part as the program sees it: the same memory."""
-        local = local.detach().view(torch_dtype(CARRIERS[self.dtype]))
+        local = local.detach().resolve_conj().view(torch_dtype(CARRIERS[self.dtype]))
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:
@@ -245,7 +245,7 @@ def telling(site: Site, ranks: Sequence[int]) -> Iterator[None]:
     """What this rank refuses in here is told to the others of `ranks`, which listen at the first of a kind."""
     try:
         yield
-    except MeshweaveError as error:
+    except Exception as error:  # of the caller's functions, too: the others are not to wait for it
         if site.rank in ranks:
             words = json.dumps({"refuses": f"{type(error).__name__}: {error}"})
             with contextlib.suppress(MeshweaveError):
@@ -330,7 +330,8 @@ def program_of(
             if site.cluster is not None:
                 cluster = load_cluster(site.cluster) if isinstance(site.cluster, str) else site.cluster
                 fabric = Fabric.of(cluster, ranks[-1] + 1)
-        hosts = _hosts(site, ranks, [*(move.told for move in moves), *filter(None, [note])])
+        also = note, f"extra_bytes {extra_bytes}" if extra_bytes is not None else "", _called(site.cluster)
+        hosts = _hosts(site, ranks, [*(move.told for move in moves), *filter(None, also)])
         if kind not in site.known:
             problem = ReshardProblem(tuple(move.item for move in moves))
             program = reshard_program(_planned(problem, fabric or _fabric(site, hosts), extra_bytes))
@@ -341,6 +342,12 @@ def program_of(
     return found
 
 
+def _called(cluster: Cluster | str | None) -> str:
+    if cluster is None:
+        return ""
+    return f"cluster {cluster if isinstance(cluster, str) else cluster.name}"
+
+
 def _planned(problem: ReshardProblem, fabric: Fabric, extra_bytes: int | None) -> ReshardPlan:
     """In as large messages as `extra_bytes` lets ranks pack and pass on. Raises LayoutError."""
     plan = plan_reshard(problem, fabric)
@@ -348,6 +355,11 @@ def _planned(problem: ReshardProblem, fabric: Fabric, extra_bytes: int | None) -
         return plan
     message_bytes = max(min(extra_bytes, MESSAGE_BYTES), _LEAST_MESSAGE_BYTES)
     while True:
+        if plan.num_messages > MAX_MESSAGES:
+            raise LayoutError(
+                f"extra_bytes is {extra_bytes}, and this takes {plan.num_messages:,} messages, more than the "
+                f"{MAX_MESSAGES:,} that a program may have"
+            )
         scratch, rank = max((plan.scratch_bytes(rank), rank) for rank in problem.ranks)
         if scratch <= extra_bytes:
             return plan

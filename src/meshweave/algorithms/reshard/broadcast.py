@@ -16,8 +16,8 @@ from itertools import pairwise
 
 from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.multicast import Cost, Crossing, Multicast, Rates
-from meshweave.algorithms.reshard.tasks import in_chunks, num_messages
-from meshweave.algorithms.reshard.writer import FAR, NEAR, Messages
+from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, with_tail
+from meshweave.algorithms.reshard.writer import FAR, LEAD_BYTES, NEAR, Messages
 
 MOST_CHUNKS = 128
 LEAST_CHUNK_BYTES = 1 << 16
@@ -69,6 +69,6 @@ class Broadcast:
         for host in cast.hosts:
             chain = (sender, *host) if cast.is_local else host
             hops += [(a, b, NEAR[n % 2]) for n, (a, b) in enumerate(pairwise(chain))]
-        for chunk in in_chunks(cast.pieces, chunks):
+        for chunk in with_tail(in_chunks(cast.pieces, chunks), LEAD_BYTES):
             for src, dst, lane in hops:
                 writer.message(chunk, src, dst, lane, from_source=src == sender)

@@ -71,13 +71,8 @@ class GlobalAllGather:
                 for place, rank in enumerate(ranks):
                     part = parts[(place - step) % count]
                     if part.num_bytes:
-                        writer.message(
-                            part,
-                            rank,
-                            ranks[(place + 1) % count],
-                            _ring_lane(place, count),
-                            from_source=False,
-                        )
+                        to, ring = ranks[(place + 1) % count], _ring_lane(place, count)
+                        writer.message(part, rank, to, ring, from_source=False, tells=len(cast.hosts) > 1)
 
 
 class LocalAllGather(GlobalAllGather):

@@ -28,6 +28,8 @@ SPLIT_ABOVE = 1.02
 """Tasks are divided among senders where that might save more than this factor says."""
 LEAST_PART_BYTES = 1 << 18
 MESSAGE_BYTES = 64 << 20
+MAX_MESSAGES = 2_000_000
+"""A program of more takes minutes to write, and gigabytes."""
 MOST_ROUNDS = 4
 MOST_DIVIDED = 512
 
@@ -52,7 +54,7 @@ class ReshardPlan:
     """`turns` stand in the order in which they are written. Times are those of the model, see `simulate` for
     more.
 
-    `serial`: each turn waits for the one before, whoever takes part in them.
+    `serial`: each turn between hosts waits for the one before, whoever takes part in them.
     """
 
     problem: ReshardProblem
@@ -125,7 +127,8 @@ def plan_reshard(
     order: str = "best",
     message_bytes: int = MESSAGE_BYTES,
 ) -> ReshardPlan:
-    """Chooses senders, gateways, chunks and the order. The same arguments give the same plan everywhere.
+    """Chooses senders, gateways, chunks and the order. The same arguments give the same plan everywhere, except
+    for the order "exact", which has a time limit.
 
     Args:
         strategy: one of `strategies.STRATEGIES`.
@@ -145,7 +148,7 @@ def plan_reshard(
             f"the fabric has {len(fabric.host_of)} ranks, and rank {problem.ranks[-1]} takes part"
         )
     tasks = unit_tasks(problem)
-    casts = [cast for task in tasks for cast in multicasts(task, fabric, how)]
+    casts = _senders_last([cast for task in tasks for cast in multicasts(task, fabric, how)], fabric)
     casts, schedule = _ordered(casts, tasks, fabric, how, order, message_bytes)
     turns = []
     choices = [ways(number, cast, fabric, how) for number, cast in enumerate(casts)]
@@ -154,6 +157,15 @@ def plan_reshard(
         chunks = _num_chunks(cast, fabric, how, message_bytes)
         turns.append(Turn(cast, chunks, how.cost(cast, fabric, chunks), schedule.starts[number] / PS_PER_S))
     return ReshardPlan(problem, fabric, how, order, tasks, tuple(turns), serial=order == "naive")
+
+
+def _senders_last(casts: Sequence[Multicast], fabric: Fabric) -> list[Multicast]:
+    """Hosts that send something of their own come last in each chain, where they have nothing to pass on."""
+    sending = {fabric.host_of[rank] for cast in casts if not cast.is_local for rank in cast.senders}
+    return [
+        replace(cast, hosts=tuple(sorted(cast.hosts, key=lambda host: fabric.host_of[host[0]] in sending)))
+        for cast in casts
+    ]
 
 
 def _ordered(
@@ -165,19 +177,20 @@ def _ordered(
     message_bytes: int,
 ) -> tuple[list[Multicast], Schedule]:
     """Multicasts and their schedule; the largest ones divided while that helps."""
-    schedule = ORDERS[order](_jobs(casts, fabric, how, message_bytes))
-    if order == "naive" or not all(map(how.picks_sender, casts)):
-        return casts, schedule
+    search = ORDERS["best" if order == "exact" else order]
     aim = nic_bound_s(tasks, fabric) * PS_PER_S
-    divided = casts
-    for _ in range(MOST_ROUNDS):
+    schedule, divided = search(_jobs(casts, fabric, how, message_bytes)), casts
+    rounds = MOST_ROUNDS if order != "naive" and all(map(how.picks_sender, casts)) else 0
+    for _ in range(rounds):
         count = len(divided)
         divided = _divided(divided, fabric, how)
         if schedule.makespan <= SPLIT_ABOVE * aim or not count < len(divided) <= MOST_DIVIDED:
             break
-        found = ORDERS[order](_jobs(divided, fabric, how, message_bytes))
+        found = search(_jobs(divided, fabric, how, message_bytes))
         if found.makespan < schedule.makespan:
             casts, schedule = divided, found
+    if order == "exact":  # once, for it may take its time
+        schedule = ORDERS[order](_jobs(casts, fabric, how, message_bytes))
     return casts, schedule
 
 

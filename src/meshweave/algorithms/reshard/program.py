@@ -25,12 +25,12 @@ def reshard_program(plan: ReshardPlan) -> Program:
     for number, turn in enumerate(plan.turns):
         for told, dtype, rank, lane in gates.pop(number, ()):
             writer.gate(told, dtype, rank, lane)
-        writer.arrived.clear()
+        writer.begin()
         plan.strategy.write(writer, turn.cast, turn.chunks)
         messages: dict[tuple[int, int], View] = {}
         for wait in waits.get(number, ()):
-            last = writer.arrived.get(wait.at)
-            if last is None:  # nothing but scalars, which delay nobody
+            last = writer.told_by(wait.at)
+            if last is None:
                 continue
             if (wait.at, wait.to) not in messages:
                 messages[wait.at, wait.to] = writer.turn(last, wait.at, wait.to)
@@ -49,33 +49,30 @@ class _Wait:
 
 
 def _waits(plan: ReshardPlan) -> dict[int, list[_Wait]]:
-    """By the turn that is waited for. Between turns of one sender there is nothing to tell: its lane has an
-    order."""
+    """By the turn that is waited for.
+
+    Between crossings of one sender to one gateway there is nothing to tell: they are one stream. To another
+    gateway a sender waits, too: it is done with a message long before that has arrived.
+    """
     nic = plan.fabric.nic
     before: dict[object, tuple[int, Crossing]] = {}
     found: dict[int, dict[_Wait, None]] = defaultdict(dict)
     for number, turn in enumerate(plan.turns):
         crossings = plan.strategy.crossings(turn.cast)
-        for place, crossing in enumerate(crossings):
-            keys: list[object] = [("in", nic(crossing.gateway))]
-            if crossing.upstream in turn.cast.senders:
-                keys.append(("out", nic(crossing.upstream)))
-            if plan.serial:
-                keys = ["everybody"] if place == 0 else []
-            for key in keys:
-                earlier = before.get(key)
-                if earlier is None or earlier[0] == number or earlier[1].gateway == crossing.upstream:
-                    continue
-                at = earlier[1]
-                if at.upstream != crossing.upstream or plan.serial:
-                    found[earlier[0]][_Wait(number, at.gateway, crossing.upstream, crossing.lane)] = None
-        for place, crossing in enumerate(crossings):
+        for crossing in crossings:
+            is_first = crossing.upstream in turn.cast.senders
+            keys: list[object] = [("in", nic(crossing.gateway)), ("out", nic(crossing.upstream))]
+            for key in ["everybody"] * is_first if plan.serial else keys:
+                number_before, earlier = before.get(key, (number, crossing))
+                knows = earlier.gateway == crossing.upstream
+                is_stream = (earlier.upstream, earlier.gateway) == (crossing.upstream, crossing.gateway)
+                if number_before != number and not is_stream and (plan.serial or not knows):
+                    wait = _Wait(number, earlier.gateway, crossing.upstream, crossing.lane)
+                    found[number_before][wait] = None
+        for crossing in crossings:
             before["in", nic(crossing.gateway)] = number, crossing
-            if crossing.upstream in turn.cast.senders and (
-                ("out", nic(crossing.upstream)) not in before
-                or before["out", nic(crossing.upstream)][0] != number
-            ):
-                before["out", nic(crossing.upstream)] = number, crossing
-            if place == len(crossings) - 1:
-                before["everybody"] = number, crossing
+            key = "out", nic(crossing.upstream)
+            if before.get(key, (-1, crossing))[0] != number:  # of several, the first: it leaves the sender
+                before[key] = number, crossing
+            before["everybody"] = number, crossing
     return {number: list(waits) for number, waits in found.items()}

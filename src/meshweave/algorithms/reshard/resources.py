@@ -27,6 +27,8 @@ class Way:
     cast: Multicast
     out: tuple[Nic, ...]
     into: tuple[Nic, ...]
+    passing: tuple[Nic, ...] = ()
+    """NICs of gateways that pass on what they get."""
 
 
 def ways(number: int, cast: Multicast, fabric: Fabric, how: Strategy) -> list[Way]:
@@ -66,6 +68,7 @@ def ways(number: int, cast: Multicast, fabric: Fabric, how: Strategy) -> list[Wa
             ),
             nics,
             tuple(nic for nic, _ in entry),
+            tuple(nic for nic, _ in entry[:-1]),
         )
         for (nics, ranks), entry in combined
     ]
@@ -107,16 +110,14 @@ def jobs_of(casts: Sequence[Multicast], durations_s: Sequence[float], fabric: Fa
     """Multicasts as the order sees them, each with the seconds for which it holds its NICs."""
     resources = _Resources({"out": not all(map(how.picks_sender, casts)), "in": not how.one_gateway})
     jobs = []
-    for number, (cast, duration_s) in enumerate(zip(casts, durations_s, strict=True)):
-        held = [
-            tuple(
-                sorted(
-                    [resources.number("out", nic) for nic in way.out]
-                    + [resources.number("in", nic) for nic in way.into]
-                )
-            )
-            for way in ways(number, cast, fabric, how)
-        ]
+    choices = [ways(number, cast, fabric, how) for number, cast in enumerate(casts)]
+    senders = {nic for found in choices for way in found for nic in way.out}
+    for found, duration_s in zip(choices, durations_s, strict=True):
+        held = []
+        for way in found:
+            out = dict.fromkeys((*way.out, *(nic for nic in way.passing if nic in senders)))
+            numbers = [resources.number("out", nic) for nic in out]
+            held.append(tuple(sorted([*numbers, *(resources.number("in", nic) for nic in way.into)])))
         jobs.append(Job(max(round(duration_s * PS_PER_S), 1), tuple(held)))
     return Jobs(tuple(jobs), tuple(resources.class_of))
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.multicast import Cost, Crossing, Multicast, Rates
-from meshweave.algorithms.reshard.tasks import in_chunks, num_messages
-from meshweave.algorithms.reshard.writer import FAR, NEAR, Messages
+from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, with_tail
+from meshweave.algorithms.reshard.writer import FAR, LEAD_BYTES, NEAR, Messages
 
 
 class SendRecv:
@@ -35,5 +35,5 @@ class SendRecv:
 
     def write(self, writer: Messages, cast: Multicast, chunks: int) -> None:
         (sender,), ((receiver,),) = cast.senders, cast.hosts
-        for piece in in_chunks(cast.pieces, chunks):
+        for piece in with_tail(in_chunks(cast.pieces, chunks), LEAD_BYTES):
             writer.message(piece, sender, receiver, (NEAR if cast.is_local else FAR)[0], from_source=True)

@@ -9,7 +9,7 @@ those of several tensors: they cannot but take the same ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
@@ -146,6 +146,19 @@ def in_chunks(pieces: Sequence[Piece], count: int) -> Iterator[Piece]:
     share = max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
     for piece in pieces:
         yield from cut(piece, share)
+
+
+def with_tail(chunks: Iterable[Piece], most: int) -> Iterator[Piece]:
+    """The chunks, of which the last one is cut once more, so that it is no larger than `most` bytes or a row."""
+    last: Piece | None = None
+    for chunk in chunks:
+        if last is not None:
+            yield last
+        last = chunk
+    if last is not None:
+        *head, tail = cut(last, most) if last.num_bytes > 2 * most else (last,)
+        yield from _joined(head)
+        yield tail
 
 
 def num_messages(pieces: Sequence[Piece], count: int) -> int:

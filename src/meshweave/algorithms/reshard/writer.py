@@ -35,13 +35,20 @@ NEAR = ("near0", "near1")
 GATHER = ("gather0", "gather1", "gather2")
 """Around rings; the third is for the last hop of an odd ring."""
 TURN, COPY = "turn", "copy"
+LEAD_BYTES = 1 << 15
+"""Of a multicast, what may still be on its way when the next sender is told."""
 
 
 class Messages(Protocol):
     """What a strategy says of a multicast."""
 
-    def message(self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool) -> None:
-        """`src` sends a piece to `dst`: as a rank of the source mesh, or passing on what it has got."""
+    def message(
+        self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool, tells: bool = True
+    ) -> None:
+        """`src` sends a piece to `dst`: as a rank of the source mesh, or passing on what it has got.
+
+        With `tells` a NIC is free when the last of these has arrived.
+        """
         ...
 
     def wait(self, at: int, to: int, lane: str) -> None:
@@ -63,7 +70,9 @@ class Tally:
         if num_bytes > self.largest.get((rank, lane, use), 0):
             self.largest[rank, lane, use] = num_bytes
 
-    def message(self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool) -> None:
+    def message(
+        self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool, tells: bool = True
+    ) -> None:
         self.num_messages += 1
         if self._host_of[src] != self._host_of[dst]:
             self.bytes_across_hosts += piece.num_bytes
@@ -74,9 +83,10 @@ class Tally:
         pass
 
     def scratch_bytes(self, rank: int) -> int:
-        """At most what an executor packs messages into: per lane and use, rounded up to a power of two, and the
-        smaller ones that were there before."""
-        return sum(4 * size for (of, _, _), size in self.largest.items() if of == rank)
+        """At most what an executor packs messages into: per lane one for what goes out and two for what comes in,
+        rounded up to a power of two, and the smaller ones that were there before."""
+        mine = ((use, size) for (of, _, use), size in self.largest.items() if of == rank)
+        return sum((8 if use == "in" else 4) * size for use, size in mine)
 
 
 class Writer:
@@ -86,8 +96,8 @@ class Writer:
         self._problem = problem
         self._body: list[Statement] = []
         self._lanes: dict[str, None] = {}
-        self.arrived: dict[int, Piece] = {}
-        """By rank the last piece with dims that a message has brought."""
+        self._arrived: dict[int, tuple[Piece, Piece | None]] = {}
+        """By rank the last piece with dims that a message of this multicast has brought, and the one before."""
         self._turns: dict[tuple[str, int], Iterator[int]] = {}
         self._scratch: dict[str, tuple[str, tuple[int, ...]]] = {}
 
@@ -103,17 +113,30 @@ class Writer:
     def _target(piece: Piece) -> View:
         return View(f"y{piece.item}", _box(piece.dst, piece.shape))
 
-    def message(self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool) -> None:
+    def message(
+        self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool, tells: bool = True
+    ) -> None:
         into = self._target(piece)
-        if piece.shape:
-            self.arrived[dst] = piece
+        if piece.shape and tells:
+            before = self._arrived.get(dst)
+            self._arrived[dst] = piece, before[0] if before else None
         self._on(src, Send(src=self._source(piece) if from_source else into, peer=dst, lane=lane))
         self._on(dst, Recv(out=into, peer=src, lane=lane))
 
     def wait(self, at: int, to: int, lane: str) -> None:
-        last = self.arrived.get(at)
+        last = self.told_by(at)
         if last is not None:
             self.gate(self.turn(last, at, to), self.dtype_of(last), to, lane)
+
+    def begin(self) -> None:
+        """Before a multicast."""
+        self._arrived.clear()
+
+    def told_by(self, rank: int) -> Piece | None:
+        """The piece of this multicast whose arrival at a rank lets the next one begin: the last but one, if the
+        last is short, so that the NIC is busy while word of it goes round. None of scalars, which delay nobody."""
+        last, before = self._arrived.get(rank, (None, None))
+        return before if last is not None and before is not None and last.num_bytes <= LEAD_BYTES else last
 
     def dtype_of(self, piece: Piece) -> str:
         return self._problem.items[piece.item].dtype
