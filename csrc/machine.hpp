@@ -37,7 +37,8 @@ class Machine {
     i64 first, count;
     i64 number = -1;  // of the route
   };
-  // One-sided transfers and messages over a route; when one adds, each byte takes so many FLOPs from the products of the rank that issued it.
+  // One-sided transfers and messages over a route; when one adds, each byte takes so many FLOPs from the products of the
+  // rank that issued it.
   struct OneSided {
     i64 fixed_ps, rate, flops_per_byte;
   };

@@ -23,6 +23,7 @@ from meshweave.algorithms.reshard import (
 )
 from meshweave.cost.machine import Machine
 from meshweave.describe.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis, load_cluster
+from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.mesh import Mesh
 from meshweave.describe.spec import layout_of_spec
 from meshweave.simulate import engine, reference
@@ -143,3 +144,26 @@ def test_both_simulators_say_the_same(case: Case, strategy: str, order: str, see
     found, expected = engine.simulate(program, machine).trace(), reference.simulate(program, machine)
     by_op = [sorted(one.spans, key=lambda span: (span.rank, span.index)) for one in (found, expected)]
     assert by_op[0] == by_op[1]
+
+
+def test_a_host_that_passes_on_and_sends_does_one_after_the_other() -> None:
+    """Rank 0 sends to hosts 1 and 2 while rank 5, of host 1, has something for rank 1."""
+    items = (
+        Item("a", (1024, 4096), "float32", at(0), at(4, 8)),
+        Item("b", (1024, 4096), "float32", at(5), at(1)),
+    )
+    plan = plan_reshard(ReshardProblem(items), Fabric.of(CLUSTER))
+    assert [hop for turn in plan.turns for hop in turn.cast.hosts] == [(8,), (4,), (1,)]
+    assert simulated_s(plan) == pytest.approx(plan.predicted_s, rel=0.02)
+
+
+def at(*ranks: int) -> Layout:
+    return Layout(Mesh(f"on{ranks[0]}", (len(ranks),), ("x",), ranks), (Replicate(),))
+
+
+def test_naive_runs_one_task_after_another_also_from_one_sender() -> None:
+    """Rank 4 sends its half only when it has the other one."""
+    src, dst = Mesh("p", (2,), ("x",), (0, 4)), Mesh("q", (2,), ("x",), (4, 8))
+    item = Item("a", (2048, 2048), "float32", Layout(src, (Shard(0),)), Layout(dst, (Shard(0),)))
+    plan = plan_reshard(ReshardProblem((item,)), Fabric.of(CLUSTER), order="naive")
+    assert simulated_s(plan) == pytest.approx(2 * 2048 * 1024 * 4 / 1.25e9, rel=0.02)

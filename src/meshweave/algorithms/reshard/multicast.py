@@ -66,8 +66,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a multicast meets: seconds its bytes take between hosts (`far_s`) and inside one (`near_s`), and
-    what
+    """What a multicast meets: seconds its bytes take between hosts (`far_s`) and inside one (`near_s`), and what
     each message costs beside them. Of a local one both are those inside."""
 
     far_s: float

@@ -36,8 +36,7 @@ MOST_DIVIDED = 512
 
 @dataclass(frozen=True)
 class Turn:
-    """A multicast in the schedule: `cast` with its sender chosen, if it has one, and each host's gateway
-    first."""
+    """A multicast in the schedule: `cast` with its sender chosen, if one is, and each host's gateway first."""
 
     cast: Multicast
     chunks: int

@@ -169,8 +169,7 @@ class Writer:
         self._scratch[name] = dtype, (1,) * num_dims
         self._on(rank, Copy(out=View(name, (Range(0, 1),) * num_dims), src=told, lane=lane, name="gate"))
 
-    # --- the program
-    # ----------------------------------------------------------------------------------------------
+    # --- the program --------------------------------------------------------------------------------------
 
     def program(self, name: str) -> Program:
         """What was written so far."""

@@ -31,7 +31,7 @@ class Job:
 class Jobs:
     """The jobs of one resharding, and for each resource its class ("a sending NIC", "a NIC of receiving host 3").
 
-    A way holds at most one resource of a class, and all ways of a job hold resources of the same classes.
+    Classes matter to bounds: where every way of a job holds some resource of a class, the job loads that class.
     """
 
     jobs: tuple[Job, ...]
