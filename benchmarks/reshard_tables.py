@@ -13,9 +13,9 @@ COMMANDS = {
     "reshard_one_to_many": ("One sender to A hosts x B ranks", "one_to_many --repeat 4 --shape 256,128,126"),
     "reshard_cases": (
         "The nine cases of AlpaComm's table 2",
-        "cases --repeat 4 --shape 256,256,126 --strategies broadcast,global_all_gather",
+        "cases --repeat 3 --shape 256,256,126 --strategies broadcast,global_all_gather",
     ),
-    "reshard_lab_llama": ("llama-2-7b's 291 tensors at a 16th of their width", "llama --repeat 4"),
+    "reshard_lab_llama": ("llama-2-7b's 291 tensors at a 16th of their width", "llama --repeat 3"),
 }
 
 

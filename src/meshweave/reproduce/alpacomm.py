@@ -247,9 +247,8 @@ def findings(study: AlpaCommStudy) -> tuple[str, ...]:
         "which have two sending hosts: no order or balance wins more. Over the all-gather in the order of its "
         f"balance we win {gains}x. The published {least:g}x to {most:g}x are {least / limit:.1f} to "
         f"{most / limit:.1f} times that limit, so they also contain costs of the rival's implementation.",
-        f"Broadcast. What it can win over an all-gather with receivers in several hosts: {crossing}. In "
-        "simulation the scatter and the ring of the all-gather also get in each other's way. Published: up to "
-        f"{told['gather_crosses']['largest']:g}x.",
+        f"Broadcast. What it can win over an all-gather with receivers in several hosts: {crossing}. "
+        f"Published: up to {told['gather_crosses']['largest']:g}x.",
         "Which costs those are is conjecture: launches and synchronisation of groups for each unit task "
         f"({tasks} of them in cases {cases}), senders that share a NIC at once, and parts of unequal size, of "
         "which the paper says that its rival cannot handle them. Such parts can explain figure 5 at 3, and of "
