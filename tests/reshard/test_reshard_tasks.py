@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_reshards import box, elements, numbered, problems
 
 from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, UnitTask, plan_reshard, unit_tasks
-from meshweave.algorithms.reshard.tasks import Piece, cut, in_chunks, shared_out
+from meshweave.algorithms.reshard.tasks import Piece, cut, in_chunks, shared_out, with_tail
 from meshweave.describe.cluster import load_cluster
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.mesh import Mesh
@@ -229,3 +229,17 @@ def test_the_fabric_of_a_cluster_has_its_hosts_and_nics() -> None:
     assert (hosts.nic_bytes_per_s, hosts.local_bytes_per_s) == (1_250_000_000, 150_000_000_000)
     assert hosts.nic(5) == (1, 0)
     assert len(set(Fabric.of(load_cluster("tpu-v4-pod:16")).host_of)) == 16
+
+
+@given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 200))
+@settings(max_examples=100, deadline=None)
+def test_a_short_tail_loses_and_repeats_nothing(sizes: list[int], most: int) -> None:
+    shape = tuple(sizes)
+    whole = Piece(0, (0,) * len(shape), (0,) * len(shape), shape, 4 * math.prod(shape))
+    count = np.zeros(shape, np.uint8)
+    parts = list(with_tail([whole], most))
+    for part in parts:
+        count[tuple(slice(at, at + size) for at, size in zip(part.src, part.shape, strict=True))] += 1
+        assert part.num_bytes == 4 * math.prod(part.shape)
+    assert (count == 1).all()
+    assert parts[-1].num_bytes <= max(2 * most, 4)

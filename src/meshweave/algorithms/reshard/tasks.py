@@ -156,9 +156,22 @@ def with_tail(chunks: Iterable[Piece], most: int) -> Iterator[Piece]:
             yield last
         last = chunk
     if last is not None:
-        *head, tail = cut(last, most) if last.num_bytes > 2 * most else (last,)
-        yield from _joined(head)
-        yield tail
+        yield from _heads_and_tail(last, most) if last.num_bytes > 2 * most else (last,)
+
+
+def _heads_and_tail(piece: Piece, most: int) -> Iterator[Piece]:
+    """All but the last rows, then as many of these as have at most `most` bytes; of a larger row its parts."""
+    dim = next((dim for dim, size in enumerate(piece.shape) if size > 1), None)
+    if dim is None:
+        yield piece
+        return
+    size, start = piece.shape[dim], [0] * len(piece.shape)
+    row = piece.num_bytes // size
+    count = min(max(most // row, 1), size - 1)
+    yield piece.part(tuple(start), (*piece.shape[:dim], size - count, *piece.shape[dim + 1 :]))
+    start[dim] = size - count
+    tail = piece.part(tuple(start), (*piece.shape[:dim], count, *piece.shape[dim + 1 :]))
+    yield from _heads_and_tail(tail, most) if row > most else (tail,)
 
 
 def num_messages(pieces: Sequence[Piece], count: int) -> int:
