@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from meshweave.report.provenance import describe
 
-__all__ = ["RESULTS", "describe", "save"]
+__all__ = ["RESULTS", "describe", "in_fresh_process", "save"]
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def in_fresh_process(code: str, *arguments: str, timeout_s: float) -> dict[str, Any]:
+    """What Python code prints as JSON, its arguments in `sys.argv[1:]`."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def save(name: str, rows: Any) -> Path:

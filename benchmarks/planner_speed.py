@@ -9,13 +9,10 @@ mesh shapes that cannot win were out, "built" how many skeletons it built, "foll
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
-import sys
 from typing import Any
 
-from machine import save
+from machine import in_fresh_process, save
 
 REPETITIONS = 7
 MODEL = "gpt3"
@@ -38,10 +35,7 @@ print(json.dumps({**row, "candidates": len(plan.candidates), "best": plan.best.a
 
 def run(chips: int) -> dict[str, Any]:
     """One plan in a fresh process."""
-    command = [sys.executable, "-c", CODE, str(chips), MODEL]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return in_fresh_process(CODE, str(chips), MODEL, timeout_s=300)
 
 
 def main() -> None:

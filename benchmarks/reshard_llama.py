@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 from typing import Any
 
-from machine import save
+from machine import in_fresh_process, save
 
 REPETITIONS = 5
 CASES = {
@@ -72,10 +70,7 @@ print(json.dumps(row))
 
 def run(model: str, trainer: tuple[int, int], server: tuple[int, int], most: int) -> dict[str, Any]:
     """One plan in a fresh process; simulated where it has at most `most` ops."""
-    command = [sys.executable, "-c", CODE, json.dumps([model, trainer, server, most])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return in_fresh_process(CODE, json.dumps([model, trainer, server, most]), timeout_s=600)
 
 
 def main() -> None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sections import Findings, run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
 from meshweave.describe import layout as ours
-from meshweave.errors import MeshweaveError
 from meshweave.execute.groups import TorchContext
 from meshweave.nn.placements import layout_of
 
@@ -89,30 +88,12 @@ def global_value(tensor: DTensor) -> Tensor:
     return total.reshape(tensor.shape)
 
 
-class Check:
+class Check(Findings):
     """Collects what is wrong."""
-
-    def __init__(self, context: TorchContext) -> None:
-        self.context = context
-        self.wrong: list[str] = []
 
     def equal(self, case: str, found: DTensor, expected: Tensor) -> None:
         if found.dtype != expected.dtype or not torch.equal(global_value(found), expected):
             self.wrong.append(case)
-
-    def that(self, case: str, is_so: bool) -> None:
-        if not is_so:
-            self.wrong.append(case)
-
-    def refused(self, case: str, kind: str, words: str, call: Any) -> None:
-        """The call raises an error of that kind in one line that has these words."""
-        try:
-            call()
-        except MeshweaveError as error:
-            said = f"{type(error).__name__}: {error}"
-            self.that(f"{case}: {said}", type(error).__name__ == kind and words in said and "\n" not in said)
-        else:
-            self.wrong.append(f"{case}: no error")
 
     def product(
         self, case: str, a: DTensor, b: DTensor, out: Placements | None = None, **how: Any
@@ -144,20 +125,7 @@ class Check:
 
 
 def sections(context: Any, payload: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What is wrong in each of the functions that are named, "module:function" or "function"."""
-    shared = TorchContext(liveness=context.liveness, deadline_s=30)
-    found = {}
-    for name in payload["sections"]:
-        module, _, function = name.rpartition(":")
-        home = vars(__import__(module)) if module else globals()
-        check = Check(shared)
-        try:
-            home[function](check)
-        except Exception:
-            check.wrong.append(traceback.format_exc())
-        found[name] = check.wrong
-    shared.close()
-    return found
+    return run(context, payload, Check, "matmul_rank_functions")
 
 
 def square() -> DeviceMesh:

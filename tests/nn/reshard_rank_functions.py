@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import random
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from sections import Findings, run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -23,8 +23,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
 from meshweave.describe.layout import Layout
-from meshweave.errors import MeshweaveError
-from meshweave.execute.groups import TorchContext
 from meshweave.nn.placements import layout_of
 from meshweave.nn.resharding import Place
 
@@ -68,16 +66,8 @@ def as_torch_lays(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> Te
     return local
 
 
-class Check:
+class Check(Findings):
     """Collects what is wrong."""
-
-    def __init__(self, context: TorchContext) -> None:
-        self.context = context
-        self.wrong: list[str] = []
-
-    def that(self, case: str, is_so: bool) -> None:
-        if not is_so:
-            self.wrong.append(case)
 
     def lies(
         self, case: str, found: DTensor, expected: Tensor, mesh: DeviceMesh, placements: Placements
@@ -91,16 +81,6 @@ class Check:
         local, wanted = found._local_tensor, as_torch_lays(expected, mesh, placements)
         same = local.shape == wanted.shape and same_bits(local, wanted)
         self.that(f"{case}: {local.tolist()}, not {wanted.tolist()}", same)
-
-    def refused(self, case: str, kind: str, words: str, call: Any) -> None:
-        """The call raises an error of that kind in one line that has these words."""
-        try:
-            call()
-        except MeshweaveError as error:
-            said = f"{type(error).__name__}: {error}"
-            self.that(f"{case}: {said}", type(error).__name__ == kind and words in said and "\n" not in said)
-        else:
-            self.wrong.append(f"{case}: no error")
 
     def moved(
         self,
@@ -140,20 +120,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def sections(context: Any, payload: Mapping[str, Any]) -> dict[str, list[str]]:
-    """What is wrong in each of the functions that are named, "module:function" or "function"."""
-    shared = TorchContext(liveness=context.liveness, deadline_s=30)
-    found = {}
-    for name in payload["sections"]:
-        module, _, function = name.rpartition(":")
-        home = vars(__import__(module)) if module else globals()
-        check = Check(shared)
-        try:
-            home[function](check)
-        except Exception:
-            check.wrong.append(traceback.format_exc())
-        found[name] = check.wrong
-    shared.close()
-    return found
+    return run(context, payload, Check, "reshard_rank_functions")
 
 
 def over(*ranks: Any) -> DeviceMesh:

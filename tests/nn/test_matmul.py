@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from sections import launched
+
 from meshweave.errors import RankLostError
 from meshweave.execute.launch import launch
 from meshweave.execute.memory.shared import lacks
@@ -70,11 +72,7 @@ SECTIONS = {
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, list[str]]]:
     """One launch for all that ends well: starting processes is what takes time."""
-    payload = {"sections": list(SECTIONS.values())}
-    answers: list[dict[str, list[str]]] = launch(
-        "matmul_rank_functions:sections", 4, payload, timeout_s=250, env=HERE
-    )
-    return answers
+    return launched("matmul_rank_functions:sections", SECTIONS, HERE)
 
 
 @pytest.mark.gloo

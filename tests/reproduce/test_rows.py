@@ -12,7 +12,7 @@ from meshweave.cost.machine import mesh_machine
 from meshweave.describe.cluster import Ring, load_cluster
 from meshweave.reproduce import meshslice as paper
 from meshweave.reproduce.block import Setting, Study, distinct_products
-from meshweave.reproduce.figures import FIGURES, figures
+from meshweave.reproduce.meshslice_figures import FIGURES, figures
 from meshweave.reproduce.pictures import pictures
 from meshweave.reproduce.published import MODELS, published
 from meshweave.reproduce.rest import implied_share

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.cli.options import JSON_HELP, print_json, progress_bar
+from meshweave.cli.options import progress_bar
 from meshweave.cli.reproduce_alpacomm import alpacomm
 from meshweave.cli.reproduce_slicing import slicing
-from meshweave.cli.reproduced import check_outputs, listed, print_all, to_json, write_all
+from meshweave.cli.reproduced import Json, Out, Outputs, Png, Report, Rows, listed
 from meshweave.describe.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -48,24 +47,14 @@ def meshslice(
         str,
         typer.Option(help="The pod whose constants are judged: a catalog cluster or a TOML file."),
     ] = "tpu-v4-pod",
-    rows: Annotated[
-        str, typer.Option(help="Only these rows of the table: ids separated by commas, as in --json.")
-    ] = "",
+    rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Only these figures: some of 9 to 14, separated by commas.")
     ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
-    ] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="With --out: pictures as PNG too (needs meshweave[png]).")
-    ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write one page here: the table and all pictures, self-contained HTML."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
 ) -> None:
     """MeshSlice (ISCA '25): every number of its evaluation beside ours with a verdict, and figures 9 to 14.
 
@@ -77,18 +66,20 @@ def meshslice(
     Example: meshweave reproduce meshslice --cluster tpu-v4-pod-fitted --report meshslice.html
     """
     from meshweave.reproduce.block import Study
-    from meshweave.reproduce.figures import FIGURES, figures_named
-    from meshweave.reproduce.figures import figures as compute_figures
+    from meshweave.reproduce.figures import figures_named
     from meshweave.reproduce.meshslice import PAPER
     from meshweave.reproduce.meshslice import rows as compute_rows
+    from meshweave.reproduce.meshslice_figures import FIGURES
+    from meshweave.reproduce.meshslice_figures import figures as compute_figures
     from meshweave.reproduce.published import published, wanted_rows
     from meshweave.reproduce.tables import About
     from meshweave.reproduce.times import Timer
 
-    ids, numbers = listed(rows), figures_named(listed(figures))
+    outputs = Outputs(out, png, report, json)
+    ids, numbers = listed(rows), figures_named(listed(figures), FIGURES)
     wanted_rows(published(PAPER), ids)
     found = load_cluster(cluster)
-    check_outputs(out, png, report)
+    outputs.check()
     if not (ids or numbers):
         numbers = tuple(FIGURES) if out is not None or report is not None else ()
         all_rows = True
@@ -115,13 +106,7 @@ def meshslice(
         "cluster": {"name": found.name, "source": found.source},
         "by": by.value,
     }
-    written = write_all(out, png, report, computed, drawn, about, f"{PAPER}-{found.name}", head)
-    if json:
-        print_json(to_json(head, computed, drawn))
-        return
-    print_all(computed, drawn, about)
-    for path in written:
-        typer.echo(f"written: {path}")
+    outputs.present(computed, drawn, about, f"{PAPER}-{found.name}", head)
 
 
 reproduce.command()(slicing)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.cli.options import JSON_HELP, print_json, progress_bar
-from meshweave.cli.reproduced import check_outputs, listed, print_all, to_json, write_all
+from meshweave.cli.options import progress_bar
+from meshweave.cli.reproduced import Json, Out, Outputs, Png, Report, Rows, listed
 from meshweave.describe.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -23,24 +22,14 @@ def alpacomm(
             help="Hosts of four chips or more and one NIC: a catalog cluster or a TOML file. Five are taken."
         ),
     ] = "p3.8xlarge",
-    rows: Annotated[
-        str, typer.Option(help="Only these rows of the table: ids separated by commas, as in --json.")
-    ] = "",
+    rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Only these figures: some of 5, 6 and 8, separated by commas.")
     ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
-    ] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="With --out: pictures as PNG too (needs meshweave[png]).")
-    ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write one page here: the table and all pictures, self-contained HTML."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
 ) -> None:
     """AlpaComm (MLSys '23): its resharding microbenchmarks and load-balance ablation, figures 5, 6 and 8.
 
@@ -52,17 +41,19 @@ def alpacomm(
     """
     from meshweave.reproduce.alpacomm import PAPER, findings
     from meshweave.reproduce.alpacomm import rows as compute_rows
-    from meshweave.reproduce.alpacomm_figures import FIGURES, figures_named
+    from meshweave.reproduce.alpacomm_figures import FIGURES
     from meshweave.reproduce.alpacomm_figures import figures as compute_figures
     from meshweave.reproduce.alpacomm_study import AlpaCommStudy
+    from meshweave.reproduce.figures import figures_named
     from meshweave.reproduce.published import published, wanted_rows
     from meshweave.reproduce.tables import About
 
-    ids, numbers = listed(rows), figures_named(listed(figures))
+    outputs = Outputs(out, png, report, json)
+    ids, numbers = listed(rows), figures_named(listed(figures), FIGURES)
     wanted_rows(published(PAPER), ids)
     found = load_cluster(cluster)
     study = AlpaCommStudy(found)
-    check_outputs(out, png, report)
+    outputs.check()
     all_of_it = not (ids or numbers)
     computed: list[Row] = []
     drawn: list[Figure] = []
@@ -85,10 +76,4 @@ def alpacomm(
         "cluster": {"name": found.name, "source": found.source},
         "findings": list(about.findings),
     }
-    written = write_all(out, png, report, computed, drawn, about, f"{PAPER}-{found.name}", head)
-    if json:
-        print_json(to_json(head, computed, drawn))
-        return
-    print_all(computed, drawn, about, of="of")
-    for path in written:
-        typer.echo(f"written: {path}")
+    outputs.present(computed, drawn, about, f"{PAPER}-{found.name}", head, of="of")

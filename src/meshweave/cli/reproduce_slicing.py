@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.cli.options import JSON_HELP, print_json, progress_bar
-from meshweave.cli.reproduced import check_outputs, listed, print_all, to_json, write_all
+from meshweave.cli.options import progress_bar
+from meshweave.cli.reproduced import Json, Out, Outputs, Png, Report, Rows, listed
 from meshweave.describe.cluster import load_cluster
 
 if TYPE_CHECKING:
@@ -23,25 +22,15 @@ def slicing(
     h100: Annotated[
         str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
     ] = "h100-node",
-    rows: Annotated[
-        str, typer.Option(help="Only these rows of the table: ids separated by commas, as in --json.")
-    ] = "",
+    rows: Rows = "",
     figures: Annotated[str, typer.Option(help="Only these figures: 2, 3 or both, with a comma.")] = "",
     every: Annotated[
         bool, typer.Option("--all", help="Figures with all 28 partitionings, not only those of the paper's.")
     ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
-    ] = None,
-    png: Annotated[
-        bool, typer.Option("--png", help="With --out: pictures as PNG too (needs meshweave[png]).")
-    ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write one page here: the table and all pictures, self-contained HTML."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
 ) -> None:
     """Slicing Is All You Need: figures 2 and 3, and what its text says of them with a verdict.
 
@@ -51,19 +40,21 @@ def slicing(
 
     Example: meshweave reproduce slicing --report slicing.html
     """
+    from meshweave.reproduce.figures import figures_named
     from meshweave.reproduce.partitionings import NAMED, every_partitioning
     from meshweave.reproduce.published import published, wanted_rows
     from meshweave.reproduce.slicing import PAPER
     from meshweave.reproduce.slicing import rows as compute_rows
-    from meshweave.reproduce.slicing_figures import MACHINES, figures_named
+    from meshweave.reproduce.slicing_figures import MACHINES
     from meshweave.reproduce.slicing_figures import figures as compute_figures
     from meshweave.reproduce.slicing_study import BATCHES, SlicingStudy
     from meshweave.reproduce.tables import About
 
-    ids, numbers = listed(rows), figures_named(listed(figures))
+    outputs = Outputs(out, png, report, json)
+    ids, numbers = listed(rows), figures_named(listed(figures), MACHINES)
     wanted_rows(published(PAPER), ids)
     machines = {"pvc": load_cluster(pvc), "h100": load_cluster(h100)}
-    check_outputs(out, png, report)
+    outputs.check()
     all_of_it = not (ids or numbers)
     study = SlicingStudy(machines, partitionings=every_partitioning() if every else NAMED)
     computed: list[Row] = []
@@ -87,10 +78,4 @@ def slicing(
         "batches": list(BATCHES),
     }
     stem = f"{PAPER}-{about.machines[0][0]}-{about.machines[1][0]}"
-    written = write_all(out, png, report, computed, drawn, about, stem, head)
-    if json:
-        print_json(to_json(head, computed, drawn))
-        return
-    print_all(computed, drawn, about, of="case")
-    for path in written:
-        typer.echo(f"written: {path}")
+    outputs.present(computed, drawn, about, stem, head, of="case")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.cli.options import check_writable
+from meshweave.cli.options import JSON_HELP, check_writable, print_json
 from meshweave.describe.files import printable
 from meshweave.errors import DescriptionError, UnsupportedError
 from meshweave.report.timeline import write_text
@@ -17,29 +18,74 @@ if TYPE_CHECKING:
     from meshweave.reproduce.tables import About
     from meshweave.reproduce.verdict import Row
 
+# The options that every paper has.
+Rows = Annotated[
+    str, typer.Option(help="Only these rows of the table: ids separated by commas, as in --json.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Write tables (Markdown and JSON) and pictures (SVG) into this directory."),
+]
+Png = Annotated[bool, typer.Option("--png", help="With --out: pictures as PNG too (needs meshweave[png]).")]
+Report = Annotated[
+    Path | None,
+    typer.Option(help="Write one page here: the table and all pictures, self-contained HTML."),
+]
+Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
 
 def listed(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def check_outputs(out: Path | None, png: bool, report: Path | None) -> None:
-    """Before any work is done."""
-    from meshweave.report.png import check_png
+@dataclass(frozen=True)
+class Outputs:
+    """Where the results go."""
 
-    if png and out is None:
-        raise UnsupportedError("--png writes beside the SVG pictures; give --out DIR too")
-    if png:
-        check_png()
-    try:
-        if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or "not a path"
-        raise DescriptionError(f"{printable(out)}: cannot be a directory to write into: {reason}") from None
-    check_writable(report)  # may lie in the directory
+    out: Path | None
+    png: bool
+    report: Path | None
+    json: bool
+
+    def check(self) -> None:
+        """Before any work is done. Raises DescriptionError, UnsupportedError."""
+        from meshweave.report.png import check_png
+
+        if self.png and self.out is None:
+            raise UnsupportedError("--png writes beside the SVG pictures; give --out DIR too")
+        if self.png:
+            check_png()
+        try:
+            if self.out is not None:
+                self.out.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = getattr(error, "strerror", None) or "not a path"
+            raise DescriptionError(
+                f"{printable(self.out)}: cannot be a directory to write into: {reason}"
+            ) from None
+        check_writable(self.report)  # may lie in the directory
+
+    def present(
+        self,
+        rows: list[Row],
+        figures: list[Figure],
+        about: About,
+        stem: str,
+        head: dict[str, Any],
+        of: str = "model",
+    ) -> None:
+        """Writes files named after `stem`, and prints: JSON under `head`, or tables in which `of` heads the column
+        that says what a row is of."""
+        written = _write(self.out, self.png, self.report, rows, figures, about, stem, head)
+        if self.json:
+            print_json(_to_json(head, rows, figures))
+            return
+        _print(rows, figures, about, of)
+        for path in written:
+            typer.echo(f"written: {path}")
 
 
-def write_all(
+def _write(
     out: Path | None,
     png: bool,
     report: Path | None,
@@ -64,16 +110,16 @@ def write_all(
         return written
     if rows:
         write(out / f"{stem}.md", markdown(rows, about))
-        write(out / f"{stem}.json", _text(to_json(head, rows, [])))
+        write(out / f"{stem}.json", _text(_to_json(head, rows, [])))
     for figure in figures:
         name = f"{stem}-figure-{figure.number}"
         links = _draw(out, name, figure, png, written)
         write(out / f"{name}.md", f"{figure.markdown()}\n{links}")
-        write(out / f"{name}.json", _text(to_json(head, [], [figure])))
+        write(out / f"{name}.json", _text(_to_json(head, [], [figure])))
     return written
 
 
-def to_json(head: dict[str, Any], rows: list[Row], figures: list[Figure]) -> dict[str, Any]:
+def _to_json(head: dict[str, Any], rows: list[Row], figures: list[Figure]) -> dict[str, Any]:
     from meshweave.reproduce.tables import row_json
 
     return {**head, "rows": [row_json(row) for row in rows], "figures": [one.to_json() for one in figures]}
@@ -105,8 +151,7 @@ def _text(data: Any) -> str:
 _STYLES = {"holds": "green", "near": "yellow", "differs": "red"}
 
 
-def print_all(rows: list[Row], figures: list[Figure], about: About, of: str = "model") -> None:
-    """`of` heads the column that says what a row is of."""
+def _print(rows: list[Row], figures: list[Figure], about: About, of: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table

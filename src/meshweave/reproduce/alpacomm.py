@@ -20,10 +20,9 @@ from meshweave.reproduce.alpacomm_study import (
     AlpaCommStudy,
     orders,
 )
-from meshweave.reproduce.meshslice import Ours
-from meshweave.reproduce.published import Published, published, wanted_rows
+from meshweave.reproduce.published import Published, judged, published
 from meshweave.reproduce.resharding_cases import CASES
-from meshweave.reproduce.verdict import Row
+from meshweave.reproduce.verdict import Ours, Row
 from meshweave.tune.search import Progress
 
 PAPER = "alpacomm"
@@ -195,34 +194,14 @@ OURS: dict[str, Callable[[AlpaCommStudy, str], Ours]] = {
 
 def row(study: AlpaCommStudy, entry: Published, what: str) -> Row:
     """One row, computed for a case, a strategy or a number of receivers."""
-    found = OURS[entry.id](study, what)
-    return Row(
-        entry.id,
-        entry.what,
-        entry.where,
-        what,
-        entry.unit,
-        entry.values.get(what),
-        found.value,
-        entry.tolerance,
-        entry.scored,
-        entry.fitted,
-        entry.why.get(what, ""),
-        found.detail,
-        found.reason,
-    )
+    return entry.beside(what, OURS[entry.id](study, what))
 
 
 def rows(
     study: AlpaCommStudy, ids: Sequence[str] = (), progress: Progress = lambda done, total: None
 ) -> list[Row]:
     """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
-    jobs = [(entry, what) for entry in wanted_rows(published(PAPER), ids) for what in entry.models]
-    out = []
-    for number, (entry, what) in enumerate(jobs):
-        out.append(row(study, entry, what))
-        progress(number + 1, len(jobs))
-    return out
+    return judged(PAPER, lambda entry, what: row(study, entry, what), ids, progress)
 
 
 # --- what the numbers say together ----------------------------------------------------------------

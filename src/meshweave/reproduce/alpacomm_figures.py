@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshweave.describe.files import printable
-from meshweave.errors import UnsupportedError
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.reproduce.alpacomm_study import (
     ALL_GATHER,
@@ -24,7 +22,7 @@ from meshweave.reproduce.alpacomm_study import (
     AlpaCommStudy,
     orders,
 )
-from meshweave.reproduce.figures import Cell, Figure, Panel
+from meshweave.reproduce.figures import Cell, Figure, Panel, made
 from meshweave.reproduce.resharding_cases import CASES
 from meshweave.tune.search import Progress
 
@@ -140,27 +138,11 @@ def _spec(number: int) -> str:
 FIGURES: dict[int, Callable[[AlpaCommStudy], Figure]] = {5: _one_to_many, 6: _strategies, 8: _orders}
 
 
-def figures_named(names: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of figures. Raises UnsupportedError for one that there is not."""
-    known = {str(number): number for number in FIGURES}
-    for name in names:
-        if name not in known:
-            raise UnsupportedError(
-                f"there is no figure '{printable(name)}' here; figures: {', '.join(known)}"
-            )
-    return tuple(known[name] for name in names)
-
-
 def figures(
     study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
 ) -> list[Figure]:
     """The figures of these numbers, or all, in order."""
-    wanted = [number for number in FIGURES if not numbers or number in numbers]
-    out = []
-    for done, number in enumerate(wanted):
-        out.append(FIGURES[number](study))
-        progress(done + 1, len(wanted))
-    return out
+    return made(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
 
 
 # --- pictures -------------------------------------------------------------------------------------

@@ -1,22 +1,15 @@
-"""The data of MeshSlice's figures 9 to 14, computed again, and the points of them that its text states."""
+"""Figures of papers as data: panels of rows and columns, whatever the paper."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshweave.algorithms.matmul import ALGORITHMS
 from meshweave.describe.files import printable
 from meshweave.errors import UnsupportedError
-from meshweave.reproduce.agreement import COMPARED, mesh_times, slice_times
-from meshweave.reproduce.block import Block, Study, distinct_products
-from meshweave.reproduce.meshslice import PAPER
-from meshweave.reproduce.published import MODELS, published
 from meshweave.tune.search import Progress
-from meshweave.tune.unrolled import FOLLOWERS, LEADER
 
-TWO_D = tuple(name for name in COMPARED if name not in ("tp1d", "fsdp"))
 Cell = str | float | None
 
 
@@ -76,176 +69,24 @@ def _cell(value: Cell) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.4g}"
 
 
-def title_of(algorithm: str) -> str:
-    """ "Wang" also for the one at MeshSlice's slice counts, as the paper calls it."""
-    return ALGORITHMS[FOLLOWERS.get(algorithm, algorithm)].title
-
-
-def _published(row: str, model: str) -> float:
-    return next(entry.values[model] for entry in published(PAPER) if entry.id == row)
-
-
-Advance = Callable[[], None]
-Maker = Callable[[Study, Advance], Figure]
-
-
-def weak_scaling(study: Study, advance: Advance) -> Figure:
-    panels = []
-    for model in MODELS:
-        top = _published("utilisation", model)
-        first, last = str(study.setting.sizes[0]), str(study.setting.sizes[-1])
-        known = (
-            (last, title_of(LEADER), top),
-            (first, title_of(LEADER), top / (1 - _published("scaling_loss", model) / 100)),
-            (last, "Wang", top / (1 + _published("over_wang", model) / 100)),
-        )
-        panels.append(_scaling(study, model, study.weak, COMPARED, advance, known))
-    title = "FLOP utilisation under weak scaling, batch of half the chips, each algorithm at its best mesh"
-    return Figure(9, title, "% of peak", tuple(panels))
-
-
-def strong_scaling(study: Study, advance: Advance) -> Figure:
-    names = tuple(name for name in COMPARED if name != "fsdp")
-    panels = tuple(_scaling(study, model, study.strong, names, advance) for model in MODELS)
-    title = f"FLOP utilisation under strong scaling, batch {study.setting.fixed_batch}"
-    return Figure(12, title, "% of peak", panels)
-
-
-def _scaling(
-    study: Study,
-    model: str,
-    block: Callable[[str, int], Block],
-    names: Sequence[str],
-    advance: Advance,
-    known: tuple[tuple[str, str, float], ...] = (),
-) -> Panel:
-    rows = []
-    for chips in study.setting.sizes:
-        row: list[Cell] = [str(chips)]
-        for name in names:
-            row.append(study.utilisation(block(model, chips), name))
-            advance()
-        rows.append(tuple(row))
-    return Panel(model, ("chips", *map(title_of, names)), tuple(rows), known)
-
-
-def communication(study: Study, advance: Advance) -> Figure:
-    panels = []
-    for model in MODELS:
-        rows: list[tuple[Cell, ...]] = []
-        for name in COMPARED:
-            timing = study.timing(study.weak(model), name)
-            if timing is not None:
-                parts = [timing.launch_s, timing.transfer_s, timing.sync_s]
-                rows.append((title_of(name), *(part / timing.compute_s for part in parts)))
-            advance()
-        panels.append(Panel(model, ("algorithm", "launch", "transfer", "sync"), tuple(rows)))
-    title = f"communication, hidden or not, relative to products, {study.setting.chips} chips"
-    return Figure(10, title, "x time of products", tuple(panels))
-
-
-def shapes_of_products(study: Study, advance: Advance) -> Figure:
-    panels = []
-    for model in MODELS:
-        block = study.weak(model)
-        problems = study.problems(block, study.setting.tall)
-        rows = []
-        for index in distinct_products(problems):
-            p = problems[index]
-            row: list[Cell] = [f"{_short(p.m)}, {_short(p.n)}, {_short(p.k)} {p.dataflow}"]
-            for name in TWO_D:
-                timing = study.timing(block, name, index)
-                peak = study.pod.chip.peak(study.setting.dtype) * block.chips
-                row.append(None if timing is None else 100 * p.flops / peak / timing.total_s)
-                advance()
-            rows.append(tuple(row))
-        panels.append(Panel(model, ("M, N, K", *map(title_of, TWO_D)), tuple(rows)))
-    title = f"FLOP utilisation of single products, {study.setting.chips} chips, each at its best mesh"
-    return Figure(11, title, "% of peak", tuple(panels))
-
-
-def _short(size: int) -> str:
-    return f"{size // 1024}K" if size % 1024 == 0 else str(size)
-
-
-def mesh_shapes(study: Study, advance: Advance) -> Figure:
-    panels = []
-    for model in MODELS:
-        block = study.weak(model)
-        rows: tuple[tuple[Cell, ...], ...] = tuple(
-            ("x".join(map(str, shape)), *_both(study, block, seconds))
-            for shape, seconds in mesh_times(study, block).items()
-        )
-        panels.append(Panel(model, ("mesh", *_readings(study)), rows))
-        advance()
-    title = f"FLOP utilisation of MeshSlice by mesh shape, {study.setting.chips} chips"
-    return Figure(13, title, "% of peak", tuple(panels))
-
-
-def slice_counts(study: Study, advance: Advance) -> Figure:
-    panels = []
-    for model in MODELS:
-        rows: tuple[tuple[Cell, ...], ...] = tuple(
-            (str(count), *_both(study, study.weak(model), seconds))
-            for count, seconds in slice_times(study, model).items()
-        )
-        panels.append(Panel(model, ("S", *_readings(study)), rows))
-        advance()
-    shape = "x".join(map(str, study.setting.tall))
-    title = f"FLOP utilisation of MeshSlice on {shape} by slice count, one for all products"
-    return Figure(14, title, "% of peak", tuple(panels))
-
-
-def _readings(study: Study) -> tuple[str, ...]:
-    return ("estimate", "simulation") if study.timer.by == "simulate" else ("estimate",)
-
-
-def _both(study: Study, block: Block, seconds: tuple[float, float]) -> tuple[float, ...]:
-    values = tuple(study.of_peak(block, one) for one in seconds)
-    return values[: len(_readings(study))]
-
-
-FIGURES: dict[int, Maker] = {
-    9: weak_scaling,
-    10: communication,
-    11: shapes_of_products,
-    12: strong_scaling,
-    13: mesh_shapes,
-    14: slice_counts,
-}
-
-
-def figures_named(names: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of figures. Raises UnsupportedError for one that there is not."""
-    known = {str(number): number for number in FIGURES}
+def figures_named(names: Sequence[str], known: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of figures, of those that are known. Raises UnsupportedError for one that there is not."""
+    numbers = {str(number): number for number in known}
     for name in names:
-        if name not in known:
+        if name not in numbers:
             raise UnsupportedError(
-                f"there is no figure '{printable(name)}' here; figures: {', '.join(known)}"
+                f"there is no figure '{printable(name)}' here; figures: {', '.join(numbers)}"
             )
-    return tuple(known[name] for name in names)
+    return tuple(numbers[name] for name in names)
 
 
-def _steps(study: Study, number: int) -> int:
-    """How many times a figure advances."""
-    if number == 11:
-        blocks = [study.problems(study.weak(model), study.setting.tall) for model in MODELS]
-        return len(TWO_D) * sum(len(distinct_products(problems)) for problems in blocks)
-    sizes = len(study.setting.sizes)
-    each = {9: len(COMPARED) * sizes, 10: len(COMPARED), 12: (len(COMPARED) - 1) * sizes, 13: 1, 14: 1}
-    return len(MODELS) * each[number]
-
-
-def figures(
-    study: Study, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
+def made(
+    make: Callable[[int], Figure], known: Iterable[int], numbers: Sequence[int], progress: Progress
 ) -> list[Figure]:
-    """The figures of these numbers, or all, in order."""
-    wanted = [number for number in FIGURES if not numbers or number in numbers]
-    total, done = sum(_steps(study, number) for number in wanted), 0
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    return [FIGURES[number](study, advance) for number in wanted]
+    """Those of the known figures that `numbers` lists, or all, in the order of the known ones."""
+    wanted = [number for number in known if not numbers or number in numbers]
+    out = []
+    for done, number in enumerate(wanted):
+        out.append(make(number))
+        progress(done + 1, len(wanted))
+    return out

@@ -6,7 +6,6 @@ Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import mean
 
 from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
@@ -23,10 +22,10 @@ from meshweave.reproduce.agreement import (
     summary,
 )
 from meshweave.reproduce.block import Block, Study, distinct_products, faster
-from meshweave.reproduce.published import MODELS, Published, published, wanted_rows
+from meshweave.reproduce.published import MODELS, Published, judged
 from meshweave.reproduce.real import RealMesh
 from meshweave.reproduce.rest import end_to_end_gain, rest_share
-from meshweave.reproduce.verdict import Row
+from meshweave.reproduce.verdict import Ours, Row
 from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import LEADER
 
@@ -40,15 +39,6 @@ ORDER = (
 )
 """(faster, slower) at 256 chips, in words of section 5.1.1."""
 FORWARD_DATAFLOWS = ("os", "ls", "os", "ls")
-
-
-@dataclass(frozen=True)
-class Ours:
-    """A value of ours, what it is made of, or the reason why there is none."""
-
-    value: float | None
-    detail: str = ""
-    reason: str = ""
 
 
 NEEDS_SIMULATION = Ours(None, reason="compares estimates with simulation: run --by simulate")
@@ -304,29 +294,9 @@ OURS: dict[str, Callable[[Study, str], float | Ours]] = {
 def row(study: Study, entry: Published, model: str) -> Row:
     """One row, computed."""
     found = OURS[entry.id](study, model)
-    ours = found if isinstance(found, Ours) else Ours(found)
-    return Row(
-        entry.id,
-        entry.what,
-        entry.where,
-        model,
-        entry.unit,
-        entry.values.get(model),
-        None if ours.value is None else float(ours.value),
-        entry.tolerance,
-        entry.scored,
-        entry.fitted,
-        entry.why.get(model, ""),
-        ours.detail,
-        ours.reason,
-    )
+    return entry.beside(model, found if isinstance(found, Ours) else Ours(found))
 
 
 def rows(study: Study, ids: Sequence[str] = (), progress: Progress = lambda done, total: None) -> list[Row]:
     """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
-    jobs = [(entry, model) for entry in wanted_rows(published(PAPER), ids) for model in entry.models]
-    out = []
-    for number, (entry, model) in enumerate(jobs):
-        out.append(row(study, entry, model))
-        progress(number + 1, len(jobs))
-    return out
+    return judged(PAPER, lambda entry, model: row(study, entry, model), ids, progress)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from meshweave.describe.files import printable
 from meshweave.errors import UnsupportedError, nearest
-from meshweave.reproduce.verdict import Tolerance
+from meshweave.reproduce.verdict import Ours, Row, Tolerance
+from meshweave.tune.search import Progress
 
 MODELS = ("gpt3", "megatron-nlg")
 BOTH = "both"
@@ -36,6 +37,24 @@ class Published:
     @property
     def models(self) -> tuple[str, ...]:
         return tuple(self.values) or MODELS
+
+    def beside(self, what: str, ours: Ours) -> Row:
+        """The row of one of `models`, ours beside the published number."""
+        return Row(
+            self.id,
+            self.what,
+            self.where,
+            what,
+            self.unit,
+            self.values.get(what),
+            None if ours.value is None else float(ours.value),
+            self.tolerance,
+            self.scored,
+            self.fitted,
+            self.why.get(what, ""),
+            ours.detail,
+            ours.reason,
+        )
 
 
 def published(paper: str) -> tuple[Published, ...]:
@@ -74,3 +93,16 @@ def wanted_rows(rows: Sequence[Published], ids: Sequence[str]) -> tuple[Publishe
                 f"there is no row '{printable(name)}'{nearest(name, known)}; rows: {', '.join(known)}"
             )
     return tuple(row for row in rows if not ids or row.id in ids)
+
+
+def judged(
+    paper: str, row: Callable[[Published, str], Row], ids: Sequence[str], progress: Progress
+) -> list[Row]:
+    """All rows of a paper, or those with these ids, computed by `row`. Raises UnsupportedError for an unknown
+    id."""
+    jobs = [(entry, what) for entry in wanted_rows(published(paper), ids) for what in entry.models]
+    out = []
+    for number, (entry, what) in enumerate(jobs):
+        out.append(row(entry, what))
+        progress(number + 1, len(jobs))
+    return out

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from meshweave.reproduce.meshslice import Ours
 from meshweave.reproduce.partitionings import NAMED, OUTER, Partitioning
-from meshweave.reproduce.published import Published, published, wanted_rows
+from meshweave.reproduce.published import Published, judged
 from meshweave.reproduce.slicing_study import CASES, STATIONARY, Case, Point, SlicingStudy, Stationary
-from meshweave.reproduce.verdict import Row
+from meshweave.reproduce.verdict import Ours, Row
 from meshweave.tune.search import Progress
 
 PAPER = "slicing"
@@ -205,29 +204,11 @@ BY_LAYER: dict[str, Callable[[SlicingStudy, str], Ours]] = {"closer_on_h100": cl
 def row(study: SlicingStudy, entry: Published, what: str) -> Row:
     """One row, computed for a machine and layer, or a layer on both machines."""
     found = BY_LAYER[entry.id](study, what) if entry.id in BY_LAYER else OURS[entry.id](study, CASES[what])
-    return Row(
-        entry.id,
-        entry.what,
-        entry.where,
-        what,
-        entry.unit,
-        entry.values.get(what),
-        found.value,
-        entry.tolerance,
-        entry.scored,
-        entry.fitted,
-        entry.why.get(what, ""),
-        found.detail,
-    )
+    return entry.beside(what, found)
 
 
 def rows(
     study: SlicingStudy, ids: Sequence[str] = (), progress: Progress = lambda done, total: None
 ) -> list[Row]:
     """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
-    jobs = [(entry, what) for entry in wanted_rows(published(PAPER), ids) for what in entry.models]
-    out = []
-    for number, (entry, what) in enumerate(jobs):
-        out.append(row(study, entry, what))
-        progress(number + 1, len(jobs))
-    return out
+    return judged(PAPER, lambda entry, what: row(study, entry, what), ids, progress)

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshweave.describe.files import printable
-from meshweave.errors import UnsupportedError
-from meshweave.reproduce.figures import Cell, Figure, Panel
+from meshweave.reproduce.figures import Cell, Figure, Panel, made
 from meshweave.reproduce.slicing import copies_text
 from meshweave.reproduce.slicing_study import LAYERS, Case, SlicingStudy
 from meshweave.tune.search import Progress
 
 MACHINES = {2: "pvc", 3: "h100"}
 TITLES = {"mlp1": "MLP-1", "mlp2": "MLP-2"}
-
-
-def figures_named(names: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of figures. Raises UnsupportedError for one that there is not."""
-    known = {str(number): number for number in MACHINES}
-    for name in names:
-        if name not in known:
-            raise UnsupportedError(
-                f"there is no figure '{printable(name)}' here; figures: {', '.join(known)}"
-            )
-    return tuple(known[name] for name in names)
 
 
 def figure(study: SlicingStudy, number: int) -> Figure:
@@ -38,12 +25,7 @@ def figures(
     study: SlicingStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
 ) -> list[Figure]:
     """The figures of these numbers, or both, in order."""
-    wanted = [number for number in MACHINES if not numbers or number in numbers]
-    out = []
-    for done, number in enumerate(wanted):
-        out.append(figure(study, number))
-        progress(done + 1, len(wanted))
-    return out
+    return made(lambda number: figure(study, number), MACHINES, numbers, progress)
 
 
 def _panel(study: SlicingStudy, case: Case) -> Panel:

@@ -37,6 +37,15 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
+class Ours:
+    """A value of ours, what it is made of, or the reason why there is none."""
+
+    value: float | None
+    detail: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
 class Row:
     """One published number beside ours.
 

@@ -44,10 +44,9 @@ class GlobalAllGather:
     def crossings(self, cast: Multicast) -> tuple[Crossing, ...]:
         if cast.is_local:
             return ()
-        count, ranks = len(cast.receivers), iter(range(len(cast.receivers)))
+        ranks, last = cast.receivers, [host[-1] for host in cast.hosts]
         return tuple(
-            Crossing(_sender(cast, [next(ranks) for _ in host][-1], count), host[-1], FAR[0])
-            for host in cast.hosts
+            Crossing(_sender(cast, ranks.index(gateway), len(ranks)), gateway, FAR[0]) for gateway in last
         )
 
     def write(self, writer: Messages, cast: Multicast, chunks: int) -> None:

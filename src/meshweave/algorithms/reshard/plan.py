@@ -9,6 +9,7 @@ messages, and NICs that idle because the tasks that need them wait for other NIC
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,11 +28,14 @@ from meshweave.units import PS_PER_S
 SPLIT_ABOVE = 1.02
 """Tasks are divided among senders where that might save more than this factor says."""
 LEAST_PART_BYTES = 1 << 18
+"""A part that a task is divided into has no fewer bytes."""
 MESSAGE_BYTES = 64 << 20
+"""The largest message, where the caller says nothing."""
 MAX_MESSAGES = 2_000_000
 """A program of more takes minutes to write, and gigabytes."""
 MOST_ROUNDS = 4
 MOST_DIVIDED = 512
+"""How often the larger tasks are halved, and into how many parts in all."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """`turns` stand in the order in which they are written. Times are those of the model, see `simulate` for
-    more.
+    """`turns` stand in the order in which they are written. Times are those of the model, in seconds.
 
     `serial`: each turn between hosts waits for the one before, whoever takes part in them.
     """
@@ -83,6 +86,7 @@ class ReshardPlan:
 
     @property
     def bytes_across_hosts(self) -> int:
+        """What leaves a host for another one, over all messages of the plan."""
         return self._tally.bytes_across_hosts
 
     @property
@@ -105,17 +109,13 @@ class ReshardPlan:
         return total
 
     def local_bytes(self, rank: int) -> int:
-        """What a rank holds of the problem's tensors, before and after together: its part of the peak
-        memory."""
-        total = 0
-        for item in self.problem.items:
-            for layout in (item.src, item.dst):
-                if rank in layout.mesh:
-                    elements = 1
-                    for size in layout.local_shape(item.shape, rank):
-                        elements *= size
-                    total += elements * item.element_bytes
-        return total
+        """What a rank holds of the problem's tensors, before and after together: its part of the peak memory."""
+        return sum(
+            math.prod(layout.local_shape(item.shape, rank)) * item.element_bytes
+            for item in self.problem.items
+            for layout in (item.src, item.dst)
+            if rank in layout.mesh
+        )
 
 
 def plan_reshard(
@@ -137,8 +137,7 @@ def plan_reshard(
 
     Raises:
         LayoutError: the fabric does not know a rank.
-        UnsupportedError: there is no such strategy or order, or the order needs a library that is not
-        installed.
+        UnsupportedError: there is no such strategy or order, or the order needs a library that is not there.
     """
     how = STRATEGIES[known(strategy, STRATEGIES, "strategy")]
     known(order, ORDERS, "order")
@@ -155,7 +154,7 @@ def plan_reshard(
         cast = choices[number][schedule.ways[number]].cast
         chunks = _num_chunks(cast, fabric, how, message_bytes)
         turns.append(Turn(cast, chunks, how.cost(cast, fabric, chunks), schedule.starts[number] / PS_PER_S))
-    return ReshardPlan(problem, fabric, how, order, tasks, tuple(turns), serial=order == "naive")
+    return ReshardPlan(problem, fabric, how, order, tasks, tuple(turns), schedule.serial)
 
 
 def _senders_last(casts: Sequence[Multicast], fabric: Fabric) -> list[Multicast]:
@@ -179,7 +178,7 @@ def _ordered(
     search = ORDERS["best" if order == "exact" else order]
     aim = nic_bound_s(tasks, fabric) * PS_PER_S
     schedule, divided = search(_jobs(casts, fabric, how, message_bytes)), casts
-    rounds = MOST_ROUNDS if order != "naive" and all(map(how.picks_sender, casts)) else 0
+    rounds = MOST_ROUNDS if not schedule.serial and all(map(how.picks_sender, casts)) else 0
     for _ in range(rounds):
         count = len(divided)
         divided = _divided(divided, fabric, how)

@@ -143,9 +143,13 @@ def cut(piece: Piece, most: int) -> tuple[Piece, ...]:
 
 def in_chunks(pieces: Sequence[Piece], count: int) -> Iterator[Piece]:
     """Pieces of no more than a `count`-th of all bytes each, or of one element."""
-    share = max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
+    share = _share(pieces, count)
     for piece in pieces:
         yield from cut(piece, share)
+
+
+def _share(pieces: Sequence[Piece], count: int) -> int:
+    return max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
 
 
 def with_tail(chunks: Iterable[Piece], most: int) -> Iterator[Piece]:
@@ -176,7 +180,7 @@ def _heads_and_tail(piece: Piece, most: int) -> Iterator[Piece]:
 
 def num_messages(pieces: Sequence[Piece], count: int) -> int:
     """How many pieces `in_chunks` yields, where their sizes divide; else it may yield some more."""
-    share = max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
+    share = _share(pieces, count)
     return sum(-(-piece.num_bytes // share) for piece in pieces)
 
 

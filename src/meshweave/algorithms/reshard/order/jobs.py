@@ -42,7 +42,8 @@ class Jobs:
 class Schedule:
     """For each job its way and its start, and the order in which every resource takes its jobs.
 
-    `proven` where no schedule can end sooner; `how` names the algorithm.
+    `proven` where no schedule can end sooner; `how` names the algorithm; `serial` where each job waits for the one
+    before it in the order, whatever they hold.
     """
 
     ways: tuple[int, ...]
@@ -51,6 +52,7 @@ class Schedule:
     makespan: int
     proven: bool = False
     how: str = ""
+    serial: bool = False
 
 
 def place(
@@ -68,7 +70,7 @@ def place(
         for r in held:
             free[r] = end
         makespan = max(makespan, end)
-    return Schedule(tuple(ways), tuple(order), tuple(starts), makespan, how=how)
+    return Schedule(tuple(ways), tuple(order), tuple(starts), makespan, how=how, serial=serial)
 
 
 def way_masks(jobs: Jobs) -> list[list[int]]:

@@ -1,0 +1,65 @@
+"""Many checks in one launch of ranks, for starting processes is what takes time.
+
+A section is a function that gets a check and tells it what is wrong.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, TypeVar
+
+from meshweave.errors import MeshweaveError
+from meshweave.execute.groups import TorchContext
+from meshweave.execute.launch import Context, launch
+
+Made = TypeVar("Made", bound="Findings")
+
+
+class Findings:
+    """Collects what is wrong."""
+
+    def __init__(self, context: TorchContext) -> None:
+        self.context = context
+        self.wrong: list[str] = []
+
+    def that(self, case: str, is_so: bool) -> None:
+        if not is_so:
+            self.wrong.append(case)
+
+    def refused(self, case: str, kind: str, words: str, call: Any) -> None:
+        """The call raises an error of that kind in one line that has these words."""
+        try:
+            call()
+        except MeshweaveError as error:
+            said = f"{type(error).__name__}: {error}"
+            self.that(f"{case}: {said}", type(error).__name__ == kind and words in said and "\n" not in said)
+        else:
+            self.wrong.append(f"{case}: no error")
+
+
+def run(
+    context: Context, payload: Mapping[str, Any], make: Callable[[TorchContext], Made], home: str
+) -> dict[str, list[str]]:
+    """What is wrong in each of the payload's sections, "module:function", or "function" of module `home`."""
+    shared = TorchContext(liveness=context.liveness, deadline_s=30)
+    found = {}
+    for name in payload["sections"]:
+        module, _, function = name.rpartition(":")
+        check = make(shared)
+        try:
+            getattr(import_module(module or home), function)(check)
+        except Exception:
+            check.wrong.append(traceback.format_exc())
+        found[name] = check.wrong
+    shared.close()
+    return found
+
+
+def launched(target: str, sections: Mapping[str, str], env: Mapping[str, str]) -> list[dict[str, list[str]]]:
+    """What four ranks say in function `target`, which calls `run`."""
+    answers: list[dict[str, list[str]]] = launch(
+        target, 4, {"sections": list(sections.values())}, timeout_s=250, env=dict(env)
+    )
+    return answers
