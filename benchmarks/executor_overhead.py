@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from machine import describe
 
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.launch import Context, launch
-from meshweave.execute.torch_backend import bind
-from meshweave.ir.parse import parse
+from meshweave.execute.ranks.launch import Context, launch
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 
 NUM_OPS = 2000
 NUM_STEPS = 300

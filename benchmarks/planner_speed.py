@@ -22,7 +22,7 @@ CASES = {"256 chips, all algorithms": (256, 0.5), "65536 chips, all algorithms":
 CODE = """
 import json, sys, time
 from meshweave import load_cluster, load_model, plan_model
-from meshweave.describe.workload import Workload
+from meshweave.describe.model.workload import Workload
 from meshweave.tune.product import Tally
 chips = int(sys.argv[1])
 model, cluster, tally = load_model(sys.argv[2]), load_cluster(f"tpu-v4-pod:{chips}"), Tally()

@@ -28,10 +28,10 @@ MAX_SIMULATED_OPS = 600_000
 CODE = """
 import json, sys, time
 from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, plan_reshard, reshard_program
-from meshweave.describe.cluster import load_cluster
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.state_dict import server_layout, state_dict, trainer_layout
+from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
 
 name, trainer, server, most = json.loads(sys.argv[1])
 model = load_model(name)

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, plan_reshard, reshard_program
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.state_dict import server_layout, state_dict, trainer_layout
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.launch import Context
-from meshweave.execute.measure import quiet, start_together
-from meshweave.execute.torch_backend import bind
+from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
+from meshweave.execute.ranks.launch import Context
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.measure import quiet, start_together
 from meshweave.lab.description import load_lab
 from meshweave.reproduce.resharding_cases import CASES, one_to_many
 

@@ -29,9 +29,9 @@ from typing import Any
 from machine import save
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Chip, Cluster, NetworkAxis, Torus
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import Chip, Cluster, NetworkAxis, Torus
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
 
 RUNS = 5
@@ -269,11 +269,11 @@ def show_block(found: Row) -> None:
 
 _BIG = """
 import json, resource, time
-from meshweave.algorithms.matmul import ALGORITHMS
-from meshweave.algorithms.matmul.passes import pass_problem
-from meshweave.algorithms.matmul.problem import Config
+from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.algorithms.matmul2d.common.problem import Config
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.simulate.engine import simulate
 shape, count = {shape}, {count}
 problem = pass_problem("y", "forward", 2048 * 2048, 12288, 49152, shape, "bfloat16")

@@ -18,9 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from machine import save
 
-from meshweave.algorithms.matmul.universal import UniversalProblem
+from meshweave.algorithms.universal import UniversalProblem
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
 from meshweave.lab.dtensor_traffic import Product, traffics
 from meshweave.tune.universal import tune_universal

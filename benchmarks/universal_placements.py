@@ -26,11 +26,11 @@ from typing import Any
 from machine import describe
 from universal_rank import placements, words
 
-from meshweave.algorithms.matmul.universal import Slicing, UniversalProblem, choices
-from meshweave.algorithms.matmul.universal.volume import volume
+from meshweave.algorithms.universal import Slicing, UniversalProblem, choices
+from meshweave.algorithms.universal.volume import volume
 from meshweave.describe.layout import Layout
-from meshweave.describe.mesh import Mesh
-from meshweave.execute.launch import launch
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.ranks.launch import launch
 from meshweave.lab import Lab
 from meshweave.lab.description import SwitchLab, TorusLab
 from meshweave.lab.dtensor_traffic import DTensorTraffic, Product, traffics

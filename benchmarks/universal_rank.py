@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.launch import Context
-from meshweave.execute.measure import quiet, start_together
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.ranks.launch import Context
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.measure import quiet, start_together
 from meshweave.lab.description import load_lab
 from meshweave.lab.dtensor_traffic import from_torch, to_torch
 from meshweave.lab.pace import paced

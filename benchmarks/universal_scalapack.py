@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import save
 from scalapack import rival
 
-from meshweave.execute.launch import launch
+from meshweave.execute.ranks.launch import launch
 
 
 def ours(size: int, nb: int, grid: tuple[int, int], dtype: str, repeats: int) -> list[float]:

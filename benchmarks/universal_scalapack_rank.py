@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshweave.algorithms.matmul.universal import UniversalProblem
-from meshweave.describe.grid import Grid
+from meshweave.algorithms.universal import UniversalProblem
+from meshweave.describe.layout.grid import Grid
 from meshweave.estimate.universal import Rates
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.launch import Context
-from meshweave.execute.measure import quiet, start_together
+from meshweave.execute.ranks.launch import Context
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.measure import quiet, start_together
 from meshweave.nn.products import prepare
 from meshweave.tune.universal import tune_universal
 

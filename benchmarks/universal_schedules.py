@@ -24,7 +24,7 @@ from typing import Any
 
 from machine import save
 
-from meshweave.algorithms.matmul.universal import (
+from meshweave.algorithms.universal import (
     Choice,
     Operand,
     ScheduleRates,
@@ -32,8 +32,8 @@ from meshweave.algorithms.matmul.universal import (
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.matmul.universal.lowering import LIMITS, given_order, graph
-from meshweave.algorithms.matmul.universal.schedule import (
+from meshweave.algorithms.universal.lowering import LIMITS, given_order, graph
+from meshweave.algorithms.universal.schedule import (
     Graph,
     Order,
     Stage,
@@ -43,13 +43,13 @@ from meshweave.algorithms.matmul.universal.schedule import (
     greedy,
     order,
 )
-from meshweave.algorithms.matmul.universal.schedule_search import Found, exhaustive
-from meshweave.algorithms.matmul.universal.volume import volume
+from meshweave.algorithms.universal.schedule_search import Found, exhaustive
+from meshweave.algorithms.universal.volume import volume
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster, load_cluster
-from meshweave.describe.grid import Grid, block_2d, block_cyclic, column_block, row_block
 from meshweave.describe.layout import Layout
-from meshweave.describe.network import Switch
+from meshweave.describe.layout.grid import Grid, block_2d, block_cyclic, column_block, row_block
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import Switch
 from meshweave.simulate import simulate
 
 CLAIM = 1.05

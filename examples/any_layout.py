@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshweave import load_cluster, matmul
-from meshweave.algorithms.matmul.universal import UniversalProblem
+from meshweave.algorithms.universal import UniversalProblem
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
-from meshweave.execute.launch import Context, launch
+from meshweave.execute.ranks.launch import Context, launch
 from meshweave.lab.dtensor_traffic import Product, to_torch, traffics
 from meshweave.tune.universal import tune_universal
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from meshweave import Machine, load_cluster
-from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
 from meshweave.report.timeline import to_svg, write_text
 from meshweave.simulate import simulate
 from meshweave.tune import tune_product

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
 from meshweave import reshard, reshard_state_dict
-from meshweave.execute.launch import Context, launch
+from meshweave.execute.ranks.launch import Context, launch
 
 ROWS, COLUMNS = 4, 6
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshweave import Machine, load_cluster, parse, run_numpy, validate
-from meshweave.errors import ProgramError
+from meshweave.base.errors import ProgramError
 from meshweave.report.timeline import to_text
 from meshweave.simulate import simulate
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from meshweave.describe.cluster import Cluster, CommConstants, Torus, load_cluster
+from meshweave.describe.machine.cluster import Cluster, CommConstants, Torus, load_cluster
 from meshweave.reproduce.block import Study
 from meshweave.reproduce.published import published
 from meshweave.reproduce.times import Timer

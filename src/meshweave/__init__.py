@@ -40,21 +40,21 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from meshweave.base.errors import MeshweaveError as MeshweaveError
     from meshweave.cost.machine import Machine as Machine
-    from meshweave.describe.cluster import Cluster as Cluster
-    from meshweave.describe.cluster import load_cluster as load_cluster
     from meshweave.describe.layout import Layout as Layout
-    from meshweave.describe.mesh import Mesh as Mesh
+    from meshweave.describe.layout.mesh import Mesh as Mesh
+    from meshweave.describe.machine.cluster import Cluster as Cluster
+    from meshweave.describe.machine.cluster import load_cluster as load_cluster
     from meshweave.describe.model import Transformer as Transformer
     from meshweave.describe.model import load_model as load_model
-    from meshweave.describe.workload import Workload as Workload
-    from meshweave.errors import MeshweaveError as MeshweaveError
-    from meshweave.execute.numpy_backend import run_numpy as run_numpy
-    from meshweave.execute.torch_backend import bind as bind
-    from meshweave.ir.parse import parse as parse
+    from meshweave.describe.model.workload import Workload as Workload
+    from meshweave.execute.numpy import run_numpy as run_numpy
+    from meshweave.execute.torch.bind import bind as bind
+    from meshweave.ir.analysis.validate import validate as validate
     from meshweave.ir.program import Program as Program
-    from meshweave.ir.text import to_text as to_text
-    from meshweave.ir.validate import validate as validate
+    from meshweave.ir.program.parse import parse as parse
+    from meshweave.ir.program.text import to_text as to_text
     from meshweave.lower import lower_rings as lower_rings
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul

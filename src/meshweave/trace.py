@@ -12,10 +12,10 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from meshweave.errors import ProgramError
-from meshweave.ir.dataflow import Dataflow
-from meshweave.ir.ops import COMPUTE_KINDS
-from meshweave.units import to_s
+from meshweave.base.errors import ProgramError
+from meshweave.base.units import to_s
+from meshweave.ir.analysis.dataflow import Dataflow
+from meshweave.ir.program.ops import COMPUTE_KINDS
 
 
 @dataclass(frozen=True, slots=True)

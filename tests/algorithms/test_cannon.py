@@ -9,16 +9,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import LayoutError
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
-from meshweave.execute.numpy_backend import run_numpy
-from meshweave.ir.ops import Permute
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.validate import validate
+from meshweave.ir.program.ops import Permute
 from meshweave.ir.work import Compute, Transfer, matmul_work, traffic, work_of
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate

@@ -6,16 +6,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
-from meshweave.algorithms.matmul.meshslice import Slices
-from meshweave.algorithms.matmul.passes import PASSES, TABLE, pass_problem, pass_rule
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.passes import PASSES, TABLE, pass_problem, pass_rule
+from meshweave.algorithms.matmul2d.meshslice import Slices
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import load_cluster
 from meshweave.describe.layout import chunk
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
+from meshweave.ir.program.views import Blocked, selector_indices
 from meshweave.ir.skeleton import Phase, Skeleton, Task
-from meshweave.ir.views import Blocked, selector_indices
 from meshweave.ir.work import Compute, Transfer
 
 

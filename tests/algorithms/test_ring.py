@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
-from meshweave.algorithms.matmul.ring_costs import turn_counts
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.ring_costs import turn_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
-from meshweave.ir.ops import Permute, Step
 from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Permute, Step
 from meshweave.ir.work import work_of
 from meshweave.simulate.reference import simulate
 

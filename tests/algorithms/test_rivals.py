@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from meshweave.algorithms.matmul.cosma import chosen_grid, cosma_program, face_elements
-from meshweave.algorithms.matmul.resharded import (
+from meshweave.algorithms.universal.cosma import chosen_grid, cosma_program, face_elements
+from meshweave.algorithms.universal.dtensor import (
     STRATEGIES,
     Collectives,
     Strategy,
     chosen_strategy,
     resharded_program,
 )
-from meshweave.algorithms.matmul.universal.problem import UniversalProblem
+from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Replicate, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.network import factorisations
-from meshweave.errors import LayoutError
-from meshweave.ir.validate import validate
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.network import factorisations
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.work import traffic
 
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
-from meshweave.algorithms.matmul.summa import Turn, turns_of
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.summa import Turn, turns_of
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import LayoutError
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import estimate
-from meshweave.ir.ops import Broadcast, Reduce
 from meshweave.ir.program import On, Repeat
+from meshweave.ir.program.ops import Broadcast, Reduce
 
 SUMMA = ALGORITHMS["summa"]
 

@@ -10,24 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul.universal import (
+from meshweave.algorithms.universal import (
     Choice,
     Slicing,
     UniversalProblem,
     choices,
     universal_program,
 )
-from meshweave.algorithms.matmul.universal.volume import volume
+from meshweave.algorithms.universal.volume import volume
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
-from meshweave.execute.numpy_backend import run_numpy
-from meshweave.ir.ops import Accumulate, Get, Put
-from meshweave.ir.parse import parse
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
-from meshweave.ir.validate import validate
+from meshweave.ir.program.ops import Accumulate, Get, Put
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_one_sided
 from meshweave.tune.universal import extra_bytes, tune_universal
 

@@ -10,23 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_universal import cases, operands
 
-from meshweave.algorithms.matmul.universal import (
+from meshweave.algorithms.universal import (
     Choice,
     ScheduleRates,
     Slicing,
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.matmul.universal.lowering import given_order, graph, issue_order, tiles
-from meshweave.algorithms.matmul.universal.schedule import Order
+from meshweave.algorithms.universal.lowering import given_order, graph, issue_order, tiles
+from meshweave.algorithms.universal.schedule import Order
+from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.describe.grid import Grid, block_2d, row_block
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import UnsupportedError
-from meshweave.execute.numpy_backend import run_numpy
+from meshweave.describe.layout.grid import Grid, block_2d, row_block
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.validate import validate
 from meshweave.lower import lower_one_sided
 
 RATES = ScheduleRates(1e9, 1e9, 0.8, 2, 3e9)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul.universal.schedule import (
+from meshweave.algorithms.universal.schedule import (
     Fetch,
     Graph,
     Limits,
@@ -26,7 +26,7 @@ from meshweave.algorithms.matmul.universal.schedule import (
     pipelined,
     stage_cost,
 )
-from meshweave.algorithms.matmul.universal.schedule_search import Found, exhaustive
+from meshweave.algorithms.universal.schedule_search import Found, exhaustive
 
 FAR = 1000
 """Prefetch that holds nothing back."""

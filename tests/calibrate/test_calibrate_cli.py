@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.cli.app import run_app
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.lab.check import problem
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.calibrate import plan_sweep
 from meshweave.calibrate.rank import _reader
 from meshweave.calibrate.sweep import CHAINS, LEAST_PACKET_BYTES
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster, NetworkAxis, Torus, load_cluster
-from meshweave.errors import DescriptionError, LayoutError
-from meshweave.ir.ops import Permute
-from meshweave.ir.validate import validate
+from meshweave.describe.machine.cluster import Cluster, NetworkAxis, Torus, load_cluster
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program.ops import Permute
 from meshweave.simulate import simulate
 
 

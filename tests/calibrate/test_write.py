@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from meshweave.calibrate import calibrate, plan_sweep, to_toml
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import cluster_names
-from meshweave.describe.cluster import (
+from meshweave.describe.machine.cluster import (
     Chip,
     Cluster,
     CommConstants,

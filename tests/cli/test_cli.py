@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.cli.app import run_app
-from meshweave.ir.parse import parse
+from meshweave.ir.program.parse import parse
 
 
 def meshweave(*args: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 from damage import CLUSTER, CONFIG, HOSTS, MODEL, RUBBISH, TREE, changed_json, changed_lines, changed_program
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.cli import run as run_module
 from meshweave.cli import verify as verify_module
 from meshweave.cli.app import run_app
-from meshweave.errors import UnsupportedError
 
 CASE_S = 10
 """No single input may take longer; a hundredth is usual."""

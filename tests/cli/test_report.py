@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
 from meshweave.cli.app import run_app
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
-from meshweave.describe.workload import Workload
+from meshweave.describe.model.workload import Workload
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.curves import mesh_curve, same_local_product, slice_curve, timelines
 from meshweave.tune import Plan, plan_model

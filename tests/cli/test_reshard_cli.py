@@ -14,8 +14,8 @@ from test_fuzz import VALUES, Case
 
 from meshweave.cli import reshard_runs
 from meshweave.cli.app import run_app
-from meshweave.ir.parse import parse
-from meshweave.ir.validate import validate
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program.parse import parse
 
 PAPER = ("--shape", "1024,1024,512", "--dtype", "float32", "--cluster", "p3.8xlarge")
 CASE_5 = ("--from", "2x4 S1RR", "--to", "2x4 S0RR", *PAPER)

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.base.errors import RankLostError
 from meshweave.cli import verify as verify_module
 from meshweave.cli.app import run_app
-from meshweave.errors import RankLostError
-from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 
 QUICK = ("--max-dim", "64", "--layer", "ff1")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from meshweave.base.errors import DescriptionError
 from meshweave.calibrate.write import to_toml
 from meshweave.cost.compute import Tiles, tile_traffic
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import Chip, CommConstants, Torus, load_cluster
-from meshweave.errors import DescriptionError
-from meshweave.ir.ops import Step
+from meshweave.describe.machine.cluster import Chip, CommConstants, Torus, load_cluster
+from meshweave.ir.program.ops import Step
 from meshweave.ir.work import Compute, Transfer, matmul_work
 
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e9, gemm_tile=(4, 8, 16))

@@ -4,8 +4,10 @@ from itertools import pairwise
 
 import pytest
 
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Link, Machine, mesh_machine
-from meshweave.describe.cluster import (
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import (
     Chip,
     Cluster,
     Hosts,
@@ -17,8 +19,6 @@ from meshweave.describe.cluster import (
     Tree,
     TreeLevel,
 )
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError
 
 CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 FAST, SLOW = NetworkAxis("fast", 10e9), NetworkAxis("slow", 1e9, 5e-6)

@@ -6,11 +6,11 @@ import pytest
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis
-from meshweave.describe.network import FullMesh, Network, Switch
-from meshweave.ir.ops import Send
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis
+from meshweave.describe.machine.network import FullMesh, Network, Switch
 from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Send
+from meshweave.ir.program.parse import parse
 from meshweave.ir.work import work_of
 from meshweave.lower import lower_chains
 from meshweave.simulate import engine, reference

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster, load_cluster
-from meshweave.describe.mesh import Mesh
-from meshweave.ir.parse import parse
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.ir.program.parse import parse
 from meshweave.simulate import reference, simulate
 
 

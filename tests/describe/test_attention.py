@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshweave.describe.attention import other_passes
 from meshweave.describe.model import load_model
-from meshweave.describe.workload import Workload
+from meshweave.describe.model.attention import other_passes
+from meshweave.describe.model.workload import Workload
 
 
 def test_flops_are_those_of_narayanan() -> None:

@@ -11,10 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
-from meshweave.describe.cluster import COMM_KINDS, FullMesh, Hosts, NetworkAxis, Torus, Tree, load_cluster
+from meshweave.describe.machine.cluster import (
+    COMM_KINDS,
+    FullMesh,
+    Hosts,
+    NetworkAxis,
+    Torus,
+    Tree,
+    load_cluster,
+)
 from meshweave.describe.model import load_model
-from meshweave.errors import DescriptionError, MeshweaveError
 
 LOADERS = {"clusters": load_cluster, "models": load_model}
 ENTRIES = [("clusters", n) for n in cluster_names()] + [("models", n) for n in model_names()]

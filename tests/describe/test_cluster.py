@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.catalog import catalog_text
-from meshweave.describe.cluster import (
+from meshweave.describe.machine.cluster import (
     Chip,
     CommConstants,
     Hosts,
@@ -20,7 +21,6 @@ from meshweave.describe.cluster import (
     Torus,
     load_cluster,
 )
-from meshweave.errors import DescriptionError, LayoutError
 
 FAST, SLOW = NetworkAxis("fast", 100e9), NetworkAxis("slow", 10e9)
 

@@ -10,10 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.describe.grid import Grid, TileGrid, block_2d, block_cyclic, column_block, cyclic, row_block
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError
+from meshweave.describe.layout.grid import (
+    Grid,
+    TileGrid,
+    block_2d,
+    block_cyclic,
+    column_block,
+    cyclic,
+    row_block,
+)
+from meshweave.describe.layout.mesh import Mesh
 
 shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 

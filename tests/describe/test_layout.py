@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile, chunk
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError
+from meshweave.describe.layout.mesh import Mesh
 
 
 @st.composite

@@ -7,11 +7,11 @@ from fractions import Fraction
 
 import pytest
 
+from meshweave.base.errors import DescriptionError
 from meshweave.describe.catalog import model_names
-from meshweave.describe.memory import RECOMPUTES, activation_bytes, chip_memory, step_flops
 from meshweave.describe.model import load_model
-from meshweave.describe.workload import Workload
-from meshweave.errors import DescriptionError
+from meshweave.describe.model.memory import RECOMPUTES, activation_bytes, chip_memory, step_flops
+from meshweave.describe.model.workload import Workload
 
 GPT3 = load_model("gpt3")
 WORK = Workload(8, 2048)

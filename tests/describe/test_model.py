@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.describe.catalog import model_names
 from meshweave.describe.model import FcLayer, Transformer, load_model
-from meshweave.describe.workload import Gemm, Workload, block_gemms
-from meshweave.errors import DescriptionError, UnsupportedError
+from meshweave.describe.model.workload import Gemm, Workload, block_gemms
 
 LLAMA = {
     "model_type": "llama",

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.meshes import Meshes
-from meshweave.describe.spec import layout_of_spec, spec_of
-from meshweave.errors import LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.meshes import Meshes
+from meshweave.describe.layout.spec import layout_of_spec, spec_of
 
 SQUARE = Mesh.of("tp", (2, 2), ("row", "col"))
 AXES = "abc"

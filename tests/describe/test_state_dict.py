@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from meshweave.describe.mesh import Mesh
+from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.state_dict import Parameter, server_layout, state_dict, trainer_layout
-from meshweave.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.describe.model.state_dict import Parameter, server_layout, state_dict, trainer_layout
 
 TRAINER = Mesh.of("trainer", (4, 2), ("fsdp", "tp"))
 SERVER = Mesh.of("server", (2, 2), ("replica", "tp"), 8)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshweave.describe.cluster import CommConstants, NetworkAxis, Tree, TreeLevel, load_cluster
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import DescriptionError, LayoutError
+from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import CommConstants, NetworkAxis, Tree, TreeLevel, load_cluster
 
 LEAF, SPINE, CORE = NetworkAxis("leaf", 10e9), NetworkAxis("spine", 5e9, 1e-6), NetworkAxis("core", 4e9, 2e-6)
 THIN = Tree((TreeLevel(4, LEAF), TreeLevel(2, SPINE), TreeLevel(3, CORE)))

@@ -6,16 +6,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import UnsupportedError
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import estimate
 from meshweave.estimate.timeline import MAX_TASKS, timeline
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, matmul_work, move_work
 from meshweave.report.timeline import kind_of
-from meshweave.units import to_s
 
 POD = load_cluster("tpu-v4-pod:16")
 AXES = ("row", "col", "depth")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from meshweave.execute.numpy_backend import numpy_dtype
-from meshweave.ir.parse import parse
+from meshweave.execute.numpy import numpy_dtype
+from meshweave.ir.program.parse import parse
 from meshweave.lower.one_sided import lower_one_sided
 from meshweave.lower.rings import lower_rings
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from backend_programs import CALLS, PROGRAMS, inputs_for
 
-from meshweave.errors import UnsupportedError
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.numpy_backend import local_inputs, run_numpy
-from meshweave.execute.torch_backend import bind, torch_dtype
-from meshweave.ir.parse import parse
+from meshweave.base.errors import UnsupportedError
+from meshweave.execute.numpy import local_inputs, run_numpy
+from meshweave.execute.torch.bind import bind, torch_dtype
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.ir.program.parse import parse
 from meshweave.lower.linearise import linearise
 
 LANES_THAT_WAIT = """

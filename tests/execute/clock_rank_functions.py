@@ -3,8 +3,8 @@
 import time
 from dataclasses import astuple
 
-from meshweave.execute.clocks import clock_offsets
-from meshweave.execute.groups import TorchContext
+from meshweave.execute.ranks.clocks import clock_offsets
+from meshweave.execute.torch.groups import TorchContext
 
 
 def compare(context, payload):

@@ -11,15 +11,15 @@ import torch
 from backend_programs import golden, inputs_for
 from backend_rank_functions import differences, shards
 
-from meshweave.errors import BindError, RankLostError
-from meshweave.execute.agree import agree
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import BindError, RankLostError
 from meshweave.execute.memory import open_memory
 from meshweave.execute.memory.base import Slot
-from meshweave.execute.numpy_backend import run_numpy
-from meshweave.execute.torch_backend import bind
-from meshweave.ir.parse import parse
-from meshweave.ir.text import to_text
+from meshweave.execute.numpy import run_numpy
+from meshweave.execute.ranks.agreement import agree
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 
 # Every way to reach another rank: strided and blocked views, column-major slots, a rank's own memory, a row that
 # fences alone, released products and copies.

@@ -6,11 +6,11 @@ from typing import Any
 from memory_rank_functions import LOST, compare, stress
 from mpi4py import MPI
 
-from meshweave.errors import BindError
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import BindError
 from meshweave.execute.memory import open_memory
-from meshweave.execute.torch_backend import bind
-from meshweave.ir.parse import parse
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.ir.program.parse import parse
 
 
 @dataclass

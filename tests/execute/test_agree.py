@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from meshweave.errors import BindError
-from meshweave.execute.agree import _check_same_talk
+from meshweave.base.errors import BindError
+from meshweave.execute.ranks.agreement import _check_same_talk
 
 dist = pytest.importorskip("torch.distributed")
 ROUND = "meshweave/talk/0-1-2/1"

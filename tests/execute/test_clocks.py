@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.execute.clocks import ClockOffset, align, offset_at
+from meshweave.execute.ranks.clocks import ClockOffset, align, offset_at
 from meshweave.trace import Span, Trace
 
 ENV = {"PYTHONPATH": str(Path(__file__).parent)}
@@ -18,7 +18,7 @@ SKEWS_NS = [0, 1, -250_000, 3_600 * 10**9, -7 * 10**12]
 def test_offsets_are_found_within_their_uncertainty(num_ranks):
     """Without skew they are 0, for the processes of a host share the clock."""
     pytest.importorskip("torch")
-    from meshweave.execute.launch import launch
+    from meshweave.execute.ranks.launch import launch
 
     payload = {"skews_ns": SKEWS_NS}
     ranks = launch("clock_rank_functions:compare", num_ranks, payload, timeout_s=60.0, env=ENV)
@@ -31,7 +31,7 @@ def test_offsets_are_found_within_their_uncertainty(num_ranks):
 @pytest.mark.gloo
 def test_a_rank_that_fails_is_named():
     pytest.importorskip("torch")
-    from meshweave.execute.launch import RankError, launch
+    from meshweave.execute.ranks.launch import RankError, launch
 
     payload = {"skews_ns": SKEWS_NS, "dies": 1}
     with pytest.raises(RankError, match=r"^rank 1: KeyError") as caught:

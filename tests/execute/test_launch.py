@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.errors import BindError, DeadlineError, RankLostError
-from meshweave.execute.launch import RankError, launch
-from meshweave.execute.worker import resolve
+from meshweave.base.errors import BindError, DeadlineError, RankLostError
+from meshweave.execute.ranks.launch import RankError, launch
+from meshweave.execute.ranks.worker import resolve
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.gloo
@@ -110,7 +110,9 @@ def alive(pid):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_no_rank_outlives_its_parent(tmp_path):
-    script = "from meshweave.execute.launch import launch; launch('stubborn:rank', 1, {}, timeout_s=60.0)"
+    script = (
+        "from meshweave.execute.ranks.launch import launch; launch('stubborn:rank', 1, {}, timeout_s=60.0)"
+    )
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     parents = {}
     try:

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from meshweave.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
-from meshweave.execute.liveness import Liveness
-from meshweave.execute.verdict import Beat, Watch, judge, ranks_text
+from meshweave.base.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
+from meshweave.execute.ranks.blame import Beat, Watch, judge, ranks_text
+from meshweave.execute.ranks.liveness import Liveness
 
 INTERVAL_S, STALE_S = 0.02, 0.2
 CLOSED = "gloo: Connection closed by peer"

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from backend_programs import CALLS, PROGRAMS, golden, inputs_for, ring
 
-from meshweave.errors import BindError, ProgramError
-from meshweave.execute.numpy_backend import local_inputs, poisoned, run_numpy
-from meshweave.ir.dataflow import analyse
-from meshweave.ir.parse import parse
+from meshweave.base.errors import BindError, ProgramError
+from meshweave.execute.numpy import local_inputs, poisoned, run_numpy
+from meshweave.ir.analysis.dataflow import analyse
+from meshweave.ir.program.parse import parse
 from meshweave.trace import check_order
 
 GATHER = """
@@ -139,5 +139,5 @@ def test_calls_that_do_not_fit():
 
 
 def test_it_needs_no_torch():
-    code = "import sys, meshweave.execute.numpy_backend; sys.exit('torch' in sys.modules)"
+    code = "import sys, meshweave.execute.numpy; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

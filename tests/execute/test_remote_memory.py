@@ -14,18 +14,18 @@ torch = pytest.importorskip("torch")
 
 from memory_rank_functions import program_of  # noqa: E402
 
-from meshweave.errors import BindError, RankLostError, UnsupportedError  # noqa: E402
-from meshweave.execute.agree import agree  # noqa: E402
-from meshweave.execute.groups import TorchContext  # noqa: E402
-from meshweave.execute.launch import launch  # noqa: E402
+from meshweave.base.errors import BindError, RankLostError, UnsupportedError  # noqa: E402
 from meshweave.execute.memory import open_memory  # noqa: E402
 from meshweave.execute.memory.pool import ALIGN, Segment, take  # noqa: E402
 from meshweave.execute.memory.shared import lacks  # noqa: E402
-from meshweave.execute.torch_backend import bind  # noqa: E402
-from meshweave.execute.torch_onesided import fence_groups, flags_of, without_fences  # noqa: E402
-from meshweave.ir.ops import Fence  # noqa: E402
-from meshweave.ir.parse import parse  # noqa: E402
-from meshweave.ir.validate import validate  # noqa: E402
+from meshweave.execute.ranks.agreement import agree  # noqa: E402
+from meshweave.execute.ranks.launch import launch  # noqa: E402
+from meshweave.execute.torch.bind import bind  # noqa: E402
+from meshweave.execute.torch.groups import TorchContext  # noqa: E402
+from meshweave.execute.torch.one_sided import fence_groups, flags_of, without_fences  # noqa: E402
+from meshweave.ir.analysis.validate import validate  # noqa: E402
+from meshweave.ir.program.ops import Fence  # noqa: E402
+from meshweave.ir.program.parse import parse  # noqa: E402
 
 HERE = Path(__file__).parent
 ENV = {"PYTHONPATH": str(HERE)}

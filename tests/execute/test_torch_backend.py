@@ -14,20 +14,20 @@ torch = pytest.importorskip("torch")
 
 from backend_programs import PROGRAMS, golden, inputs_for, ring  # noqa: E402
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem  # noqa: E402
-from meshweave.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
-from meshweave.execute.groups import TorchContext, channels, group_keys  # noqa: E402
-from meshweave.execute.launch import RankError, launch  # noqa: E402
-from meshweave.execute.numpy_backend import run_numpy  # noqa: E402
-from meshweave.execute.torch_backend import bind  # noqa: E402
-from meshweave.execute.torch_lanes import Streams, cross_lane_waits  # noqa: E402
-from meshweave.execute.torch_views import Staging, Strided, empty, strided  # noqa: E402
-from meshweave.execute.torch_wire import wire_orders  # noqa: E402
-from meshweave.ir.dataflow import analyse  # noqa: E402
-from meshweave.ir.interpret import index_of  # noqa: E402
-from meshweave.ir.parse import parse  # noqa: E402
-from meshweave.ir.validate import validate  # noqa: E402
-from meshweave.ir.views import Blocked, Range, View  # noqa: E402
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem  # noqa: E402
+from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
+from meshweave.execute.numpy import run_numpy  # noqa: E402
+from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
+from meshweave.execute.torch.bind import bind  # noqa: E402
+from meshweave.execute.torch.groups import TorchContext, channels, group_keys  # noqa: E402
+from meshweave.execute.torch.lanes import Streams, cross_lane_waits  # noqa: E402
+from meshweave.execute.torch.views import Staging, Strided, empty, strided  # noqa: E402
+from meshweave.execute.torch.wire import wire_orders  # noqa: E402
+from meshweave.ir.analysis.dataflow import analyse  # noqa: E402
+from meshweave.ir.analysis.interpret import index_of  # noqa: E402
+from meshweave.ir.analysis.validate import validate  # noqa: E402
+from meshweave.ir.program.parse import parse  # noqa: E402
+from meshweave.ir.program.views import Blocked, Range, View  # noqa: E402
 from meshweave.lower import lower_chains  # noqa: E402
 from meshweave.trace import Trace, check_order, merge  # noqa: E402
 

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.describe.layout import Layout, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.ir.dataflow import Dataflow, Event, untimed_order
-from meshweave.ir.interpret import Machine
-from meshweave.ir.matching import Node
-from meshweave.ir.ops import Accumulate, Call, Fence, Get, Matmul, Op, Zero
-from meshweave.ir.parse import parse
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.analysis.dataflow import Dataflow, Event, untimed_order
+from meshweave.ir.analysis.interpret import Machine
+from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Tensor
-from meshweave.ir.views import Range, View
+from meshweave.ir.program.ops import Accumulate, Call, Fence, Get, Matmul, Op, Zero
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.views import Range, View
 
 Array = NDArray[Any]
 GOLDEN = Path(__file__).parent.parent / "golden"

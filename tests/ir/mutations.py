@@ -9,9 +9,9 @@ from typing import Any
 
 from builders import Listed
 
-from meshweave.ir.ops import Call, Fence
 from meshweave.ir.program import Program
-from meshweave.ir.views import Blocked, Range, View
+from meshweave.ir.program.ops import Call, Fence
+from meshweave.ir.program.views import Blocked, Range, View
 
 Mutation = Callable[[Program, Listed, random.Random], Listed]
 

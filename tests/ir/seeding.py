@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from builders import Listed, golden, golden_text, listed, with_ops
 
-from meshweave.errors import ProgramError
-from meshweave.ir.ops import Op
-from meshweave.ir.parse import parse
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.validate import validate
-from meshweave.ir.views import Blocked, Range, View
+from meshweave.ir.program.ops import Op
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.views import Blocked, Range, View
 
 WINDOW = """
 program("window")

@@ -7,14 +7,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from meshweave.base.errors import ProgramError
+from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import ProgramError
-from meshweave.ir.expr import Index, Var, binary, select
-from meshweave.ir.ops import OP_TYPES, Op, Release, Step
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Repeat, Same, Tensor, When
-from meshweave.ir.views import Blocked, Range, View
-from meshweave.units import DTYPES
+from meshweave.ir.program.expressions import Index, Var, binary, select
+from meshweave.ir.program.ops import OP_TYPES, Op, Release, Step
+from meshweave.ir.program.views import Blocked, Range, View
 
 OPERATORS = ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", ">", ">=", "and", "or")
 MESHES = (

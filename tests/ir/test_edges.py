@@ -10,13 +10,13 @@ from builders import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.ir import edges
-from meshweave.ir.dataflow import analyse
-from meshweave.ir.edges import local_edges
-from meshweave.ir.ops import READ, UPDATE, Add, Call, Copy, Fence, Get, Matmul, Op, Put, Release, Zero
-from meshweave.ir.parse import parse
+from meshweave.ir.analysis import edges
+from meshweave.ir.analysis.dataflow import analyse
+from meshweave.ir.analysis.edges import local_edges
 from meshweave.ir.program import BoundOp
-from meshweave.ir.views import Blocked, Range, Selector, View, selector_indices
+from meshweave.ir.program.ops import READ, UPDATE, Add, Call, Copy, Fence, Get, Matmul, Op, Put, Release, Zero
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.views import Blocked, Range, Selector, View, selector_indices
 
 SIZE = 6
 EXPOSED = frozenset({"x"})

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.errors import ProgramError
-from meshweave.ir.expr import (
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program.expressions import (
     Expr,
     Index,
     Var,

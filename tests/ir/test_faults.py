@@ -7,9 +7,9 @@ from dataclasses import replace
 from builders import golden, listed, with_ops
 from seeding import WINDOW, changed, dropped, fault, swapped, text_fault
 
-from meshweave.ir.ops import Fence
-from meshweave.ir.parse import parse
-from meshweave.ir.validate import validate
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program.ops import Fence
+from meshweave.ir.program.parse import parse
 
 # --- partners -------------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ import pytest
 from builders import golden, listed, with_ops
 from seeding import WINDOW, changed, dropped, fault, find, shifted, text_fault
 
-from meshweave.ir.ops import Op, Put, Zero
-from meshweave.ir.parse import parse
-from meshweave.ir.views import Range, View
+from meshweave.ir.program.ops import Op, Put, Zero
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.views import Range, View
 
 # --- what is computed -----------------------------------------------------------------------------------
 

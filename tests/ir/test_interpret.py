@@ -8,9 +8,9 @@ from builders import numbers_for, run_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.errors import ProgramError
-from meshweave.ir.parse import parse
-from meshweave.ir.validate import validate
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program.parse import parse
 
 RANKS = 3
 

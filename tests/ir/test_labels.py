@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from builders import dense, numbers_for, outputs_equal, run_numbers
 
-from meshweave.errors import ProgramError
-from meshweave.ir.parse import parse
-from meshweave.ir.validate import validate
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program.parse import parse
 
 PARTIAL = """
 program("both axes hold terms")

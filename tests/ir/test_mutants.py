@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutations import MUTATIONS
 
-from meshweave.errors import ProgramError
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.validate import validate
 
 # What a call makes is taken on trust, so a pipeline of calls proves nothing about its numbers.
 PROVED = tuple(name for name in NAMES if name != "one_f_one_b")

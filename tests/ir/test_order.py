@@ -10,9 +10,9 @@ from builders import NAMES, golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.errors import ProgramError
-from meshweave.ir.dataflow import Dataflow, Event, Issuer, analyse, untimed_order
-from meshweave.ir.parse import parse
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.dataflow import Dataflow, Event, Issuer, analyse, untimed_order
+from meshweave.ir.program.parse import parse
 
 FLOWS = {name: analyse(golden(name)) for name in NAMES}
 

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from strategies import ops, programs
 
-from meshweave.errors import MeshweaveError, ProgramError
-from meshweave.ir.ops import OP_TYPES, Fence, Op
-from meshweave.ir.parse import parse
+from meshweave.base.errors import MeshweaveError, ProgramError
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Lane, Program
-from meshweave.ir.text import op_to_text, to_text
-from meshweave.ir.validate import validate
+from meshweave.ir.program.ops import OP_TYPES, Fence, Op
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import op_to_text, to_text
 
 SHORT = [name for name in NAMES if not name.startswith("universal")]
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.errors import ProgramError
-from meshweave.ir.expr import Var
-from meshweave.ir.views import (
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program.expressions import Var
+from meshweave.ir.program.views import (
     Blocked,
     Range,
     Selector,

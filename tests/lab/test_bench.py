@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
 from meshweave.cli.app import run_app
 from meshweave.cli.bench_tables import gain_lines, table
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.lab import Lab
 from meshweave.lab.bench import (
     DTENSOR,

@@ -3,8 +3,8 @@
 import pytest
 import torch.distributed as dist
 
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout import Partial, Replicate, Shard, Tile
-from meshweave.errors import LayoutError, UnsupportedError
 from meshweave.lab.dtensor_traffic import Collective, Product, dtensor_traffic, traffics
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()

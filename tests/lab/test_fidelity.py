@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.errors import UnsupportedError
 from meshweave.estimate import estimate
-from meshweave.execute.clocks import ClockOffset
+from meshweave.execute.ranks.clocks import ClockOffset
 from meshweave.ir.work import Transfer, work_of
 from meshweave.lab import Lab
 from meshweave.lab.fidelity import Fidelity, FidelityReport

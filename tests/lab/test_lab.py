@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from meshweave.base.errors import BindError, RankLostError, UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.errors import BindError, RankLostError, UnsupportedError
 from meshweave.lab import Lab, LabDescription, check
 from meshweave.lab.description import Link, SwitchLab, TorusLab, TreeLab
 from meshweave.lab.namespaces import leftovers, ours, remove_leftovers

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from meshweave.errors import DescriptionError
+from meshweave.base.errors import DescriptionError
 from meshweave.lab import startup
 from meshweave.lab.pace import Pacer, paced, read_reports
 

@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: DTensor cannot be asked what it moves")
-from meshweave.algorithms.matmul.universal import UniversalProblem
+from meshweave.algorithms.universal import UniversalProblem
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
 from meshweave.lab.dtensor_traffic import Product, traffics
 from meshweave.tune.universal import tune_universal

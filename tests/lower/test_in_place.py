@@ -7,16 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from meshweave.algorithms.matmul.universal import Choice, UniversalProblem, choices, universal_program
+from meshweave.algorithms.universal import Choice, UniversalProblem, choices, universal_program
+from meshweave.base.errors import ProgramError, UnsupportedError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import ProgramError, UnsupportedError
-from meshweave.execute.numpy_backend import run_numpy
-from meshweave.ir.ops import Get
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.validate import validate
+from meshweave.ir.program.ops import Get
 from meshweave.lower import lower_one_sided, read_in_place
 from meshweave.simulate import reference, simulate
 

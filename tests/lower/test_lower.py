@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
-from meshweave.errors import ProgramError
-from meshweave.execute.numpy_backend import run_numpy
-from meshweave.ir.dataflow import analyse
-from meshweave.ir.edges import is_one_sided
-from meshweave.ir.ops import AllGather, Copy, Fence, Permute, ReduceScatter
-from meshweave.ir.parse import parse
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.base.errors import ProgramError
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.dataflow import analyse
+from meshweave.ir.analysis.edges import is_one_sided
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
-from meshweave.ir.validate import validate
+from meshweave.ir.program.ops import AllGather, Copy, Fence, Permute, ReduceScatter
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 from meshweave.lower import linearise, lower_one_sided, lower_rings, per_rank
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
 
 import meshweave
-from meshweave.errors import MeshweaveError
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.torch.groups import TorchContext
 
 # --- gradients ----------------------------------------------------------------------------------------------
 

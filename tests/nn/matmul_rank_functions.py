@@ -1,4 +1,4 @@
-"""What the ranks of test_matmul run; started through `meshweave.execute.launch`.
+"""What the ranks of test_matmul run; started through `meshweave.execute.ranks.launch`.
 
 Functions that take `check` add what is wrong to it, and run on all ranks of a world of four.
 """
@@ -20,8 +20,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
-from meshweave.describe import layout as ours
-from meshweave.execute.groups import TorchContext
+from meshweave.describe.layout import layouts as ours
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.nn.placements import layout_of
 
 R, P, SS = Replicate(), Partial(), _StridedShard

@@ -1,4 +1,4 @@
-"""What the ranks of tests/nn run; started through `meshweave.execute.launch`."""
+"""What the ranks of tests/nn run; started through `meshweave.execute.ranks.launch`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from meshweave.base.errors import MeshweaveError
 from meshweave.describe.layout import Layout, Shard
-from meshweave.errors import MeshweaveError
-from meshweave.execute.groups import TorchContext
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.nn.matmul2d import matmul2d
 
 _SIZES = [(24, 16, 32), (13, 11, 17), (5, 40, 9), (3, 2, 7)]
@@ -125,7 +125,7 @@ def sub_mesh_then_whole(context: Any, payload: Mapping[str, Any]) -> list[float]
 
 
 def _shard(mesh: Any, whole: torch.Tensor, rank: int) -> torch.Tensor:
-    from meshweave.describe.mesh import Mesh
+    from meshweave.describe.layout.mesh import Mesh
 
     rows, columns = mesh.mesh.shape
     ranks = tuple(mesh.mesh.reshape(-1).tolist())

@@ -1,4 +1,4 @@
-"""What the ranks of test_reshard run; started through `meshweave.execute.launch`.
+"""What the ranks of test_reshard run; started through `meshweave.execute.ranks.launch`.
 
 Functions that take `check` add what is wrong to it, and run on all ranks of a world of four.
 """

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import meshweave
-from meshweave.errors import MeshweaveError
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.nn.resharding import Place
 
 # --- gradients --------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
-from meshweave.errors import MeshweaveError
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.launch import Context, launch
+from meshweave.base.errors import MeshweaveError
+from meshweave.execute.ranks.launch import Context, launch
+from meshweave.execute.torch.groups import TorchContext
 
 Made = TypeVar("Made", bound="Findings")
 

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from sections import launched
 
-from meshweave.errors import RankLostError
-from meshweave.execute.launch import launch
+from meshweave.base.errors import RankLostError
 from meshweave.execute.memory.shared import lacks
+from meshweave.execute.ranks.launch import launch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 SHARED = pytest.param("shared", marks=pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}"))

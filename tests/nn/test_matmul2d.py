@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul import MatmulProblem
-from meshweave.algorithms.matmul.problem import two_d_meshes
+from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import two_d_meshes
 from meshweave.nn.rehearse import Rehearsal, operand, reduced
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-from meshweave.execute.launch import launch
+from meshweave.execute.ranks.launch import launch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard, StridedShard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError
-from meshweave.ir.parse import parse
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Tensor
-from meshweave.ir.text import to_text
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 import torch

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 from sections import launched
 
-from meshweave.errors import RankLostError
-from meshweave.execute.launch import launch
+from meshweave.base.errors import RankLostError
+from meshweave.execute.ranks.launch import launch
 
 HERE = {"PYTHONPATH": str(Path(__file__).parent)}
 MORE = "reshard_state_rank_functions"

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.program.parse import parse
 from meshweave.report.png import check_png, to_png
 from meshweave.report.simulation_picture import Piece, Strip, draw_strips, strip_of
 from meshweave.simulate.engine import simulate

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from meshweave.algorithms.reshard import plan_reshard, reshard_program, unit_tasks
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import LayoutError, UnsupportedError
-from meshweave.ir.validate import validate
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.analysis.validate import validate
 from meshweave.reproduce import alpacomm as paper
 from meshweave.reproduce import alpacomm_study
 from meshweave.reproduce.alpacomm_figures import FIGURES, figures, picture

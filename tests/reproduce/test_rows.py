@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, DATAFLOWS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, MatmulProblem
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.cluster import Ring, load_cluster
+from meshweave.describe.machine.cluster import Ring, load_cluster
 from meshweave.reproduce import meshslice as paper
 from meshweave.reproduce.block import Setting, Study, distinct_products
 from meshweave.reproduce.meshslice_figures import FIGURES, figures

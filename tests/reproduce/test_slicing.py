@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from meshweave.algorithms.matmul.universal import Choice, universal_program
+from meshweave.algorithms.universal import Choice, universal_program
 from meshweave.cli.app import run_app
-from meshweave.describe.cluster import load_cluster
-from meshweave.ir.validate import validate
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.analysis.validate import validate
 from meshweave.reproduce import slicing as paper
 from meshweave.reproduce.partitionings import (
     COLUMN,

@@ -15,8 +15,8 @@ from meshweave.algorithms.reshard import Fabric, Item, ReshardPlan, ReshardProbl
 from meshweave.algorithms.reshard.plan import MESSAGE_BYTES
 from meshweave.algorithms.reshard.tasks import Piece
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, StridedShard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.execute.numpy_backend import numpy_dtype
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.numpy import numpy_dtype
 
 MOST_RANKS = 8
 """Of one mesh."""

@@ -17,14 +17,14 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     reshard_program,
 )
-from meshweave.describe.cluster import load_cluster
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
-from meshweave.describe.state_dict import server_layout, state_dict, trainer_layout
-from meshweave.ir.ops import Copy, Recv
+from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import On, Program
-from meshweave.ir.validate import validate
-from meshweave.ir.views import Range, View
+from meshweave.ir.program.ops import Copy, Recv
+from meshweave.ir.program.views import Range, View
 
 
 def planned(

@@ -11,7 +11,7 @@ import pytest
 from random_jobs import reshard, unstructured
 
 from meshweave.algorithms.reshard.order import Job, Jobs, best, bound, dfs, exact, exclusive_bound, place
-from meshweave.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError
 
 
 def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,17 +27,17 @@ from meshweave.algorithms.reshard import (
     reshard_program,
 )
 from meshweave.algorithms.reshard.fabric import Nic
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.spec import layout_of_spec
-from meshweave.execute.numpy_backend import run_numpy
-from meshweave.ir.dataflow import analyse
-from meshweave.ir.ops import AllGather, Copy, Recv, Send
-from meshweave.ir.parse import parse
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.spec import layout_of_spec
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.dataflow import analyse
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
-from meshweave.ir.validate import validate
-from meshweave.ir.views import View
-from meshweave.units import dtype_bytes
+from meshweave.ir.program.ops import AllGather, Copy, Recv, Send
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
+from meshweave.ir.program.views import View
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 orders = st.sampled_from(["naive", "balance", "best"])

@@ -22,10 +22,10 @@ from meshweave.algorithms.reshard import (
     reshard_program,
 )
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis, load_cluster
 from meshweave.describe.layout import Layout, Replicate, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.spec import layout_of_spec
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.spec import layout_of_spec
+from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis, load_cluster
 from meshweave.simulate import engine, reference
 
 CLUSTER = load_cluster("p3.8xlarge").with_chips(20)

@@ -12,11 +12,11 @@ from random_reshards import box, elements, numbered, problems
 
 from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, UnitTask, plan_reshard, unit_tasks
 from meshweave.algorithms.reshard.tasks import Piece, cut, in_chunks, shared_out, with_tail
-from meshweave.describe.cluster import load_cluster
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.spec import layout_of_spec
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.spec import layout_of_spec
+from meshweave.describe.machine.cluster import load_cluster
 
 LINE = Mesh.of("line", (2,), ("x",))
 

@@ -7,8 +7,9 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import (
+from meshweave.describe.machine.cluster import (
     Chip,
     Cluster,
     CommConstants,
@@ -22,10 +23,9 @@ from meshweave.describe.cluster import (
     Tree,
     TreeLevel,
 )
-from meshweave.describe.network import COMM_KINDS
-from meshweave.errors import LayoutError
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 
 SHAPES = ((1,), (2,), (3,), (5,), (1, 4), (2, 2), (3, 2), (2, 3), (4, 1), (2, 1, 3), (2, 2, 2))
 ROWS, COLS = 6, 8

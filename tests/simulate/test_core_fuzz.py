@@ -15,10 +15,10 @@ import pytest
 from core_fuzz import MAX_OPS, base
 from random_programs import random_machine
 
+from meshweave.base.errors import ProgramError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import ProgramError
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.program.parse import parse
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _routes, simulate
 

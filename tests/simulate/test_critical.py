@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Chip, Cluster, CommConstants, NetworkAxis, Torus, load_cluster
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, NetworkAxis, Torus, load_cluster
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
 from meshweave.simulate.critical import CriticalPath, critical_path
 from meshweave.simulate.engine import simulate

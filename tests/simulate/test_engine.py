@@ -13,13 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_programs import random_cluster, random_machine, random_program
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.base.errors import MeshweaveError, ProgramError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import MeshweaveError, ProgramError
-from meshweave.ir.dataflow import analyse
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.simulate import engine, reference
 from meshweave.simulate.columns import Columns

@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import Chip, Cluster, CommConstants, NetworkAxis, Switch, Torus, load_cluster
-from meshweave.errors import LayoutError, ProgramError
-from meshweave.ir.dataflow import analyse
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import (
+    Chip,
+    Cluster,
+    CommConstants,
+    NetworkAxis,
+    Switch,
+    Torus,
+    load_cluster,
+)
+from meshweave.ir.analysis.dataflow import analyse
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.ir.work import Transfer
 from meshweave.lower import lower_rings
 from meshweave.simulate.flows import Flow, FlowTable, amount_left

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Chip, Cluster, CommConstants, NetworkAxis, Torus
-from meshweave.ir.parse import parse
+from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, NetworkAxis, Torus
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate
 from meshweave.simulate.steps import Chain, Exchange, Message

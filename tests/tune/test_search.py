@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
-from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.cluster import Cluster, load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import Transformer, load_model
-from meshweave.describe.workload import Workload
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.describe.model.workload import Workload
 from meshweave.estimate import Timed, estimate
-from meshweave.ir.lifetimes import peak_bytes
+from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.work import Work
 from meshweave.tune import plan_model
 from meshweave.tune.meshes import Ground

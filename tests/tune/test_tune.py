@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
-from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
+from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import mesh_machine
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
-from meshweave.describe.workload import Workload
-from meshweave.errors import DescriptionError
+from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate
 from meshweave.tune import Plan, load_plan, plan_model
 from meshweave.tune.dataflow import choose_stationary, choose_transposed

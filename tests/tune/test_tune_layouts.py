@@ -7,16 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from meshweave.algorithms.matmul.universal import UniversalProblem
-from meshweave.describe.grid import block_2d, block_cyclic, row_block
+from meshweave.algorithms.universal import UniversalProblem
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.describe.layout.grid import block_2d, block_cyclic, row_block
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
 from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.layouts import grid_layouts, layout_words, table, tune_layouts
 from meshweave.tune.universal import extra_bytes, tune_universal
-from meshweave.units import dtype_bytes
 
 SLOW = Rates(1e9, 2e8, 1e-6, 1e-6, 5e9)
 FREE = Rates(1e9, 1e9)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.units import format_bytes, format_s
+from meshweave.base.units import format_bytes, format_s
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -13,9 +13,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshweave.errors import UnsupportedError
-from meshweave.ir.parse import parse
+from meshweave.base.errors import UnsupportedError
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 
 if TYPE_CHECKING:
     from meshweave.trace import Trace
@@ -34,9 +34,9 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from meshweave.execute.groups import TorchContext
-    from meshweave.execute.measure import quiet, start_together
-    from meshweave.execute.torch_backend import bind
+    from meshweave.execute.torch.bind import bind
+    from meshweave.execute.torch.groups import TorchContext
+    from meshweave.execute.torch.measure import quiet, start_together
 
     torch.set_num_threads(1)
     shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
@@ -149,8 +149,8 @@ def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
     except ImportError:
         raise UnsupportedError("calibrating needs torch: pip install 'meshweave[torch]'") from None
 
-    from meshweave.execute.launch import Context
-    from meshweave.execute.liveness import Liveness
+    from meshweave.execute.ranks.launch import Context
+    from meshweave.execute.ranks.liveness import Liveness
 
     deadline_s = float(payload["deadline_s"])
     patience = timedelta(seconds=deadline_s)

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from meshweave.describe.cluster import Cluster
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.network import NetworkAxis
-from meshweave.errors import DescriptionError, LayoutError
-from meshweave.ir.ops import Add, Permute
-from meshweave.ir.parse import parse
+from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import NetworkAxis
 from meshweave.ir.program import On, Program, Repeat, Statement, When
-from meshweave.ir.text import to_text
+from meshweave.ir.program.ops import Add, Permute
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_chains, lower_rings
 
 AXES = ("row", "col")

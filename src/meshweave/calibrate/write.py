@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from meshweave.base.units import format_s
 from meshweave.calibrate.fit import Fit, Limits, Sample, fit_samples
 from meshweave.calibrate.sweep import CHAINS, KINDS, Sweep
-from meshweave.describe.cluster import (
+from meshweave.describe.machine.cluster import (
     COMM_KINDS,
     Cluster,
     CommConstants,
@@ -24,7 +25,6 @@ from meshweave.describe.cluster import (
     Torus,
     Tree,
 )
-from meshweave.units import format_s
 
 BUSY_NOTE = (
     "Constants are those of all mesh axes busy at once, in both ring directions, with products beside them, as "

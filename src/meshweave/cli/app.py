@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from meshweave.base.errors import MeshweaveError
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -18,7 +19,6 @@ from meshweave.cli.run import run
 from meshweave.cli.show import show
 from meshweave.cli.simulate import simulate
 from meshweave.cli.verify import verify
-from meshweave.errors import MeshweaveError
 
 app = typer.Typer(
     name="meshweave",

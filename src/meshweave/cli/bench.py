@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.algorithms.matmul import ALGORITHMS, DATAFLOWS, Dataflow
-from meshweave.algorithms.matmul.passes import PASSES, PassName
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Dataflow
+from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
+from meshweave.base.errors import DescriptionError, LayoutError, nearest
 from meshweave.cli.bench_tables import heading, report_results
 from meshweave.cli.fidelity import fidelity
 from meshweave.cli.options import (
@@ -19,9 +20,8 @@ from meshweave.cli.options import (
     read_mesh,
     read_slices,
 )
-from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.files import printable
-from meshweave.errors import DescriptionError, LayoutError, nearest
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.provenance import describe
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from meshweave.base.errors import ProgramError
+from meshweave.base.units import format_s
 from meshweave.cli.options import print_json
-from meshweave.errors import ProgramError
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.timeline import write_text
-from meshweave.units import format_s
 
 if TYPE_CHECKING:
     from meshweave.lab.bench import Comparison, Measured, Result

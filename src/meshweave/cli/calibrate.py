@@ -13,15 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
+from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.base.units import format_bytes
 from meshweave.calibrate import Calibration, Limits, Sweep, plan_sweep
 from meshweave.calibrate import calibrate as fit_all
 from meshweave.calibrate.rank import is_under_launcher, measure_in_world
 from meshweave.calibrate.write import COMPUTE, to_toml
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_mesh
-from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.files import printable
-from meshweave.errors import DescriptionError, LayoutError, UnsupportedError
-from meshweave.units import format_bytes
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 _TARGET = "meshweave.calibrate.rank:measure"
 
@@ -142,7 +142,7 @@ class _Place:
 class _LocalPlace(_Place):
     def measure(self, payload: Mapping[str, Any], timeout: float) -> list[Any] | None:
         try:
-            from meshweave.execute.launch import launch
+            from meshweave.execute.ranks.launch import launch
         except ImportError:
             raise UnsupportedError("calibrating needs torch: pip install 'meshweave[torch]'") from None
         # More ranks than cores may be slow to answer.

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshweave.base.errors import DescriptionError, nearest
+from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
-from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.files import printable
-from meshweave.describe.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import Transformer, load_model
-from meshweave.describe.workload import Workload
-from meshweave.errors import DescriptionError, nearest
-from meshweave.units import format_bytes, format_s
+from meshweave.describe.model.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops
+from meshweave.describe.model.workload import Workload
 
 if TYPE_CHECKING:
     from rich.console import Console

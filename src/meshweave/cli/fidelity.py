@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
+from meshweave.base.units import format_s
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_algorithms, read_mesh
-from meshweave.describe.cluster import Cluster, load_cluster
-from meshweave.errors import DescriptionError, LayoutError, ProgramError
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.report.provenance import describe
 from meshweave.report.timeline import to_svg, write_chrome, write_text
-from meshweave.units import format_s
 
 if TYPE_CHECKING:
     from meshweave.lab.fidelity import FidelityReport

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from meshweave.base.errors import DescriptionError
 from meshweave.cli.options import JSON_HELP, print_json
-from meshweave.errors import DescriptionError
 from meshweave.lab import Abilities, Lab, RunningLab, RunResult, abilities
 from meshweave.lab.check import STILL_WORKS
 from meshweave.lab.description import SwitchLab, TorusLab, TreeLab

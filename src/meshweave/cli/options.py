@@ -13,9 +13,9 @@ from typing import Any
 
 import typer
 
-from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.describe.files import printable
-from meshweave.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import planned_names
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_algorithms
-from meshweave.describe.cluster import load_cluster
-from meshweave.describe.memory import chip_memory
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
-from meshweave.describe.workload import Workload
+from meshweave.describe.model.memory import chip_memory
+from meshweave.describe.model.workload import Workload
 from meshweave.report.timeline import write_text
 from meshweave.tune import Plan, plan_model
-from meshweave.units import format_bytes, format_s
 
 if TYPE_CHECKING:
     from rich.console import Console

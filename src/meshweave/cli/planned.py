@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.matmul import Config
-from meshweave.algorithms.matmul.passes import PASSES, PassName
-from meshweave.errors import DescriptionError, nearest
+from meshweave.algorithms.matmul2d import Config
+from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
+from meshweave.base.errors import DescriptionError, nearest
 from meshweave.tune import Plan
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan
 

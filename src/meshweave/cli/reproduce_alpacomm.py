@@ -8,7 +8,7 @@ import typer
 
 from meshweave.cli.options import progress_bar
 from meshweave.cli.reproduced import Json, Out, Outputs, Png, Report, Rows, listed
-from meshweave.describe.cluster import load_cluster
+from meshweave.describe.machine.cluster import load_cluster
 
 if TYPE_CHECKING:
     from meshweave.reproduce.figures import Figure

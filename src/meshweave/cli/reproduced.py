@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cli.options import JSON_HELP, check_writable, print_json
 from meshweave.describe.files import printable
-from meshweave.errors import DescriptionError, UnsupportedError
 from meshweave.report.timeline import write_text
 
 if TYPE_CHECKING:

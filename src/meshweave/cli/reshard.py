@@ -11,13 +11,13 @@ import typer
 from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.algorithms.reshard.strategies import known
+from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_ranks
 from meshweave.cli.reshard_problem import Asked, Laid, model_problem, read_side, tensor_problem
 from meshweave.cli.reshard_runs import Run, best_of, planned, simulated
 from meshweave.cli.reshard_tables import print_found, to_json
 from meshweave.describe.files import printable
-from meshweave.errors import LayoutError, UnsupportedError
-from meshweave.ir.text import to_text
+from meshweave.ir.program.text import to_text
 from meshweave.report.timeline import write_chrome, write_text
 
 

@@ -6,23 +6,23 @@ import math
 from dataclasses import dataclass
 
 from meshweave.algorithms.reshard import Item, ReshardProblem
+from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError, nearest
+from meshweave.base.units import DTYPES
 from meshweave.cli.options import MAX_RANKS
-from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.files import printable
 from meshweave.describe.layout import Replicate
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.spec import layout_of_spec
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import Hosts
 from meshweave.describe.model import load_model
-from meshweave.describe.network import Hosts
-from meshweave.describe.spec import layout_of_spec
-from meshweave.describe.state_dict import (
+from meshweave.describe.model.state_dict import (
     SERVER_AXES,
     TRAINER_AXES,
     server_layout,
     state_dict,
     trainer_layout,
 )
-from meshweave.errors import DescriptionError, LayoutError, UnsupportedError, nearest
-from meshweave.units import DTYPES
 
 MAX_DIMS = 6
 MAX_ELEMENTS = 1 << 40

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from meshweave.algorithms.reshard import Fabric, ReshardPlan, plan_reshard, reshard_program
 from meshweave.algorithms.reshard.plan import MAX_MESSAGES
+from meshweave.base.errors import UnsupportedError
 from meshweave.cli.reshard_problem import Asked
 from meshweave.cost.machine import Machine
-from meshweave.errors import UnsupportedError
 from meshweave.ir.program import Program
 
 if TYPE_CHECKING:

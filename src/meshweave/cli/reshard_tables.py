@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from meshweave.algorithms.reshard.plan import ReshardPlan, Turn
+from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.reshard_problem import Asked
 from meshweave.cli.reshard_runs import Run
-from meshweave.units import format_bytes, format_s
 
 FIRST, LAST = 12, 3
 """Turns shown of a long schedule, from its beginning and its end."""

@@ -9,16 +9,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from meshweave.algorithms.matmul import algorithm
-from meshweave.algorithms.matmul.passes import pass_problem
+from meshweave.algorithms.matmul2d import algorithm
+from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.base.errors import LayoutError, ProgramError, UnsupportedError
+from meshweave.base.units import format_s
 from meshweave.cli.options import JSON_HELP, check_writable, print_json
 from meshweave.cli.planned import check_layer, product_title, products, read_passes
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import load_cluster
-from meshweave.errors import LayoutError, ProgramError, UnsupportedError
-from meshweave.ir.dataflow import Dataflow, analyse
-from meshweave.ir.text import to_text
-from meshweave.ir.validate import validate
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.ir.analysis.dataflow import Dataflow, analyse
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_rings
 from meshweave.nn.rehearse import Rehearsal, reduced
 from meshweave.report.timeline import to_svg, write_chrome, write_text
@@ -26,7 +27,6 @@ from meshweave.report.timeline import to_text as timeline_text
 from meshweave.simulate import simulate
 from meshweave.trace import Trace, check_order, merge
 from meshweave.tune import Plan, load_plan
-from meshweave.units import format_s
 
 
 def run(
@@ -195,7 +195,7 @@ def _execute(
 ) -> list[_Outcome]:
     """Runs all jobs in one set of processes."""
     try:
-        from meshweave.execute.launch import launch
+        from meshweave.execute.ranks.launch import launch
     except ImportError:
         raise UnsupportedError("running needs torch: pip install 'meshweave[torch]'") from None
     rehearsals = [replace(job.rehearsal, repeat=repeat, seed=seed, deadline_s=timeout) for job in jobs]

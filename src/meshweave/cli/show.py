@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from meshweave.algorithms.matmul import Config, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d import Config, MatmulProblem, algorithm
+from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
 from meshweave.describe.files import read_text, shown
-from meshweave.errors import LayoutError, ProgramError
-from meshweave.ir.lifetimes import peak_bytes
-from meshweave.ir.parse import parse
+from meshweave.ir.analysis.lifetimes import peak_bytes
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.text import op_to_text, to_text
-from meshweave.ir.validate import validate
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings, per_rank
 

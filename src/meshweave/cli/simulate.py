@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_ranks
 from meshweave.cli.simulate_jobs import Job, Lower, read_jobs
 from meshweave.describe.files import printable
-from meshweave.errors import DescriptionError, LayoutError
 from meshweave.report.timeline import write_chrome, write_text
 from meshweave.trace import Trace
-from meshweave.units import format_bytes, format_s, to_s
 
 if TYPE_CHECKING:
     from meshweave.report.simulation import Found

@@ -10,19 +10,19 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from meshweave.algorithms.matmul import Algorithm, Config, MatmulProblem, algorithm
-from meshweave.algorithms.matmul.passes import PassName, pass_problem
-from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.algorithms.matmul2d import Algorithm, Config, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d.common.passes import PassName, pass_problem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
+from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
 from meshweave.cli.options import read_mesh
 from meshweave.cli.planned import check_layer, product_title, products, read_passes
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.catalog import cluster_names
-from meshweave.describe.cluster import Cluster, load_cluster
 from meshweave.describe.files import read_text
-from meshweave.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.estimate import estimate
-from meshweave.ir.parse import parse
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.report.curves import entry_of, title_of
 from meshweave.tune import Plan, load_plan

@@ -13,14 +13,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from meshweave.algorithms.matmul import MatmulProblem, algorithm
-from meshweave.algorithms.matmul.passes import pass_problem
+from meshweave.algorithms.matmul2d import MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, nearest
 from meshweave.cli.options import JSON_HELP, print_json, progress_bar
-from meshweave.errors import DescriptionError, LayoutError, MeshweaveError, nearest
-from meshweave.execute.numpy_backend import run_numpy
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
-from meshweave.ir.validate import validate
+from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_rings
 from meshweave.nn.rehearse import Rehearsal, operand, read_log, reduced
 from meshweave.tune import Plan, load_plan
@@ -226,7 +226,7 @@ def _on_processes(products: Sequence[_Product], ranks: int, rings: int, seed: in
     try:
         import torch.distributed  # noqa: F401
 
-        from meshweave.execute.launch import RankError, launch
+        from meshweave.execute.ranks.launch import RankError, launch
     except ImportError:
         return "torch is missing: pip install 'meshweave[torch]'"
     rehearsals = [

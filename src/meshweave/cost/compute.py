@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.describe.cluster import Chip
+from meshweave.describe.machine.cluster import Chip
 from meshweave.ir.work import Compute
 
 

@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshweave.describe.cluster import (
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.units import to_ps
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import (
     Cluster,
     CommConstants,
     FullMesh,
@@ -22,11 +25,8 @@ from meshweave.describe.cluster import (
     Torus,
     Tree,
 )
-from meshweave.describe.links import factorisations, slowest
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.describe.machine.links import factorisations, slowest
 from meshweave.ir.program import Program
-from meshweave.units import to_ps
 
 Link = tuple[str, int, int, int]
 """(what, chip or host, axis, direction): one direction of one link, NIC or port; in a tree, (up or down, child,

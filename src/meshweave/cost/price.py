@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
-from meshweave.describe.network import Ring, Torus
-from meshweave.ir.ops import Step
+from meshweave.describe.machine.network import Ring, Torus
+from meshweave.ir.program.ops import Step
 from meshweave.ir.work import Compute, Transfer, Work
-from meshweave.units import to_ps, work_ps
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from meshweave.errors import DescriptionError, nearest
+from meshweave.base.errors import DescriptionError, nearest
 
 
 def _names(kind: str) -> tuple[str, ...]:

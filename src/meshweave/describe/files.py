@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from meshweave.errors import DescriptionError, nearest
+from meshweave.base.errors import DescriptionError, nearest
 
 MAX_FILE_BYTES = 2**24
 

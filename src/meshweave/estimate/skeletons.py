@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
 from meshweave.ir.skeleton import Skeleton, Task
 from meshweave.ir.work import Compute, Work
-from meshweave.units import to_s
 
 CostPs = Callable[[Work], int]
 """Picoseconds of one op."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.errors import UnsupportedError
 from meshweave.ir.skeleton import Skeleton
 from meshweave.ir.work import Work
 from meshweave.trace import Span, Trace

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.volume import Load, Phase, Volume
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshweave.errors import BindError, nearest
-from meshweave.ir.ops import Call
+from meshweave.base.errors import BindError, nearest
+from meshweave.ir.program.ops import Call
 
 Calls = Mapping[str, Callable[..., Any]]
 

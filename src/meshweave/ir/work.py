@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshweave.errors import UnsupportedError
-from meshweave.ir.edges import reads_in_place
-from meshweave.ir.ops import (
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.units import dtype_bytes
+from meshweave.ir.analysis.edges import reads_in_place
+from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import (
     Accumulate,
     Add,
     AllGather,
@@ -32,9 +35,6 @@ from meshweave.ir.ops import (
     Step,
     Zero,
 )
-from meshweave.ir.program import Program
-from meshweave.ir.shapes import equal_parts
-from meshweave.units import dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)

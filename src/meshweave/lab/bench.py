@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshweave.algorithms.matmul import MatmulProblem
-from meshweave.algorithms.matmul.passes import STATIONARY_OF, PassName, pass_problem
-from meshweave.algorithms.matmul.problem import Dataflow
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, PassName, pass_problem
+from meshweave.algorithms.matmul2d.common.problem import Dataflow
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.lab.lab import Lab, RunningLab
 from meshweave.lab.rivals import DTENSOR, REPLICATED_NOTE, Case, cases, sliced
 from meshweave.lab.yardsticks import (

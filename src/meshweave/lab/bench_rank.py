@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.algorithms.matmul.problem import MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import MatmulProblem
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.ir.program import Program
 from meshweave.nn.rehearse import operand
@@ -39,8 +39,8 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
     """
     import torch
 
-    from meshweave.execute.groups import TorchContext
-    from meshweave.execute.measure import quiet
+    from meshweave.execute.torch.groups import TorchContext
+    from meshweave.execute.torch.measure import quiet
 
     torch.set_num_threads(1)
     # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
@@ -65,7 +65,7 @@ def turns(count: int, repetition: int) -> list[int]:
 
 
 def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared: Any) -> dict[str, Any]:
-    from meshweave.execute.measure import start_together
+    from meshweave.execute.torch.measure import start_together
     from meshweave.lab.pace import paced
 
     chosen, rate = [rivals[index] for index in one["cases"]], float(one["flops_per_s"])
@@ -93,7 +93,7 @@ def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared:
 def _bind(
     product: Mapping[str, Any], seed: int, shared: Any, meshes: dict[tuple[int, ...], Any]
 ) -> list[Rival]:
-    from meshweave.ir.parse import parse
+    from meshweave.ir.program.parse import parse
 
     m, n, k, mesh_shape, dataflow = product["problem"]
     problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
@@ -125,7 +125,7 @@ class _Operands:
         """The tensor that a rank holds of operand "a" or "b", with its dims in memory in `order`."""
         import torch
 
-        from meshweave.execute.torch_views import from_wire, to_wire
+        from meshweave.execute.torch.views import from_wire, to_wire
 
         key = (name, layout.placements, order)
         if key not in self._known:
@@ -154,7 +154,7 @@ def _difference(found: Any, expected: Any) -> float:
 
 
 def _program(program: Program, operands: _Operands, shared: Any) -> Rival:
-    from meshweave.execute.torch_backend import bind
+    from meshweave.execute.torch.bind import bind
 
     shards = {}
     for name in "ab":

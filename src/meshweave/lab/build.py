@@ -9,7 +9,7 @@ from collections import defaultdict
 from fcntl import ioctl
 from pathlib import Path
 
-from meshweave.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError
 from meshweave.lab.namespaces import batch, inside
 from meshweave.lab.wiring import FABRIC, STORE_ADDRESS, Wiring
 

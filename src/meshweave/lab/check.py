@@ -7,7 +7,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 
-from meshweave.errors import MeshweaveError
+from meshweave.base.errors import MeshweaveError
 from meshweave.lab.build import build
 from meshweave.lab.description import LabDescription, Link, SwitchLab
 from meshweave.lab.namespaces import leftovers, new_prefix, ours, remove

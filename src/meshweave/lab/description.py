@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from meshweave.describe.cluster import Chip, Cluster, Hosts, Network, NetworkAxis, Ring, Switch, Torus
+from meshweave.base.errors import nearest
 from meshweave.describe.files import Duration, FileModel, Name, Rate, check, fail, load, shown
-from meshweave.errors import nearest
+from meshweave.describe.machine.cluster import Chip, Cluster, Hosts, Network, NetworkAxis, Ring, Switch, Torus
 
 MIN_BURST_BYTES = 65536
 """Below this TCP retransmits and its rate is erratic: a segmentation-offloaded packet has up to 64 KiB."""

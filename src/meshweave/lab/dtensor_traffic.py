@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from meshweave.base.errors import LayoutError, UnsupportedError, nearest
+from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError, UnsupportedError, nearest
-from meshweave.units import DTYPES
+from meshweave.describe.layout.mesh import Mesh
 
 _FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "c10d", "_dtensor")
 _MOVE_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "mesh_get_process_group")

@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import format_s
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import LayoutError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate.timeline import timeline
-from meshweave.execute.clocks import ClockOffset, align, offset_at
-from meshweave.ir.text import to_text
+from meshweave.execute.ranks.clocks import ClockOffset, align, offset_at
+from meshweave.ir.program.text import to_text
 from meshweave.lab.fidelity_cases import FidelityCase, repaced
 from meshweave.lab.lab import RunningLab
 from meshweave.lab.yardsticks import matmul_machine
 from meshweave.simulate import simulate
 from meshweave.trace import Span, Trace, merge
-from meshweave.units import format_s
 
 GOAL_MEAN, GOAL_WORST = 0.05, 0.15
 """The relative errors that predictions should keep to."""

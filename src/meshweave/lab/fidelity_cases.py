@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import UnsupportedError
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from meshweave.algorithms.matmul.problem import MatmulProblem
-from meshweave.ir.parse import parse
+from meshweave.algorithms.matmul2d.common.problem import MatmulProblem
+from meshweave.ir.program.parse import parse
 from meshweave.nn.rehearse import dense_shard, operand, shard
 
 _NOTHING = 3.4e38
@@ -33,8 +33,8 @@ def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from meshweave.execute.clocks import clock_offsets
-    from meshweave.execute.groups import TorchContext
+    from meshweave.execute.ranks.clocks import clock_offsets
+    from meshweave.execute.torch.groups import TorchContext
 
     torch.set_num_threads(1)
     # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
@@ -58,8 +58,8 @@ def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
 def _case(case: Mapping[str, Any], payload: Mapping[str, Any], shared: Any, offset_ns: int) -> dict[str, Any]:
     import torch
 
-    from meshweave.execute.measure import quiet, start_together
-    from meshweave.execute.torch_backend import bind
+    from meshweave.execute.torch.bind import bind
+    from meshweave.execute.torch.measure import quiet, start_together
     from meshweave.lab.pace import paced
 
     m, n, k, mesh_shape, dataflow = case["problem"]

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import BindError, UnsupportedError
+from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.lab import startup
 from meshweave.lab.build import build
 from meshweave.lab.check import STILL_WORKS, obvious_problem
@@ -183,13 +183,13 @@ class RunningLab:
     ) -> list[Any]:
         """Runs `function(context, payload)` in each rank and returns what each returned.
 
-        As `meshweave.execute.launch.launch`, which see for arguments, `options` and errors; heartbeats take
+        As `meshweave.execute.ranks.launch.launch`, which see for arguments, `options` and errors; heartbeats take
         the management network. Ranks are lost after 5 s of silence unless given otherwise: there may be many
         more of them than cores.
         """
         import torch.distributed as dist
 
-        from meshweave.execute.launch import Place, launch
+        from meshweave.execute.ranks.launch import Place, launch
 
         options = {"interval_s": 0.5, "stale_s": 5.0, **options}
         with inside(f"{self._prefix}{FABRIC}"):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshweave.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError
 
 FOLDER = Path("/run/netns")
 _NAME = re.compile(r"meshweave-([0-9a-f]+)-([0-9]+)-([0-9]+)-([0-9]+)-([a-z0-9]+)")

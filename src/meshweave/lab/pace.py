@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshweave.errors import DescriptionError, UnsupportedError
+from meshweave.base.errors import DescriptionError, UnsupportedError
 
 _MAX_DEBT_S = 10e-3
 # Where the two factors of a product stand among its arguments. Not `baddbmm_`: the others are made of it.

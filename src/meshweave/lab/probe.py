@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from meshweave.errors import DeadlineError, RankLostError
+from meshweave.base.errors import DeadlineError, RankLostError
 from meshweave.lab import probe_rank
 from meshweave.lab.lab import RunningLab
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from meshweave.errors import BindError
+from meshweave.base.errors import BindError
 
 _POLL_S = 0.05
 _MAX_LINE_BYTES = 65536

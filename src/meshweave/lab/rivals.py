@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import estimate
-from meshweave.ir.ops import AllGather, ReduceScatter
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
+from meshweave.ir.program.ops import AllGather, ReduceScatter
+from meshweave.ir.program.text import to_text
 from meshweave.lab.yardsticks import matmul_machine
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.tune.product import tune_product

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshweave.algorithms.matmul import MatmulProblem
-from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.cluster import Cluster, NetworkAxis, Ring, Switch, Torus
+from meshweave.describe.machine.cluster import Cluster, NetworkAxis, Ring, Switch, Torus
 
 UNPACED_FLOPS_PER_S = 1e15
 """Stands for products that take no time."""

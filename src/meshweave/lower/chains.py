@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import ProgramError
-from meshweave.ir.expr import Index, Var, binary, equal, minimum, select
-from meshweave.ir.ops import Broadcast, Copy, Recv, Reduce, Send, Step
+from meshweave.base.errors import ProgramError
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, On, Program, Repeat, Statement, When
-from meshweave.ir.views import Range, View
+from meshweave.ir.program.expressions import Index, Var, binary, equal, minimum, select
+from meshweave.ir.program.ops import Broadcast, Copy, Recv, Reduce, Send, Step
+from meshweave.ir.program.views import Range, View
 
 ODD = "_odd"
 """Suffix of the lane for odd hops."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshweave.ir.ops import READ, Add, Copy, Fence, Get, Matmul, Op
 from meshweave.ir.program import BoundOp, On, Program
-from meshweave.ir.views import View
+from meshweave.ir.program.ops import READ, Add, Copy, Fence, Get, Matmul, Op
+from meshweave.ir.program.views import View
 from meshweave.lower.one_sided import in_order
 
 _READERS = (Matmul, Add, Copy)

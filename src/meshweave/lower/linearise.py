@@ -7,7 +7,7 @@ send with its recv, are such an order: it respects every edge and lane, and part
 
 from __future__ import annotations
 
-from meshweave.ir.dataflow import Dataflow, analyse, untimed_order
+from meshweave.ir.analysis.dataflow import Dataflow, analyse, untimed_order
 from meshweave.ir.program import Program
 
 

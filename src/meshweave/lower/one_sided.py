@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from meshweave.errors import ProgramError
-from meshweave.ir.edges import is_one_sided, reads_in_place
-from meshweave.ir.expr import Index, maximum
-from meshweave.ir.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.edges import is_one_sided, reads_in_place
 from meshweave.ir.program import BoundOp, Buffer, Lane, On, Program, Statement
-from meshweave.ir.views import Range, View
+from meshweave.ir.program.expressions import Index, maximum
+from meshweave.ir.program.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
+from meshweave.ir.program.views import Range, View
 
 
 def per_rank(program: Program) -> Program:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from meshweave.errors import ProgramError
-from meshweave.ir.expr import Index, Var, maximum, select, substitute
-from meshweave.ir.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter, Step
+from meshweave.base.errors import ProgramError
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat, Statement, When
-from meshweave.ir.views import FULL, Range, View
+from meshweave.ir.program.expressions import Index, Var, maximum, select, substitute
+from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter, Step
+from meshweave.ir.program.views import FULL, Range, View
 
 BACK = "_back"
 """Suffix of the lane for the second direction."""

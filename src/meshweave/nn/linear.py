@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import TorchFunctionMode
 
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import LayoutError
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import LayoutError
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.nn.matmul import (
     Folded,
     How,

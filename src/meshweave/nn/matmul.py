@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from meshweave.algorithms.matmul.universal import Operand
-from meshweave.describe.cluster import Cluster, load_cluster
+from meshweave.algorithms.universal import Operand
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError
 from meshweave.describe.layout import Layout
-from meshweave.errors import BindError, LayoutError, UnsupportedError
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.estimate.universal import Rates
-from meshweave.execute.groups import TorchContext
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.nn.placements import layout_of, layout_on, matrix_shape
 from meshweave.nn.products import DTYPES, Matrix, Order, Product, Transport, cheapest, prepare, problem_of
 from meshweave.tune.universal import SLICES, Objective, tune_universal

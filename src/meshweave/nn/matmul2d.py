@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, Dataflow, MatmulProblem, algorithm
-from meshweave.algorithms.matmul.passes import STATIONARY_OF, TABLE, PassName
-from meshweave.algorithms.matmul.problem import two_d_placements
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Dataflow, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
+from meshweave.algorithms.matmul2d.common.problem import two_d_placements
+from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout import Layout, Shard
-from meshweave.errors import BindError, LayoutError
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.torch_backend import BoundProgram, bind
+from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_rings
 

@@ -28,9 +28,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
+from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError
+from meshweave.describe.layout.mesh import Mesh
 
 Side = Literal["left", "right"] | None
 """Which operand of a product a tensor is; a vector is a row on the left, a column on the right. None where it is

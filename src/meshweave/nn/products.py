@@ -9,16 +9,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.matmul.universal import Choice, Slicing, UniversalProblem, universal_program
-from meshweave.algorithms.matmul.universal.problem import Operand
-from meshweave.algorithms.matmul.universal.slicing import Block, Panel
+from meshweave.algorithms.universal import Choice, Slicing, UniversalProblem, universal_program
+from meshweave.algorithms.universal.problem import Operand
+from meshweave.algorithms.universal.slicing import Block, Panel
+from meshweave.base.errors import UnsupportedError, nearest
 from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
-from meshweave.errors import UnsupportedError, nearest
 from meshweave.estimate.universal import Rates
-from meshweave.execute.agree import agree
-from meshweave.execute.groups import TorchContext
 from meshweave.execute.memory import RemoteMemory, open_memory
-from meshweave.execute.torch_backend import BoundProgram, bind
+from meshweave.execute.ranks.agreement import agree
+from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided, read_in_place
 from meshweave.tune.universal import Objective, TunedUniversal, tune_universal

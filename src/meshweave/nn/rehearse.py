@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.algorithms.matmul.problem import MatmulProblem
-from meshweave.describe.shapes import nearest_mesh
-from meshweave.ir.parse import parse
+from meshweave.algorithms.matmul2d.common.problem import MatmulProblem
+from meshweave.describe.layout.shapes import nearest_mesh
 from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 
 _LARGEST = 4
 """Operands are integers of at most this size: sums of k products stay exact in float32 up to k = 2**20."""
@@ -125,7 +125,7 @@ def rehearse_all(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any
     """
     import torch
 
-    from meshweave.execute.groups import TorchContext
+    from meshweave.execute.torch.groups import TorchContext
 
     jobs = [Rehearsal.from_json(one) for one in payload["rehearsals"]]
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ def rehearse_all(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any
 def _rehearse(context: Any, shared: Any, job: Rehearsal) -> dict[str, Any]:
     import torch
 
-    from meshweave.execute.torch_backend import bind
+    from meshweave.execute.torch.bind import bind
 
     problem, rank, program = job.problem, context.rank, parse(job.program)
     whole = {name: operand(problem, name, job.seed) for name in "ab"}

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import LayoutError, nearest
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.torch_backend import bind
+from meshweave.base.errors import LayoutError, nearest
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.nn.resharding import Move, Place, Site, local_part, program_of, ranks_of, telling
 
 

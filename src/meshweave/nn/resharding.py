@@ -33,14 +33,14 @@ from meshweave.algorithms.reshard import (
     reshard_program,
 )
 from meshweave.algorithms.reshard.plan import MAX_MESSAGES, MESSAGE_BYTES
-from meshweave.describe.cluster import Cluster, load_cluster
+from meshweave.base.errors import BindError, LayoutError, MeshweaveError
 from meshweave.describe.layout import Layout
-from meshweave.describe.network import Hosts
-from meshweave.errors import BindError, LayoutError, MeshweaveError
-from meshweave.execute.agree import agree, exchange
-from meshweave.execute.groups import TorchContext
-from meshweave.execute.torch_backend import torch_dtype
-from meshweave.execute.verdict import ranks_text
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import Hosts
+from meshweave.execute.ranks.agreement import agree, exchange
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.bind import torch_dtype
+from meshweave.execute.torch.groups import TorchContext
 from meshweave.ir.program import Program
 from meshweave.nn.placements import layout_of, layout_on
 from meshweave.nn.products import DTYPES

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, MatmulProblem
-from meshweave.algorithms.matmul.problem import AXES, MESH, Placements
+from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Placements
+from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.cluster import Cluster
-from meshweave.describe.shapes import nearest_mesh
-from meshweave.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
+from meshweave.describe.layout.shapes import nearest_mesh
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.simulate import simulate

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshweave.algorithms.matmul import ALGORITHMS
-from meshweave.describe.cluster import Cluster
-from meshweave.describe.memory import ChipMemory
+from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.base.units import format_bytes, format_s
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.model.memory import ChipMemory
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.curves import (
     MAX_RANKS,
@@ -25,7 +26,6 @@ from meshweave.report.timeline import to_svg
 from meshweave.tune import Plan
 from meshweave.tune.plan import Candidate, PassPlan
 from meshweave.tune.search import Progress
-from meshweave.units import format_bytes, format_s
 
 _SLOW = 4
 _PRODUCT, _EXPOSED, _FREE = "#3b6fb6", "#d9822b", "#e9edf2"

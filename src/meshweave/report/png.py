@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshweave.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError
 
 
 def check_png() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.report.page import page, table
 from meshweave.report.simulation_picture import draw_strips, strip_of
 from meshweave.simulate.critical import CATEGORIES, CriticalPath, Step, link_name
 from meshweave.simulate.result import PARTS, LinkUse, Simulation
-from meshweave.units import format_bytes, format_s, to_s
 
 _COLOURS = {
     "compute": "#3b6fb6",

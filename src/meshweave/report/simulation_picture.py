@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from meshweave.base.units import PS_PER_S, format_s
 from meshweave.lower.rings import BACK
 from meshweave.report.chart import _linear_ticks
 from meshweave.report.timeline import kind_of
 from meshweave.simulate.partners import Partners
 from meshweave.simulate.result import Simulation
-from meshweave.units import PS_PER_S, format_s
 
 _COLOUR = {"compute": "#3b6fb6", "move": "#8a97a6", "communicate": "#d9822b", "wait": "#f3d9b8"}
 _LEGEND = (

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from meshweave.errors import DescriptionError
-from meshweave.ir.ops import COMPUTE_KINDS
+from meshweave.base.errors import DescriptionError
+from meshweave.base.units import PS_PER_S, format_s
+from meshweave.ir.program.ops import COMPUTE_KINDS
 from meshweave.trace import Span, Trace, to_chrome
-from meshweave.units import PS_PER_S, format_s
 
 _GLYPH = {"compute": "█", "move": "▒", "communicate": "━"}
 _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import mean
 from typing import Any
 
-from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.algorithms.matmul2d import ALGORITHMS
 from meshweave.reproduce.block import Block, Chosen, Study
 from meshweave.reproduce.times import Timer
 from meshweave.tune.meshes import Shape

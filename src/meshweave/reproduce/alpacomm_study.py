@@ -14,13 +14,13 @@ from math import prod
 
 from meshweave.algorithms.reshard import Fabric, ReshardPlan, plan_reshard, reshard_program, unit_tasks
 from meshweave.algorithms.reshard.order import ORDERS
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.units import dtype_bytes
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster
-from meshweave.describe.network import Hosts
-from meshweave.errors import UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import Hosts
 from meshweave.reproduce.resharding_cases import CASES, DTYPE, ReshardingCase, one_to_many
 from meshweave.simulate import simulate
-from meshweave.units import dtype_bytes
 
 HOSTS = 5
 """The most of one problem: one sends to four, and two to three."""

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
-from meshweave.algorithms.matmul.passes import PASSES, Stationary, pass_problem
-from meshweave.describe.cluster import Cluster, Ring, load_cluster
+from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
+from meshweave.describe.machine.cluster import Cluster, Ring, load_cluster
 from meshweave.describe.model import FcLayer, load_model
-from meshweave.describe.workload import Workload, block_gemms
+from meshweave.describe.model.workload import Workload, block_gemms
 from meshweave.reproduce.times import Timer, Timing, add_up
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.files import printable
-from meshweave.errors import UnsupportedError
 from meshweave.tune.search import Progress
 
 Cell = str | float | None

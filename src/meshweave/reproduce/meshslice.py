@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 
-from meshweave.algorithms.matmul import ALGORITHMS, MatmulProblem
-from meshweave.algorithms.matmul.passes import pass_problem
-from meshweave.errors import UnsupportedError
+from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.base.errors import UnsupportedError
 from meshweave.ir.work import traffic
 from meshweave.reproduce.agreement import (
     COMPARED,

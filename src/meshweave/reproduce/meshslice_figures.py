@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshweave.algorithms.matmul import ALGORITHMS
+from meshweave.algorithms.matmul2d import ALGORITHMS
 from meshweave.reproduce.agreement import COMPARED, mesh_times, slice_times
 from meshweave.reproduce.block import Block, Study, distinct_products
 from meshweave.reproduce.figures import Cell, Figure, Panel

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-from meshweave.algorithms.matmul.universal import UniversalProblem
-from meshweave.algorithms.matmul.universal.problem import DIMS, OPERANDS
+from meshweave.algorithms.universal import UniversalProblem
+from meshweave.algorithms.universal.problem import DIMS, OPERANDS
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
-from meshweave.describe.mesh import Mesh
+from meshweave.describe.layout.mesh import Mesh
 
 Cut = Literal["row", "column", "2d"]
 CUTS: tuple[Cut, ...] = ("row", "column", "2d")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from meshweave.base.errors import UnsupportedError, nearest
 from meshweave.describe.files import printable
-from meshweave.errors import UnsupportedError, nearest
 from meshweave.reproduce.verdict import Ours, Row, Tolerance
 from meshweave.tune.search import Progress
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from statistics import mean
 
-from meshweave.algorithms.matmul import ALGORITHMS, Config, MatmulProblem
-from meshweave.algorithms.matmul.passes import PASSES
-from meshweave.describe.cluster import load_cluster
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.passes import PASSES
+from meshweave.describe.machine.cluster import load_cluster
 from meshweave.reproduce.block import Block, Chosen, Study, faster
 from meshweave.reproduce.published import MODELS
 from meshweave.reproduce.times import Timer

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.algorithms.reshard import Item, ReshardProblem
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.spec import layout_of_spec
-from meshweave.errors import LayoutError
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.spec import layout_of_spec
 
 Shape = tuple[int, int, int]
 SHAPE: Shape = (1024, 1024, 512)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshweave.describe.attention import other_passes
 from meshweave.describe.model import load_model
+from meshweave.describe.model.attention import other_passes
 from meshweave.reproduce.block import Block, Study, faster
 from meshweave.tune.unrolled import LEADER
 

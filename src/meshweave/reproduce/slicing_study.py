@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from meshweave.algorithms.matmul.cosma import Grid, chosen_grid, cosma_program
-from meshweave.algorithms.matmul.resharded import Collectives, chosen_strategy, resharded_program
-from meshweave.algorithms.matmul.universal import Choice, UniversalProblem, universal_program
+from meshweave.algorithms.universal import Choice, UniversalProblem, universal_program
+from meshweave.algorithms.universal.cosma import Grid, chosen_grid, cosma_program
+from meshweave.algorithms.universal.dtensor import Collectives, chosen_strategy, resharded_program
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
-from meshweave.describe.cluster import Cluster
 from meshweave.describe.layout import Layout, Shard
-from meshweave.describe.mesh import Mesh
-from meshweave.errors import LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.reproduce.partitionings import NAMED, Partitioning, divisors, local_products, problem
 from meshweave.simulate import simulate

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.algorithms.matmul import Algorithm, Config, MatmulProblem
-from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.algorithms.matmul2d import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.cluster import Cluster
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import Estimate, estimate
 from meshweave.simulate import simulate
 from meshweave.simulate.result import PARTS

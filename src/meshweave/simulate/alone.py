@@ -11,9 +11,9 @@ from collections import defaultdict
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.ir.dataflow import Dataflow
-from meshweave.ir.matching import Joint, Node
-from meshweave.ir.ops import Permute, Send
+from meshweave.ir.analysis.dataflow import Dataflow
+from meshweave.ir.analysis.matching import Joint, Node
+from meshweave.ir.program.ops import Permute, Send
 from meshweave.ir.work import Transfer, work_of
 from meshweave.simulate.record import Record
 from meshweave.trace import Trace

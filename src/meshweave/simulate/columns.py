@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.describe.network import COMM_KINDS
-from meshweave.errors import ProgramError
-from meshweave.ir.expr import Binary, Index, Select, Var
-from meshweave.ir.ops import (
+from meshweave.base.errors import ProgramError
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.machine.network import COMM_KINDS
+from meshweave.ir.program import On, Program, Repeat, Statement
+from meshweave.ir.program.expressions import Binary, Index, Select, Var
+from meshweave.ir.program.ops import (
     OP_TYPES,
     READ,
     UPDATE,
@@ -40,10 +42,8 @@ from meshweave.ir.ops import (
     ReduceScatter,
     Send,
 )
-from meshweave.ir.program import On, Program, Repeat, Statement
-from meshweave.ir.views import Blocked, View
+from meshweave.ir.program.views import Blocked, View
 from meshweave.ir.work import axis_of, refuse_in_place
-from meshweave.units import dtype_bytes
 
 Column = NDArray[np.int64]
 

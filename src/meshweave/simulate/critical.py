@@ -17,12 +17,12 @@ from functools import cached_property
 
 import numpy as np
 
+from meshweave.base.units import work_ps
 from meshweave.cost.price import price
-from meshweave.ir.ops import Collective, Op, Recv, Send
+from meshweave.ir.program.ops import Collective, Op, Recv, Send
 from meshweave.ir.work import Compute, work_of
 from meshweave.simulate.partners import Partners
 from meshweave.simulate.result import LinkUse, Simulation
-from meshweave.units import work_ps
 
 CATEGORIES = ("compute", "copy", "launch", "sync", "transfer", "wait")
 _LISTED, _MESSAGES = "listed groups", "point-to-point messages"

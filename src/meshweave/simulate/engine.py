@@ -13,14 +13,14 @@ from functools import lru_cache
 import numpy as np
 
 from meshweave._core import Core, ProgramFault
+from meshweave.base.errors import MeshweaveError, ProgramError
+from meshweave.base.units import to_ps
 from meshweave.cost.machine import Link, Machine
-from meshweave.describe.network import COMM_KINDS, Ring, Torus
-from meshweave.errors import MeshweaveError, ProgramError
-from meshweave.ir.dataflow import analyse, untimed_order
+from meshweave.describe.machine.network import COMM_KINDS, Ring, Torus
+from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.program import Program
 from meshweave.simulate.columns import Column, Columns
 from meshweave.simulate.result import Simulation
-from meshweave.units import to_ps
 
 _EXPLAINED_OPS = 200_000
 """Of a larger program that cannot run, a long search for words to say why would help nobody."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from meshweave.units import PS_PER_S
+from meshweave.base.units import PS_PER_S
 
 Resource = Hashable
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from meshweave.ir.dataflow import Dataflow, Issuer
-from meshweave.ir.matching import Node
+from meshweave.ir.analysis.dataflow import Dataflow, Issuer
+from meshweave.ir.analysis.matching import Node
 from meshweave.trace import Span, Trace
 
 

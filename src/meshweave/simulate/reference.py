@@ -23,10 +23,10 @@ from functools import partial
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.ir.dataflow import Dataflow, analyse
-from meshweave.ir.matching import Joint, Node
-from meshweave.ir.ops import Accumulate, Get, Permute, Put
+from meshweave.ir.analysis.dataflow import Dataflow, analyse
+from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Accumulate, Get, Permute, Put
 from meshweave.ir.work import Compute, ring_hops, work_of
 from meshweave.simulate.alone import Alone
 from meshweave.simulate.flows import Flow, FlowTable, Resource, amount_left

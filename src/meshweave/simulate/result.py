@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.base.units import to_s
 from meshweave.cost.machine import Link, Machine
 from meshweave.ir.program import Program
 from meshweave.trace import Span, Trace
-from meshweave.units import to_s
 
 PARTS = ("compute_s", "copy_s", "launch_s", "sync_s", "transfer_s", "wait_s")
 

@@ -14,14 +14,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from meshweave.base.units import to_ps
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import constants_of, price
-from meshweave.ir.dataflow import Dataflow
-from meshweave.ir.matching import Joint
-from meshweave.ir.ops import AllGather, AllReduce, AllToAll, Broadcast, Permute, Recv, Reduce, ReduceScatter
-from meshweave.ir.shapes import equal_parts
+from meshweave.ir.analysis.dataflow import Dataflow
+from meshweave.ir.analysis.matching import Joint
+from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.program.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Permute,
+    Recv,
+    Reduce,
+    ReduceScatter,
+)
 from meshweave.ir.work import Transfer, bytes_along, work_of
-from meshweave.units import to_ps
 
 
 @dataclass(frozen=True, slots=True)

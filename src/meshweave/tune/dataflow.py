@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshweave.algorithms.matmul.passes import Stationary
+from meshweave.algorithms.matmul2d.common.passes import Stationary
 
 
 def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:

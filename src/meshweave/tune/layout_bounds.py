@@ -17,15 +17,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.algorithms.matmul.universal import Operand, UniversalProblem
-from meshweave.algorithms.matmul.universal.choice import groups, ways
-from meshweave.algorithms.matmul.universal.held import Held, common_runs, held, shared_out
-from meshweave.algorithms.matmul.universal.problem import DIMS, LOOP, OPERANDS
-from meshweave.algorithms.matmul.universal.slicing import cuts
+from meshweave.algorithms.universal import Operand, UniversalProblem
+from meshweave.algorithms.universal.choice import groups, ways
+from meshweave.algorithms.universal.held import Held, common_runs, held, shared_out
+from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS
+from meshweave.algorithms.universal.slicing import cuts
+from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Intervals, Layout
 from meshweave.estimate.universal import Rates
 from meshweave.tune.universal import SLICES
-from meshweave.units import dtype_bytes
 
 Vector = NDArray[np.float64]
 Groups = tuple[int, ...]

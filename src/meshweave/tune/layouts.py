@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshweave.algorithms.matmul.universal import Operand, UniversalProblem
-from meshweave.algorithms.matmul.universal.problem import OPERANDS
-from meshweave.describe.grid import Grid
+from meshweave.algorithms.universal import Operand, UniversalProblem
+from meshweave.algorithms.universal.problem import OPERANDS
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout
-from meshweave.errors import LayoutError, UnsupportedError
+from meshweave.describe.layout.grid import Grid
 from meshweave.estimate.universal import Rates
 from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.universal import TunedUniversal, extra_bytes, tune_universal
-from meshweave.units import dtype_bytes
 
 Key = tuple[float, float, int, int]
 """Seconds, bytes that all ranks together receive, bytes of the matrices on a rank, number: the less the better."""

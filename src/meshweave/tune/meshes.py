@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 
-from meshweave.algorithms.matmul import Algorithm, MatmulProblem
-from meshweave.algorithms.matmul.problem import AXES, MESH
+from meshweave.algorithms.matmul2d import Algorithm, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
+from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.cluster import Cluster
-from meshweave.errors import LayoutError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import Timed
 from meshweave.tune.product import Choices, Prices, Tally
 

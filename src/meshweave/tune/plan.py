@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from meshweave.algorithms.matmul.passes import PASSES, PassName, Stationary, pass_rule
-from meshweave.algorithms.matmul.problem import Config
+from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_rule
+from meshweave.algorithms.matmul2d.common.problem import Config
+from meshweave.base.errors import DescriptionError
 from meshweave.describe import files
-from meshweave.errors import DescriptionError
 
 # Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
 Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import Algorithm, Config, MatmulProblem
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.errors import LayoutError, UnsupportedError
 from meshweave.estimate import Estimate, Timed, estimate
 from meshweave.ir.work import Work
-from meshweave.units import to_s
 
 KEPT_PHASES = 8
 """Skeletons of more phases are built again when needed, instead of being kept for all mesh shapes."""

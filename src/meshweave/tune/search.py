@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, MatmulProblem
-from meshweave.algorithms.matmul.passes import PASSES, PassName, Stationary, pass_problem
-from meshweave.describe.cluster import Cluster
+from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, MatmulProblem
+from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_problem
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import FcLayer, Transformer
-from meshweave.describe.workload import Workload
-from meshweave.errors import UnsupportedError
-from meshweave.ir.lifetimes import peak_bytes
+from meshweave.describe.model.workload import Workload
+from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan

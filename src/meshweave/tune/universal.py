@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from meshweave.algorithms.matmul.universal import (
+from meshweave.algorithms.universal import (
     Choice,
     Operand,
     Slicing,
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.matmul.universal.choice import sums, ways
-from meshweave.algorithms.matmul.universal.problem import OPERANDS
-from meshweave.algorithms.matmul.universal.volume import volume
-from meshweave.errors import UnsupportedError
+from meshweave.algorithms.universal.choice import sums, ways
+from meshweave.algorithms.universal.problem import OPERANDS
+from meshweave.algorithms.universal.volume import volume
+from meshweave.base.errors import UnsupportedError
 from meshweave.estimate.universal import Rates, UniversalEstimate, estimate_universal
 from meshweave.ir.volume import Volume
 

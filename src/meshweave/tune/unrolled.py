@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshweave.algorithms.matmul import ALGORITHMS, Algorithm, Config, MatmulProblem
-from meshweave.errors import UnsupportedError, nearest
+from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.base.errors import UnsupportedError, nearest
 
 LEADER = "meshslice"
 FOLLOWERS: dict[str, str] = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.describe.cluster import Cluster
-from meshweave.describe.links import NetworkAxis
-from meshweave.describe.network import Hosts
-from meshweave.errors import LayoutError
+from meshweave.base.errors import LayoutError
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis
+from meshweave.describe.machine.network import Hosts
 
 Nic = tuple[int, int]
 """(host, number of the NIC in its host)."""

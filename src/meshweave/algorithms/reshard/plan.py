@@ -22,8 +22,8 @@ from meshweave.algorithms.reshard.resources import jobs_of, nic_bound_s, ways
 from meshweave.algorithms.reshard.strategies import STRATEGIES, known
 from meshweave.algorithms.reshard.tasks import UnitTask, shared_out, unit_tasks
 from meshweave.algorithms.reshard.writer import Tally
-from meshweave.errors import LayoutError
-from meshweave.units import PS_PER_S
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import PS_PER_S
 
 SPLIT_ABOVE = 1.02
 """Tasks are divided among senders where that might save more than this factor says."""

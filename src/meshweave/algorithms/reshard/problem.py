@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Partial
-from meshweave.errors import LayoutError
-from meshweave.units import dtype_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from meshweave.algorithms.reshard.multicast import Crossing
 from meshweave.algorithms.reshard.plan import ReshardPlan
 from meshweave.algorithms.reshard.writer import Writer
 from meshweave.ir.program import Program
-from meshweave.ir.views import View
+from meshweave.ir.program.views import View
 
 
 def reshard_program(plan: ReshardPlan) -> Program:

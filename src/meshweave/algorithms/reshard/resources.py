@@ -14,7 +14,7 @@ from meshweave.algorithms.reshard.multicast import Multicast, Strategy
 from meshweave.algorithms.reshard.order import Job, Jobs
 from meshweave.algorithms.reshard.order.bounds import loads
 from meshweave.algorithms.reshard.tasks import UnitTask
-from meshweave.units import PS_PER_S
+from meshweave.base.units import PS_PER_S
 
 MOST_WAYS = 16
 """Choices of sender and gateways per task; of more, this many evenly spread ones are looked at."""

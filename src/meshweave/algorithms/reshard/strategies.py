@@ -8,7 +8,7 @@ from meshweave.algorithms.reshard.broadcast import Broadcast
 from meshweave.algorithms.reshard.gather import GlobalAllGather, LocalAllGather
 from meshweave.algorithms.reshard.multicast import Strategy
 from meshweave.algorithms.reshard.send_recv import SendRecv
-from meshweave.errors import UnsupportedError, nearest
+from meshweave.base.errors import UnsupportedError, nearest
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy for strategy in (Broadcast(), SendRecv(), LocalAllGather(), GlobalAllGather())

@@ -23,11 +23,11 @@ from typing import Protocol
 from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.algorithms.reshard.tasks import Piece
-from meshweave.describe.mesh import Mesh
-from meshweave.describe.meshes import Meshes
-from meshweave.ir.ops import Copy, Op, Recv, Send
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.meshes import Meshes
 from meshweave.ir.program import Buffer, Lane, On, Program, Same, Statement, Tensor
-from meshweave.ir.views import Range, View
+from meshweave.ir.program.ops import Copy, Op, Recv, Send
+from meshweave.ir.program.views import Range, View
 
 FAR = ("far0", "far1")
 NEAR = ("near0", "near1")

@@ -6,9 +6,9 @@ import importlib.util
 import os
 from typing import Literal
 
-from meshweave.errors import BindError, nearest
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import BindError, nearest
 from meshweave.execute.memory.base import RemoteMemory, Window
+from meshweave.execute.torch.groups import TorchContext
 
 __all__ = ["KINDS", "Kind", "RemoteMemory", "Window", "open_memory"]
 

@@ -17,11 +17,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from meshweave.errors import BindError, MeshweaveError
-from meshweave.execute.agree import exchange
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import BindError, MeshweaveError
 from meshweave.execute.memory.pool import Segment, aligned, take
-from meshweave.execute.torch_views import Action
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.views import Action
 
 Key = tuple[str, int]
 """A buffer and a slot of it."""

@@ -25,12 +25,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from meshweave.errors import BindError, MeshweaveError, UnsupportedError, nearest
-from meshweave.execute.agree import waiting
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, nearest
 from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, extent
 from meshweave.execute.memory.pool import Segment
-from meshweave.execute.torch_views import Action
+from meshweave.execute.ranks.agreement import waiting
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.views import Action
 
 _TALK_TAG, _FENCE_TAG = 1, 2
 _OPS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN"}

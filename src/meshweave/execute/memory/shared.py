@@ -32,12 +32,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from meshweave.errors import BindError, UnsupportedError, nearest
-from meshweave.execute.agree import lost, waiting
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import BindError, UnsupportedError, nearest
 from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, segment_size
 from meshweave.execute.memory.pool import Segment, aligned, take
-from meshweave.execute.torch_views import Action, chain
+from meshweave.execute.ranks.agreement import lost, waiting
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.views import Action, chain
 
 _CHUNK_BYTES = 1 << 19  # of a large accumulate under one lock, so that ranks that meet take turns
 _SPINS = 30

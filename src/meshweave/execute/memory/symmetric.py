@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.errors import UnsupportedError, nearest
-from meshweave.execute.groups import TorchContext
+from meshweave.base.errors import UnsupportedError, nearest
 from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Slot, Window
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.memory.shared import COMBINE, SharedMemory
-from meshweave.execute.torch_views import Action
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.views import Action
 
 _BEYOND = 1 << 40  # where the locks of device memory begin in a file of the host's that is never so large
 

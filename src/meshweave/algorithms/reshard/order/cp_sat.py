@@ -12,7 +12,7 @@ from dataclasses import replace
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
 from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place
 from meshweave.algorithms.reshard.order.portfolio import best
-from meshweave.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError
 
 MOST_UNITS = 1 << 30
 """Longest makespan, in units of the model, that the solver is trusted with. Longer ones are rounded to fit."""

@@ -1,0 +1,44 @@
+"""Collective 2D product (Schatz et al., SIAM J. Sci. Comput. 2016; MeshSlice, section 2.3.4).
+
+One all-gather per moving input, one local product, one reduce-scatter of a moving output. It moves the
+least and launches the least, and hides nothing: all communication lies before or after the product. It is
+MeshSlice with a single slice, which needs no slicing copy, and is built as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshweave.algorithms.matmul2d.common.problem import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.slices import Slices
+from meshweave.algorithms.matmul2d.meshslice import build, build_skeleton
+from meshweave.ir.program import Program
+from meshweave.ir.skeleton import Skeleton
+
+
+def _one_slice(problem: MatmulProblem) -> Slices:
+    return Slices(problem.sliced_size, (1,), 1)
+
+
+def program(problem: MatmulProblem, config: Config) -> Program:
+    return build(problem, _one_slice(problem), "collective")
+
+
+def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
+    return build_skeleton(problem, _one_slice(problem))
+
+
+def configs(problem: MatmulProblem) -> Iterator[Config]:
+    yield Config()
+
+
+COLLECTIVE = Algorithm(
+    name="collective",
+    title="Collective",
+    source="Schatz et al. 2016; MeshSlice, section 2.3.4",
+    dataflows=("os", "ls", "rs"),
+    program=program,
+    skeleton=skeleton,
+    configs=configs,
+    traffic=lambda problem, config, rank: problem.traffic_bytes(rank),
+)

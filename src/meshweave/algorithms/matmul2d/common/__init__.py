@@ -1,0 +1,1 @@
+"""What 2D products share: the problem, slices, ring steps and their costs."""

@@ -1,0 +1,238 @@
+"""The distributed product that every algorithm of this folder solves.
+
+A mesh of Pr rows and Pc columns; unless an algorithm says otherwise, rows of each stored matrix are sharded
+over mesh axis `row`, its columns over `col`, by DTensor's chunk rule. A third axis, `depth`, holds copies.
+Which matrix stays put names the dataflow (MeshSlice, section 2.3.1):
+
+    os   C = A B      A stored (M, K)   B stored (K, N)   C stationary
+    ls   C = A B^T    A stored (M, K)   B stored (N, K)   A stationary
+    rs   C = A^T B    A stored (K, M)   B stored (K, N)   B stationary
+
+The dim that the two moving matrices share is the *sliced* dim: K for os, N for ls, M for rs. One of them
+moves between columns (its columns are sliced), the other between rows (its rows are sliced).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from meshweave.base.errors import LayoutError, nearest
+from meshweave.base.units import DTYPES, dtype_bytes
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.network import factorisations
+from meshweave.ir.program import Buffer, Product, Program, Tensor
+from meshweave.ir.skeleton import Skeleton
+
+Dataflow = Literal["os", "ls", "rs"]
+Placements = dict[str, tuple[Placement, ...]]
+"""Placements of operands "a", "b", "c", one per mesh axis."""
+
+DATAFLOWS: tuple[Dataflow, ...] = ("os", "ls", "rs")
+AXES = ("row", "col", "depth")
+MESH = "tp"
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A matrix that moves: `operand` ("a", "b" or "c") travels along mesh axis `axis`; dim `dim` of it is
+    sliced and sharded over that axis. It is gathered before the product, or, `scattered`, reduced after it."""
+
+    operand: str
+    axis: Literal["row", "col"]
+    dim: int
+    scattered: bool
+
+
+_HORIZONTAL = {"os": "a", "ls": "c", "rs": "a"}
+_VERTICAL = {"os": "b", "ls": "b", "rs": "c"}
+
+
+@dataclass(frozen=True)
+class MatmulProblem:
+    """C (M, N) from M, N, K on a (rows, columns) or (rows, columns, depth) mesh.
+
+    Raises LayoutError for sizes that make no sense.
+    """
+
+    m: int
+    n: int
+    k: int
+    mesh_shape: tuple[int, ...]
+    dataflow: Dataflow = "os"
+    dtype: str = "float32"
+    ranks: tuple[int, ...] | None = None
+    """Global ranks of the mesh in row-major order; None means 0, 1, 2, ..."""
+
+    def __post_init__(self) -> None:
+        if self.dataflow not in DATAFLOWS:
+            raise LayoutError(f"dataflow '{self.dataflow}' is none of {', '.join(DATAFLOWS)}")
+        if min(self.m, self.n, self.k) < 1:
+            raise LayoutError(f"M, N, K = {self.m}, {self.n}, {self.k} must be positive")
+        if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
+            raise LayoutError(f"a product needs a mesh of two or three positive sizes, not {self.mesh_shape}")
+        if self.dtype not in DTYPES:
+            raise LayoutError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, DTYPES)}")
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        axes = AXES[: len(self.mesh_shape)]
+        if self.ranks is None:
+            return Mesh.of(MESH, self.mesh_shape, axes)
+        return Mesh(MESH, self.mesh_shape, axes, self.ranks)
+
+    @property
+    def num_chips(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the whole product, two per multiply-add."""
+        return 2 * self.m * self.n * self.k
+
+    def stored_shape(self, operand: str) -> tuple[int, int]:
+        """Global shape of operand "a", "b" or "c" as it is stored."""
+        if operand == "a":
+            return (self.k, self.m) if self.dataflow == "rs" else (self.m, self.k)
+        if operand == "b":
+            return (self.n, self.k) if self.dataflow == "ls" else (self.k, self.n)
+        return self.m, self.n
+
+    @cached_property
+    def stationary(self) -> str:
+        return {"os": "c", "ls": "a", "rs": "b"}[self.dataflow]
+
+    @cached_property
+    def sliced_size(self) -> int:
+        return {"os": self.k, "ls": self.n, "rs": self.m}[self.dataflow]
+
+    @cached_property
+    def horizontal(self) -> Moving:
+        """The matrix that moves between columns."""
+        operand = _HORIZONTAL[self.dataflow]
+        return Moving(operand, "col", 1, operand == "c")
+
+    @cached_property
+    def vertical(self) -> Moving:
+        """The matrix that moves between rows."""
+        operand = _VERTICAL[self.dataflow]
+        return Moving(operand, "row", 0, operand == "c")
+
+    def axis_size(self, axis: str) -> int:
+        return self.mesh_shape[AXES.index(axis)]
+
+    def largest_part(self, size: int, axis: str) -> int:
+        """Largest part of `size` elements chunked over a mesh axis."""
+        return chunk(size, self.axis_size(axis), 0)[1]
+
+    def declarations(self, name: str, placements: Placements | None = None) -> Program:
+        """A program with mesh, tensors, meaning and operand buffers a, b, c declared, and nothing done yet.
+
+        A matrix that moves along its dim 1 lies in memory with that dim outermost, as its pieces do that
+        travel: then no slice of it needs to be transposed on the way.
+        """
+        mesh = self.mesh
+        turned = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
+        placed = placements or two_d_placements(self)
+        tensors = tuple(Tensor(op.upper(), self.stored_shape(op), self.dtype) for op in "abc")
+        buffers = tuple(
+            Buffer(
+                op,
+                "output" if op == "c" else "input",
+                MESH,
+                self.dtype,
+                op.upper(),
+                Layout(mesh, placed[op]),
+                order=(1, 0) if op in turned else None,
+            )
+            for op in "abc"
+        )
+        meaning = Product("C", "A", "B", transpose_a=self.dataflow == "rs", transpose_b=self.dataflow == "ls")
+        return Program(name, (mesh,), tensors, buffers, (), (), (meaning,))
+
+    def traffic_bytes(self, rank: int) -> dict[str, int]:
+        """Logical bytes that a rank must move per mesh axis when each moving matrix crosses its axis once:
+        (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven shards."""
+        layout = Layout(self.mesh, two_d_placements(self)["a"])
+        out = {}
+        for moving in (self.horizontal, self.vertical):
+            shape = self.stored_shape(moving.operand)
+            local = layout.local_shape(shape, rank)
+            others = shape[moving.dim] - local[moving.dim]
+            moved = others * local[1 - moving.dim] * dtype_bytes(self.dtype)
+            if moved:
+                out[f"{MESH}.{moving.axis}"] = moved
+        return out
+
+
+def two_d_placements(problem: MatmulProblem) -> Placements:
+    """Rows over `row`, columns over `col`, all operands alike; copies along `depth`."""
+    placed: tuple[Placement, ...] = (Shard(0), Shard(1))
+    if len(problem.mesh_shape) == 3:
+        placed = (*placed, Replicate())
+    return dict.fromkeys("abc", placed)
+
+
+def two_d_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
+    """Every (rows, columns) of that many chips."""
+    return factorisations(num_chips, 2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What an algorithm may choose.
+
+    `slices` lists the relative widths of the slices (all equal: the plain slice count; for algorithms that are
+    unrolled, only their number counts), `block` is the number of neighbouring elements that stay together in a
+    slice, `packets` into how many pieces a broadcast or reduce is cut, `overlap` the mesh axis along which an
+    algorithm that hides one direction only hides it.
+    """
+
+    slices: tuple[int, ...] = (1,)
+    block: int = 8
+    packets: int = 1
+    overlap: Literal["row", "col"] = "col"
+
+    @property
+    def slice_count(self) -> int:
+        return len(self.slices)
+
+    def __str__(self) -> str:
+        text = f"S={len(self.slices)}"
+        if len(set(self.slices)) > 1:
+            text += f" tapered {':'.join(map(str, self.slices))}"
+        return text + (f" D={self.packets}" if self.packets > 1 else "")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One entry of the table of algorithms. All functions take (problem, config).
+
+    `configs` lists what a tuner may try; `traffic` is the closed form of bytes moved per axis by one rank;
+    `meshes` lists the mesh shapes that the algorithm can use of a number of chips; `placements` says how its
+    operands lie on the mesh. `uneven_exact` says that the skeleton's time is the simulator's also where shards
+    are uneven; where it is False, the skeleton is an upper bound there, and within a picosecond per op of the
+    simulator on even shards. `floor`, for algorithms of many turns, gives a skeleton of a few tasks that never
+    takes longer than `skeleton`, so that a search need not follow the turns of what cannot win; `least`
+    gives some of which one never takes longer, whichever configuration is chosen. `peak`, for
+    those whose programs grow with the mesh, is the closed form of `ir.lifetimes.peak_bytes` on rank 0.
+    """
+
+    name: str
+    title: str
+    source: str
+    dataflows: tuple[Dataflow, ...]
+    program: Callable[[MatmulProblem, Config], Program]
+    skeleton: Callable[[MatmulProblem, Config], Skeleton]
+    configs: Callable[[MatmulProblem], Iterator[Config]]
+    traffic: Callable[[MatmulProblem, Config, int], dict[str, int]]
+    meshes: Callable[[int], tuple[tuple[int, ...], ...]] = two_d_meshes
+    placements: Callable[[MatmulProblem], Placements] = two_d_placements
+    uneven_exact: bool = True
+    floor: Callable[[MatmulProblem, Config], Skeleton] | None = None
+    least: Callable[[MatmulProblem], Iterator[Skeleton]] | None = None
+    peak: Callable[[MatmulProblem, Config], int] | None = None

@@ -1,0 +1,49 @@
+"""MeshSlice with tapered slices: thin ones first and last, so that little is left outside of the pipeline.
+
+What a sliced product cannot hide is the movement of its first slice before the first product, and the last
+product (or what moves after it) at the end. Both shrink with these slices alone, while slices between
+them stay wide, few, and cheap to launch. The paper's slices are all equal (MeshSlice, section 3.2.2), and these
+are offered as well, so that this is never slower than `meshslice`.
+
+The widths rise to the widest, which repeats, and fall again: 1:2:2:1, 1:2:3:3:2:1, 1:4:4:1, 1:2:4:2:1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.slices import slices_of
+from meshweave.algorithms.matmul2d.meshslice import MESHSLICE, build, slice_counts
+from meshweave.algorithms.matmul2d.meshslice import configs as uniform_configs
+from meshweave.ir.program import Program
+
+BLOCK = 8
+RAMPS = (((1,), 2), ((1, 2), 3), ((1,), 4), ((1, 2), 4))
+"""Widths before the widest, and the widest."""
+MOST_WIDEST = 32
+
+
+def program(problem: MatmulProblem, config: Config) -> Program:
+    return build(problem, slices_of(problem, config), "meshslice_tapered")
+
+
+def configs(problem: MatmulProblem) -> Iterator[Config]:
+    """MeshSlice's, then tapers of which whole periods fit a shard, as equal slices must."""
+    yield from uniform_configs(problem, BLOCK)
+    for blocks in slice_counts(problem, BLOCK):
+        for ramp, widest in RAMPS:
+            middle, rest = divmod(blocks - 2 * sum(ramp), widest)
+            if rest == 0 and 1 <= middle <= MOST_WIDEST:
+                yield Config((*ramp, *(widest,) * middle, *reversed(ramp)), BLOCK)
+
+
+MESHSLICE_TAPERED = replace(
+    MESHSLICE,
+    name="meshslice_tapered",
+    title="MeshSlice, tapered",
+    source="MeshSlice, section 3.1, with slices of unequal width",
+    program=program,
+    configs=configs,
+)

@@ -1,0 +1,80 @@
+"""2.5D products: Cannon on c meshes of P x P at once (Solomonik and Demmel, Euro-Par 2011; MeshSlice, section 7).
+
+Copies of both inputs on c meshes buy less traffic: each mesh does P / c of Cannon's P turns, starting at
+another one, and has then only P / c - 1 shifts left behind the skew. What it has summed up is a term of C,
+and the terms are reduced over `depth`, where each mesh keeps its share of the rows. With c = 1 this would be
+Cannon, with c = P a 3D product, in which nothing is shifted at all.
+
+Which of the c stretches of turns a mesh takes is free. Here mesh l begins at turn (l + 1) P / c, modulo P, so
+that rank 0, whose bytes are reported for all, is not the one that needs no skew.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshweave.algorithms.matmul2d.cannon import Turns, build, build_skeleton, configs, traffic
+from meshweave.algorithms.matmul2d.common.problem import (
+    MESH,
+    Algorithm,
+    Config,
+    MatmulProblem,
+    Placements,
+    two_d_placements,
+)
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.ir.program.expressions import Var
+
+
+def turns(problem: MatmulProblem) -> Turns:
+    """What each mesh does. Raises LayoutError for a mesh that is not P x P x c with c dividing P."""
+    shape = problem.mesh_shape
+    if shape not in meshes(math.prod(shape)):
+        raise LayoutError(f"a 2.5D product needs a mesh P x P x c where c > 1 divides P, not {shape}")
+    count = shape[0] // shape[2]
+    return Turns(shape[0], count, (Var(f"{MESH}.depth") + 1) * count)
+
+
+def placements(problem: MatmulProblem) -> Placements:
+    """Inputs are copied along `depth`; what each mesh holds of C is cut along it, by rows."""
+    copied = (Shard(0), Shard(1), Replicate())
+    return {"a": copied, "b": copied, "c": (Shard(0), Shard(1), Shard(0))}
+
+
+def meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
+    """Every (P, P, c) of that many chips with 1 < c and c dividing P."""
+    found = []
+    for side in range(2, math.isqrt(num_chips) + 1):
+        layers, rest = divmod(num_chips, side * side)
+        if not rest and layers > 1 and side % layers == 0:
+            found.append((side, side, layers))
+    return tuple(found)
+
+
+def traffic_bytes(problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    """Those of its turns, and what a mesh gives away of its sums: all rows but its own."""
+    side, _, layers = problem.mesh_shape
+    layer = problem.mesh.coords(rank)[2]
+    count = side // layers
+    out = traffic(problem, rank, count, (layer + 1) * count)
+    block = Layout(problem.mesh, two_d_placements(problem)["c"]).local_shape((problem.m, problem.n), rank)
+    mine = Layout(problem.mesh, placements(problem)["c"]).local_shape((problem.m, problem.n), rank)
+    given = (block[0] - mine[0]) * block[1] * dtype_bytes(problem.dtype)
+    return out | ({f"{MESH}.depth": given} if given else {})
+
+
+TWO_HALF_D = Algorithm(
+    name="25d",
+    title="2.5D",
+    source="Solomonik and Demmel 2011; MeshSlice, section 7",
+    dataflows=("os", "ls", "rs"),
+    program=lambda problem, config: build(problem, turns(problem), "25d", placements(problem)),
+    skeleton=lambda problem, config: build_skeleton(problem, turns(problem)),
+    configs=configs,
+    traffic=traffic_bytes,
+    meshes=meshes,
+    placements=placements,
+    uneven_exact=False,
+)

@@ -1,0 +1,178 @@
+"""What is left to choose about a universal product, and what may be chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Literal
+
+from meshweave.algorithms.universal.held import held
+from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
+from meshweave.algorithms.universal.rates import ScheduleRates
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
+from meshweave.describe.layout.mesh import Mesh
+
+Split = Literal["even", "local"]
+Schedule = Literal["direct", "greedy", "cost-greedy", "exhaustive"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a universal product is computed.
+
+    Attributes:
+        stationary: the matrix that stays where it is; a rank does the products that its tile of it takes part in.
+        redundant: axes of C's mesh along which C is replicated and every copy is computed by its own holders.
+            Along the others the copies share the work, and C is reduced and copied at the end.
+        a, b: a layout in which a partial operand is summed up first, over some or all of its axes; None leaves it
+            as it is: each rank then multiplies its own term, and the sum is left to C.
+        split: how ranks with the same tile of the stationary matrix share its work: each the same amount, or each
+            what it has at hand.
+        slices: at least so many steps per rank, as even as tiles allow; more hide more, and cost more launches.
+        prefetch: how many steps ahead tiles are fetched.
+        schedule: the order of a rank's steps: as they are listed ("direct"), or as `schedule` finds it.
+        rates: what a schedule by costs knows of the machine; none but "direct" goes without.
+    """
+
+    stationary: Operand = "c"
+    redundant: tuple[int, ...] = ()
+    a: Layout | None = None
+    b: Layout | None = None
+    split: Split = "even"
+    slices: int = 4
+    prefetch: int = 2
+    schedule: Schedule = "direct"
+    rates: ScheduleRates | None = None
+
+    def __str__(self) -> str:
+        parts = [f"stationary {self.stationary.upper()}"]
+        if self.redundant:
+            parts.append(f"copies of C along axes {', '.join(map(str, self.redundant))} on their own")
+        parts += [
+            f"{name.upper()} summed to {layout}" for name, layout in (("a", self.a), ("b", self.b)) if layout
+        ]
+        if self.split == "local":
+            parts.append("split by what is at hand")
+        if self.schedule != "direct":
+            parts.append(f"{self.schedule} schedule")
+        return ", ".join([*parts, f"{self.slices} slices"])
+
+
+def groups(problem: UniversalProblem, redundant: tuple[int, ...]) -> dict[int, int]:
+    """For each rank the number of its group: those that together compute a copy of C of their own."""
+    mesh = problem.c.mesh
+    numbers: dict[tuple[int, ...], int] = {}
+    found = {}
+    for rank in problem.ranks:
+        coords = mesh.coords(rank)
+        found[rank] = numbers.setdefault(tuple(coords[axis] for axis in redundant), len(numbers))
+    return found
+
+
+def ways(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[Choice]:
+    """Which matrix can stay, and which copies of C can be computed on their own; partial operands are summed where
+    they must be, in the first of the layouts that `sums` gives."""
+    for operand in ("c", "a", "b") if stationary is None else (stationary,):
+        for redundant in _redundant(problem):
+            way = Choice(operand, redundant)
+            variants = [sums(problem, way, name) for name in OPERANDS[:2]]
+            if all(variants):
+                yield replace(way, a=variants[0][0], b=variants[1][0])
+
+
+def sums(problem: UniversalProblem, way: Choice, operand: Operand) -> list[Layout | None]:
+    """What may be done about the terms of operand A or B: sum them up in a layout, or, None, leave them. Each
+    group must have all of a matrix that stays."""
+    found = _summed(problem.layout(operand), way.stationary in ("c", operand))
+    if way.stationary != operand:
+        return list(found)
+    return [layout for layout in found if _complete(problem, operand, layout, way.redundant)]
+
+
+def choices(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[Choice]:
+    """Everything that can be computed, less slices and prefetch; the simplest first."""
+    for way in ways(problem, stationary=stationary):
+        for a, b in product(*(sums(problem, way, name) for name in OPERANDS[:2])):
+            choice = replace(way, a=a, b=b)
+            yield choice
+            yield replace(choice, split="local")
+
+
+def _redundant(problem: UniversalProblem) -> Iterator[tuple[int, ...]]:
+    copied = [
+        axis
+        for axis, placement in enumerate(problem.c.placements)
+        if isinstance(placement, Replicate) and problem.c.mesh.shape[axis] > 1
+    ]
+    for count in range(len(copied), -1, -1):
+        yield from combinations(copied, count)
+
+
+def _complete(
+    problem: UniversalProblem, operand: Operand, summed: Layout | None, redundant: tuple[int, ...]
+) -> bool:
+    """Whether each group has the whole of a matrix."""
+    holders = held(summed or problem.layout(operand), problem.shape(operand)).holders
+    group_of = groups(problem, redundant)
+    everyone = set(group_of.values())
+    return all({group_of[rank] for rank in ranks} == everyone for ranks in holders.values())
+
+
+def _summed(layout: Layout, keep: bool) -> Iterator[Layout | None]:
+    """Where a partial matrix may be summed up: axes of its terms shard it instead, inside the others or in their
+    place. Where terms may be kept, those of some axes can be, too."""
+    axes = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
+    if not axes:
+        yield None
+        return
+    if keep:
+        yield None
+    copied = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
+    seen: set[Layout] = set()
+    for count in range(len(axes), 0 if keep else len(axes) - 1, -1):
+        for chosen in combinations(axes, count):
+            # Copies need not all be summed: each may do a part, and whoever needs more gets it.
+            cut = [(dim,) for dim in _longest(layout)]
+            each = [cut if axis in chosen else [(), *cut] for axis in (*chosen, *copied)]
+            for dims in product(*each):
+                placements: list[Placement] = list(layout.placements)
+                turned = []
+                for axis, dim in zip((*chosen, *copied), dims, strict=True):
+                    if dim:
+                        placements[axis] = Shard(dim[0])
+                        turned.append(axis)
+                rest = [axis for axis in range(len(placements)) if axis not in turned]
+                for order in ((*rest, *turned), tuple(range(len(placements)))):
+                    found = permuted(replace(layout, placements=tuple(placements)), order)
+                    if found not in seen:
+                        seen.add(found)
+                        yield found
+
+
+def _longest(layout: Layout) -> tuple[int, ...]:
+    """What a shard of the rows and of the columns is called; of folded dims the longest is cut, of none, none."""
+    if layout.folds is None:
+        return 0, 1
+    rows, columns = layout.folds
+    found = [max(range(len(rows)), key=rows.__getitem__)] if rows else []
+    if columns:
+        found.append(len(rows) + max(range(len(columns)), key=columns.__getitem__))
+    return tuple(found)
+
+
+def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
+    """The layout that applies the placements of the mesh axes in another order."""
+    mesh = layout.mesh
+    if order == tuple(range(len(order))):
+        return layout
+    shape = tuple(mesh.shape[axis] for axis in order)
+    ranks = []
+    for place in product(*map(range, shape)):
+        coords = [0] * len(shape)
+        for axis, coordinate in zip(order, place, strict=True):
+            coords[axis] = coordinate
+        ranks.append(mesh.rank_at(tuple(coords)))
+    name = f"{mesh.name}_{''.join(map(str, order))}"
+    turned = Mesh(name, shape, tuple(mesh.axes[axis] for axis in order), tuple(ranks))
+    return replace(layout, mesh=turned, placements=tuple(layout.placements[axis] for axis in order))

@@ -1,0 +1,112 @@
+"""COSMA: the grid that communicates least, then gather, multiply, reduce.
+
+Kwasniewski et al., Red-Blue Pebbling Revisited (SC '19): (m, n, k) is cut into one box per rank so that the
+faces of a box, which is what its rank takes in or gives away, are as small as they can be. With memory without
+limit, which is all that is here, each rank has its whole box at once: the parts of A and B that its neighbours
+hold are gathered, there is one product, and C is summed over the boxes that differ in k. Nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.universal.choice import permuted
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.network import factorisations
+from meshweave.ir.program import Buffer, Lane, On, Product, Program, Tensor
+from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, ReduceScatter
+from meshweave.ir.program.views import FULL, View
+
+Grid = tuple[int, int, int]
+"""Into how many parts m, n and k are cut."""
+
+_SHARED: dict[str, tuple[tuple[int, int, int], tuple[Placement, Placement, Placement]]] = {
+    "a": ((0, 2, 1), (Shard(0), Shard(1), Shard(0))),
+    "b": ((1, 2, 0), (Shard(1), Shard(0), Shard(1))),
+    "c": ((0, 1, 2), (Shard(0), Shard(1), Shard(0))),
+}
+"""Of each matrix the mesh axes (of m, n, k) in the order in which they cut it, and how; the last one cuts a block
+among the ranks that need it whole."""
+_AXES = ("m", "n", "k")
+
+
+def face_elements(m: int, n: int, k: int, grid: Grid) -> float:
+    """Elements that a rank takes in of A and B, and gives away of C."""
+    pm, pn, pk = grid
+    a, b, c = m * k / (pm * pk), k * n / (pk * pn), m * n / (pm * pn)
+    return a * (1 - 1 / pn) + b * (1 - 1 / pm) + c * (1 - 1 / pk)
+
+
+def chosen_grid(m: int, n: int, k: int, num_ranks: int) -> Grid:
+    """The grid with the least faces; of equal ones that which cuts k most, which has the least to gather."""
+    grids = [(pm, pn, pk) for pm, pn, pk in factorisations(num_ranks, 3)]
+    return min(grids, key=lambda grid: (face_elements(m, n, k, grid), -grid[2], grid))
+
+
+def cosma_program(
+    m: int, n: int, k: int, grid: Grid, dtype: str = "float32", *, all_reduce: bool = False
+) -> Program:
+    """C = A B on a mesh of that grid. Every matrix lies in equal parts; with `all_reduce` C ends as a copy on each
+    rank of its sum instead. Raises LayoutError where the grid does not cut the matrices into equal parts."""
+    pm, pn, pk = grid
+    if m % (pm * pn) or m % (pm * pk) or n % (pn * pm) or k % pk:
+        raise LayoutError(f"grid {pm} x {pn} x {pk} does not cut M, N, K = {m}, {n}, {k} into equal parts")
+    base = Mesh.of("tp", grid, _AXES)
+    layouts = {}
+    for name, (order, placements) in _SHARED.items():
+        turned = permuted(Layout(base, (Replicate(),) * 3), order)
+        last = Replicate() if name == "c" and all_reduce else placements[2]
+        layouts[name] = Layout(turned.mesh, (*placements[:2], last))
+    shapes = {"a": (m, k), "b": (k, n), "c": (m, n)}
+    buffers = [
+        Buffer(name, "output" if name == "c" else "input", layout.mesh.name, dtype, name.upper(), layout)
+        for name, layout in layouts.items()
+    ]
+    ops: list[Op] = []
+    used = {}
+    for name, axis, dim in (("a", 1, 0), ("b", 0, 1)):
+        used[name] = name
+        if grid[axis] == 1:
+            continue
+        used[name] = f"{name}_block"
+        mesh = layouts[name].mesh
+        block = tuple(
+            size // _cuts(layouts[name], number, but=_AXES[axis]) for number, size in enumerate(shapes[name])
+        )
+        buffers.append(Buffer(used[name], "scratch", base.name, dtype, shape=block))
+        over, lane = f"{mesh.name}.{_AXES[axis]}", "move"
+        ops.append(
+            AllGather(
+                over=over, out=_whole(used[name]), src=_whole(name), lane=lane, dim=dim, name=f"gather_{name}"
+            )
+        )
+    out = "c" if pk == 1 else "c_terms"
+    ops.append(Matmul(out=_whole(out), a=_whole(used["a"]), b=_whole(used["b"]), lane="compute"))
+    if pk > 1:
+        buffers.append(Buffer(out, "scratch", base.name, dtype, shape=(m // pm, n // pn)))
+        over = f"{layouts['c'].mesh.name}.k"
+        if all_reduce:
+            ops.append(AllReduce(over=over, out=_whole("c"), src=_whole(out), lane="move", name="reduce_c"))
+        else:
+            scatter = ReduceScatter(
+                over=over, out=_whole("c"), src=_whole(out), lane="move", dim=0, name="scatter_c"
+            )
+            ops.append(scatter)
+    meshes = tuple(dict.fromkeys((base, *(layout.mesh for layout in layouts.values()))))
+    tensors = tuple(Tensor(name.upper(), shape, dtype) for name, shape in shapes.items())
+    name = f"cosma, {pm} x {pn} x {pk}"
+    lanes = (Lane("compute"), Lane("move"))
+    body = (On(base.name, tuple(ops)),)
+    return Program(name, meshes, tensors, tuple(buffers), lanes, body, (Product("C", "A", "B"),))
+
+
+def _cuts(layout: Layout, dim: int, but: str) -> int:
+    count = 1
+    for placement, axis, size in zip(layout.placements, layout.mesh.axes, layout.mesh.shape, strict=True):
+        if isinstance(placement, Shard) and placement.dim == dim and axis != but:
+            count *= size
+    return count
+
+
+def _whole(buffer: str) -> View:
+    return View(buffer, (FULL, FULL))

@@ -1,0 +1,237 @@
+"""A product as DTensor computes it: reshard the operands by collectives, multiply once, reduce the result.
+
+On a mesh of one axis there are three products without communication, and an operand that lies otherwise is
+brought there first (PyTorch, `torch.distributed.tensor`):
+
+    rows      A by rows,     B everywhere    C by rows
+    columns   A everywhere,  B by columns    C by columns
+    outer     A by columns,  B by rows       C a sum of terms, reduced and scattered
+
+Nothing overlaps: each stage is a collective or a product that needs all of the one before. Which of the three is
+taken follows from what resharding the operands costs by DTensor's own count (`redistribute_cost`), which leaves
+the reduction out; that is why it likes outer products (Slicing Is All You Need, section 5.2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from meshweave.algorithms.universal.problem import UniversalProblem
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, chunk
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor
+from meshweave.ir.program.ops import Add, AllGather, AllToAll, Copy, Fence, Get, Matmul, Op, ReduceScatter
+from meshweave.ir.program.views import FULL, Range, View
+
+Strategy = Literal["rows", "columns", "outer"]
+Collectives = Literal["ring", "direct"]
+
+STRATEGIES: dict[Strategy, tuple[Placement, Placement, Placement]] = {
+    "rows": (Shard(0), Replicate(), Shard(0)),
+    "columns": (Replicate(), Shard(1), Shard(1)),
+    "outer": (Shard(1), Shard(0), Partial()),
+}
+COMPUTE, MOVE = "compute", "move"
+
+
+def chosen_strategy(problem: UniversalProblem) -> Strategy:
+    """The one that DTensor takes: the least bytes of resharded operands, a gather counting all of an operand, an
+    exchange the shard of one rank. Raises LayoutError as `resharded_program` does."""
+    placed, mesh = _placed(problem), problem.a.mesh
+
+    def cost(strategy: Strategy) -> float:
+        total = 0.0
+        for operand, now, wanted in zip("ab", placed, STRATEGIES[strategy], strict=False):
+            rows, columns = problem.shape(operand)  # type: ignore[arg-type]
+            size = rows * columns * dtype_bytes(problem.dtype)
+            if isinstance(wanted, Replicate):
+                total += size
+            elif now != wanted:
+                total += size / mesh.num_ranks
+        return total
+
+    return min(STRATEGIES, key=cost)
+
+
+def resharded_program(
+    problem: UniversalProblem, strategy: Strategy | None = None, collectives: Collectives = "ring"
+) -> Program:
+    """C = A B. A, B and C are sharded over the one axis of the same mesh.
+
+    With `direct` collectives every rank reads from all others at once, as libraries do where each pair has a link;
+    else they are rings. Raises LayoutError for layouts of another kind, or a C that no reduction ends in.
+    """
+    placed = _placed(problem)
+    writer = _Writer(problem, placed, strategy or chosen_strategy(problem), collectives)
+    return writer.write()
+
+
+def _placed(problem: UniversalProblem) -> tuple[Shard, Shard, Shard]:
+    found = []
+    for layout in (problem.a, problem.b, problem.c):
+        if layout.mesh != problem.a.mesh or len(layout.placements) != 1:
+            raise LayoutError(f"{layout}: a resharded product needs all matrices on one mesh of one axis")
+        (placement,) = layout.placements
+        if not isinstance(placement, Shard):
+            raise LayoutError(f"{layout}: a resharded product needs every matrix sharded")
+        found.append(placement)
+    return found[0], found[1], found[2]
+
+
+class _Writer:
+    def __init__(
+        self,
+        problem: UniversalProblem,
+        placed: tuple[Shard, Shard, Shard],
+        strategy: Strategy,
+        collectives: Collectives,
+    ) -> None:
+        self.problem, self.placed, self.strategy = problem, placed, strategy
+        self.wanted = STRATEGIES[strategy]
+        self.direct = collectives == "direct"
+        if strategy != "outer" and placed[2] != self.wanted[2]:
+            raise LayoutError(f"C of a product by {strategy} is {self.wanted[2]}, not {placed[2]}")
+        self.mesh: Mesh = problem.a.mesh
+        self.over = f"{self.mesh.name}.{self.mesh.axes[0]}"
+        self.shapes = {"a": problem.shape("a"), "b": problem.shape("b"), "c": problem.shape("c")}
+
+    def write(self) -> Program:
+        problem, mesh = self.problem, self.mesh
+        buffers = [
+            self._buffer("a", "input", self.placed[0]),
+            self._buffer("b", "input", self.placed[1]),
+            self._buffer("c", "output", self.placed[2]),
+        ]
+        body: list[Statement] = []
+        operands = {"a": "a", "b": "b"}
+        for operand, now, wanted in zip("ab", self.placed, self.wanted, strict=False):
+            if now == wanted:
+                continue
+            operands[operand] = f"{operand}_moved"
+            buffers.append(self._buffer(operand, "temp", wanted, f"{operand}_moved"))
+            body += self._reshard(operand, now, wanted)
+        sums = self.strategy == "outer"
+        out = "c_terms" if sums else "c"
+        body.append(
+            On(
+                mesh.name,
+                (Matmul(out=_whole(out), a=_whole(operands["a"]), b=_whole(operands["b"]), lane=COMPUTE),),
+            )
+        )
+        if sums:
+            buffers.append(Buffer(out, "scratch", mesh.name, problem.dtype, shape=self.shapes["c"]))
+            body += self._reduce(buffers)
+        width = max(mesh.num_ranks - 1, 1) if self.direct else 1
+        lanes = (Lane(COMPUTE), Lane(MOVE, "ready" if self.direct else "fifo", width))
+        tensors = tuple(Tensor(name.upper(), self.shapes[name], problem.dtype) for name in "abc")
+        name = f"resharded, {self.strategy}, {'direct' if self.direct else 'ring'} collectives"
+        return Program(name, (mesh,), tensors, tuple(buffers), lanes, tuple(body), (Product("C", "A", "B"),))
+
+    def _buffer(
+        self, operand: str, kind: Literal["input", "output", "temp"], placement: Placement, name: str = ""
+    ) -> Buffer:
+        layout = Layout(self.mesh, (placement,))
+        return Buffer(name or operand, kind, self.mesh.name, self.problem.dtype, operand.upper(), layout)
+
+    # --- operands ---------------------------------------------------------------------------------------------
+
+    def _reshard(self, operand: str, now: Shard, wanted: Placement) -> Iterator[Statement]:
+        out, src = _whole(f"{operand}_moved"), _whole(operand)
+        if self.direct:
+            for place, rank in enumerate(self.mesh.ranks):
+                yield On((rank,), tuple(self._fetched(operand, now, wanted, place)))
+            return
+        sizes = self._sizes(operand, now.dim)
+        if isinstance(wanted, Shard):
+            yield On(
+                self.mesh.name,
+                (
+                    AllToAll(
+                        over=self.over, out=out, src=src, lane=MOVE, name=f"exchange_{operand}",
+                        split_dim=wanted.dim, concat_dim=now.dim,
+                        send_sizes=self._sizes(operand, wanted.dim), recv_sizes=sizes,
+                    ),
+                ),
+            )  # fmt: skip
+            return
+        gather = AllGather(
+            over=self.over, out=out, src=src, lane=MOVE, name=f"gather_{operand}", dim=now.dim, sizes=sizes
+        )
+        yield On(self.mesh.name, (gather,))
+
+    def _fetched(self, operand: str, now: Shard, wanted: Placement, place: int) -> Iterator[Op]:
+        """What the rank at a place takes from every other one, beginning with the next."""
+        count = self.mesh.num_ranks
+        for other in ((place + ahead) % count for ahead in range(count)):
+            lo, hi = chunk(self.shapes[operand][now.dim], count, other)
+            out: list[Range] = [FULL, FULL]
+            src: list[Range] = [FULL, FULL]
+            out[now.dim] = Range(lo, hi)
+            if isinstance(wanted, Shard):
+                first, last = chunk(self.shapes[operand][wanted.dim], count, place)
+                src[wanted.dim] = Range(first, last)
+                if first == last:
+                    continue
+            if lo == hi:
+                continue
+            into = View(f"{operand}_moved", tuple(out))
+            if other == place:
+                yield Copy(out=into, src=View(operand, tuple(src)), lane=MOVE)
+            else:
+                yield Get(out=into, src=View(operand, tuple(src), rank=self.mesh.ranks[other]), lane=MOVE)
+
+    def _sizes(self, operand: str, dim: int) -> tuple[int, ...]:
+        return self._parts(self.shapes[operand][dim])
+
+    def _parts(self, size: int) -> tuple[int, ...]:
+        count = self.mesh.num_ranks
+        return tuple(hi - lo for lo, hi in (chunk(size, count, place) for place in range(count)))
+
+    # --- result -----------------------------------------------------------------------------------------------
+
+    def _reduce(self, buffers: list[Buffer]) -> Iterator[Statement]:
+        mesh, dim = self.mesh, self.placed[2].dim
+        sizes = self._sizes("c", dim)
+        if not self.direct:
+            scatter = ReduceScatter(
+                over=self.over,
+                out=_whole("c"),
+                src=_whole("c_terms"),
+                lane=MOVE,
+                name="scatter_c",
+                dim=dim,
+                sizes=sizes,
+            )
+            yield On(mesh.name, (scatter,))
+            return
+        yield On(mesh.name, (Fence(over=mesh.name, lane=MOVE),))
+        most = list(self.shapes["c"])
+        most[dim] = max(sizes)
+        slots = max(mesh.num_ranks - 1, 1)
+        buffers.append(
+            Buffer("c_term", "scratch", mesh.name, self.problem.dtype, shape=tuple(most), slots=slots)
+        )
+        for place, rank in enumerate(mesh.ranks):
+            yield On((rank,), tuple(self._summed(place, dim)))
+
+    def _summed(self, place: int, dim: int) -> Iterator[Op]:
+        count = self.mesh.num_ranks
+        lo, hi = chunk(self.shapes["c"][dim], count, place)
+        if lo == hi:
+            return
+        part, inside = [FULL, FULL], [FULL, FULL]
+        part[dim], inside[dim] = Range(lo, hi), Range(0, hi - lo)
+        terms = [View("c_term", tuple(inside), slot=ahead - 1) for ahead in range(1, count)]
+        for ahead, term in enumerate(terms, start=1):
+            owner = self.mesh.ranks[(place + ahead) % count]
+            yield Get(out=term, src=View("c_terms", tuple(part), rank=owner), lane=MOVE)
+        yield Copy(out=_whole("c"), src=View("c_terms", tuple(part)), lane=COMPUTE)
+        for term in terms:
+            yield Add(out=_whole("c"), src=term, lane=COMPUTE)
+
+
+def _whole(buffer: str) -> View:
+    return View(buffer, (FULL, FULL))

@@ -1,0 +1,25 @@
+"""Layouts: which elements of a tensor each rank of a mesh holds."""
+
+from meshweave.describe.layout.layouts import (
+    Intervals,
+    Layout,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    Tile,
+    chunk,
+)
+
+__all__ = [
+    "Intervals",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "Tile",
+    "chunk",
+]

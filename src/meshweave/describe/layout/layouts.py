@@ -1,0 +1,258 @@
+"""How a logical tensor lies on a mesh: one placement per mesh axis, in the vocabulary of PyTorch DTensor.
+
+Placements are applied from the first mesh axis to the last, each to what the axes before it left. `Shard`
+cuts by DTensor's chunk rule: every part has ceil(size / parts) elements until they run out, so the last
+parts may be shorter or empty. `Tile` deals blocks of a fixed size around the axis (block-cyclic, as in
+ScaLAPACK), which with one block per rank and an offset gives any regular misalignment. `StridedShard` cuts
+each of several equal chunks, as DTensor does where FSDP shards what tensor parallelism has sharded, or where
+a sharded dim was flattened into another.
+
+A layout may also say how the tensor is *seen*: with `folds`, runs of its dims count as one, such as the matrix
+(B * S, K) that a product sees in activations (B, S, K).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout.mesh import Mesh
+
+Intervals = tuple[tuple[int, int], ...]
+"""Half-open [start, stop) global index ranges along one dim, in local order."""
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """[start, stop) of part `index` when `size` elements are cut into `parts` by torch.chunk's rule."""
+    each = -(-size // parts)
+    return min(index * each, size), min((index + 1) * each, size)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tensor dim `dim` is cut into chunks along this mesh axis."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank along this mesh axis holds the same elements."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank along this mesh axis holds a term; the tensor is their reduction by `op`."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return "P" if self.op == "sum" else f'P("{self.op}")'
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Blocks of `size` elements of tensor dim `dim` are dealt around this mesh axis, block-cyclically.
+
+    The first block is `offset` elements short (0 <= offset < size), which shifts all cuts.
+    """
+
+    dim: int
+    size: int
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"T({self.dim}, {self.size}, {self.offset})"
+
+
+@dataclass(frozen=True)
+class StridedShard:
+    """Tensor dim `dim` is cut into `split_factor` chunks, and each of them into chunks along this mesh axis.
+
+    A rank holds its chunk of every one of them, in order. Both cuts follow the chunk rule: this is
+    `_StridedShard(dim, split_factor=)` of PyTorch 2.13 (torch/distributed/tensor/placement_types.py).
+    """
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"SS({self.dim}, {self.split_factor})"
+
+
+Placement = Shard | Replicate | Partial | Tile | StridedShard
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One placement per axis of `mesh`. Raises LayoutError where their number does not fit.
+
+    With `folds`, placements name the dims of the *original* tensor, and everybody else sees one dim for each
+    fold: the row-major folding of consecutive original dims, whose sizes the fold lists. An original of
+    (4, 8, 16) seen as (32, 16) has folds ((4, 8), (16,)); an empty fold is a dim of size 1. Every `shape` given
+    to the methods is the one that is seen.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    folds: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.mesh.shape):
+            raise LayoutError(
+                f"mesh {self.mesh.name} has {len(self.mesh.shape)} axes, "
+                f"layout has {len(self.placements)} placements"
+            )
+        for placement in self.placements:
+            if isinstance(placement, Tile) and not (
+                placement.size >= 1 and 0 <= placement.offset < placement.size
+            ):
+                raise LayoutError(
+                    f"{placement}: tile size must be positive and its offset smaller than the size"
+                )
+            if isinstance(placement, StridedShard) and placement.split_factor < 1:
+                raise LayoutError(f"{placement}: the split factor must be at least 1")
+        if any(size < 0 for fold in self.folds or () for size in fold):
+            raise LayoutError(f"{self}: the sizes that a fold lists must not be negative")
+
+    def __str__(self) -> str:
+        placed = f"{self.mesh.name}[{', '.join(map(str, self.placements))}]"
+        if self.folds is None:
+            return placed
+        return f"fold({', '.join([placed, *map(str, self.folds)])})"
+
+    def original_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Sizes of the dims that placements name: `shape` itself, or the folded sizes one after another.
+
+        Raises LayoutError for a shape that is not that of the folds.
+        """
+        if self.folds is None:
+            return tuple(shape)
+        seen = tuple(map(math.prod, self.folds))
+        if tuple(shape) != seen:
+            raise LayoutError(f"{self}: folds to a tensor of shape {seen}, not {tuple(shape)}")
+        return tuple(size for fold in self.folds for size in fold)
+
+    def intervals(self, shape: Sequence[int], rank: int) -> tuple[Intervals, ...]:
+        """Global index ranges that `rank` holds, per dim of a tensor of global `shape`, in local order."""
+        return _intervals(self, tuple(shape), rank)
+
+    def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Shape of the shard of `rank`. Raises LayoutError for a dim that the tensor does not have."""
+        return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals(shape, rank))
+
+    def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
+        """Global indices of the local elements, one array per dim."""
+        return tuple(
+            np.concatenate([np.arange(start, stop) for start, stop in dim] or [np.arange(0)])
+            for dim in self.intervals(shape, rank)
+        )
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Mesh axes along which the local values are terms of a sum."""
+        pairs = zip(self.mesh.axes, self.placements, strict=True)
+        return tuple(axis for axis, placement in pairs if isinstance(placement, Partial))
+
+
+@lru_cache(maxsize=65536)
+def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
+    sizes = layout.original_shape(shape)
+    dims: list[Intervals] = [((0, size),) if size else () for size in sizes]
+    coords = layout.mesh.coords(rank)
+    for placement, parts, index in zip(layout.placements, layout.mesh.shape, coords, strict=True):
+        if isinstance(placement, (Shard, Tile, StridedShard)):
+            if not 0 <= placement.dim < len(sizes):
+                raise LayoutError(
+                    f"{layout}: {placement} names a dim that a tensor of shape {sizes} does not have"
+                )
+            held = dims[placement.dim]
+            length = sum(stop - start for start, stop in held)
+            if isinstance(placement, Shard):
+                wanted: list[tuple[int, int]] = [chunk(length, parts, index)]
+            elif isinstance(placement, Tile):
+                wanted = _tile_ranges(placement, length, parts, index)
+            else:
+                wanted = _strided_ranges(placement, length, parts, index)
+            dims[placement.dim] = _cut(held, wanted)
+    if layout.folds is None:
+        return tuple(dims)
+    folded, at = [], 0
+    for fold in layout.folds:
+        folded.append(_fold(fold, dims[at : at + len(fold)]))
+        at += len(fold)
+    return tuple(folded)
+
+
+def _tile_ranges(tile: Tile, length: int, parts: int, index: int) -> list[tuple[int, int]]:
+    ranges = []
+    block = index
+    while (start := block * tile.size - tile.offset) < length:
+        lo, hi = max(start, 0), min(start + tile.size, length)
+        if lo < hi:
+            ranges.append((lo, hi))
+        block += parts
+    return ranges
+
+
+def _strided_ranges(strided: StridedShard, length: int, parts: int, index: int) -> list[tuple[int, int]]:
+    ranges = []
+    for number in range(min(strided.split_factor, length)):  # chunks past the length are empty
+        start, stop = chunk(length, strided.split_factor, number)
+        lo, hi = chunk(stop - start, parts, index)
+        ranges.append((start + lo, start + hi))
+    return list(_merged(ranges))
+
+
+def _cut(held: Intervals, wanted: Sequence[tuple[int, int]]) -> Intervals:
+    """The parts `wanted`, ascending and counted in local positions, of the concatenation of `held`."""
+    out = []
+    at, position = 0, 0  # held[at] starts at this local position
+    for lo, hi in wanted:
+        while at < len(held) and position < hi:
+            start, stop = held[at]
+            a, b = max(lo, position), min(hi, position + stop - start)
+            if a < b:
+                out.append((start + a - position, start + b - position))
+            if position + stop - start > hi:
+                break  # the next wanted part may begin in this interval
+            position += stop - start
+            at += 1
+    return tuple(out)
+
+
+def _merged(ranges: Iterable[tuple[int, int]]) -> Intervals:
+    """Without the empty ones, and with neighbours that touch made one."""
+    out: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if out and start < stop and out[-1][1] == start:
+            out[-1] = out[-1][0], stop
+        elif start < stop:
+            out.append((start, stop))
+    return tuple(out)
+
+
+def _fold(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
+    """Where the row-major product of the index lists `dims` lies in the folding of dims of `sizes`."""
+    inner: Intervals = ((0, 1),)
+    stride = 1
+    for size, held in zip(reversed(sizes), reversed(dims), strict=True):
+        if inner == ((0, stride),):  # whole rows: a run of outer indices stays one run
+            inner = _merged((start * stride, stop * stride) for start, stop in held)
+        else:
+            rows = (row * stride for start, stop in held for row in range(start, stop))
+            inner = _merged((row + start, row + stop) for row in rows for start, stop in inner)
+        stride *= size
+    return inner

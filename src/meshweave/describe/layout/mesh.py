@@ -1,0 +1,115 @@
+"""Logical device meshes.
+
+A mesh names an array of ranks and its axes, as `torch.distributed.DeviceMesh` does. Of a 2D mesh, axis 0 is
+`row` and axis 1 is `col`. A group "of axis a" is the set of ranks that differ in coordinate a only: the
+group of axis `row` is one mesh *column*, and communication in it runs between rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from meshweave.base.errors import LayoutError
+
+
+@lru_cache(maxsize=64)
+def _consecutive(first: int, count: int) -> tuple[int, ...]:
+    """Ranks from `first` on; shared, because a search lays hundreds of meshes over the same ranks."""
+    return tuple(range(first, first + count))
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A named array of global ranks.
+
+    `shape` and `axes` have one entry per mesh axis; `ranks` lists the global ranks in row-major order
+    (the last axis varies fastest). Raises LayoutError where the three do not agree.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise LayoutError(f"mesh {self.name}: {len(self.shape)} sizes for {len(self.axes)} axes")
+        if len(set(self.axes)) != len(self.axes):
+            raise LayoutError(f"mesh {self.name}: axis names {self.axes} repeat")
+        if any(size < 1 for size in self.shape):
+            raise LayoutError(f"mesh {self.name}: every axis needs a size of at least 1, not {self.shape}")
+        count = math.prod(self.shape)
+        if len(self.ranks) != count or (
+            self.ranks is not _consecutive(self.ranks[0], count) and len(set(self.ranks)) != count
+        ):
+            raise LayoutError(f"mesh {self.name}: {self.shape} needs {count} different ranks")
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], axes: tuple[str, ...], first_rank: int = 0) -> Mesh:
+        """The mesh over consecutive ranks from `first_rank`."""
+        return cls(name, shape, axes, _consecutive(first_rank, math.prod(shape)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.shape, self.axes, self.ranks[0], self.ranks[-1]))  # not of all ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def _index(self) -> Mapping[int, int] | range:
+        """Where each rank stands in `ranks`; for consecutive ranks, the range of them."""
+        first = self.ranks[0]
+        if self.ranks == _consecutive(first, len(self.ranks)):
+            return range(first, first + len(self.ranks))
+        return {rank: index for index, rank in enumerate(self.ranks)}
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._index
+
+    def axis(self, name: str) -> int:
+        """Position of the axis called `name`. Raises LayoutError."""
+        if name not in self.axes:
+            raise LayoutError(f"mesh {self.name} has axes {', '.join(self.axes)}, not '{name}'")
+        return self.axes.index(name)
+
+    def size(self, axis: str) -> int:
+        return self.shape[self.axis(axis)]
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Mesh coordinates of a global rank."""
+        places = self._index
+        if rank not in places:
+            raise KeyError(rank)
+        index = rank - places.start if isinstance(places, range) else places[rank]
+        out = []
+        for size in reversed(self.shape):
+            index, coordinate = divmod(index, size)
+            out.append(coordinate)
+        return tuple(reversed(out))
+
+    def rank_at(self, coords: tuple[int, ...]) -> int:
+        """Global rank at mesh coordinates; each coordinate wraps around its axis."""
+        index = 0
+        for coordinate, size in zip(coords, self.shape, strict=True):
+            index = index * size + coordinate % size
+        return self.ranks[index]
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in coordinate `axis` only, in the order of that coordinate."""
+        position = self.axis(axis)
+        coords = self.coords(rank)
+        return tuple(
+            self.rank_at((*coords[:position], i, *coords[position + 1 :]))
+            for i in range(self.shape[position])
+        )
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """Every group of `axis`, each once."""
+        position = self.axis(axis)
+        for rank in self.ranks:
+            if self.coords(rank)[position] == 0:
+                yield self.group(rank, axis)

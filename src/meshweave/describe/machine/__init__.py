@@ -1,0 +1,1 @@
+"""Machines: chips, links, networks and the cluster that they form."""

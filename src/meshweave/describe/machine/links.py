@@ -1,0 +1,142 @@
+"""The links that networks are made of: one axis of links, and the constants of collectives along it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshweave.base.errors import DescriptionError, LayoutError, nearest
+
+COMM_KINDS = (
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all"),
+    *("send_recv", "accumulate"),
+)
+"""`send_recv` is also of gets and puts; `accumulate` adds into another chip's memory, a kernel's work."""
+
+# Whose constants stand in where a kind has none of its own, in this order; then the link itself.
+_FALLBACK: dict[str, tuple[str, ...]] = {
+    "all_gather": ("reduce_scatter",),
+    "reduce_scatter": ("all_gather",),
+    "all_reduce": ("all_gather", "reduce_scatter"),
+    "broadcast": ("all_gather", "reduce_scatter"),
+    "reduce": ("reduce_scatter", "all_gather"),
+    "all_to_all": ("all_gather", "reduce_scatter"),
+    "send_recv": ("all_gather", "reduce_scatter"),
+    "accumulate": ("send_recv", "all_gather", "reduce_scatter"),
+}
+
+_ONE_WAY = ("broadcast", "reduce", "send_recv", "accumulate")
+
+
+def require(owner: str, low: float, **values: float) -> None:
+    """Raise DescriptionError unless every value is finite and at least `low`."""
+    for key, value in values.items():
+        if not (math.isfinite(value) and value >= low):
+            raise DescriptionError(f"{owner}: {key} is {value}; give a finite number of at least {low:g}")
+
+
+@dataclass(frozen=True)
+class CommConstants:
+    """Constants of `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)`.
+
+    `bytes_per_s` is the rate at which one chip takes in shard bytes during that operation, both directions
+    of a two-way ring together; of broadcast, reduce, send_recv and accumulate, which go one way, that of one
+    direction.
+    Raises DescriptionError.
+    """
+
+    bytes_per_s: float
+    sync_s: float
+    launch_s: float
+
+    def __post_init__(self) -> None:
+        require("communication constants", 1, bytes_per_s=self.bytes_per_s)
+        require("communication constants", 0, sync_s=self.sync_s, launch_s=self.launch_s)
+
+
+@dataclass(frozen=True)
+class NetworkAxis:
+    """The links along one axis of a network (or the port of a chip to a switch, or a NIC).
+
+    `link_bytes_per_s` is per link and direction. `ways` is the number of directions a ring collective uses.
+    `constants` holds (kind, CommConstants) pairs, kinds from `COMM_KINDS`. Raises DescriptionError.
+    """
+
+    name: str
+    link_bytes_per_s: float
+    link_latency_s: float = 0.0
+    ways: Literal[1, 2] = 1
+    constants: tuple[tuple[str, CommConstants], ...] = ()
+    launch_s: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        require(f"axis {self.name}", 1, link_bytes_per_s=self.link_bytes_per_s)
+        require(f"axis {self.name}", 0, link_latency_s=self.link_latency_s, launch_s=self.launch_s)
+        if self.ways not in (1, 2):
+            raise DescriptionError(f"axis {self.name}: ways is {self.ways}; give 1 or 2")
+        for kind, _ in self.constants:
+            _known_kind(kind)
+
+    def comm(self, kind: str) -> CommConstants:
+        """Constants of a collective along this axis.
+
+        A kind without its own takes those of all_gather (reduce: of reduce_scatter first; accumulate: of
+        send_recv first), then of the other of these two, and what goes one way takes one direction's share of
+        them; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where the
+        collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
+        DescriptionError for an unknown kind.
+        """
+        _known_kind(kind)
+        have = dict(self.constants)
+        for candidate in (kind, *_FALLBACK[kind]):
+            if candidate in have:
+                known = have[candidate]
+                if kind in _ONE_WAY and candidate not in _ONE_WAY and self.ways == 2:
+                    return replace(known, bytes_per_s=max(known.bytes_per_s / 2, 1.0))
+                return known
+        ways = 1 if kind in _ONE_WAY else self.ways
+        return CommConstants(ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
+
+    def has_own(self, kind: str) -> bool:
+        """Whether a kind has constants of its own, and none that stand in."""
+        return any(known == kind for known, _ in self.constants)
+
+
+def _known_kind(kind: str) -> None:
+    if kind not in COMM_KINDS:
+        raise DescriptionError(
+            f"unknown kind of communication '{kind}'{nearest(kind, COMM_KINDS)}; "
+            f"known: {', '.join(COMM_KINDS)}"
+        )
+
+
+def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
+    """All ordered ways to write `count` as a product of `num_dims` sizes, in ascending order."""
+    if num_dims == 1:
+        return ((count,),)
+    small = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    divisors = sorted({*small, *(count // d for d in small)})
+    return tuple((d, *rest) for d in divisors for rest in factorisations(count // d, num_dims - 1))
+
+
+def slowest(axes: Iterable[NetworkAxis]) -> NetworkAxis:
+    """The axis at whose pace a ring goes that runs over all of them; the first of equals."""
+    return min(axes, key=lambda axis: axis.comm("all_gather").bytes_per_s)
+
+
+def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:
+    """Raise LayoutError unless a mesh of `num_dims` axes has an axis `i`, and `shape` has all the chips."""
+    check_dims(num_dims)
+    if not 0 <= i < num_dims:
+        raise LayoutError(f"a mesh of {num_dims} axes has no axis {i}")
+    if shape is not None and (len(shape) != num_dims or math.prod(shape) != num_chips):
+        raise LayoutError(f"mesh shape {shape} is not one of {num_dims} sizes for {num_chips} chips")
+
+
+def check_dims(num_dims: int) -> None:
+    """Raise LayoutError unless a mesh can have so many axes."""
+    if num_dims < 1:
+        raise LayoutError(f"a mesh needs at least 1 axis, not {num_dims}")

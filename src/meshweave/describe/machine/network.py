@@ -1,0 +1,270 @@
+"""Networks between chips: what a mesh axis runs over.
+
+What is here are rates and constants; the time of an operation is computed in `cost`. A collective among P
+chips of one mesh axis costs `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)` (MeshSlice, ISCA '25,
+section 3.2.2).
+
+Every network has `num_chips`, `mesh_shapes(num_dims)`, `axis(i, num_dims, shape)` and `with_chips(chips)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.describe.machine.links import (
+    COMM_KINDS,
+    CommConstants,
+    NetworkAxis,
+    check_axis,
+    check_dims,
+    factorisations,
+    require,
+    slowest,
+)
+from meshweave.describe.machine.tree import Tree, TreeLevel
+
+__all__ = [
+    "COMM_KINDS",
+    "CommConstants",
+    "FullMesh",
+    "Hosts",
+    "Network",
+    "NetworkAxis",
+    "Ring",
+    "Switch",
+    "Torus",
+    "Tree",
+    "TreeLevel",
+    "factorisations",
+    "require",
+]
+
+
+@dataclass(frozen=True)
+class Torus:
+    """A torus of links. `shape` is its fixed shape, or None where `reconfigurable` into any.
+
+    A mesh axis that spans several torus axes is a ring through them at the pace of the slowest.
+    """
+
+    axes: tuple[NetworkAxis, ...]
+    shape: tuple[int, ...] | None
+    chips: int
+    reconfigurable: bool = False
+    min_chips: int = 1
+    max_chips: int = 65536
+
+    def __post_init__(self) -> None:
+        if not self.axes:
+            raise DescriptionError("torus: axes is empty; give one axis per torus dimension")
+        if self.reconfigurable:
+            if self.shape is not None:
+                raise DescriptionError("torus: give either a shape or reconfigurable = true, not both")
+            if not self.min_chips <= self.chips <= self.max_chips:
+                raise DescriptionError(
+                    f"torus: {self.chips} chips; give a number from {self.min_chips} to {self.max_chips}"
+                )
+            return
+        if self.shape is None or len(self.shape) != len(self.axes) or math.prod(self.shape) != self.chips:
+            raise DescriptionError(
+                f"torus: shape {self.shape} does not fit {len(self.axes)} axes and {self.chips} chips; "
+                "give one size per axis with that product"
+            )
+
+    @property
+    def num_chips(self) -> int:
+        return self.chips
+
+    def _folds(self, num_dims: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Each way to give every torus axis to a mesh axis, and the mesh shape that results."""
+        assert self.shape is not None
+        used = min(num_dims, len(self.shape))
+        for owner in product(range(num_dims), repeat=len(self.shape)):
+            if len(set(owner)) == used:
+                sizes = zip(owner, self.shape, strict=True)
+                shape = [1] * num_dims
+                for i, size in sizes:
+                    shape[i] *= size
+                yield owner, tuple(shape)
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """Mesh shapes that this torus carries with neighbours next to each other. Raises LayoutError."""
+        check_dims(num_dims)
+        if self.shape is not None:
+            return tuple(dict.fromkeys(shape for _, shape in self._folds(num_dims)))
+        if num_dims > len(self.axes):
+            raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
+        return factorisations(self.chips, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """The links that mesh axis `i` runs over, in a mesh of `shape` (default: the torus as it stands).
+
+        Raises LayoutError where the torus cannot carry that mesh.
+        """
+        check_axis(i, num_dims, shape, self.num_chips)
+        if self.shape is None:
+            if num_dims > len(self.axes):
+                raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
+            return self.axes[i]
+        for owner, folded in self._folds(num_dims):
+            if shape is None or folded == shape:
+                mine = [axis for axis, j in zip(self.axes, owner, strict=True) if j == i]
+                return slowest(mine or self.axes)
+        raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
+
+    def with_chips(self, chips: int) -> Torus:
+        if not self.reconfigurable and chips != self.chips:
+            raise DescriptionError(
+                f"the torus has the fixed shape {self.shape}; it cannot have {chips} chips"
+            )
+        return replace(self, chips=chips)
+
+
+@dataclass(frozen=True)
+class _Uniform:
+    link: NetworkAxis
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise DescriptionError(f"network: size is {self.size}; give at least 1 chip")
+
+    @property
+    def num_chips(self) -> int:
+        return self.size
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        check_dims(num_dims)
+        return factorisations(self.size, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """The links that mesh axis `i` runs over: the same for all. Raises LayoutError."""
+        check_axis(i, num_dims, shape, self.num_chips)
+        return self.link
+
+
+@dataclass(frozen=True)
+class Ring(_Uniform):
+    """`size` chips in one ring, two links each."""
+
+    def with_chips(self, chips: int) -> Ring:
+        return replace(self, size=chips)
+
+
+@dataclass(frozen=True)
+class Switch(_Uniform):
+    """`size` chips, each with one full-duplex port into a switch that never blocks."""
+
+    def with_chips(self, chips: int) -> Switch:
+        return replace(self, size=chips)
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts of several chips: `intra` joins the chips of a host, `nics_per_host` NICs join the hosts.
+
+    Ranks are placed host by host. `nic` is one NIC; how many transfers share it follows from the placement
+    and is counted in `cost` and `simulate`, not here.
+    """
+
+    num_hosts: int
+    chips_per_host: int
+    intra: NetworkAxis
+    nics_per_host: int
+    nic: NetworkAxis
+
+    def __post_init__(self) -> None:
+        if min(self.num_hosts, self.chips_per_host, self.nics_per_host) < 1:
+            raise DescriptionError("hosts: num_hosts, chips_per_host and nics_per_host are each at least 1")
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_hosts * self.chips_per_host
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        check_dims(num_dims)
+        return factorisations(self.num_chips, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """`intra` where every group of mesh axis `i` stays within a host, else `nic`.
+
+        Without a shape, the last of several mesh axes is taken to be the one within a host. Raises
+        LayoutError.
+        """
+        check_axis(i, num_dims, shape, self.num_chips)
+        if self.num_hosts == 1:
+            return self.intra
+        if shape is None:
+            return self.intra if 0 < i == num_dims - 1 else self.nic
+        return self.intra if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.nic
+
+    def with_chips(self, chips: int) -> Hosts:
+        """Whole hosts, or one host of fewer chips."""
+        if chips <= self.chips_per_host:
+            return replace(self, num_hosts=1, chips_per_host=chips)
+        if chips % self.chips_per_host:
+            raise DescriptionError(
+                f"{chips} chips are not whole hosts; give a multiple of {self.chips_per_host} or fewer"
+            )
+        return replace(self, num_hosts=chips // self.chips_per_host)
+
+
+@dataclass(frozen=True)
+class FullMesh:
+    """Packages of several chips: `inner` joins any two chips of a package, `link` those at the same place of any
+    two packages. Every such pair has links of its own.
+
+    Chips are placed package by package. To a chip at another place of another package a message first crosses
+    its own package. With one chip to a package, every pair of chips has a link.
+    """
+
+    num_packages: int
+    chips_per_package: int
+    inner: NetworkAxis
+    link: NetworkAxis
+
+    def __post_init__(self) -> None:
+        if min(self.num_packages, self.chips_per_package) < 1:
+            raise DescriptionError("full mesh: num_packages and chips_per_package are each at least 1")
+
+    @property
+    def num_chips(self) -> int:
+        return self.num_packages * self.chips_per_package
+
+    def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
+        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        check_dims(num_dims)
+        return factorisations(self.num_chips, num_dims)
+
+    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+        """`inner` where every group of mesh axis `i` stays within a package, else `link`.
+
+        A ring of chips in order takes each link once, so that one link sets its pace. Raises LayoutError.
+        """
+        check_axis(i, num_dims, shape, self.num_chips)
+        if self.num_packages == 1:
+            return self.inner
+        if shape is None:
+            return self.link
+        return (
+            self.inner if self.chips_per_package % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.link
+        )
+
+    def with_chips(self, chips: int) -> FullMesh:
+        """Whole packages, or one package of fewer chips."""
+        if chips <= self.chips_per_package:
+            return replace(self, num_packages=1, chips_per_package=chips)
+        if chips % self.chips_per_package:
+            raise DescriptionError(
+                f"{chips} chips are not whole packages; give a multiple of {self.chips_per_package} or fewer"
+            )
+        return replace(self, num_packages=chips // self.chips_per_package)
+
+
+Network = Torus | Ring | Switch | Hosts | Tree | FullMesh

@@ -1,0 +1,142 @@
+"""What a training step of a transformer keeps in the memory of one chip, and the FLOPs that it costs.
+
+Under 2D tensor parallelism every matrix, weights and activations alike, is sharded over all chips of the mesh
+and none is replicated, so each count is the model's, divided by the number of chips. The buffers in which a
+product gathers slices of its operands come on top: they are part of a plan's peak memory.
+
+Sources:
+    Rajbhandari et al., ZeRO (SC '20), section 3.1: bytes of weights, gradients and optimiser states.
+    Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (MLSys '23), section 4:
+    bytes of activations, equation 1; what recomputation leaves of them, table 2; FLOPs of a step, equation 7.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshweave.base.errors import DescriptionError
+from meshweave.base.units import dtype_bytes, format_bytes
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+ADAM_BYTES = {2: 12, 4: 8, 8: 16}
+"""Adam's bytes per parameter beyond weights and gradients, by bytes of a weight. Beside 16-bit weights: a
+float32 copy of them, momentum and variance, 4 bytes each (ZeRO, section 3.1). Wider weights are their own
+copy, which leaves momentum and variance."""
+
+
+def activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
+    """Bytes that the forward pass of one block stores for its backward pass, on all chips together.
+
+    With s tokens in each of b sequences, hidden size h, a heads of size d (g of them for keys and for values),
+    inner FFN size f and e bytes per element; masks of dropout, counted for every
+    model, take one byte per element:
+
+        attention     input (s b h), Q (s b a d), K and V (s b g d), input of `out` (s b a d), mask (s b h);
+                      scores after softmax and after dropout (a s s b each) and their mask
+        FFN           input (s b h), input and output of the activation (s b f each), mask (s b h); a gated
+                      FFN keeps the gate, the other half and their product besides (s b f each, one more)
+        layer norms   two inputs (s b h each)
+
+    For e = 2, a d = g d = h and f = 4 h, that is `s b h (34 + 5 a s / h)`, equation 1 of Korthikanti et al.
+    "selective" recomputes all that grows with s squared: `34 s b h`; "full" keeps the input of the block:
+    `2 s b h` (table 2 there).
+    """
+    e, s, b, h = dtype_bytes(workload.dtype), workload.sequence, workload.batch, model.hidden
+    if recompute == "full":
+        return e * s * b * h
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = e * (h + 2 * queries + 2 * keys) + h
+    ffn = e * (h + (4 if model.gated_ffn else 2) * model.ffn_hidden) + h
+    linear = s * b * (attention + ffn + 2 * e * h)
+    return linear + (model.num_heads * s * s * b * (2 * e + 1) if recompute == "none" else 0)
+
+
+def step_flops(model: Transformer, workload: Workload) -> int:
+    """FLOPs of a training step, forward and backward, without recomputation; one multiply-add is 2 FLOPs.
+
+    Three products of 2 FLOPs per weight and token for each fully connected layer and for the logits (where the
+    vocabulary is known), and attention's two products, `12 b s s a d` a block. For a d = h and f = 4 h that is
+    `72 b s L h h (1 + s / 6 h + v / 12 h L)`, equation 7 of Korthikanti et al. Masks save no FLOPs here.
+    """
+    weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
+    logits = model.hidden * (model.vocab_size or 0)
+    attention = 12 * workload.tokens * workload.sequence * model.num_heads * model.head_dim
+    return 6 * workload.tokens * (model.num_layers * weights + logits) + model.num_layers * attention
+
+
+@dataclass(frozen=True)
+class ChipMemory:
+    """What one of `num_chips` chips holds, in bytes, and computes, in FLOPs per step.
+
+    `activation_bytes` has an entry for each kind of recomputation. Shares are rounded up.
+    """
+
+    num_chips: int
+    num_parameters: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: dict[Recompute, int]
+    step_flops: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and optimiser states."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def total_bytes(self, recompute: Recompute = "none") -> int:
+        return self.state_bytes + self.activation_bytes[recompute]
+
+    def fits(self, memory_bytes: int) -> Recompute | None:
+        """The least recomputation with which all of it fits a chip's memory, or None."""
+        return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
+
+    def summary(self, memory_bytes: int) -> str:
+        """One line for people: bytes by kind against a chip's memory, and what it takes to fit."""
+        kept = self.activation_bytes
+        kind = self.fits(memory_bytes)
+        if kind is None:
+            verdict = "does not fit, with full recomputation neither"
+        else:
+            verdict = {
+                "none": "fits",
+                "selective": "fits with selective recomputation",
+                "full": "fits with full recomputation",
+            }[kind]
+        return (
+            f"memory per chip: weights {format_bytes(self.weight_bytes)}, gradients "
+            f"{format_bytes(self.gradient_bytes)}, Adam {format_bytes(self.optimizer_bytes)}, activations "
+            f"{format_bytes(kept['none'])} (selective recomputation {format_bytes(kept['selective'])}, full "
+            f"{format_bytes(kept['full'])}) of {format_bytes(memory_bytes)}: {verdict}"
+        )
+
+
+def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipMemory:
+    """The share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all of them.
+
+    Raises DescriptionError for less than one chip, or a dtype that is not trained in.
+    """
+    if num_chips < 1:
+        raise DescriptionError(f"{num_chips} chips; give at least 1")
+    element = dtype_bytes(workload.dtype)
+    if not workload.dtype.startswith(("float", "bfloat")):
+        raise DescriptionError(f"models are not trained in {workload.dtype}; give a floating-point dtype")
+    count = model.num_parameters
+
+    def share(total: int) -> int:
+        return -(-total // num_chips)
+
+    return ChipMemory(
+        num_chips,
+        share(count),
+        share(element * count),
+        share(element * count),
+        share(ADAM_BYTES[element] * count),
+        {kind: share(model.num_layers * activation_bytes(model, workload, kind)) for kind in RECOMPUTES},
+        share(step_flops(model, workload)),
+    )

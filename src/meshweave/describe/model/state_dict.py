@@ -1,0 +1,99 @@
+"""The state dict of a Llama: its tensors by name, and how they lie where it is trained and where it is served.
+
+Names and shapes are those of `LlamaForCausalLM` in Hugging Face's transformers (models/llama/modeling_llama.py):
+the weight of a linear layer is (out_features, in_features).
+
+A trainer has a mesh of axes (fsdp, tp), a server one of (replica, tp). Along tp, what makes heads, the FFN's inner
+dim or words is sharded over its rows, `o_proj` and `down_proj` over their columns, tables over the vocabulary, and
+norms not at all (Megatron-LM; PyTorch's plan of ColwiseParallel and RowwiseParallel). A trainer shards the rows of
+everything along fsdp besides. Where tp has sharded rows before, fsdp shards those of each tp rank, which torch's
+`fully_shard` calls `_StridedShard(0, split_factor=tp)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard, StridedShard
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.model.transformer import Transformer
+
+Kind = Literal["rows", "columns", "whole"]
+"""What tensor parallelism shards: dim 0, dim 1 or nothing."""
+
+TRAINER_AXES = ("fsdp", "tp")
+SERVER_AXES = ("replica", "tp")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor of a state dict: its name, its global shape, and what tensor parallelism shards of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+
+def state_dict(model: Transformer) -> tuple[Parameter, ...]:
+    """The parameters of a model as a Llama has them, in the order of its modules; no head where it is tied.
+
+    Raises UnsupportedError for a model without a gated FFN, DescriptionError where the vocabulary is unknown.
+    """
+    if not model.gated_ffn:
+        raise UnsupportedError(
+            f"model {model.name}: its FFN is not gated; only the state dicts of Llama and its kin are known"
+        )
+    if model.vocab_size is None:
+        raise DescriptionError(f"model {model.name}: vocab_size is missing, which its embedding needs")
+    heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    hidden, ffn = model.hidden, model.ffn_hidden
+    block: tuple[tuple[str, tuple[int, ...], Kind], ...] = (
+        ("self_attn.q_proj", (heads, hidden), "rows"),
+        ("self_attn.k_proj", (kv_heads, hidden), "rows"),
+        ("self_attn.v_proj", (kv_heads, hidden), "rows"),
+        ("self_attn.o_proj", (hidden, heads), "columns"),
+        ("mlp.gate_proj", (ffn, hidden), "rows"),
+        ("mlp.up_proj", (ffn, hidden), "rows"),
+        ("mlp.down_proj", (hidden, ffn), "columns"),
+        ("input_layernorm", (hidden,), "whole"),
+        ("post_attention_layernorm", (hidden,), "whole"),
+    )
+    table = model.vocab_size, hidden
+    return (
+        Parameter("model.embed_tokens.weight", table, "rows"),
+        *(
+            Parameter(f"model.layers.{number}.{name}.weight", shape, kind)
+            for number in range(model.num_layers)
+            for name, shape, kind in block
+        ),
+        Parameter("model.norm.weight", (hidden,), "whole"),
+        *(() if model.tied_embeddings else (Parameter("lm_head.weight", table, "rows"),)),
+    )
+
+
+def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
+    """How a parameter lies under FSDP and tensor parallelism, on a mesh of axes (fsdp, tp). Raises LayoutError."""
+    _check(mesh, "trainer", TRAINER_AXES)
+    placements: dict[Kind, tuple[Placement, Placement]] = {
+        "rows": (StridedShard(0, mesh.shape[1]), Shard(0)),
+        "columns": (Shard(0), Shard(1)),
+        "whole": (Shard(0), Replicate()),
+    }
+    return Layout(mesh, placements[parameter.kind])
+
+
+def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
+    """How a parameter lies in replicas of a tensor-parallel server, on a mesh of axes (replica, tp). Raises
+    LayoutError."""
+    _check(mesh, "server", SERVER_AXES)
+    placements: dict[Kind, Placement] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
+    return Layout(mesh, (Replicate(), placements[parameter.kind]))
+
+
+def _check(mesh: Mesh, what: str, axes: tuple[str, str]) -> None:
+    if len(mesh.shape) != 2:
+        raise LayoutError(
+            f"mesh {mesh.name}: a {what} has two axes, {' and '.join(axes)}, not {len(mesh.shape)}"
+        )

@@ -1,0 +1,313 @@
+"""Start local ranks, wait for them, and never for ever.
+
+The parent hosts the store, so that any rank may die and the others still find out which. Everything that
+passes between parent and ranks is JSON in a private temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshweave.base import errors
+from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.ranks.liveness import Liveness
+
+_POLL_S = 0.02
+STOPPED = "stopped"  # the kind of report that a rank leaves which a signal ended
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a function that runs in a rank is given, beside its payload.
+
+    `store` is the store all ranks share, `liveness` wraps every wait of the function in a guard. The gloo
+    process group of all ranks is up, its timeout is the `deadline_s` of `launch`.
+    """
+
+    rank: int
+    num_ranks: int
+    store: Any
+    liveness: Liveness
+
+
+class RankError(RuntimeError):
+    """A rank raised something that is no user's mistake; `rank` names it, `remote_traceback` says where."""
+
+    def __init__(self, message: str, rank: int, remote_traceback: str) -> None:
+        super().__init__(message)
+        self.rank, self.remote_traceback = rank, remote_traceback
+        self.add_note(remote_traceback)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a command that its own is appended to, and variables on top of its environment."""
+
+    prefix: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told, as `job.json` in the folder it shares with the parent."""
+
+    target: str
+    payload: dict[str, Any]
+    deadline_s: float
+    interval_s: float
+    stale_s: float
+    parent_pid: int
+
+    def write(self, folder: Path) -> None:
+        """Raises BindError where the payload is not JSON."""
+        try:
+            text = json.dumps(asdict(self))
+        except (TypeError, ValueError) as error:
+            raise BindError(f"the payload of {self.target} is not JSON: {error}") from None
+        (folder / "job.json").write_text(text)
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        return cls(**json.loads((folder / "job.json").read_text()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank that did not return came to its end, as `report-<rank>.json`."""
+
+    kind: str  # the name of the error's class, or STOPPED
+    message: str
+    ours: bool = False  # a MeshweaveError or a report on a signal: the message says it all
+    missing: tuple[int, ...] = ()
+    traceback: str = ""
+
+
+def result_path(folder: Path, rank: int) -> Path:
+    """Where a rank leaves what its function returned."""
+    return folder / f"result-{rank}.json"
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    """Where a rank leaves its `Report`."""
+    return folder / f"report-{rank}.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write all of it or nothing: the writer may be killed at any moment."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
+
+
+def launch(
+    target: str,
+    num_ranks: int,
+    payload: dict[str, Any],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    deadline_s: float | None = None,
+    grace_s: float = 10.0,
+    interval_s: float = 0.2,
+    stale_s: float = 2.0,
+    places: Sequence[Place] = (),
+    store: Any = None,
+) -> list[Any]:
+    """Run `function(context, payload)` in `num_ranks` processes on this host; return what each returned.
+
+    Needs torch. The ranks inherit stdout, stderr and the environment; none outlives the call, however it
+    ends, nor this process. An error that comes from the ranks has an attribute `reports`, a dict from each
+    rank that did not return to its last words in one line.
+
+    Args:
+        target: "package.module:function", importable in a new interpreter (see `env`). It is given a
+            `Context` and the payload, and returns something that JSON can carry.
+        num_ranks: number of processes.
+        payload: given to every rank by way of JSON.
+        timeout_s: seconds from the start after which whatever still runs is ended.
+        env: environment variables on top of the inherited ones, PYTHONPATH for instance. OMP_NUM_THREADS is 1
+            and GLOO_SOCKET_IFNAME the loopback interface unless given here (the latter: or inherited).
+        deadline_s: seconds that a wait of a rank for another may take; by default so much less than
+            `timeout_s` that ranks can find out, and say, what is wrong.
+        grace_s: seconds that the others have to end by themselves once one rank has failed.
+        interval_s, stale_s: see `Liveness`.
+        places: where each rank runs, one for each if any; what a prefix starts must become the rank itself
+            (exec) and no other process of it.
+        store: a TCPStore that this process hosts, where the ranks reach it by another address than loopback:
+            the MASTER_ADDR that `places` must then give.
+
+    Raises:
+        RankLostError: ranks died without a word, or the ranks agree that some stopped answering; `missing`
+            names them.
+        DeadlineError: the ranks did not finish in `timeout_s`, or a wait in `deadline_s`.
+        MeshweaveError: of the same kind as one that a rank raised.
+        RankError: a rank raised any other exception.
+        BindError: target, payload or result are not what they should be.
+    """
+    import torch.distributed as dist  # here, for `Context` is imported by workers that have yet to start up
+
+    if num_ranks < 1:
+        raise BindError(f"num_ranks is {num_ranks}, and at least one rank is needed")
+    assert len(places) in (0, num_ranks), places
+    if deadline_s is None:
+        deadline_s = max(timeout_s - 10.0, timeout_s / 2)
+    with tempfile.TemporaryDirectory(prefix="meshweave-") as name:
+        folder = Path(name)
+        Job(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
+        if store is None:
+            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        run = _Run(folder, num_ranks, time.monotonic() + timeout_s, is_ours=target.startswith("meshweave."))
+        try:
+            for rank in range(num_ranks):
+                place = places[rank] if places else Place()
+                environment = {**_environment(rank, num_ranks, store.port, env or {}), **place.env}
+                run.start(rank, environment, place.prefix)
+            run.wait(grace_s)
+            # A told rank listens for some `stale_s` before it reports and goes.
+            run.stop_rest(grace_s=2 * stale_s + 1.0)
+        finally:
+            run.kill_rest()
+        if run.failed:
+            raise run.error(timeout_s)
+        return [json.loads(result_path(folder, rank).read_text()) for rank in range(num_ranks)]
+
+
+def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    merged = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "OMP_NUM_THREADS": "1", **env}
+    # The ranks must find this very meshweave, installed or not.
+    ours = str(Path(__file__).parents[2])
+    merged["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, merged.get("PYTHONPATH")]))
+    merged.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    merged.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return merged
+
+
+@dataclass
+class _Run:
+    """The processes of one `launch`."""
+
+    folder: Path
+    num_ranks: int
+    until: float  # monotonic seconds
+    is_ours: bool = False  # whether the target is a function of this package
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
+    told: set[int] = field(default_factory=set)  # ranks that we ended
+
+    def start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
+        # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
+        safe = ["-P"] if self.is_ours else []
+        command = [*prefix, sys.executable, *safe, "-m", "meshweave.execute.ranks.worker", str(self.folder)]
+        self.running[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+    @property
+    def failed(self) -> bool:
+        return len(self.ended) < self.num_ranks or any(self._is_bad(rank) for rank in self.ended)
+
+    def _is_bad(self, rank: int) -> bool:
+        return self.ended[rank] != 0 or not result_path(self.folder, rank).exists()
+
+    def _reap(self) -> None:
+        for rank, process in list(self.running.items()):
+            status = process.poll()
+            if status is not None:
+                self.ended[rank] = status
+                del self.running[rank]
+
+    def wait(self, grace_s: float) -> None:
+        """Until all have ended, the time is up, or the grace after a first failure is."""
+        until = self.until
+        while self.running and time.monotonic() < until:
+            num_ended = len(self.ended)
+            self._reap()
+            if any(self._is_bad(rank) for rank in list(self.ended)[num_ended:]):
+                until = min(until, time.monotonic() + grace_s)
+            time.sleep(_POLL_S)
+
+    def stop_rest(self, grace_s: float) -> None:
+        """Ask whatever still runs to end, which makes it report; wait `grace_s` seconds for that."""
+        self.told.update(self.running)
+        for process in self.running.values():
+            process.terminate()
+        until = time.monotonic() + grace_s
+        while self.running and time.monotonic() < until:
+            self._reap()
+            time.sleep(_POLL_S)
+
+    def kill_rest(self) -> None:
+        for process in self.running.values():
+            process.kill()
+        for rank, process in self.running.items():
+            self.ended[rank] = process.wait(10.0)
+        self.running.clear()
+
+    def error(self, timeout_s: float) -> Exception:
+        """What to raise, by its root: a rank that died or failed before those that suffered from it."""
+        said = {rank: _read_report(self.folder, rank) for rank in self.ended if self._is_bad(rank)}
+        reports = {rank: _last_words(report, self.ended[rank]) for rank, report in sorted(said.items())}
+        error = self._root(said, timeout_s)
+        vars(error)["reports"] = reports  # whatever its class
+        return error
+
+    def _root(self, said: dict[int, Report | None], timeout_s: float) -> Exception:
+        untold = {rank: report for rank, report in said.items() if rank not in self.told}
+        dead = [rank for rank, report in untold.items() if report is None or report.kind == STOPPED]
+        victims = (RankLostError.__name__, DeadlineError.__name__)
+        for rank, report in untold.items():  # in the order of their ends
+            if rank in dead:
+                causes = ", ".join(f"rank {r} {_cause(self.ended[r])}" for r in sorted(dead))
+                return RankLostError(causes, sorted(dead))
+            if report is not None and report.kind not in victims:
+                return _revive(rank, report)
+        spoke = {rank: report for rank, report in said.items() if report is not None and report.ours}
+        lost = sorted({rank for report in spoke.values() for rank in report.missing})
+        for kind in victims:
+            for rank, report in spoke.items():
+                if report.kind == kind:
+                    words = f"rank {rank}: {report.message}"
+                    return RankLostError(words, lost) if report.kind == victims[0] else DeadlineError(words)
+        late = ranks_text(sorted(self.told))
+        return DeadlineError(f"{late} had not finished after {timeout_s:g} s and had to be ended")
+
+
+def _read_report(folder: Path, rank: int) -> Report | None:
+    path = report_path(folder, rank)
+    if not path.exists():
+        return None
+    fields = json.loads(path.read_text())
+    return Report(**{**fields, "missing": tuple(fields["missing"])})
+
+
+def _cause(status: int) -> str:
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"ended with exit status {status} and no result"
+
+
+def _last_words(report: Report | None, status: int) -> str:
+    if report is None:
+        return _cause(status)
+    return report.message if report.ours else f"{report.kind}: {report.message}"
+
+
+def _revive(rank: int, report: Report) -> Exception:
+    """The rank's error, here: of the same kind if it is one of ours."""
+    kind = getattr(errors, report.kind, None)
+    if report.ours and isinstance(kind, type) and issubclass(kind, MeshweaveError):
+        return kind(f"rank {rank}: {report.message}")
+    return RankError(f"rank {rank}: {report.kind}: {report.message}", rank, report.traceback)

@@ -1,0 +1,136 @@
+"""One rank of `launch`: `python -m meshweave.execute.ranks.worker FOLDER`, with the rank in the environment."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshweave.base.errors import BindError, MeshweaveError, RankLostError
+from meshweave.execute.ranks.launch import STOPPED, Context, Job, Report, report_path, result_path, write_json
+from meshweave.execute.ranks.liveness import Liveness
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """See to it that this process does not outlive its parent, whatever becomes of that."""
+    if sys.platform == "linux":
+        # The kernel sends it when the *thread* that started us ends: `launch` waits in that thread. It is
+        # SIGKILL because nobody is left to read a report, and a stuck process must go too.
+        libc: Any = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it was gone before we asked
+        os._exit(1)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main() -> None:
+    """Run the job of the folder given on the command line; leave a result or a report there."""
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    job = Job.read(folder)
+    die_with_parent(job.parent_pid)
+    # Ctrl-C reaches the whole foreground group; the parent decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        _run(job, folder, rank)
+    except BaseException as error:
+        _fail(folder, rank, error)
+
+
+def _run(job: Job, folder: Path, rank: int) -> None:
+    function = resolve(job.target)
+    import torch.distributed as dist
+
+    num_ranks, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=job.deadline_s)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, None, False, patience, wait_for_workers=False)
+    liveness = Liveness(
+        store,
+        rank,
+        range(num_ranks),
+        interval_s=job.interval_s,
+        stale_s=job.stale_s,
+        deadline_s=job.deadline_s,
+    )
+    with liveness:
+        liveness.install_signal_report(write=lambda line: _stopped(folder, rank, line))
+        with liveness.guard("all ranks to join"):
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=num_ranks,
+                timeout=patience,
+            )
+        try:
+            result = function(Context(rank, num_ranks, store, liveness), job.payload)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, MeshweaveError) or not _is_transport(error):
+                raise
+            # A wait without a guard. Unexplained it would make this rank the culprit in the others' eyes.
+            with liveness.guard(job.target):
+                raise
+        try:
+            write_json(result_path(folder, rank), result)
+        except (TypeError, ValueError) as error:
+            raise BindError(f"the result of {job.target} is not JSON: {error}") from None
+        dist.destroy_process_group()
+
+
+def resolve(target: str) -> Callable[[Context, dict[str, Any]], Any]:
+    """The function that "package.module:function" names; raises BindError where there is none."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise BindError(f"the target {target!r} is not of the form 'package.module:function'")
+    try:
+        function: Any = getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise BindError(f"the target {target!r} cannot be found: {error}") from error
+    if not callable(function):
+        raise BindError(f"the target {target!r} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _is_transport(error: BaseException) -> bool:
+    """Whether an error looks like one of gloo's or the store's: they are plain RuntimeErrors, mostly."""
+    return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
+
+
+def _stopped(folder: Path, rank: int, line: str) -> None:
+    if not report_path(folder, rank).exists():
+        write_json(report_path(folder, rank), asdict(Report(STOPPED, line, ours=True)))
+
+
+def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:
+    missing = error.missing if isinstance(error, RankLostError) else ()
+    message = " ".join(str(error).split())
+    ours = isinstance(error, MeshweaveError)
+    report = Report(type(error).__name__, message, ours, missing, "".join(traceback.format_exception(error)))
+    write_json(report_path(folder, rank), asdict(report))
+    # No orderly end: taking a process group down with operations under way may hang or abort, and would hide
+    # the error.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,391 @@
+"""A program on tensors of one rank, over `torch.distributed`: bound once, run many times.
+
+Binding instantiates the ops of this rank alone, derives its local edges, allocates scratch and staging, makes
+every view a tensor and every op a closure. What is left for a run is to walk lists of closures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import BindError, ProgramError, nearest
+from meshweave.execute.calls import Calls, CallTable
+from meshweave.execute.memory.base import RemoteMemory
+from meshweave.execute.torch.comm import bind_communication
+from meshweave.execute.torch.compute import Binder
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.lanes import Ahead, LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch.one_sided import OneSided, without_fences
+from meshweave.execute.torch.views import Action, Chain, Staging, empty
+from meshweave.execute.torch.wire import Exchange, Wire, wire_orders
+from meshweave.ir.analysis.dataflow import analyse, untimed_order
+from meshweave.ir.analysis.edges import exposed_buffers, local_edges, write_edges
+from meshweave.ir.program import BoundOp, Buffer, Lane, Program
+from meshweave.ir.program.ops import COMPUTE_KINDS, Recv
+from meshweave.trace import Span, Trace
+
+Mode = Literal["threads", "linear"]
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of a program's `dtype`."""
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+class BoundProgram:
+    """A program bound to the memory of one rank; made by `bind`.
+
+    `inputs` and `outputs` are the tensors of the rank's input and output buffers, by buffer name. They stay
+    the same from run to run: read results before the next run, or copy them. To give new input without a
+    copy, write into `inputs`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        context: TorchContext,
+        memory: _Buffers,
+        ops: Sequence[BoundOp],
+        execute: Callable[[], Mapping[int, tuple[int, int]]],
+        trace: bool,
+    ) -> None:
+        self.program, self.rank, self.context = program, rank, context
+        self._unset, self._execute, self._is_traced = memory.unset, execute, trace
+        self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in ops] if trace else []
+        held = {b.name: b for b in _held(program, rank)}
+        seen = {name: memory.given.get(name, memory.slots[name, 0]) for name in held}
+        self.inputs = {name: seen[name] for name, b in held.items() if b.kind == "input"}
+        self.outputs = {name: seen[name] for name, b in held.items() if b.kind == "output"}
+        self._copies_in = [
+            (memory.slots[name, slot], value)
+            for name, value in self.inputs.items()
+            for slot in range(held[name].slots)
+            if memory.slots[name, slot] is not value
+        ]
+        self._copies_out = [
+            (value, memory.slots[name, 0])
+            for name, value in self.outputs.items()
+            if memory.slots[name, 0] is not value
+        ]
+
+    def run(self, inputs: Mapping[str, Tensor] | None = None) -> Trace | None:
+        """Runs this rank's part of the program; all its ranks run it together.
+
+        Args:
+            inputs: new values by buffer name, copied into the bound tensors first.
+
+        Returns:
+            The spans of this rank if bound with `trace`. Their times are those of CLOCK_MONOTONIC, which the
+            processes of a host share.
+
+        Raises:
+            BindError: an input never got a value, or a new value does not fit.
+            RankLostError, DeadlineError: other ranks are missing or late, see `TorchContext`.
+            UnsupportedError: an earlier run in this context failed, or another is under way.
+
+        What a call raises comes out as it is, with a note that says where. After any failure ranks are out
+        of step, and the context is of no further use.
+        """
+        with torch.no_grad():
+            for name, value in (inputs or {}).items():
+                self._load(name, value)
+            if self._unset:
+                raise BindError(
+                    f"input buffer {min(self._unset)} of program {self.program.name} has no value"
+                )
+            for slot, value in self._copies_in:
+                slot.copy_(value)
+            spans = self._execute()
+            for value, slot in self._copies_out:
+                value.copy_(slot)
+        return self._trace(spans) if self._is_traced else None
+
+    def _load(self, name: str, value: Tensor) -> None:
+        if name not in self.inputs:
+            raise BindError(
+                f"program {self.program.name} has no input buffer '{name}'{nearest(name, self.inputs)}"
+            )
+        target = self.inputs[name]
+        if value is not target:
+            _check(name, value, tuple(target.shape), target.dtype)
+            target.copy_(value)
+        self._unset.discard(name)
+
+    def _trace(self, spans: Mapping[int, tuple[int, int]]) -> Trace:
+        listed: list[Span] = []
+        for index, (lane, kind, label) in enumerate(self._ops):
+            start_ns, end_ns = spans[index]
+            listed.append(Span(self.rank, index, lane, kind, label, start_ns * 1000, end_ns * 1000))
+        return Trace(self.program.name, "torch", tuple(listed))
+
+
+def bind(
+    program: Program,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    context: TorchContext | None = None,
+    calls: Calls | None = None,
+    mode: Mode | None = None,
+    order: Sequence[int] | None = None,
+    trace: bool = False,
+    memory: RemoteMemory | None = None,
+) -> BoundProgram:
+    """Binds the part of `rank` to tensors. Collective: see `TorchContext`.
+
+    Mode "threads" (the default on a CPU) runs each lane in a thread of its own, in program order one op at a
+    time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
+    ops from the calling thread in `order`, with a stream and a communicator per lane on CUDA. It needs an
+    order that all ranks share and in which no op waits for a later one: program order has that if messages
+    are written so that each receive stands where its send does; a lowering may hand over another.
+    The CUDA path follows NCCL's rules but its tests need several GPUs, and none of this project's own runs
+    has exercised it.
+
+    Args:
+        rank: the global rank, that of this process.
+        context: by default that of the tensors' device in the default process group.
+        tensors: by buffer name, local shards of input buffers and, if wanted, memory for output buffers. They
+            are aliased, not copied. Inputs left out get their value in the first `run`; what else is left out
+            is allocated. A tensor whose dims lie in memory as the buffer's `order` says needs least staging.
+        calls: the functions that `call` ops name; see `execute.calls`. Outs are copied.
+        order: op indices, for mode "linear"; None is program order.
+        trace: let `run` return a Trace.
+        memory: where the buffers lie that other ranks reach, for a program with one-sided ops; all its ranks then
+            make sure that they bind the same program. Given tensors that lie in it are aliased. Others of such
+            buffers are copied into it before each run, and out of it after.
+
+    Raises:
+        BindError: tensors, calls, ranks or order do not fit the program; with `memory`, ranks bind different ones.
+        UnsupportedError: the program has one-sided ops and there is no `memory` (give one, or lower them first).
+    """
+    if context is None:
+        context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
+    context.crew.check()
+    if rank not in program.ranks:
+        raise BindError(f"program {program.name} has no rank {rank}")
+    if context.rank not in (None, rank):
+        raise BindError(f"cannot bind rank {rank} in the process of rank {context.rank}")
+    mode = mode or ("linear" if context.device.type == "cuda" else "threads")
+    if mode == "threads" and context.device.type != "cpu":
+        raise BindError(f"mode 'threads' is for tensors on a CPU, not on {context.device}: take 'linear'")
+    if order is not None and mode != "linear":
+        raise BindError("an order is for mode 'linear'")
+    ops = program.on_rank(rank)
+    exposed = exposed_buffers(program)
+    _check_tensors(program, rank, tensors, context.device)
+    _check_serial(program)
+    remote = OneSided(memory, context, program, rank, tensors) if memory is not None and exposed else None
+    buffers = _allocate(program, rank, tensors, context.device, remote.own if remote else {})
+    matched = without_fences(program) if remote else program
+    context.prepare(matched)
+    aliased = remote.view if remote and memory is not None and memory.is_aliased else None
+    binder = Binder(rank, buffers.slots, Staging(context.device), CallTable(calls or {}), aliased)
+    wire = Wire(context, binder, matched, wire_orders(matched), context.channels(matched))
+
+    def local_or_matched(bound: BoundOp) -> Action:
+        return binder.local(bound) if bound.op.kind in COMPUTE_KINDS else bind_communication(wire, bound)
+
+    if remote is None:
+        actions = [local_or_matched(bound) for bound in ops]
+    else:
+        remote.use(binder)
+        actions = [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
+    before = local_edges(ops, exposed)
+    if mode == "linear":
+        execute = _linear(context, ops, actions, before, order, trace)
+    else:
+        execute = _threads(context, ops, actions, before, trace, exposed)
+    execute = remote.around(execute) if remote else execute
+    return BoundProgram(program, rank, context, buffers, ops, execute, trace)
+
+
+def _check_serial(program: Program) -> None:
+    """Refuses a program that needs its wide or ready-first lanes to end: here each runs one op at a time."""
+    serial = tuple(Lane(lane.name) for lane in program.lanes)
+    if serial == program.lanes:
+        return
+    try:
+        untimed_order(analyse(replace(program, lanes=serial)))
+    except ProgramError as error:
+        raise BindError(
+            f"lanes run one op at a time here, in program order; that ends in a {error}"
+        ) from None
+
+
+def _held(program: Program, rank: int) -> list[Buffer]:
+    return [buffer for buffer in program.buffers if rank in program.mesh_of[buffer.mesh]]
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The tensor of each (buffer, slot) of a rank; what the caller gave and had to be kept apart from that; the
+    names of inputs that have no value yet."""
+
+    slots: dict[tuple[str, int], Tensor]
+    given: dict[str, Tensor]
+    unset: set[str]
+
+
+def _check_tensors(program: Program, rank: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    bindable = {b.name: b for b in _held(program, rank) if b.kind in ("input", "output")}
+    for name, tensor in tensors.items():
+        if name not in bindable:
+            raise BindError(
+                f"rank {rank} of program {program.name} has no input or output buffer '{name}'"
+                f"{nearest(name, bindable)}"
+            )
+        _check(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
+        if tensor.device.type != device.type:
+            raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
+
+
+def _allocate(
+    program: Program,
+    rank: int,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    exposed: Mapping[tuple[str, int], Tensor],
+) -> _Buffers:
+    """`exposed` are buffers that other ranks reach, and that have their memory already."""
+    slots = dict(exposed)
+    given: dict[str, Tensor] = {}
+    for buffer in _held(program, rank):
+        shape, dtype = program.local_shape(buffer.name, rank), torch_dtype(buffer.dtype)
+        for slot in range(buffer.slots):
+            if (buffer.name, slot) not in exposed:
+                slots[buffer.name, slot] = empty(shape, dtype, buffer.order, device)
+        if buffer.name in tensors:
+            tensor = tensors[buffer.name].detach()
+            if (buffer.name, 0) not in exposed:
+                slots[buffer.name, 0] = tensor
+            elif exposed[buffer.name, 0].data_ptr() != tensor.data_ptr():
+                given[buffer.name] = tensor
+    return _Buffers(slots, given, {b.name for b in _held(program, rank) if b.kind == "input"} - set(tensors))
+
+
+def _check(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(value.shape) != shape or value.dtype != dtype:
+        raise BindError(
+            f"buffer {name} is of shape {shape} and {dtype}, "
+            f"what was given of {tuple(value.shape)} and {value.dtype}"
+        )
+
+
+def _lanes(ops: Sequence[BoundOp]) -> list[str]:
+    """The lanes that a rank uses, the one with most compute ops first: the caller's thread runs it."""
+    num_local: dict[str, int] = {}
+    for bound in ops:
+        num_local[bound.op.lane] = num_local.get(bound.op.lane, 0) + (bound.op.kind in COMPUTE_KINDS)
+    return sorted(num_local, key=lambda name: -num_local[name])
+
+
+def _threads(
+    context: TorchContext,
+    ops: Sequence[BoundOp],
+    actions: Sequence[Action],
+    before: Sequence[Sequence[int]],
+    trace: bool,
+    exposed: frozenset[str],
+) -> Callable[[], Mapping[int, tuple[int, int]]]:
+    names = _lanes(ops)
+    lane_of = [names.index(bound.op.lane) for bound in ops]
+    lanes = [LaneRun(name) for name in names]
+    for index, needed in enumerate(cross_lane_waits(lane_of, before, len(lanes))):
+        lane = lanes[lane_of[index]]
+        lane.actions.append(actions[index])
+        lane.waits.append(tuple((lanes[other], count) for other, count in needed))
+        lane.labels.append(ops[index].label)
+        lane.indices.append(index)
+    _post_ahead(ops, actions, lanes, lane_of, exposed)
+    crew = context.crew
+
+    def execute() -> Mapping[int, tuple[int, int]]:
+        if lanes:
+            crew.run(lanes, trace=trace)
+        if not trace:
+            return {}
+        return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
+
+    return execute
+
+
+def _post_ahead(
+    ops: Sequence[BoundOp],
+    actions: Sequence[Action],
+    lanes: Sequence[LaneRun],
+    lane_of: Sequence[int],
+    exposed: frozenset[str],
+) -> None:
+    """While a lane waits in an exchange, the receives of its next one are posted if their memory is free.
+
+    Not further ahead, nor past another kind of communication: between two ranks receives match in the order
+    of posting. Nor into exposed buffers, whose remote readers only fences keep apart.
+    """
+    before = write_edges(ops)
+    place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
+    for lane in lanes:
+        previous: Exchange | None = None
+        for index in lane.indices:
+            if ops[index].op.kind in COMPUTE_KINDS:
+                continue
+            action = actions[index]
+            steps = action.steps if isinstance(action, Chain) else (action,)
+            exchange = next((step for step in steps if isinstance(step, Exchange)), None)
+            # What follows in the chain takes the data out of staging, which the next op may not fill yet; messages
+            # have two to fill in turns.
+            staged = exchange is not None and exchange is not steps[-1]
+            early = exchange is not None and exchange.receives
+            if staged and not isinstance(ops[index].op, Recv):
+                early = False
+            if any(view.buffer in exposed for view in ops[index].op.writes):
+                early = False
+            if previous is not None and exchange is not None and early:
+                needed: dict[int, int] = {}
+                for other in before[index]:
+                    needed[lane_of[other]] = max(needed.get(lane_of[other], 0), place[other])
+                waits = tuple((lanes[number], count) for number, count in needed.items())
+                previous.while_waiting(Ahead(waits, exchange.post_receives).try_to)
+            previous = exchange
+
+
+def _linear(
+    context: TorchContext,
+    ops: Sequence[BoundOp],
+    actions: Sequence[Action],
+    before: Sequence[Sequence[int]],
+    order: Sequence[int] | None,
+    trace: bool,
+) -> Callable[[], Mapping[int, tuple[int, int]]]:
+    order = range(len(ops)) if order is None else order
+    if sorted(order) != list(range(len(ops))):
+        raise BindError(f"the order must list each of the {len(ops)} ops once")
+    place = {index: at for at, index in enumerate(order)}
+    for index, earlier in enumerate(before):
+        for other in earlier:
+            if place[other] > place[index]:
+                raise BindError(
+                    f"the order has {ops[index].label} before {ops[other].label}, which it must wait for"
+                )
+    names = _lanes(ops)
+    lane_of = [names.index(ops[index].op.lane) for index in order]
+    issued = [sorted(place[other] for other in before[index]) for index in order]
+    waits = cross_lane_waits(lane_of, issued, len(names))
+    labels = [ops[index].label for index in order]
+    streams = Streams(
+        context.device, [actions[index] for index in order], labels, lane_of, waits, trace=trace
+    )
+    crew = context.crew
+
+    def execute() -> Mapping[int, tuple[int, int]]:
+        with crew.alone():
+            return dict(zip(order, streams.run(), strict=bool(trace)))
+
+    return execute

@@ -1,0 +1,290 @@
+"""Communication ops as bound actions over `torch.distributed`.
+
+Messages and ring steps post the receive before the send. Parts of unequal sizes, and groups whose members are
+not in ascending order, go as messages between all pairs; no padding is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.base.errors import BindError, UnsupportedError, nearest
+from meshweave.execute.torch.views import Action, Order, Strided, chain, from_wire
+from meshweave.execute.torch.wire import Wire
+from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.program import BoundOp
+from meshweave.ir.program.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    DataCollective,
+    Fence,
+    Permute,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Send,
+)
+from meshweave.ir.program.views import View
+
+RING_TAG = 0  # of ring steps and exchanges; messages have 1 + their own tag
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def bind_communication(wire: Wire, bound: BoundOp) -> Action:
+    """Raises UnsupportedError for one-sided ops, BindError for tags that no transport takes."""
+    op = bound.op
+    wire.binder.refuse_remote(bound)
+    what = f"{bound.label} in lane {op.lane}"
+    if isinstance(op, Collective) and wire.rank not in op.over:
+        raise BindError(f"{what}: runs over ranks {op.over}, rank {wire.rank} is none of them")
+    match op:
+        case Send() | Recv():
+            return _message(wire, op, what)
+        case Permute():
+            return _permute(wire, op, what)
+        case Collective(over=over) if len(over) == 1:
+            return chain([] if isinstance(op, Fence) else _alone(wire, op))
+        case AllGather() | ReduceScatter() | AllReduce() | Reduce() | Broadcast() if _is_empty(op):
+            return chain([])
+        case Fence():
+            group = wire.group(op.lane, _members(op))
+            return wire.wait(what, _members(op), lambda: [dist.barrier(group=group, async_op=True)])
+        case AllGather():
+            return _all_gather(wire, op, what)
+        case ReduceScatter():
+            return _reduce_scatter(wire, op, what)
+        case AllReduce() | Reduce():
+            return _reduce(wire, op, what)
+        case Broadcast():
+            return _broadcast(wire, op, what)
+        case AllToAll():
+            return _all_to_all(wire, op, what)
+    raise UnsupportedError(f"{bound.label}: the torch backend has no '{op.kind}'; lower one-sided ops first")
+
+
+# --- messages and ring steps --------------------------------------------------------------------------
+
+
+def _message(wire: Wire, op: Send | Recv, what: str) -> Action:
+    peer, tag = op.peer, op.tag
+    assert isinstance(peer, int) and isinstance(tag, int)
+    if tag < 0:
+        raise BindError(f"{what}: a tag must not be negative, {tag} is")
+    if peer == wire.rank or peer not in wire.program.ranks:
+        raise BindError(f"{what}: peer {peer} is no other rank of the program")
+    group, tag = wire.group(op.lane, wire.program.ranks), 1 + tag
+    if isinstance(op, Send):
+        box, before = wire.outgoing(op, op.src, wire.order(op, op.src))
+        return chain([*before, *wire.exchange(what, group, tag, [(box, peer)], [])])
+    # Two in turns, so that one can be received into while the other is taken from.
+    use = f"in {next(wire.num_received.setdefault(op.lane, itertools.count())) % 2}"
+    box, after = wire.incoming(op, op.out, wire.order(op, op.out), update=op.update, use=use)
+    return chain([*wire.exchange(what, group, tag, [], [(box, peer)]), *after])
+
+
+def _permute(wire: Wire, op: Permute, what: str) -> Action:
+    over, me = _members(op), _members(op).index(wire.rank)
+    assert isinstance(op.shift, int)
+    to, source = over[(me + op.shift) % len(over)], over[(me - op.shift) % len(over)]
+    if to == wire.rank:
+        return chain(_alone(wire, op))
+    order = wire.order(op, op.src)
+    send, before = wire.outgoing(op, op.src, order)
+    recv, after = wire.incoming(op, op.out, order, apart=op.out.overlaps(op.src))
+    moved = wire.exchange(
+        what, wire.group(op.lane, wire.program.ranks), RING_TAG, [(send, to)], [(recv, source)]
+    )
+    return chain([*before, *moved, *after])
+
+
+# --- collectives --------------------------------------------------------------------------------------
+
+
+def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
+    over, order = _members(op), _dim_first(op.dim, op.src)
+    sizes = equal_parts(op.sizes, op.out.shape[op.dim], len(over))
+    native = _is_native(over, sizes)
+    dtype = wire.native_dtype(op.src) if native else None
+    send, before = wire.outgoing(op, op.src, order, dtype=dtype)
+    recv, after = wire.incoming(op, op.out, order, dtype=dtype, apart=op.out.overlaps(op.src))
+    group, me = wire.group(op.lane, _members(op)), over.index(wire.rank)
+    if native:
+        gather = _renamed("all_gather_single", "all_gather_into_tensor")
+        moved = [wire.wait(what, over, lambda: [gather(recv, send, group=group, async_op=True)])]
+    else:
+        parts = _split(recv, sizes)
+        sends = [(send, peer) for peer in over if peer != wire.rank]
+        recvs = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
+        moved = [lambda: parts[me].copy_(send), *wire.exchange(what, group, RING_TAG, sends, recvs)]
+    return chain([*before, *moved, *after])
+
+
+def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
+    over, order = _members(op), _dim_first(op.dim, op.src)
+    combine, how = _reduction(op.op, what)
+    sizes = equal_parts(op.sizes, op.src.shape[op.dim], len(over))
+    native = _is_native(over, sizes)
+    dtype = wire.native_dtype(op.src) if native else None
+    send, before = wire.outgoing(op, op.src, order, dtype=dtype)
+    recv, after = wire.incoming(op, op.out, order, dtype=dtype, apart=op.out.overlaps(op.src))
+    group, me = wire.group(op.lane, _members(op)), over.index(wire.rank)
+    if native:
+        scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
+        moved = [wire.wait(what, over, lambda: [scatter(recv, send, op=how, group=group, async_op=True)])]
+        return chain([*before, *moved, *after])
+    parts = _split(send, sizes)
+    terms = wire.binder.staging.get(op.lane, "terms", (len(over), *recv.shape), recv.dtype)
+    sends = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
+    recvs = [(term, peer) for term, peer in zip(terms, over, strict=True) if peer != wire.rank]
+
+    def total() -> None:  # in the order of members, whatever order they came in
+        terms[me].copy_(parts[me])
+        recv.copy_(terms[0])
+        for term in terms[1:]:
+            combine(recv, term, out=recv)
+
+    return chain([*before, *wire.exchange(what, group, RING_TAG, sends, recvs), total, *after])
+
+
+def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
+    over, order, group = _members(op), wire.order(op, op.src), wire.group(op.lane, _members(op))
+    how, dtype = _reduction(op.op, what)[1], wire.native_dtype(op.src)
+    root = None if isinstance(op, AllReduce) else over[_int(op.root)]
+    if root not in (None, wire.rank):  # its memory is scribbled on
+        box, before = wire.outgoing(op, op.src, order, dtype=dtype, own=True)
+        after: list[Action] = []
+    else:
+        box, after = wire.incoming(op, op.out, order, dtype=dtype)
+        found, target = wire.binder.view(op.src), Strided.of(from_wire(box, order))
+        in_place = op.out == op.src and not after
+        before = [] if in_place else wire.binder.staging.transfer(
+            op.lane, target, found, apart=not after and op.out.overlaps(op.src)
+        )  # fmt: skip
+    if root is None:
+        moved = wire.wait(what, over, lambda: [dist.all_reduce(box, op=how, group=group, async_op=True)])
+    else:
+        moved = wire.wait(what, over, lambda: [dist.reduce(box, root, op=how, group=group, async_op=True)])
+    return chain([*before, moved, *after])
+
+
+def _broadcast(wire: Wire, op: Broadcast, what: str) -> Action:
+    over, order, group = _members(op), wire.order(op, op.src), wire.group(op.lane, _members(op))
+    root, dtype = over[_int(op.root)], wire.native_dtype(op.src)
+    if root == wire.rank:
+        box, before = wire.outgoing(op, op.src, order, dtype=dtype)
+        after = wire.binder.move(op.lane, op.out, op.src)
+    else:
+        before = []
+        box, after = wire.incoming(op, op.out, order, dtype=dtype)
+    moved = wire.wait(what, over, lambda: [dist.broadcast(box, root, group=group, async_op=True)])
+    return chain([*before, moved, *after])
+
+
+def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
+    over, order, group = _members(op), _dim_first(op.split_dim, op.src), wire.group(op.lane, _members(op))
+    native = list(over) == sorted(over)
+    dtype = wire.native_dtype(op.src) if native else wire.binder.view(op.src).dtype
+    send, before = wire.outgoing(op, op.src, order, dtype=dtype)
+    sends = [part.reshape(-1) for part in _split(send, equal_parts(op.send_sizes, send.shape[0], len(over)))]
+    out_sizes = equal_parts(op.recv_sizes, op.out.shape[op.concat_dim], len(over))
+    shapes = [tuple(s if d == op.concat_dim else n for d, n in enumerate(op.out.shape)) for s in out_sizes]
+    counts = [math.prod(shape) for shape in shapes]
+    flat = wire.binder.staging.get(op.lane, "parts", (sum(counts),), dtype)
+    recvs = list(flat.split(counts))
+    if native:
+        box = send.reshape(-1)
+        splits = [part.numel() for part in sends]
+        moved = [
+            wire.wait(
+                what,
+                over,
+                lambda: [dist.all_to_all_single(flat, box, counts, splits, group=group, async_op=True)],
+            )
+        ]
+    else:
+        me = over.index(wire.rank)
+        away = [i for i in range(len(over)) if i != me]
+        out, into = [(sends[i], over[i]) for i in away], [(recvs[i], over[i]) for i in away]
+        moved = [lambda: recvs[me].copy_(sends[me]), *wire.exchange(what, group, RING_TAG, out, into)]
+    whole = wire.binder.view(op.out)
+    target, after = whole.direct, []
+    if target is None:
+        target = wire.binder.staging.get(op.lane, "whole", whole.shape, whole.dtype)
+        after = wire.binder.staging.transfer(op.lane, whole, Strided.of(target))
+    places = target.split(list(out_sizes), op.concat_dim)
+    for place, part, shape in zip(places, recvs, shapes, strict=True):
+        arrived = from_wire(part.view([shape[dim] for dim in order]), order)
+        after[:0] = [_copy(place, arrived)] if arrived.numel() else []
+    return chain([*before, *moved, *after])
+
+
+def _alone(wire: Wire, op: Collective) -> list[Action]:
+    assert isinstance(op, DataCollective)
+    return wire.binder.move(op.lane, op.out, op.src)
+
+
+def _copy(into: Tensor, value: Tensor) -> Action:
+    return lambda: into.copy_(value)
+
+
+def _int(value: Any) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _members(op: Collective) -> tuple[int, ...]:
+    assert isinstance(op.over, tuple)
+    return op.over
+
+
+def _dim_first(dim: int, view: View) -> Order:
+    return (dim, *(other for other in range(len(view.selectors)) if other != dim))
+
+
+def _is_native(over: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether the transport's own collective can: equal parts, none empty, and members in order."""
+    return len(set(sizes)) == 1 and sizes[0] > 0 and list(over) == sorted(over)
+
+
+def _is_empty(op: DataCollective) -> bool:
+    """Whether no member has anything to give or to take."""
+    return op.src.num_elements == 0 and op.out.num_elements == 0
+
+
+def _split(wire: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    ends = itertools.accumulate(sizes)
+    return [wire[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _reduction(op: str, what: str) -> tuple[Callable[..., Tensor], Any]:
+    if op not in _COMBINE:
+        raise UnsupportedError(f"{what}: there is no reduction '{op}'{nearest(op, _COMBINE)}")
+    kinds = {
+        "sum": dist.ReduceOp.SUM,
+        "prod": dist.ReduceOp.PRODUCT,
+        "max": dist.ReduceOp.MAX,
+        "min": dist.ReduceOp.MIN,
+    }
+    return _COMBINE[op], kinds[op]
+
+
+def _renamed(new: str, old: str) -> Callable[..., Any]:
+    """A collective that later releases of torch call by another name."""
+    found: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
+    return found

@@ -1,0 +1,341 @@
+"""Running bound ops: one thread per lane, or one thread for all lanes in one order.
+
+A lane is a list of steps in program order. Edges within a lane hold by themselves; an edge from another lane
+becomes "wait until that lane has completed n steps", and only the last such n per lane is kept, less what
+an earlier wait already implies. So a step without such a wait costs a few hundred nanoseconds on top of its
+work, and a handover between lanes one wake-up of a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from meshweave.base.errors import DeadlineError, UnsupportedError
+from meshweave.execute.torch.views import Action
+
+_BUSY = "a program already runs in this context: give each its own TorchContext"
+_GRACE_S = 1.0  # how long the other lanes have to stop after a failure before `run` raises without them
+
+Waits = tuple[tuple[int, int], ...]
+"""(lane number, steps it must have completed)."""
+
+
+def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], num_lanes: int) -> list[Waits]:
+    """What each op must wait for in other lanes, given the lane of each op and the ops that precede it."""
+    place: list[int] = []  # of an op in its lane, from 1
+    implied: list[list[int]] = []  # steps per lane that are complete once an op is
+    lane_end = [[0] * num_lanes for _ in range(num_lanes)]
+    waits: list[Waits] = []
+    for lane, earlier in zip(lane_of, before, strict=True):
+        known = lane_end[lane].copy()
+        needed: list[tuple[int, int]] = []
+        for other in reversed(earlier):
+            where = lane_of[other]
+            if where != lane and known[where] < place[other]:
+                needed.append((where, place[other]))
+                known = [max(pair) for pair in zip(known, implied[other], strict=True)]
+        known[lane] += 1
+        place.append(known[lane])
+        implied.append(known)
+        lane_end[lane] = known
+        waits.append(tuple(needed))
+    return waits
+
+
+class LaneRun:
+    """A lane's steps and how far it is. Written by the lane's thread only, save for `wanted`."""
+
+    __slots__ = (
+        "actions",
+        "done",
+        "indices",
+        "labels",
+        "moved",
+        "name",
+        "spans",
+        "stopped",
+        "waits",
+        "wanted",
+    )
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.actions: list[Action] = []
+        self.waits: list[tuple[tuple[LaneRun, int], ...]] = []
+        self.labels: list[str] = []
+        self.indices: list[int] = []  # in the rank's op list
+        self.spans: list[tuple[int, int]] = []  # nanoseconds, when traced
+        self.done = 0
+        self.wanted: float = math.inf  # the least number of completed steps that somebody sleeps for
+        self.moved = threading.Condition()
+        self.stopped = True
+
+    def start_over(self) -> None:
+        self.done, self.stopped = 0, False
+        self.spans = []
+
+    def announce(self) -> None:
+        with self.moved:
+            self.wanted = math.inf
+            self.moved.notify_all()
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Something of a later step that may be done early, once each of `waits` has completed so many steps."""
+
+    waits: tuple[tuple[LaneRun, int], ...]
+    action: Action
+
+    def try_to(self) -> None:
+        for lane, count in self.waits:
+            if lane.done < count:
+                return
+        self.action()
+
+
+class Crew:
+    """The threads of a context: the caller's, and one for each further lane, which sleeps between runs.
+
+    After a failure the lanes of the ranks are out of step, and the crew takes no more work.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._inboxes: list[SimpleQueue[Callable[[], None] | None]] = []
+        self._busy = threading.Lock()
+        self._failing = threading.Lock()
+        self.error: BaseException | None = None
+
+    def run(self, lanes: Sequence[LaneRun], *, trace: bool) -> None:
+        """Runs all lanes to their ends; the first in the calling thread. Raises the first error of any."""
+        self.check()
+        if not self._busy.acquire(blocking=False):
+            raise UnsupportedError(_BUSY)
+        try:
+            for lane in lanes:
+                lane.start_over()
+            for number, lane in enumerate(lanes[1:]):
+                self._inbox(number).put(lambda lane=lane: self._run_lane(lane, lanes, trace))  # type: ignore[misc]
+            self._run_lane(lanes[0], lanes, trace)
+            for lane in lanes[1:]:
+                if self.error is None and lane.done < len(lane.actions):
+                    self._sleep(lane, len(lane.actions), "the end of the run")
+        except BaseException as error:  # of this thread's own: a missed deadline, or Ctrl-C
+            self._fail(error, lanes)
+        finally:
+            self._busy.release()
+        if self.error is not None:
+            until = time.monotonic() + _GRACE_S
+            while not all(lane.stopped for lane in lanes) and time.monotonic() < until:
+                time.sleep(0.002)
+            raise self.error
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """For a run in the calling thread only."""
+        self.check()
+        if not self._busy.acquire(blocking=False):
+            raise UnsupportedError(_BUSY)
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            self._busy.release()
+
+    def check(self) -> None:
+        """Raises UnsupportedError after a failed run."""
+        if self.error is not None:
+            words = " ".join(str(self.error).split()) or type(self.error).__name__
+            raise UnsupportedError(
+                f"an earlier run in this context failed, so that ranks are out of step: {words}"
+            )
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes.clear()
+
+    def _inbox(self, number: int) -> SimpleQueue[Callable[[], None] | None]:
+        if number == len(self._inboxes):
+            inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+            threading.Thread(
+                target=_work, args=(inbox,), name=f"meshweave-lane-{number + 1}", daemon=True
+            ).start()
+            self._inboxes.append(inbox)
+        return self._inboxes[number]
+
+    def _run_lane(self, lane: LaneRun, lanes: Sequence[LaneRun], trace: bool) -> None:
+        try:
+            with torch.no_grad():
+                (self._follow_traced if trace else self._follow)(lane)
+        except BaseException as error:
+            if not isinstance(error, _Abandoned):
+                if lane.done < len(lane.labels):
+                    error.add_note(f"in {lane.labels[lane.done]} of lane {lane.name}")
+                self._fail(error, lanes)
+        finally:
+            lane.stopped = True
+
+    def _follow(self, lane: LaneRun) -> None:
+        for done, (action, waits) in enumerate(zip(lane.actions, lane.waits, strict=True), 1):
+            for other, count in waits:
+                if other.done < count:
+                    self._sleep(other, count, lane.labels[done - 1])
+            if self.error is not None:
+                return
+            action()
+            lane.done = done
+            if done >= lane.wanted:
+                lane.announce()
+
+    def _follow_traced(self, lane: LaneRun) -> None:
+        clock, spans = time.monotonic_ns, lane.spans
+        for action, waits in zip(lane.actions, lane.waits, strict=True):
+            for other, count in waits:
+                if other.done < count:
+                    self._sleep(other, count, lane.labels[lane.done])
+            if self.error is not None:
+                return
+            start = clock()
+            action()
+            spans.append((start, clock()))
+            lane.done += 1
+            if lane.done >= lane.wanted:
+                lane.announce()
+
+    def _sleep(self, lane: LaneRun, count: int, what: str) -> None:
+        """Until `lane` has completed `count` steps.
+
+        The deadline is twice that of a wait for other ranks and starts anew with each step that the lane
+        completes: where it is stuck in such a wait itself, it is the one to report.
+        """
+        seen, until = -1, 0.0
+        with lane.moved:
+            while lane.done < count and self.error is None:
+                if lane.done != seen:
+                    seen, until = lane.done, time.monotonic() + 2 * self._deadline_s
+                lane.wanted = min(lane.wanted, count)  # before `done` is looked at once more
+                if lane.done >= count:
+                    return
+                if not lane.moved.wait(max(until - time.monotonic(), 0.0)) and lane.done == seen:
+                    raise DeadlineError(
+                        f"{what} gave up after {2 * self._deadline_s:g} s: lane {lane.name} does not get "
+                        f"past {lane.labels[seen]}"
+                    )
+        if lane.done < count:
+            raise _Abandoned
+
+    def _fail(self, error: BaseException, lanes: Sequence[LaneRun]) -> None:
+        with self._failing:
+            if self.error is None and not isinstance(error, _Abandoned):
+                self.error = error
+        for lane in lanes:
+            lane.announce()
+
+
+class _Abandoned(Exception):
+    """Another lane has failed."""
+
+
+def _work(inbox: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := inbox.get()) is not None:
+        job()
+        del job
+
+
+class Streams:
+    """One thread issues the ops of all lanes in one order that all ranks share; see `bind` for what it needs.
+
+    On CUDA each lane has a stream, and an edge between lanes is an event. On a CPU an op is simply run.
+    Actions, labels, lanes and waits are listed in the order of issue.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        actions: Sequence[Action],
+        labels: Sequence[str],
+        lane_of: Sequence[int],
+        waits: Sequence[Waits],
+        *,
+        trace: bool,
+    ) -> None:
+        self._actions, self._labels, self._trace, self._device = actions, labels, trace, device
+        if device.type == "cuda":
+            self._bind_streams(lane_of, waits)
+
+    def _bind_streams(self, lane_of: Sequence[int], waits: Sequence[Waits]) -> None:
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(max(lane_of, default=-1) + 1)]
+        self._stream_of = [self._streams[lane] for lane in lane_of]
+        count = [0] * len(self._streams)
+        at: dict[tuple[int, int], int] = {}  # from (lane, steps completed) to the op that completes them
+        for place, lane in enumerate(lane_of):
+            count[lane] += 1
+            at[lane, count[lane]] = place
+        recorded = set(at.values()) if self._trace else {at[wait] for needed in waits for wait in needed}
+        self._end = {place: torch.cuda.Event(enable_timing=self._trace) for place in sorted(recorded)}
+        self._begin = [torch.cuda.Event(enable_timing=True) for _ in lane_of] if self._trace else []
+        self._awaited = [[self._end[at[wait]] for wait in needed] for needed in waits]
+
+    def run(self) -> list[tuple[int, int]]:
+        """Issues all ops. When traced, returns the start and end of each in nanoseconds."""
+        with torch.no_grad():
+            return self._run_cuda() if self._device.type == "cuda" else self._run_cpu()
+
+    def _run_cpu(self) -> list[tuple[int, int]]:
+        clock = time.monotonic_ns
+        spans: list[tuple[int, int]] = []
+        for place, action in enumerate(self._actions):
+            start = clock() if self._trace else 0
+            self._act(place, action)
+            if self._trace:
+                spans.append((start, clock()))
+        return spans
+
+    def _act(self, place: int, action: Action) -> None:
+        try:
+            action()
+        except BaseException as error:
+            error.add_note(f"in {self._labels[place]}")
+            raise
+
+    def _run_cuda(self) -> list[tuple[int, int]]:
+        caller = torch.cuda.current_stream(self._device)
+        if self._trace:
+            torch.cuda.synchronize(self._device)
+            zero, zero_ns = torch.cuda.Event(enable_timing=True), time.monotonic_ns()
+            zero.record(caller)
+        for stream in self._streams:
+            stream.wait_stream(caller)
+        for place, action in enumerate(self._actions):
+            stream = self._stream_of[place]
+            with torch.cuda.stream(stream):
+                for event in self._awaited[place]:
+                    stream.wait_event(event)
+                if self._trace:
+                    self._begin[place].record(stream)
+                self._act(place, action)
+                if place in self._end:
+                    self._end[place].record(stream)
+        for stream in self._streams:
+            caller.wait_stream(stream)
+        if not self._trace:
+            return []
+        torch.cuda.synchronize(self._device)
+
+        def at(event: Any) -> int:
+            return zero_ns + int(zero.elapsed_time(event) * 1e6)
+
+        return [(at(begin), at(self._end[place])) for place, begin in enumerate(self._begin)]

@@ -1,0 +1,319 @@
+"""One-sided ops, fences and released writes as bound actions over a `RemoteMemory`.
+
+Where remote views can be aliased, they are operands like any others. Where not, what an op reads from another
+rank is fetched to staging first, and what it writes there is delivered from staging. An update of an exposed
+buffer is made element by element in one go, also by the rank that owns it: others may update at the same time.
+
+A released write that a later op of its target's rank reads sets a flag there once it is done; flags hold the
+number of the run, so that nothing has to be reset. A run begins and ends with a fence of all ranks: no rank
+reads what a peer has not written yet, or overwrites what a peer still reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.execute.memory.base import Far, Key, RemoteMemory, Slot
+from meshweave.execute.ranks.agreement import agree
+from meshweave.execute.torch.compute import Binder
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.views import Action, Strided, chain, natural, pair_up, strided
+from meshweave.ir.analysis.edges import exposed_buffers, is_tracked, tracked_edges
+from meshweave.ir.analysis.matching import match
+from meshweave.ir.program import BoundOp, On, Program, Repeat, Statement, When
+from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
+from meshweave.ir.program.views import Range, View
+
+_Result = TypeVar("_Result")
+
+
+def without_fences(program: Program) -> Program:
+    """The program less its fences, which need no process groups where a memory has them."""
+
+    def strip(body: Sequence[Statement]) -> tuple[Statement, ...]:
+        kept: list[Statement] = []
+        for statement in body:
+            if isinstance(statement, (On, Repeat, When)):
+                kept.append(replace(statement, body=strip(statement.body)))
+            elif not isinstance(statement, Fence):
+                kept.append(statement)
+        return tuple(kept)
+
+    return replace(program, body=strip(program.body))
+
+
+def fence_groups(program: Program) -> list[tuple[int, ...]]:
+    """All ranks first, then the sets of ranks that fence among themselves, in an order that all ranks share."""
+    found: dict[tuple[int, ...], None] = {program.ranks: None}
+    for op in program.ops():
+        if isinstance(op, Fence):
+            for rank in program.ranks if isinstance(op.over, str) else program.ranks[:1]:
+                name, _, axis = op.over.partition(".") if isinstance(op.over, str) else ("", "", "")
+                if not axis or rank in program.mesh_of[name]:
+                    found[tuple(sorted(program.group(op.over, rank)))] = None
+    return list(found)
+
+
+def flags_of(
+    program: Program,
+) -> tuple[dict[tuple[int, int], dict[int, int]], dict[tuple[int, int], list[int]]]:
+    """By op as (rank, index): the flag that it sets on each rank when done, and the own flags it waits for."""
+    sets: dict[tuple[int, int], dict[int, int]] = {}
+    awaited: dict[tuple[int, int], list[int]] = {}
+    if not any(is_tracked(op) and any(view.rank is not None for view in op.writes) for op in program.ops()):
+        return sets, awaited
+    num_flags: dict[int, int] = {}
+    for reader, writers in sorted(tracked_edges(match(program)).items()):
+        for writer in writers:
+            mine = sets.setdefault(writer, {})
+            if reader[0] not in mine:
+                mine[reader[0]] = num_flags[reader[0]] = num_flags.get(reader[0], -1) + 1
+            awaited.setdefault(reader, []).append(mine[reader[0]])
+    return sets, awaited
+
+
+class OneSided:
+    """What a bound program has of a memory. Made in steps, for the buffers come before what is bound to them.
+
+    `own` is the memory of this rank's exposed buffers by (buffer, slot).
+    """
+
+    def __init__(
+        self,
+        memory: RemoteMemory,
+        context: TorchContext,
+        program: Program,
+        rank: int,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """Collective among the program's ranks. Raises BindError where they are about to run different programs,
+        or some have no such memory; RankLostError, DeadlineError: see `TorchContext.guard`."""
+        if memory.is_closed or memory.rank != rank:
+            why = "closed" if memory.is_closed else f"that of rank {memory.rank}"
+            raise BindError(f"rank {rank} of program {program.name} cannot use this memory: it is {why}")
+        self._memory, self._context, self._program, self._rank = memory, context, program, rank
+        agree(context, program, talk=memory.talk)
+        self.exposed = exposed_buffers(program)
+        self._sets, self._awaited = flags_of(program)
+        wanted: dict[Key, Slot] = {}
+        given: dict[Key, Tensor] = {}
+        for buffer in program.buffers:
+            if buffer.name not in self.exposed or rank not in program.mesh_of[buffer.mesh]:
+                continue
+            shape = program.local_shape(buffer.name, rank)
+            strides = _strides(shape, buffer.order or natural(len(shape)))
+            dtype = getattr(torch, buffer.dtype)
+            for slot in range(buffer.slots):
+                wanted[buffer.name, slot] = Slot(shape, strides, dtype)
+            tensor = tensors.get(buffer.name)
+            if tensor is not None and memory.locate(tensor.detach(), program.ranks) is not None:
+                given[buffer.name, 0] = tensor.detach()
+        num_flags = 1 + max((flag for to in self._sets.values() for flag in to.values()), default=-1)
+        self._groups = fence_groups(program)
+        what = f"program {program.name}"
+        self._window = memory.expose(program.ranks, wanted, given, self._groups, num_flags, what)
+        self.own = {key: self._window.own[key] for key in wanted}
+        self._begin = self._window.fence(0, f"all ranks to begin program {program.name}")
+        self._end = self._window.fence(0, f"all ranks to end program {program.name}")
+        self._run = 0
+
+    def around(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
+        """A run between its two fences."""
+        crew = self._context.crew
+
+        def run() -> _Result:
+            with crew.alone():
+                if self._memory.is_closed:
+                    raise UnsupportedError(f"the memory of program {self._program.name} is closed")
+                self._run += 1
+                self._begin()
+            result = execute()
+            with crew.alone():
+                self._end()
+            return result
+
+        return run
+
+    def use(self, binder: Binder) -> None:
+        """Ops are bound to this binder's memory from here on."""
+        self._binder = binder
+
+    def view(self, view: View) -> Tensor:
+        """The buffer slot of a remote view, where memory is aliased."""
+        return self._far(view).tensor
+
+    def bind(self, index: int, bound: BoundOp, other: Callable[[BoundOp], Action]) -> Action:
+        """Op number `index` of this rank; `other` binds what has nothing to do with remote memory.
+
+        Raises UnsupportedError where the memory cannot do it.
+        """
+        op, node = bound.op, (self._rank, index)
+        remote = any(view.rank is not None for _, view in op.accesses())
+        shared_update = any(mode == UPDATE and view.buffer in self.exposed for mode, view in op.accesses())
+        if remote or shared_update or isinstance(op, Fence):
+            action = self._bind(bound)
+        else:
+            action = other(bound)
+        steps = [action]
+        if flags := self._awaited.get(node):
+            setters = {
+                flag: writer[0] for writer, to in self._sets.items() for r, flag in to.items() if r == node[0]
+            }
+            peers = sorted({setters[flag] for flag in flags})
+            until = self._window.await_flags(flags, peers, f"what {bound.label} reads")
+            steps.insert(0, lambda: until(self._run))
+        for rank, flag in self._sets.get(node, {}).items():
+            steps.append(self._told(self._window.notify(rank, flag)))
+        return chain(steps)
+
+    def _told(self, notify: Callable[[int], object]) -> Action:
+        return lambda: notify(self._run)
+
+    def _bind(self, bound: BoundOp) -> Action:
+        op = bound.op
+        match op:
+            case Fence(over=over):
+                assert isinstance(over, tuple)
+                if self._rank not in over:
+                    raise BindError(
+                        f"{bound.label} runs over ranks {over}, rank {self._rank} is none of them"
+                    )
+                what = f"{bound.label} in lane {op.lane}"
+                return self._window.fence(self._groups.index(tuple(sorted(over))), what)
+            case Get(src=src, out=out) | Put(src=src, out=out) | Accumulate(src=src, out=out):
+                return chain(self._move(op, out, src))
+            case Copy(src=src, out=out):
+                return chain(self._move(op, out, src))
+            case Matmul():
+                return chain(self._matmul(op))
+            case Add(src=src, out=out) if self._is_apart(src) and not self._is_apart(out):
+                local, before = self._staged(op.lane, "far src", src)
+                return chain([*before, self._binder.local(BoundOp(bound.key, replace(op, src=local)))])
+        if self._memory.is_aliased and op.kind in COMPUTE_KINDS:
+            return self._binder.local(bound)
+        raise UnsupportedError(
+            f"{bound.label} of rank {self._rank} reaches into another rank's memory, which {self._memory.kind} "
+            f"memory has no {op.kind} for: get and put instead"
+        )
+
+    # -- moving ----------------------------------------------------------------------------------------------
+
+    def _move(self, op: Op, out: View, src: View) -> list[Action]:
+        before: list[Action] = []
+        if self._is_apart(src):
+            if out.rank is None and not _updates(op):
+                return self._fetch(op.lane, self._binder.view(out), src)
+            src, before = self._staged(op.lane, "far src", src)
+        found = self._binder.view(src)
+        if _updates(op):
+            return [*before, *self._update(op, out, found)]
+        same_rank = (self._rank if out.rank is None else out.rank) == (
+            self._rank if src.rank is None else src.rank
+        )
+        return [*before, *self._store(op.lane, out, found, apart=same_rank and out.overlaps(src))]
+
+    def _matmul(self, op: Matmul) -> list[Action]:
+        a, b, before = op.a, op.b, list[Action]()
+        if self._is_apart(a):
+            a, before = self._staged(op.lane, "far a", a)
+        if self._is_apart(b):
+            b, fetched = self._staged(op.lane, "far b", b)
+            before += fetched
+        op = replace(op, a=a, b=b)
+        update, away = op.accesses()[-1][0] == UPDATE, self._is_apart(op.out)
+        if not update and not away:
+            return [*before, self._binder.local(BoundOp((), replace(op, release=None)))]
+        if op.accumulate and not update:
+            raise UnsupportedError(
+                f"{op.name or op.kind} of rank {self._rank} accumulates into another rank's memory: release it"
+            )
+        product = self._stage(op.lane, "far product", op.out.shape, self._dtype(op.out))
+        action = self._binder.local(BoundOp((), replace(op, out=product, release=None, accumulate=0)))
+        found = self._binder.view(product)
+        deliver = self._update(op, op.out, found) if update else self._store(op.lane, op.out, found)
+        return [*before, action, *deliver]
+
+    def _fetch(self, lane: str, into: Strided, src: View) -> list[Action]:
+        """Gets a remote view that cannot be aliased."""
+        far, found = self._far(src), self._remote(src)
+        if into.dtype == found.dtype and (pairs := pair_up(into, found)) is not None:
+            return [self._window.get(here, far, piece) for here, piece in pairs if here.numel()]
+        between = Strided.of(self._binder.staging.get(lane, "fetched", found.shape, found.dtype))
+        pairs = pair_up(between, found)
+        assert pairs is not None
+        gets = [self._window.get(here, far, piece) for here, piece in pairs if here.numel()]
+        return [*gets, *self._binder.staging.transfer(lane, into, between)]
+
+    def _store(self, lane: str, out: View, src: Strided, *, apart: bool = False) -> list[Action]:
+        if not self._is_apart(out):
+            return self._binder.staging.transfer(lane, self._binder.view(out), src, apart=apart)
+        far, pairs, before = self._paired(lane, out, src)
+        return [*before, *(self._window.put(far, piece, value) for piece, value in pairs)]
+
+    def _update(self, op: Op, out: View, src: Strided) -> list[Action]:
+        far, pairs, before = self._paired(op.lane, out, src)
+        how = op.op if isinstance(op, Accumulate) else "sum"
+        return [*before, *(self._window.accumulate(far, piece, value, how) for piece, value in pairs)]
+
+    def _paired(
+        self, lane: str, out: View, src: Strided
+    ) -> tuple[Far, list[tuple[Tensor, Tensor]], list[Action]]:
+        """Parts of an exposed view beside what goes there, of its dtype, and what gathers that."""
+        far, found = self._far(out), self._remote(out)
+        pairs = pair_up(found, src) if src.dtype == found.dtype else None
+        before: list[Action] = []
+        if pairs is None:
+            between = Strided.of(self._binder.staging.get(lane, "sent", src.shape, found.dtype))
+            before, pairs = self._binder.staging.transfer(lane, between, src), pair_up(found, between)
+            assert pairs is not None
+        return far, [(piece, value) for piece, value in pairs if value.numel()], before
+
+    # -- views -----------------------------------------------------------------------------------------------
+
+    def _is_apart(self, view: View) -> bool:
+        """Whether no tensor of this process can alias it."""
+        return view.rank is not None and not self._memory.is_aliased
+
+    def _owner(self, view: View) -> int:
+        rank = self._rank if view.rank is None else view.rank
+        assert isinstance(rank, int)
+        return rank
+
+    def _far(self, view: View) -> Far:
+        assert isinstance(view.slot, int)
+        return self._window.far[self._owner(view), (view.buffer, view.slot)]
+
+    def _remote(self, view: View) -> Strided:
+        return strided(view, self._far(view).tensor)
+
+    def _dtype(self, view: View) -> torch.dtype:
+        return self._far(view).tensor.dtype
+
+    def _staged(self, lane: str, use: str, src: View) -> tuple[View, list[Action]]:
+        """A local stand-in for a remote view, and what fills it."""
+        local = self._stage(lane, use, src.shape, self._dtype(src))
+        return local, self._fetch(lane, self._binder.view(local), src)
+
+    def _stage(self, lane: str, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> View:
+        name = f"{use} of lane {lane}: {shape} {dtype}"  # no buffer has a name with blanks
+        self._binder.memory[name, 0] = self._binder.staging.get(lane, use, shape, dtype)
+        return View(name, tuple(Range(0, size) for size in shape), 0)
+
+
+def _updates(op: Op) -> bool:
+    return any(mode == UPDATE for mode, _ in op.accesses())
+
+
+def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a dense tensor whose dims lie in memory in `order`, outermost first."""
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

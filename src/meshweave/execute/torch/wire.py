@@ -1,0 +1,201 @@
+"""What travels between ranks and how: dense tensors, and guarded waits for them.
+
+Wire order. Dims travel in an order that both ends know without asking: for gathers and scatters the dim they
+cut comes first, so that a member's part is one run of memory; otherwise it is the memory order of the buffers
+that such ops of the lane use as written, where they agree, and row-major where they do not. A view that
+already lies so is sent and received in place, any other through staging.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.execute.torch.compute import Binder
+from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.views import Action, Order, Strided, natural, to_wire
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import DataCollective, Op, Recv, Send
+from meshweave.ir.program.views import View
+
+Message = tuple[Tensor, int]
+"""A dense tensor, and the global rank it goes to or comes from."""
+
+WireKey = tuple[str, str, int]
+
+
+def wire_orders(program: Program) -> dict[WireKey, Order]:
+    """The memory order that all buffers of a lane's ops of one kind share, by (lane, kind, num_dims)."""
+    orders: dict[WireKey, Order] = {}
+    for op in program.ops():
+        if isinstance(op, (DataCollective, Send, Recv)):
+            for _, view in op.accesses():
+                num_dims = len(view.selectors)
+                key, plain = _wire_key(op, num_dims), natural(num_dims)
+                order = program.buffer_of[view.buffer].order or plain
+                orders[key] = order if orders.get(key, order) == order else plain
+    return orders
+
+
+def _wire_key(op: Op, num_dims: int) -> WireKey:
+    kind = "message" if isinstance(op, (Send, Recv)) else f"{op.kind} {op.name}"
+    return op.lane, kind, num_dims
+
+
+class Exchange:
+    """Messages to and from other ranks, as an action; receives may be posted ahead of it.
+
+    A receive that is posted before its message is sent spares the sender to ask for it first. A run that fails
+    may leave one posted; it is of no use to anybody then, for its context is not either.
+    """
+
+    __slots__ = ("_ahead", "_guard", "_peers", "_posted", "_recvs", "_sends", "_what")
+
+    def __init__(
+        self,
+        wire: Wire,
+        what: str,
+        group: Any,
+        tag: int,
+        peers: Sequence[int],
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+    ) -> None:
+        self._guard, self._what, self._peers = wire.context.guard, what, tuple(peers)
+        self._sends = [partial(dist.isend, tensor, peer, group=group, tag=tag) for tensor, peer in sends]
+        self._recvs = [partial(dist.irecv, tensor, peer, group=group, tag=tag) for tensor, peer in recvs]
+        self._posted: list[Any] | None = None
+        self._ahead: Callable[[], None] | None = None
+
+    @property
+    def receives(self) -> bool:
+        return bool(self._recvs)
+
+    def while_waiting(self, ahead: Callable[[], None]) -> None:
+        """Lets each run call `ahead` once its own messages are posted."""
+        self._ahead = ahead
+
+    def post_receives(self) -> None:
+        """Once before each run; of an error the run itself will tell."""
+        if self._posted is None:
+            with contextlib.suppress(RuntimeError):
+                self._posted = [post() for post in self._recvs]
+
+    def __call__(self) -> None:
+        with self._guard(self._what, self._peers) as wait:
+            works = self._posted
+            if works is None:
+                works = [post() for post in self._recvs]
+            self._posted = None
+            works += [post() for post in self._sends]
+            if self._ahead is not None:
+                self._ahead()
+            for work in works:
+                work.wait(wait.timeout)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One rank's end: its memory, its groups, and the wire orders of the program."""
+
+    context: TorchContext
+    binder: Binder
+    program: Program
+    orders: dict[WireKey, Order]
+    channels: Mapping[str, int]
+    num_received: dict[str, Iterator[int]] = field(default_factory=dict)
+    """By lane, the messages that have been bound to be received."""
+
+    @property
+    def rank(self) -> int:
+        return self.binder.rank
+
+    def group(self, lane: str, ranks: Sequence[int]) -> Any:
+        """The process group of a lane over `ranks`."""
+        return self.context.group(self.program, self.channels[lane], ranks)
+
+    def wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
+        """Posts works and waits for them: a CPU within the deadline, a CUDA stream without the host."""
+        if self.context.device.type == "cuda":
+
+            def queue() -> None:
+                for work in post():
+                    work.wait()
+
+            return queue
+        guard, peers = self.context.guard, tuple(peer for peer in peers if peer != self.rank)
+
+        def run() -> None:
+            with guard(what, peers) as wait:
+                for work in post():
+                    work.wait(wait.timeout)
+
+        return run
+
+    def exchange(
+        self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> list[Action]:
+        """Receives are posted before sends; empty messages are not sent."""
+        sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+        recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
+        if not sends and not recvs:
+            return []
+        peers = sorted({peer for _, peer in (*sends, *recvs)})
+        if self.context.device.type == "cuda":
+            listed = [dist.P2POp(dist.irecv, t, p, group=group) for t, p in recvs]
+            listed += [dist.P2POp(dist.isend, t, p, group=group) for t, p in sends]
+            return [self.wait(what, peers, lambda: dist.batch_isend_irecv(listed))]
+        return [Exchange(self, what, group, tag, peers, sends, recvs)]
+
+    def order(self, op: Op, view: View) -> Order:
+        """In which a view of this op's shape travels, unless the op cuts it along a dim."""
+        num_dims = len(view.selectors)
+        return self.orders.get(_wire_key(op, num_dims), natural(num_dims))
+
+    def outgoing(
+        self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
+    ) -> tuple[Tensor, list[Action]]:
+        """A dense tensor in wire order that holds `view`, and what fills it; `own`: it is overwritten."""
+        found = self.binder.view(view)
+        dtype = dtype or found.dtype
+        if found.direct is not None and dtype == found.dtype and not own:
+            wire = to_wire(found.direct, order)
+            if wire.is_contiguous():
+                return wire, []
+        packed = self.binder.staging.get(op.lane, "out", found.shape, dtype, order)
+        return to_wire(packed, order), self.binder.staging.transfer(op.lane, Strided.of(packed), found)
+
+    def incoming(
+        self,
+        op: Op,
+        view: View,
+        order: Order,
+        *,
+        dtype: torch.dtype | None = None,
+        update: bool = False,
+        apart: bool = False,
+        use: str = "in",
+    ) -> tuple[Tensor, list[Action]]:
+        """A dense tensor in wire order to receive `view` into, and what takes it from there; `use` is that of the
+        staging, if it takes any."""
+        found = self.binder.view(view)
+        dtype = dtype or found.dtype
+        if found.direct is not None and dtype == found.dtype and not update and not apart:
+            wire = to_wire(found.direct, order)
+            if wire.is_contiguous():
+                return wire, []
+        packed = self.binder.staging.get(op.lane, use, found.shape, dtype, order)
+        after = self.binder.staging.transfer(op.lane, found, Strided.of(packed), add=update)
+        return to_wire(packed, order), after
+
+    def native_dtype(self, view: View) -> torch.dtype:
+        """In which the transport's own collectives carry a view's elements; gloo's know no int16."""
+        dtype = self.binder.view(view).dtype
+        return torch.int32 if dtype == torch.int16 else dtype

@@ -1,0 +1,196 @@
+"""A program's ops as a graph that executors follow: partners, derived edges and lanes in one place."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.edges import exposed_buffers, local_edges, tracked_edges
+from meshweave.ir.analysis.matching import Joint, Matched, Node, match
+from meshweave.ir.program import BoundOp, Lane, Program
+from meshweave.ir.program.ops import Op
+
+Event = tuple[Node, ...]
+"""Ops that happen together: one op, or all members of a joint."""
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """`before[rank][i]` lists what op i of `rank` waits for on its own rank; `tracked` across ranks."""
+
+    matched: Matched
+    before: Mapping[int, tuple[tuple[int, ...], ...]]
+    tracked: Mapping[Node, tuple[Node, ...]]
+
+    @property
+    def program(self) -> Program:
+        return self.matched.program
+
+    def op(self, node: Node) -> Op:
+        return self.matched.op(node)
+
+    def bound(self, node: Node) -> BoundOp:
+        return self.matched.ops[node[0]][node[1]]
+
+    def label(self, node: Node) -> str:
+        return self.matched.label(node)
+
+    def joint(self, node: Node) -> Joint | None:
+        number = self.matched.joint_of.get(node)
+        return None if number is None else self.matched.joints[number]
+
+    def nodes(self) -> Iterator[Node]:
+        for rank, ops in self.matched.ops.items():
+            for index in range(len(ops)):
+                yield rank, index
+
+    def waits_for(self, node: Node) -> tuple[Node, ...]:
+        """The ops that must be complete before `node` may start, lanes aside."""
+        rank, index = node
+        own = tuple((rank, other) for other in self.before[rank][index])
+        return own + self.tracked.get(node, ())
+
+    @cached_property
+    def queues(self) -> dict[tuple[int, str], tuple[int, ...]]:
+        """Op indices per (rank, lane) in program order."""
+        queues: dict[tuple[int, str], list[int]] = defaultdict(list)
+        for rank, index in self.nodes():
+            queues[rank, self.op((rank, index)).lane].append(index)
+        return {key: tuple(queue) for key, queue in queues.items()}
+
+
+def analyse(program: Program) -> Dataflow:
+    """Matches partners and derives edges. Raises ProgramError where partners disagree."""
+    matched = match(program)
+    exposed = exposed_buffers(program)
+    before = {rank: local_edges(ops, exposed) for rank, ops in matched.ops.items()}
+    return Dataflow(matched, before, tracked_edges(matched))
+
+
+class Issuer:
+    """Issues ops as lanes and edges allow. The caller says when an issued op is done.
+
+    The same state machine drives the untimed run, the in-process executor and the reference simulator:
+    they differ only in when `finish` or `finish_all` is called.
+    """
+
+    def __init__(self, flow: Dataflow) -> None:
+        self.flow = flow
+        self._lanes: Mapping[str, Lane] = flow.program.lane_of
+        self._pending: dict[Node, int] = {}
+        self._followers: dict[Node, list[Node]] = defaultdict(list)
+        for node in flow.nodes():
+            before = flow.waits_for(node)
+            self._pending[node] = len(before)
+            for other in before:
+                self._followers[other].append(node)
+        self._waiting = {key: list(queue) for key, queue in flow.queues.items()}
+        self._in_flight: dict[tuple[int, str], int] = defaultdict(int)
+        self.done: set[Node] = set()
+        self.issued: set[Node] = set()
+
+    def start(self) -> list[Node]:
+        """The ops that can be issued at the beginning, in order of rank and lane."""
+        return [node for key in sorted(self._waiting) for node in self._issue(key)]
+
+    def finish(self, node: Node) -> list[Node]:
+        """Marks an issued op as complete; returns the ops that this lets be issued, in order."""
+        return self.finish_all((node,))
+
+    def finish_all(self, nodes: Iterable[Node]) -> list[Node]:
+        """Marks issued ops as complete together, before any lane goes on: their order makes no difference."""
+        touched: set[tuple[int, str]] = set()
+        for node in nodes:
+            key = node[0], self.flow.op(node).lane
+            self.done.add(node)
+            self._in_flight[key] -= 1
+            touched.add(key)
+            for follower in self._followers[node]:
+                self._pending[follower] -= 1
+                if not self._pending[follower]:
+                    touched.add((follower[0], self.flow.op(follower).lane))
+        return [node for key in sorted(touched) for node in self._issue(key)]
+
+    def _issue(self, key: tuple[int, str]) -> Iterator[Node]:
+        rank, name = key
+        lane, queue = self._lanes[name], self._waiting[key]
+        position = 0
+        while position < len(queue) and self._in_flight[key] < lane.width:
+            node = rank, queue[position]
+            if self._pending[node]:
+                if lane.order == "fifo":
+                    return
+                position += 1
+                continue
+            del queue[position]
+            self._in_flight[key] += 1
+            self.issued.add(node)
+            yield node
+
+    def stuck(self) -> ProgramError:
+        """The error that explains why nothing moves although ops are left: a cycle of waits."""
+        blocked = next(node for node in self.flow.nodes() if node not in self.done)
+        trail: list[Node] = []
+        while blocked not in trail:
+            trail.append(blocked)
+            blocked = self._blocker(blocked)
+        cycle = trail[trail.index(blocked) :]
+        story = " waits for ".join(f"{self.flow.label(node)} of rank {node[0]}" for node in [*cycle, blocked])
+        views = self.flow.op(blocked).accesses()
+        buffer = views[0][1].buffer if views else None
+        return ProgramError(f"deadlock: {story}", op=self.flow.label(blocked), rank=blocked[0], buffer=buffer)
+
+    def _blocker(self, node: Node) -> Node:
+        if node in self.issued:
+            joint = self.flow.joint(node)
+            assert joint is not None
+            return next(other for other in joint.members if other not in self.issued)
+        for other in self.flow.waits_for(node):
+            if other not in self.done:
+                return other
+        rank = node[0]
+        queue = self.flow.queues[rank, self.flow.op(node).lane]
+        left = [(rank, i) for i in queue if (rank, i) not in self.done]
+        if self._lanes[self.flow.op(node).lane].order == "fifo":
+            return [other for other in left if other < node][-1]
+        return next(other for other in left if other in self.issued)
+
+
+def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
+    """An order in which everything can happen: program order, or with a seed any legal one at random.
+
+    Raises ProgramError with the cycle of waits where there is none: the program deadlocks.
+    """
+    issuer = Issuer(flow)
+    chooser = None if seed is None else random.Random(seed)
+    missing = {number: len(joint.members) for number, joint in enumerate(flow.matched.joints)}
+    heap: list[tuple[tuple[float, ...] | tuple[int, ...], int, Event]] = []
+
+    def push(node: Node) -> None:
+        number = flow.matched.joint_of.get(node)
+        event: Event = (node,)
+        if number is not None:
+            missing[number] -= 1
+            if missing[number]:
+                return
+            event = flow.matched.joints[number].members
+        priority = flow.bound(event[0]).key if chooser is None else (chooser.random(),)
+        heapq.heappush(heap, (priority, event[0][0], event))
+
+    for node in issuer.start():
+        push(node)
+    order: list[Event] = []
+    while heap:
+        event = heapq.heappop(heap)[2]
+        order.append(event)
+        for node in event:
+            for issued in issuer.finish(node):
+                push(issued)
+    if len(issuer.done) < sum(map(len, flow.matched.ops.values())):
+        raise issuer.stuck()
+    return order

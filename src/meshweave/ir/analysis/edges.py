@@ -1,0 +1,175 @@
+"""Derived edges: which earlier ops an op must wait for, from overlapping views alone.
+
+Within a rank: read after write, write after read, write after write, whatever the lanes; what a call stashes
+counts as memory that its forward part writes and the other parts read. Across ranks only
+fences and released writes order one-sided accesses; who races is `ir.races`' business.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.ir.analysis.matching import Matched, Node
+from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program.ops import READ, UPDATE, WRITE, Add, Call, Copy, Fence, Matmul, Mode, Op, Put
+from meshweave.ir.program.views import View
+
+
+def exposed_buffers(program: Program) -> frozenset[str]:
+    """Buffers that some one-sided op reaches on another rank; fences order all access to them."""
+    return frozenset(
+        view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
+    )
+
+
+def is_one_sided(op: Op) -> bool:
+    """Whether the op reaches into another rank's memory."""
+    return any(view.rank is not None for _, view in op.accesses())
+
+
+def reads_in_place(op: Op) -> bool:
+    """Whether a product, sum or copy reads another rank's memory as its operand, without fetching it first."""
+    return isinstance(op, (Matmul, Add, Copy)) and any(view.rank is not None for view in op.reads)
+
+
+def is_tracked(op: Op) -> bool:
+    """Whether the op's writes are released, so that later readers wait for them without a fence."""
+    return isinstance(op, (Matmul, Copy, Put)) and op.release is not None
+
+
+_FEW = 24
+"""Up to so many accesses are looked at one by one; boxes of more are compared all at once."""
+
+
+class _Memory:
+    """Accesses to one buffer slot that a later op may still conflict with."""
+
+    def __init__(self) -> None:
+        self.live: list[tuple[int, Mode, View]] = []
+        self._boxes = np.empty((0, 0, 2), dtype=np.int64)
+        """Of each live access, [start, stop) per dim."""
+
+    def conflicts(self, mode: Mode, view: View) -> list[int]:
+        return [
+            index
+            for index, other_mode, other in map(self.live.__getitem__, self._near(view))
+            if not (mode == other_mode and mode in (READ, UPDATE)) and view.overlaps(other)
+        ]
+
+    def add(self, index: int, mode: Mode, view: View) -> None:
+        if mode == WRITE:
+            covered = {at for at in self._near(view) if view.covers(self.live[at][2])}
+            if covered:
+                self.live = [entry for at, entry in enumerate(self.live) if at not in covered]
+                self._boxes = np.delete(self._boxes, sorted(covered), axis=0)
+        count = len(self.live)
+        if count >= len(self._boxes):
+            more = np.zeros((max(2 * count, 8), len(view.selectors), 2), dtype=np.int64)
+            more[:count] = self._boxes[:count] if count else 0
+            self._boxes = more
+        self._boxes[count] = _ends(view)
+        self.live.append((index, mode, view))
+
+    def _near(self, view: View) -> Iterable[int]:
+        """Positions in `live` of all accesses that may overlap `view`, and maybe of others."""
+        count = len(self.live)
+        if count <= _FEW:
+            return range(count)
+        ends = _ends(view)
+        boxes = self._boxes[:count]
+        near = ((boxes[:, :, 0] < ends[:, 1]) & (boxes[:, :, 1] > ends[:, 0])).all(axis=1)
+        found: list[int] = np.flatnonzero(near).tolist()
+        return found
+
+
+def _ends(view: View) -> NDArray[np.int64]:
+    """[start, stop) of each dim."""
+    listed = [(selector.start, selector.stop) for selector in view.selectors]
+    return np.array(listed, dtype=np.int64).reshape(-1, 2)
+
+
+def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:
+    """For each op of one rank, the indices of the earlier ops of that rank it must wait for."""
+    edges: list[tuple[int, ...]] = []
+    last_fence: int | None = None
+    touched: list[int] = []
+    stashes: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for index, (bound, conflicts) in enumerate(zip(ops, _conflicts(ops), strict=True)):
+        op = bound.op
+        before = {other for _, others in conflicts for other in others}
+        touches_exposed = is_one_sided(op) or any(view.buffer in exposed for _, view in op.accesses())
+        if isinstance(op, Fence):
+            before.update(touched)
+            if last_fence is not None:
+                before.add(last_fence)
+            last_fence, touched = index, []
+        elif touches_exposed:
+            if last_fence is not None:
+                before.add(last_fence)
+            touched.append(index)
+        if isinstance(op, Call) and op.stash:
+            users = stashes[op.stash, *op.args]
+            if op.part == "forward":
+                before.update(users)
+                users[:] = [index]
+            else:
+                before.update(users[:1])
+                users.append(index)
+        before.discard(index)
+        edges.append(tuple(sorted(before)))
+    return tuple(edges)
+
+
+def write_edges(ops: Sequence[BoundOp]) -> tuple[tuple[int, ...], ...]:
+    """As `local_edges`, of what an op writes alone: when these have ended, its results may be written."""
+    return tuple(
+        tuple(sorted({other for mode, others in conflicts if mode != READ for other in others} - {index}))
+        for index, conflicts in enumerate(_conflicts(ops))
+    )
+
+
+def _conflicts(ops: Sequence[BoundOp]) -> Iterator[list[tuple[Mode, list[int]]]]:
+    """For each op of one rank, by local access: how it accesses, and the earlier ops that this conflicts with."""
+    # What nobody writes orders nothing; keeping its readers would make this quadratic.
+    written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}
+    memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
+    for index, bound in enumerate(ops):
+        own: list[tuple[Mode, View, _Memory]] = []
+        for mode, view in bound.op.accesses():
+            if view.rank is None and view.buffer in written:
+                assert isinstance(view.slot, int)
+                own.append((mode, view, memory[view.buffer, view.slot]))
+        yield [(mode, place.conflicts(mode, view)) for mode, view, place in own]
+        for mode, view, place in own:
+            place.add(index, mode, view)
+
+
+def tracked_edges(matched: Matched) -> dict[Node, tuple[Node, ...]]:
+    """Across ranks: for each op, the released remote writes that it must wait for (track and trigger)."""
+    arriving: dict[int, list[tuple[Node, Mode, View]]] = defaultdict(list)
+    for rank, ops in matched.ops.items():
+        for index, bound in enumerate(ops):
+            if is_tracked(bound.op):
+                for mode, view in bound.op.accesses():
+                    if view.rank is not None and mode != READ:
+                        assert isinstance(view.rank, int)
+                        arriving[view.rank].append(((rank, index), mode, view))
+    edges: dict[Node, tuple[Node, ...]] = {}
+    for rank, writes in arriving.items():
+        for index, bound in enumerate(matched.ops[rank]):
+            before = {
+                node
+                for mode, view in bound.op.accesses()
+                if view.rank is None
+                for node, other_mode, other in writes
+                if not (mode == UPDATE and other_mode == UPDATE)
+                and matched.ops[node[0]][node[1]].key < bound.key
+                and view.overlaps(other)
+            }
+            if before:
+                edges[rank, index] = tuple(sorted(before))
+    return edges

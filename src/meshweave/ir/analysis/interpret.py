@@ -1,0 +1,211 @@
+"""Runs a program with all ranks in one process, one event after another.
+
+What the elements are is left to an `Algebra`: numbers (the oracle of `execute`), or index labels (the
+proof in `ir.labels`). Buffers are numpy arrays of whatever dtype the algebra uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.dataflow import Dataflow, Event
+from meshweave.ir.analysis.matching import Node
+from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.program.ops import (
+    Accumulate,
+    Add,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Copy,
+    Fence,
+    Get,
+    Matmul,
+    Op,
+    Permute,
+    Put,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Send,
+    Zero,
+)
+from meshweave.ir.program.views import Range, View, selector_indices
+
+Array = NDArray[Any]
+
+
+class Algebra(Protocol):
+    """Element arithmetic. `where` is the label of the op and its rank, for messages."""
+
+    def matmul(self, a: Array, b: Array) -> Array: ...
+    def add(self, x: Array, y: Array) -> Array: ...
+    def reduce(self, op: str, terms: Sequence[Array]) -> Array: ...
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array: ...
+    def read(self, block: Array) -> Array:
+        """Called on all that an op reads; may refuse (unwritten elements)."""
+        ...
+
+    def write(self, block: Array) -> Array:
+        """Called on all that an op writes; may mark it."""
+        ...
+
+    def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]: ...
+
+
+def index_of(view: View) -> tuple[Any, ...]:
+    """The numpy index that a resolved view means."""
+    if all(isinstance(selector, Range) for selector in view.selectors):
+        return tuple(slice(selector.start, selector.stop) for selector in view.selectors)
+    return np.ix_(*(selector_indices(selector) for selector in view.selectors))
+
+
+class Machine:
+    """The memory of all ranks, and the meaning of each op on it."""
+
+    def __init__(
+        self, flow: Dataflow, algebra: Algebra, fresh: Callable[[tuple[int, ...], str], Array]
+    ) -> None:
+        self.flow, self.algebra = flow, algebra
+        program = flow.program
+        self.memory: dict[tuple[int, str, int], Array] = {
+            (rank, buffer.name, slot): fresh(program.local_shape(buffer.name, rank), buffer.dtype)
+            for buffer in program.buffers
+            for rank in program.mesh_of[buffer.mesh].ranks
+            for slot in range(buffer.slots)
+        }
+        self.current: Node = (-1, -1)
+
+    def run(self, order: Iterable[Event]) -> None:
+        """Executes events in the given order. Raises ProgramError from the algebra, with op and rank."""
+        for event in order:
+            self._event(event)
+
+    def get(self, node: Node, view: View) -> Array:
+        self.current = node
+        rank = node[0] if view.rank is None else view.rank
+        assert isinstance(rank, int) and isinstance(view.slot, int)
+        try:
+            return self.algebra.read(self.memory[rank, view.buffer, view.slot][index_of(view)])
+        except ProgramError as error:
+            raise self._named(error, node, view) from None
+
+    def put(self, node: Node, view: View, value: Array, *, update: bool = False) -> None:
+        self.current = node
+        rank = node[0] if view.rank is None else view.rank
+        assert isinstance(rank, int) and isinstance(view.slot, int)
+        target = self.memory[rank, view.buffer, view.slot]
+        index = index_of(view)
+        try:
+            if update:
+                value = self.algebra.add(self.algebra.read(target[index]), value)
+            target[index] = self.algebra.write(value)
+        except ProgramError as error:
+            raise self._named(error, node, view) from None
+
+    def _named(self, error: ProgramError, node: Node, view: View) -> ProgramError:
+        return ProgramError(
+            error.message,
+            op=error.op or self.flow.label(node),
+            rank=node[0],
+            buffer=error.buffer or view.buffer,
+        )
+
+    def _event(self, event: Event) -> None:
+        node = self.current = event[0]
+        op = self.flow.op(node)
+        if isinstance(op, Send):
+            recv = self.flow.op(event[1])
+            assert isinstance(recv, Recv)
+            self.put(event[1], recv.out, self.get(node, op.src).copy(), update=recv.update)
+        elif len(event) > 1 or op.is_joint:
+            self._collective(event, op)
+        else:
+            self._local(node, op)
+
+    def _local(self, node: Node, op: Op) -> None:
+        match op:
+            case Matmul():
+                a, b = self.get(node, op.a), self.get(node, op.b)
+                try:
+                    value = self.algebra.matmul(a.T if op.transpose_a else a, b.T if op.transpose_b else b)
+                except ProgramError as error:
+                    raise self._named(error, node, op.out) from None
+                released = op.release is not None and op.release.update
+                self.put(node, op.out, value, update=bool(op.accumulate) or released)
+            case Copy() | Put():
+                update = op.release is not None and op.release.update
+                self.put(node, op.out, self.get(node, op.src).copy(), update=update)
+            case Get():
+                self.put(node, op.out, self.get(node, op.src).copy())
+            case Add() | Accumulate():
+                self.put(node, op.out, self.get(node, op.src), update=True)
+            case Zero():
+                self.put(node, op.out, self.algebra.zeros(op.out.shape, self._dtype(op.out)))
+            case Call():
+                ins = [self.get(node, view) for view in op.ins]
+                for view, value in zip(op.outs, self.algebra.call(op, node[0], ins), strict=True):
+                    self.put(node, view, value)
+            case _:
+                raise AssertionError(op)
+
+    def _dtype(self, view: View) -> str:
+        return self.flow.program.buffer_of[view.buffer].dtype
+
+    def _collective(self, event: Event, first: Op) -> None:
+        if isinstance(first, Fence):
+            return
+        ops: list[Any] = [self.flow.op(node) for node in event]
+        count = len(event)
+        out: Mapping[int, Array]
+        match first:
+            case Broadcast():
+                root = int(first.root)  # type: ignore[arg-type]
+                value = self.get(event[root], ops[root].src).copy()
+                out = dict.fromkeys(range(count), value)
+            case Reduce():
+                out = {int(first.root): self._reduce(first.op, event, ops)}  # type: ignore[arg-type]
+            case AllReduce():
+                out = dict.fromkeys(range(count), self._reduce(first.op, event, ops))
+            case AllGather():
+                parts = [self.get(node, op.src) for node, op in zip(event, ops, strict=True)]
+                out = dict.fromkeys(range(count), np.concatenate(parts, axis=first.dim))
+            case ReduceScatter():
+                total = self._reduce(first.op, event, ops)
+                sizes = equal_parts(first.sizes, total.shape[first.dim], count)
+                out = dict(enumerate(np.split(total, np.cumsum(sizes)[:-1], axis=first.dim)))
+            case Permute():
+                values = [self.get(node, op.src).copy() for node, op in zip(event, ops, strict=True)]
+                out = {i: values[(i - int(first.shift)) % count] for i in range(count)}  # type: ignore[arg-type]
+            case AllToAll():
+                out = self._all_to_all(event, ops)
+            case _:
+                raise AssertionError(first)
+        for member, value in out.items():
+            self.put(event[member], ops[member].out, value)
+
+    def _reduce(self, how: str, event: Event, ops: Sequence[Any]) -> Array:
+        terms = [self.get(node, op.src) for node, op in zip(event, ops, strict=True)]
+        try:
+            return self.algebra.reduce(how, terms)
+        except ProgramError as error:
+            raise self._named(error, event[0], ops[0].src) from None
+
+    def _all_to_all(self, event: Event, ops: Sequence[Any]) -> dict[int, Array]:
+        count = len(event)
+        pieces = []
+        for node, op in zip(event, ops, strict=True):
+            block = self.get(node, op.src)
+            sizes = equal_parts(op.send_sizes, block.shape[op.split_dim], count)
+            pieces.append(np.split(block, np.cumsum(sizes)[:-1], axis=op.split_dim))
+        return {
+            i: np.concatenate([pieces[j][i] for j in range(count)], axis=ops[i].concat_dim)
+            for i in range(count)
+        }

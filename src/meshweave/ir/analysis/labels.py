@@ -1,0 +1,401 @@
+"""Runs a program on index labels instead of numbers, and so proves what it computes.
+
+Each element carries which term it is and which global element it belongs to. A raw element of tensor T is
+the term T; a partial sum of a product carries how often each k went into it. Multiplying checks that the
+operands are blocks of the right tensors and that their k agree; adding checks that positions agree and
+counts up. In the end every output element must hold exactly its own tensor's element: each k once.
+
+A tensor that arrives as partial sums may be multiplied before it is summed, because a product is linear: a
+summand of A B is then one k of one term of A (and of B), and each of those must be in once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.base.errors import ProgramError
+from meshweave.describe.layout import Layout, Partial
+from meshweave.ir.analysis.dataflow import Dataflow, Event
+from meshweave.ir.analysis.interpret import Machine, index_of
+from meshweave.ir.program import Buffer, Product, Program, Same
+from meshweave.ir.program.ops import Call
+from meshweave.ir.program.views import View
+
+LABEL = np.dtype([("term", np.int32), ("index", np.int64), ("writer", np.int32)])
+Labels = NDArray[Any]
+
+UNWRITTEN, ZERO = 0, 1
+
+MAX_ELEMENTS = 16_000_000
+"""Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
+
+
+@dataclass(frozen=True)
+class _Term:
+    """`basis` names what is summed: a product's output tensor, or a tensor that arrived as partial sums.
+    `counts` says how often each summand is in, for a product in the order (k, term of a, term of b); all ones
+    is the element itself. No counts at all mean something opaque that a call made: it can be moved and added,
+    and is never what a product declares."""
+
+    basis: str
+    counts: tuple[int, ...]
+
+    @property
+    def complete(self) -> bool:
+        return all(count == 1 for count in self.counts)
+
+    @property
+    def opaque(self) -> bool:
+        return not self.counts
+
+
+@dataclass
+class LabelAlgebra:
+    """See the module docstring. Implements `ir.interpret.Algebra`."""
+
+    program: Program
+    flow: Dataflow
+    terms: list[_Term | None] = field(default_factory=lambda: [None, None])
+    ids: dict[_Term, int] = field(default_factory=dict)
+    writers: list[str] = field(default_factory=lambda: ["nothing"])
+    machine: Machine | None = None
+    _writer_ids: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.products = {m.out: m for m in self.program.computes if isinstance(m, Product)}
+        self.same = {m.out: m.src for m in self.program.computes if isinstance(m, Same)}
+        self.arrived = self._arrived()
+        self.summands = {tensor: terms for tensor, (terms, _) in self.arrived.items()}
+        self.summands |= {out: math.prod(self._extents(product)) for out, product in self.products.items()}
+
+    def _arrived(self) -> dict[str, tuple[int, bool]]:
+        """Tensors that arrive in terms: how many, and whether to be summed. Refuses two sets of terms of one."""
+        arrived: dict[str, tuple[int, bool]] = {}
+        for buffer in self.program.buffers:
+            tensor, layout = buffer.tensor, buffer.layout
+            if buffer.kind != "input" or tensor is None or layout is None or not layout.partial_axes:
+                continue
+            if tensor in arrived or tensor in self.products:
+                other = "is computed, too" if tensor in self.products else "arrives in terms twice"
+                raise ProgramError(f"holds terms of {tensor}, which {other}", buffer=buffer.name)
+            linear = all(p.op == "sum" for p in layout.placements if isinstance(p, Partial))
+            arrived[tensor] = len(_holders(layout, layout.mesh.ranks[0])), linear
+        return arrived
+
+    def _extents(self, product: Product) -> tuple[int, int, int]:
+        """How many k, terms of a and terms of b a product sums over."""
+        inner = self.program.tensor_of[product.a].shape[0 if product.transpose_a else 1]
+        return inner, self.arrived.get(product.a, (1,))[0], self.arrived.get(product.b, (1,))[0]
+
+    def intern(self, term: _Term) -> int:
+        if term not in self.ids:
+            self.ids[term] = len(self.terms)
+            self.terms.append(term)
+        return self.ids[term]
+
+    def whole(self, tensor: str) -> int:
+        """The term of a finished element of `tensor`."""
+        return self.intern(_Term(tensor, (1,) * self.summands.get(tensor, 1)))
+
+    # --- algebra --------------------------------------------------------------------------------------
+
+    def read(self, block: Labels) -> Labels:
+        if (block["term"] == UNWRITTEN).any():
+            at = tuple(int(i) for i in np.argwhere(block["term"] == UNWRITTEN)[0])
+            raise ProgramError(f"reads what was never written, first at {at} of the view")
+        return block
+
+    def write(self, block: Labels) -> Labels:
+        assert self.machine is not None
+        block = block.copy()
+        label = self.flow.label(self.machine.current)
+        if label not in self._writer_ids:
+            self._writer_ids[label] = len(self.writers)
+            self.writers.append(label)
+        block["writer"] = self._writer_ids[label]
+        return block
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Labels:
+        block = np.zeros(shape, LABEL)
+        block["term"] = ZERO
+        return block
+
+    def matmul(self, a: Labels, b: Labels) -> Labels:
+        shape = (a.shape[0], b.shape[1])
+        if 0 in (*a.shape, *b.shape) or self._only(a, ZERO) or self._only(b, ZERO):
+            return self.zeros(shape, "")
+        left, right = self._factor(a), self._factor(b)
+        declared = [p for p in self.products.values() if (p.a, p.b) == (left.basis, right.basis)]
+        if not declared:
+            raise ProgramError(f"multiplies {left.basis} by {right.basis}, which no declared product does")
+        for number, product in enumerate(declared):
+            try:
+                return self._product(a, b, product, left, right)
+            except ProgramError:
+                if number == len(declared) - 1:
+                    raise
+        raise AssertionError
+
+    def _product(self, a: Labels, b: Labels, product: Product, left: _Term, right: _Term) -> Labels:
+        m, k = self._axes(a, product.a, product.transpose_a)
+        k_right, n = self._axes(b, product.b, product.transpose_b)
+        if not np.array_equal(k, k_right):
+            bad = int(np.argmax(k != k_right)) if k.shape == k_right.shape else 0
+            raise ProgramError(f"multiplies k = {k[bad]} of {product.a} by k = {k_right[bad]} of {product.b}")
+        counts = np.bincount(k, minlength=self._extents(product)[0])
+        for term in (left, right):
+            if term.basis in self.arrived:
+                counts = np.kron(counts, term.counts)
+        out = np.zeros((len(m), len(n)), LABEL)
+        out["term"] = self.intern(_Term(product.out, tuple(counts.tolist())))
+        out["index"] = m[:, None] * self.program.tensor_of[product.out].shape[1] + n[None, :]
+        return out
+
+    def add(self, x: Labels, y: Labels) -> Labels:
+        out = np.where(x["term"] == ZERO, y, x)
+        both = (x["term"] != ZERO) & (y["term"] != ZERO)
+        if not both.any():
+            return out
+        opaque = [number for number, term in enumerate(self.terms) if term is not None and term.opaque]
+        placed = both & ~np.isin(x["term"], opaque) & ~np.isin(y["term"], opaque)
+        if (x["index"] != y["index"])[placed].any():
+            raise ProgramError("adds elements of different positions")
+        pairs, inverse = np.unique(np.stack([x["term"][both], y["term"][both]]), axis=1, return_inverse=True)
+        sums = np.array([self._sum(int(p), int(q)) for p, q in pairs.T], np.int32)
+        out["term"][both] = sums[inverse.reshape(-1)]
+        return out
+
+    def _sum(self, p: int, q: int) -> int:
+        left, right = self.terms[p], self.terms[q]
+        assert left is not None and right is not None
+        if left.opaque or right.opaque:
+            return self.intern(_Term("a sum with what a call made", ()))
+        if left.basis != right.basis or len(left.counts) != len(right.counts):
+            raise ProgramError(f"adds a term of {left.basis} to one of {right.basis}")
+        if len(left.counts) == 1:
+            raise ProgramError(f"adds a finished element of {left.basis} to itself")
+        return self.intern(
+            _Term(left.basis, tuple(a + b for a, b in zip(left.counts, right.counts, strict=True)))
+        )
+
+    def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
+        if op != "sum":
+            raise ProgramError(f"labels know sums only, not '{op}'")
+        total = terms[0].copy()
+        for term in terms[1:]:
+            total = self.add(total, term)
+        return total
+
+    def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
+        """A call is taken to make what its output buffers declare; into scratch it makes something opaque.
+
+        What it makes of its inputs is its own business, but it is given no sums that still lack a term.
+        """
+        for view, block in zip(op.ins, ins, strict=True):
+            self._check_input(view, block, rank)
+        outs = []
+        for view in op.outs:
+            buffer = self.program.buffer_of[view.buffer]
+            assert self.machine is not None
+            block = np.zeros(view.shape, LABEL)
+            if buffer.tensor is not None:
+                block = global_labels(self, buffer, rank)[index_of(view)].copy()
+            else:
+                block["term"] = self.intern(_Term(f"{op.fn}({self.flow.label(self.machine.current)})", ()))
+                block["index"] = np.arange(block.size).reshape(block.shape)
+            outs.append(block)
+        return outs
+
+    def _check_input(self, view: View, block: Labels, rank: int) -> None:
+        """Refuses unfinished sums, and what is not the element of the tensor that the buffer declares."""
+        buffer = self.program.buffer_of[view.buffer]
+        if buffer.layout is not None and buffer.layout.partial_axes:
+            return
+        story = ""
+        for term in (self.terms[int(i)] for i in np.unique(block["term"])):
+            if term is not None and not term.complete:
+                story = f"unfinished sums of {term.basis}: {self.describe(term)}"
+        if not story and buffer.tensor in self.products.keys() | self.same.keys():
+            expected = self.expected(buffer, rank)[index_of(view)]
+            wrong = (block["term"] != expected["term"]) | (block["index"] != expected["index"])
+            if wrong.any():
+                at = tuple(map(int, np.argwhere(wrong)[0]))
+                story = f"what is not {buffer.tensor}, first at {at} of the view"
+        if story:
+            assert self.machine is not None
+            label = self.flow.label(self.machine.current)
+            raise ProgramError(f"gives a call {story}", op=label, rank=rank, buffer=view.buffer)
+
+    def expected(self, buffer: Buffer, rank: int) -> Labels:
+        """What a buffer of `rank` holds when its tensor is finished."""
+        labels = global_labels(self, buffer, rank)
+        if buffer.tensor in self.same:
+            labels["term"] = self.whole(self.same[buffer.tensor])
+        return labels
+
+    # --- reading labels -------------------------------------------------------------------------------
+
+    @staticmethod
+    def _only(block: Labels, term: int) -> bool:
+        return bool((block["term"] == term).all())
+
+    def _factor(self, block: Labels) -> _Term:
+        """The one term of a block: finished, or part of the sum as which its tensor arrived."""
+        ids = np.unique(block["term"])
+        terms = [self.terms[int(i)] for i in ids]
+        if len(terms) != 1 or terms[0] is None:
+            names = sorted({term.basis if term else "zeros" for term in terms})
+            names = names if len(names) > 1 else [f"different sums of {names[0]}"]
+            raise ProgramError(f"multiplies a block that mixes {', '.join(names)}")
+        linear = self.arrived.get(terms[0].basis, (1, False))[1]
+        if not (terms[0].complete or linear):
+            raise ProgramError(f"multiplies unfinished sums of {terms[0].basis}: {self.describe(terms[0])}")
+        return terms[0]
+
+    def _axes(
+        self, block: Labels, tensor: str, transposed: bool
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Global row and column numbers of a block, in the orientation of the multiplication."""
+        columns = self.program.tensor_of[tensor].shape[1]
+        first, second = np.divmod(block["index"], columns)
+        rows, cols = (second, first) if transposed else (first, second)
+        if (rows != rows[:, :1]).any() or (cols != cols[:1, :]).any():
+            raise ProgramError(f"multiplies something that is no block of {tensor}")
+        return rows[:, 0], cols[0, :]
+
+    def describe(self, term: _Term) -> str:
+        lacking = [i for i, count in enumerate(term.counts) if count == 0]
+        doubled = [i for i, count in enumerate(term.counts) if count > 1]
+        parts = [f"lacks {self._summands(term.basis, lacking)}"] if lacking else []
+        parts += [f"has {self._summands(term.basis, doubled)} more than once"] if doubled else []
+        return " and ".join(parts) or "complete"
+
+    def _summands(self, basis: str, numbers: Sequence[int]) -> str:
+        """`k = 3`, in a product of what arrived in terms `k = 3 of term 1 of A`, of A itself `term 1`."""
+        product = self.products.get(basis)
+        if product is None:
+            return f"term {_some(numbers)}"
+        extents = self._extents(product)
+        groups: dict[str, list[int]] = {}
+        for number in numbers:
+            k, *terms = (int(i) for i in np.unravel_index(number, extents))
+            named = zip((product.a, product.b), extents[1:], terms, strict=True)
+            of = " and ".join(f"term {term} of {tensor}" for tensor, count, term in named if count > 1)
+            groups.setdefault(of, []).append(k)
+        return _some([f"k = {_some(k)}{of and ' of ' + of}" for of, k in sorted(groups.items())], "; ")
+
+
+def _some(values: Sequence[object], between: str = ", ") -> str:
+    shown = between.join(map(str, values[:4]))
+    return shown + (f" and {len(values) - 4} more" if len(values) > 4 else "")
+
+
+def global_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
+    """Labels of the finished elements of the tensor that a buffer declares, on one rank."""
+    assert buffer.tensor is not None and buffer.layout is not None
+    shape = algebra.program.tensor_of[buffer.tensor].shape
+    indices = buffer.layout.indices(shape, rank)
+    block = np.zeros(tuple(len(dim) for dim in indices), LABEL)
+    flat = np.ravel_multi_index(np.ix_(*indices), shape) if block.size else np.zeros(block.shape, np.int64)
+    block["index"] = flat
+    block["term"] = algebra.whole(buffer.tensor)
+    return block
+
+
+def num_elements(program: Program) -> int:
+    """Elements of all buffers of all ranks, which is what the proof must hold in memory."""
+    return sum(
+        buffer.slots * math.prod(program.local_shape(buffer.name, rank))
+        for buffer in program.buffers
+        for rank in program.mesh_of[buffer.mesh].ranks
+    )
+
+
+def check_labels(flow: Dataflow, order: Sequence[Event]) -> None:
+    """Proves that the program computes what it declares. Raises ProgramError with op, rank and buffer."""
+    program = flow.program
+    algebra = LabelAlgebra(program, flow)
+    machine = Machine(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
+    algebra.machine = machine
+    for buffer in program.buffers:
+        if buffer.kind == "input":
+            for rank in program.mesh_of[buffer.mesh].ranks:
+                for slot in range(buffer.slots):
+                    machine.memory[rank, buffer.name, slot][...] = _input_labels(algebra, buffer, rank)
+    machine.run(order)
+    for buffer in program.buffers:
+        if buffer.kind == "output":
+            assert buffer.layout is not None
+            for rank in program.mesh_of[buffer.mesh].ranks:
+                _check_output(algebra, machine, buffer, buffer.layout, rank)
+
+
+def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
+    block = global_labels(algebra, buffer, rank)
+    assert buffer.layout is not None and buffer.tensor is not None
+    axes = [i for i, p in enumerate(buffer.layout.placements) if isinstance(p, Partial)]
+    if axes:
+        mesh = buffer.layout.mesh
+        coords = mesh.coords(rank)
+        number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
+        counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
+        block["term"] = algebra.intern(_Term(buffer.tensor, counts))
+    return block
+
+
+def _holders(layout: Layout, rank: int) -> list[int]:
+    """The ranks whose local values are the terms of those of `rank`, in order of their coordinates."""
+    holders = [rank]
+    for axis in layout.partial_axes:
+        holders = [other for holder in holders for other in layout.mesh.group(holder, axis)]
+    return holders
+
+
+def _check_output(algebra: LabelAlgebra, machine: Machine, buffer: Buffer, layout: Layout, rank: int) -> None:
+    assert buffer.tensor is not None
+    holders = _holders(layout, rank)
+    if rank != holders[0]:
+        return
+    found = machine.memory[rank, buffer.name, 0]
+    for other in holders[1:]:
+        try:
+            found = algebra.add(algebra.read(found), algebra.read(machine.memory[other, buffer.name, 0]))
+        except ProgramError as error:
+            raise ProgramError(error.message, rank=other, buffer=buffer.name) from None
+    expected = algebra.expected(buffer, rank)
+    tensor = buffer.tensor
+    unwritten = found["term"] == UNWRITTEN
+    declared = tensor in algebra.products or tensor in algebra.same
+    wrong = (
+        (found["term"] != expected["term"]) | (found["index"] != expected["index"]) if declared else unwritten
+    )
+    if not wrong.any():
+        return
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    element = found[at]
+    where = tuple(
+        int(i) for i in np.unravel_index(int(expected[at]["index"]), algebra.program.tensor_of[tensor].shape)
+    )
+    term = algebra.terms[int(element["term"])]
+    if element["term"] == UNWRITTEN:
+        story = "is never written"
+    elif term is None:
+        story = "is zero"
+    elif element["index"] != expected[at]["index"]:
+        story = f"holds another element of {term.basis}"
+    elif term.complete:
+        story = f"holds {term.basis}"
+    else:
+        story = algebra.describe(term)
+    raise ProgramError(
+        f"{tensor}{list(where)} {story} ({int(wrong.sum())} such elements)",
+        op=algebra.writers[int(element["writer"])],
+        rank=rank,
+        buffer=buffer.name,
+    )

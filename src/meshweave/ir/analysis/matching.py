@@ -1,0 +1,200 @@
+"""Which ops of different ranks belong together.
+
+Collectives are matched as communicators match them: the n-th one that a rank issues in a lane over a group
+is the n-th one of every member. A send is matched with a recv in order, per lane, pair of ranks and tag.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.shapes import check_joint
+from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    DataCollective,
+    Op,
+    Permute,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Send,
+)
+
+Node = tuple[int, int]
+"""(rank, index in the rank's op list)."""
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Ops that take part in one event: all members of a collective, or a send with its recv.
+
+    `members` are in the order of the group; for point to point, the sender first.
+    """
+
+    kind: str
+    members: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """A program's per-rank ops with their partners."""
+
+    program: Program
+    ops: Mapping[int, Sequence[BoundOp]]
+    joints: tuple[Joint, ...]
+    joint_of: Mapping[Node, int]
+
+    def op(self, node: Node) -> Op:
+        return self.ops[node[0]][node[1]].op
+
+    def label(self, node: Node) -> str:
+        return self.ops[node[0]][node[1]].label
+
+
+def match(program: Program) -> Matched:
+    """Pairs up every communication op. Raises ProgramError naming op and rank where partners disagree."""
+    ops = program.instance
+    collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    sends: dict[tuple[str, int, int, int], list[Node]] = defaultdict(list)
+    recvs: dict[tuple[str, int, int, int], list[Node]] = defaultdict(list)
+    for rank, listed in ops.items():
+        for index, bound in enumerate(listed):
+            op = bound.op
+            if isinstance(op, Collective):
+                assert isinstance(op.over, tuple)
+                if rank not in op.over:
+                    raise ProgramError(
+                        f"runs over ranks {op.over} without being one", op=bound.label, rank=rank
+                    )
+                if len(set(op.over)) < len(op.over):
+                    raise ProgramError(f"runs over ranks {op.over}, which repeat", op=bound.label, rank=rank)
+                collectives[op.lane, op.over][rank].append(index)
+            elif isinstance(op, Send):
+                sends[op.lane, rank, _peer(program, op.peer, bound, rank), _int(op.tag)].append((rank, index))
+            elif isinstance(op, Recv):
+                recvs[op.lane, _peer(program, op.peer, bound, rank), rank, _int(op.tag)].append((rank, index))
+    joints = [
+        joint
+        for (_, over), members in collectives.items()
+        for joint in _match_collectives(program, ops, over, members)
+    ]
+    joints += _match_messages(program, ops, sends, recvs)
+    joint_of = {node: number for number, joint in enumerate(joints) for node in joint.members}
+    return Matched(program, ops, tuple(joints), joint_of)
+
+
+def _int(value: Any) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _peer(program: Program, peer: Any, bound: BoundOp, rank: int) -> int:
+    if peer not in program.instance or peer == rank:
+        raise ProgramError(f"peer {peer} is no other rank of the program", op=bound.label, rank=rank)
+    return _int(peer)
+
+
+def _match_collectives(
+    program: Program,
+    ops: Mapping[int, Sequence[BoundOp]],
+    over: tuple[int, ...],
+    members: Mapping[int, list[int]],
+) -> list[Joint]:
+    joints = []
+    for number in range(max(map(len, members.values()))):
+        nodes = []
+        for rank in over:
+            if number >= len(members.get(rank, ())):
+                other, index = next((r, m[number]) for r, m in members.items() if len(m) > number)
+                raise ProgramError(
+                    f"rank {rank} never joins this collective over ranks {over}",
+                    op=ops[other][index].label,
+                    rank=other,
+                )
+            nodes.append((rank, members[rank][number]))
+        _agree(program, ops, nodes)
+        joints.append(Joint(ops[nodes[0][0]][nodes[0][1]].op.kind, tuple(nodes)))
+    return joints
+
+
+def _agree(program: Program, ops: Mapping[int, Sequence[BoundOp]], nodes: Sequence[Node]) -> None:
+    """Every member issues the same collective: kind, name, dtype and fields, with parts that fit."""
+    first_rank, first_index = nodes[0]
+    first = ops[first_rank][first_index]
+    for rank, index in nodes[1:]:
+        bound = ops[rank][index]
+        mine, theirs = _signature(program, bound.op), _signature(program, first.op)
+        if mine != theirs:
+            raise ProgramError(
+                f"collectives in another order than on rank {first_rank}, which has {first.label} {theirs} "
+                f"where this has {mine}",
+                op=bound.label,
+                rank=rank,
+            )
+    check_joint(program, [(rank, ops[rank][index]) for rank, index in nodes])
+
+
+def _signature(program: Program, op: Op) -> tuple[Any, ...]:
+    fields: tuple[str, ...] = {
+        AllGather: ("dim", "sizes"),
+        ReduceScatter: ("dim", "sizes", "op"),
+        AllReduce: ("op",),
+        Broadcast: ("root", "packets"),
+        Reduce: ("root", "packets", "op"),
+        AllToAll: ("split_dim", "concat_dim"),
+        Permute: ("shift", "step"),
+    }.get(type(op), ())
+    dtype = program.buffer_of[op.src.buffer].dtype if isinstance(op, DataCollective) else ""
+    return (op.kind, op.name, dtype, *(getattr(op, name) for name in fields))
+
+
+def _match_messages(
+    program: Program,
+    ops: Mapping[int, Sequence[BoundOp]],
+    sends: Mapping[tuple[str, int, int, int], list[Node]],
+    recvs: Mapping[tuple[str, int, int, int], list[Node]],
+) -> list[Joint]:
+    joints = []
+    for channel in sorted(set(sends) | set(recvs)):
+        lane, src, dst, tag = channel
+        out, into = sends.get(channel, []), recvs.get(channel, [])
+        if len(out) != len(into):
+            rank, index = out[len(into)] if len(out) > len(into) else into[len(out)]
+            other, missing = (dst, "recv") if rank == src else (src, "send")
+            raise ProgramError(
+                f"rank {other} has no matching {missing} in lane {lane} with tag {tag}",
+                op=ops[rank][index].label,
+                rank=rank,
+            )
+        for (a_rank, a_index), (b_rank, b_index) in zip(out, into, strict=True):
+            send, recv = ops[a_rank][a_index].op, ops[b_rank][b_index].op
+            assert isinstance(send, Send) and isinstance(recv, Recv)
+            if send.src.shape != recv.out.shape:
+                raise ProgramError(
+                    f"sends shape {send.src.shape} to {ops[b_rank][b_index].label} of rank {b_rank}, "
+                    f"which takes {recv.out.shape}",
+                    op=ops[a_rank][a_index].label,
+                    rank=a_rank,
+                    buffer=send.src.buffer,
+                )
+            dtypes = [program.buffer_of[view.buffer].dtype for view in (send.src, recv.out)]
+            if dtypes[0] != dtypes[1]:
+                raise ProgramError(
+                    f"takes {dtypes[1]} where {ops[a_rank][a_index].label} of rank {a_rank} sends {dtypes[0]}",
+                    op=ops[b_rank][b_index].label,
+                    rank=b_rank,
+                    buffer=recv.out.buffer,
+                )
+            joints.append(Joint("message", ((a_rank, a_index), (b_rank, b_index))))
+    return joints

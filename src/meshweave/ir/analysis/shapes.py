@@ -1,0 +1,232 @@
+"""Which shapes, dtypes and member numbers fit together, op by op.
+
+numpy would broadcast a block of one row over many and raise its own errors for the rest, so nothing here is
+left to it. `check_op` looks at one op alone, `check_joint` at the members of a collective side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import (
+    Accumulate,
+    Add,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Call,
+    Copy,
+    DataCollective,
+    Get,
+    Matmul,
+    Op,
+    Permute,
+    Put,
+    Recv,
+    Reduce,
+    ReduceScatter,
+)
+from meshweave.ir.program.views import View
+
+Shape = tuple[int, ...]
+
+
+def equal_parts(sizes: Any, total: int, count: int) -> tuple[int, ...]:
+    """`sizes` of a resolved collective, or `count` equal parts of `total` where it is None."""
+    return (total // count,) * count if sizes is None else sizes
+
+
+class _Check:
+    """Raises with op, rank and buffer named."""
+
+    def __init__(self, program: Program, bound: BoundOp, rank: int) -> None:
+        self.program, self.bound, self.rank = program, bound, rank
+
+    def require(self, condition: bool, message: str, buffer: str | None = None) -> None:
+        if not condition:
+            raise ProgramError(message, op=self.bound.label, rank=self.rank, buffer=buffer)
+
+    def shape(self, view: View, expected: Sequence[int]) -> None:
+        self.require(
+            view.shape == tuple(expected),
+            f"{view} has shape {view.shape}, should have {tuple(expected)}",
+            view.buffer,
+        )
+
+    def dim(self, dim: int, view: View) -> None:
+        dims = len(view.selectors)
+        self.require(0 <= dim < dims, f"{view} has {dims} dims, and no dim {dim}", view.buffer)
+
+    def same_dtype(self, out: View, src: View) -> None:
+        taken, given = (self.program.buffer_of[view.buffer].dtype for view in (out, src))
+        self.require(taken == given, f"moves {given} of {src.buffer} into {taken}", out.buffer)
+
+
+def check_op(program: Program, bound: BoundOp, rank: int) -> None:
+    """Checks an op that is complete in itself. Raises ProgramError naming op, rank and buffer."""
+    check, op = _Check(program, bound, rank), bound.op
+    _check_remote(check, op)
+    _check_overlaps(check, op)
+    match op:
+        case Matmul():
+            for view in (op.out, op.a, op.b):
+                check.require(len(view.selectors) == 2, f"multiplies {view}, which is no matrix", view.buffer)
+            a = op.a.shape[::-1] if op.transpose_a else op.a.shape
+            b = op.b.shape[::-1] if op.transpose_b else op.b.shape
+            check.require(a[1] == b[0], f"multiplies {a} by {b}: the inner sizes differ", op.b.buffer)
+            check.shape(op.out, (a[0], b[1]))
+        case Copy() | Add():
+            check.shape(op.out, op.src.shape)
+        case Get() | Put() | Accumulate():
+            check.shape(op.out, op.src.shape)
+            check.same_dtype(op.out, op.src)
+            if isinstance(op, Accumulate):
+                check.require(op.op == "sum", f"accumulates by 'sum' only, not '{op.op}'", op.out.buffer)
+        case Call():
+            parts = ("", "forward", "input_grad", "weight_grad")
+            check.require(op.part in parts, f"part is one of {', '.join(parts[1:])}, not '{op.part}'")
+    if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
+        check.dim(op.release.dim, op.out)
+        check.require(int(op.release.tile) >= 1, "releases tiles of no elements", op.out.buffer)  # type: ignore[arg-type]
+
+
+def _check_remote(check: _Check, op: Op) -> None:
+    """Only one-sided ops, what products, copies and sums read, and what can be released reach into another rank's
+    memory."""
+    allowed: tuple[View, ...] = ()
+    if isinstance(op, (Get, Add)):
+        allowed = (op.src,)
+    elif isinstance(op, (Put, Accumulate)):
+        allowed = (op.out,)
+    elif isinstance(op, Matmul):
+        allowed = (op.out, op.a, op.b)
+    elif isinstance(op, Copy):
+        allowed = (op.out, op.src)
+    for _, view in op.accesses():
+        if view.rank is not None:
+            reaches = any(view is other for other in allowed)
+            check.require(reaches, f"{op.kind} cannot reach {view} on another rank", view.buffer)
+
+
+def _check_overlaps(check: _Check, op: Op) -> None:
+    """Refuses an output that is partly an input: the numbers would depend on how an executor goes through it.
+
+    Elementwise ops may work in place, on exactly the same elements. A call reads all its inputs first.
+    """
+    outs = [replace(view, rank=_owner(view, check.rank)) for view in op.writes]
+    ins = [replace(view, rank=_owner(view, check.rank)) for view in op.reads]
+    if isinstance(op, Call):
+        pairs = list(combinations(outs, 2))
+    else:
+        in_place = isinstance(op, (AllReduce, Broadcast, Reduce, Add, Copy, Recv, Accumulate))
+        accumulates = isinstance(op, Matmul) and op.accumulate  # then `out` is among what is read, last
+        pairs = [
+            (out, view)
+            for out in outs
+            for view in (ins[:2] if accumulates else ins)
+            if not (in_place and out == view)
+        ]
+    for out, other in pairs:
+        overlap = out.rank == other.rank and out.overlaps(other)
+        check.require(
+            not overlap, f"writes {out.buffer} while it reads or writes part of the same", out.buffer
+        )
+
+
+def _owner(view: View, rank: int) -> Index:
+    return rank if view.rank is None else view.rank
+
+
+def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> None:
+    """Checks the members of one collective, given as (rank, op). Raises ProgramError naming the odd one."""
+    ops: list[Any] = [bound.op for _, bound in members]
+    if not isinstance(ops[0], DataCollective):
+        return
+    checks = [_Check(program, bound, rank) for rank, bound in members]
+    for check, op in zip(checks, ops, strict=True):
+        check.same_dtype(op.out, op.src)
+        for name in ("dim", "split_dim", "concat_dim"):
+            if hasattr(op, name):
+                check.dim(getattr(op, name), op.src)
+                check.dim(getattr(op, name), op.out)
+        if isinstance(op, (Broadcast, Reduce)):
+            root, packets = int(op.root), int(op.packets)  # type: ignore[arg-type]
+            check.require(0 <= root < len(ops), f"root {root} is none of the {len(ops)} members")
+            check.require(packets >= 1, f"cuts into {packets} packets")
+        for name in ("sizes", "send_sizes", "recv_sizes"):
+            sizes = getattr(op, name, None)
+            fits = sizes is None or (len(sizes) == len(ops) and min(sizes) >= 0)
+            check.require(fits, f"{name} {sizes} do not say what each of {len(ops)} members has")
+    for check, op, expected in zip(checks, ops, _expected(checks, ops), strict=True):
+        if expected is not None:
+            check.shape(op.out, expected)
+
+
+def _expected(checks: Sequence[_Check], ops: Sequence[Any]) -> list[Shape | None]:
+    """Shape that each member's `out` must have; None where it is not written."""
+    first, count = ops[0], len(ops)
+    src: list[Shape] = [op.src.shape for op in ops]
+    match first:
+        case AllGather():
+            sizes = equal_parts(first.sizes, src[0][first.dim] * count, count)
+            for check, op, size in zip(checks, ops, sizes, strict=True):
+                check.shape(op.src, _with(src[0], first.dim, size))
+            return [_with(src[0], first.dim, sum(sizes))] * count
+        case ReduceScatter():
+            _alike(checks, ops)
+            total = src[0][first.dim]
+            sizes = equal_parts(first.sizes, total, count)
+            checks[0].require(
+                sum(sizes) == total, f"sizes {sizes} do not sum to the {total} of src", first.src.buffer
+            )
+            return [_with(src[0], first.dim, size) for size in sizes]
+        case AllReduce():
+            _alike(checks, ops)
+            return list(src)
+        case Broadcast():
+            return [src[int(first.root)]] * count  # type: ignore[arg-type]
+        case Reduce():
+            _alike(checks, ops)
+            return [src[0] if member == first.root else None for member in range(count)]
+        case Permute():
+            return [src[(member - int(first.shift)) % count] for member in range(count)]  # type: ignore[arg-type]
+        case AllToAll():
+            return [_all_to_all(checks, ops, member) for member in range(count)]
+    raise AssertionError(first)
+
+
+def _all_to_all(checks: Sequence[_Check], ops: Sequence[Any], member: int) -> Shape:
+    op, count = ops[member], len(ops)
+    recv = equal_parts(op.recv_sizes, op.out.shape[op.concat_dim], count)
+    pieces: list[Shape] = []
+    for check, other in zip(checks, ops, strict=True):
+        total = other.src.shape[op.split_dim]
+        send = equal_parts(other.send_sizes, total, count)
+        check.require(
+            sum(send) == total, f"send_sizes {send} do not sum to the {total} of src", other.src.buffer
+        )
+        pieces.append(_with(other.src.shape, op.split_dim, send[member]))
+    for check, piece, size in zip(checks, pieces, recv, strict=True):
+        expected = _with(pieces[0], op.concat_dim, size)
+        check.require(
+            piece == expected,
+            f"gives member {member} a part of shape {piece}, which takes {expected}",
+            check.bound.op.accesses()[0][1].buffer,
+        )
+    return _with(pieces[0], op.concat_dim, sum(recv))
+
+
+def _alike(checks: Sequence[_Check], ops: Sequence[Any]) -> None:
+    for check, op in zip(checks, ops, strict=True):
+        check.shape(op.src, ops[0].src.shape)
+
+
+def _with(shape: Sequence[int], dim: int, size: int) -> Shape:
+    return (*shape[:dim], size, *shape[dim + 1 :])

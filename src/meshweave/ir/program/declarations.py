@@ -1,0 +1,130 @@
+"""Checks what a program declares, and that its statements use declared names only."""
+
+from __future__ import annotations
+
+import keyword
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from meshweave.base.errors import ProgramError, nearest
+from meshweave.base.units import DTYPES
+from meshweave.ir.program.ops import Collective, Op
+from meshweave.ir.program.program import Buffer, Meaning, On, Product, Program, Repeat, Same, Statement
+
+
+def check_declarations(program: Program) -> None:
+    """Raises ProgramError, naming op or buffer where there is one."""
+    _check_names(program)
+    for tensor in program.tensors:
+        if any(size < 0 for size in tensor.shape):
+            raise ProgramError(f"tensor {tensor.name} has shape {tensor.shape}")
+    for lane in program.lanes:
+        if lane.order not in ("fifo", "ready") or lane.width < 1:
+            raise ProgramError(f"lane {lane.name} has order '{lane.order}' and width {lane.width}")
+    for buffer in program.buffers:
+        _check_buffer(program, buffer)
+    for meaning in program.computes:
+        _check_meaning(program, meaning)
+    outs = Counter(meaning.out for meaning in program.computes)
+    for name, count in outs.items():
+        if count > 1:
+            raise ProgramError(f"tensor '{name}' is declared to compute {count} things")
+    for statement in _walk(program.body):
+        _check_statement(program, statement)
+
+
+def _check_names(program: Program) -> None:
+    tables = (program.meshes, program.tensors, program.buffers, program.lanes)
+    declared = Counter(item.name for table in tables for item in table)
+    axes = {axis for mesh in program.meshes for axis in mesh.axes}
+    for name in (*declared, *sorted(axes)):
+        # The text form is Python syntax, whose parser also folds some letters outside ASCII into others.
+        if not (name.isidentifier() and name.isascii()) or keyword.iskeyword(name):
+            raise ProgramError(f"'{name}' is no name: letters, digits and _ only, and no word of Python")
+    for name, count in declared.items():
+        if count > 1:
+            raise ProgramError(f"'{name}' is declared twice")
+
+
+def _check_buffer(program: Program, buffer: Buffer) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ProgramError(message, buffer=buffer.name)
+
+    require(
+        buffer.mesh in program.mesh_of, f"is on mesh '{buffer.mesh}'{nearest(buffer.mesh, program.mesh_of)}"
+    )
+    require(buffer.dtype in DTYPES, f"unknown dtype '{buffer.dtype}'{nearest(buffer.dtype, DTYPES)}")
+    require(buffer.slots >= 1, f"has {buffer.slots} slots")
+    require(buffer.slots == 1 or buffer.kind != "output", "is an output and has more than one slot")
+    if buffer.tensor is None:
+        require(buffer.kind == "scratch", f"is of kind {buffer.kind} and holds no tensor")
+    else:
+        known = program.tensor_of
+        require(buffer.tensor in known, f"holds tensor '{buffer.tensor}'{nearest(buffer.tensor, known)}")
+        require(buffer.kind != "scratch", f"is scratch and holds tensor '{buffer.tensor}'")
+        require(buffer.layout is not None, f"holds tensor '{buffer.tensor}' in no layout")
+        assert buffer.layout is not None
+        same = program.mesh_of[buffer.mesh] == buffer.layout.mesh
+        require(same, f"is on mesh '{buffer.mesh}', its layout on '{buffer.layout.mesh.name}'")
+    dims = buffer.num_dims(program.tensor_of)
+    order = tuple(range(dims)) if buffer.order is None else buffer.order
+    require(sorted(order) == list(range(dims)), f"order {order} does not name each of {dims} dims once")
+
+
+def _check_meaning(program: Program, meaning: Meaning) -> None:
+    names = (meaning.out, meaning.src) if isinstance(meaning, Same) else (meaning.out, meaning.a, meaning.b)
+    for name in names:
+        if name not in program.tensor_of:
+            raise ProgramError(f"computes with tensor '{name}'{nearest(name, program.tensor_of)}")
+    shapes = [program.tensor_of[name].shape for name in names]
+    if isinstance(meaning, Product):
+        out, a, b = shapes
+        if any(len(shape) != 2 for shape in shapes):
+            raise ProgramError(f"'{meaning.out}' is a product of tensors that are no matrices")
+        a = a[::-1] if meaning.transpose_a else a
+        b = b[::-1] if meaning.transpose_b else b
+        if a[1] != b[0] or out != (a[0], b[1]):
+            raise ProgramError(f"'{meaning.out}' of shape {out} cannot be the product of {a} and {b}")
+    elif shapes[0] != shapes[1]:
+        raise ProgramError(
+            f"'{meaning.out}' of shape {shapes[0]} cannot be '{meaning.src}' of shape {shapes[1]}"
+        )
+
+
+def _walk(body: Iterable[Statement]) -> Iterator[Statement]:
+    for statement in body:
+        yield statement
+        if not isinstance(statement, Op):
+            yield from _walk(statement.body)
+
+
+def _check_statement(program: Program, statement: Statement) -> None:
+    if isinstance(statement, On):
+        if isinstance(statement.where, str):
+            if statement.where not in program.mesh_of:
+                known = nearest(statement.where, program.mesh_of)
+                raise ProgramError(f"'with {statement.where}': there is no such mesh{known}")
+        elif strangers := sorted(set(statement.where) - set(program.ranks)):
+            raise ProgramError(f"'with ranks': no mesh has rank {strangers[0]}", rank=strangers[0])
+    elif isinstance(statement, Repeat):
+        if (
+            not statement.var.isidentifier()
+            or keyword.iskeyword(statement.var)
+            or statement.var in ("rank", "peer")
+        ):
+            raise ProgramError(f"'{statement.var}' cannot be a loop index")
+    elif isinstance(statement, Op):
+        label = statement.name or statement.kind
+        if statement.lane not in program.lane_of:
+            known = nearest(statement.lane, program.lane_of)
+            raise ProgramError(f"unknown lane '{statement.lane}'{known}", op=label)
+        if isinstance(statement, Collective) and isinstance(statement.over, str):
+            mesh_name = statement.over.partition(".")[0]
+            if mesh_name not in program.mesh_of:
+                known = nearest(mesh_name, program.mesh_of)
+                raise ProgramError(f"runs over unknown mesh '{mesh_name}'{known}", op=label)
+        for _, view in statement.accesses():
+            if view.buffer not in program.buffer_of:
+                known = nearest(view.buffer, program.buffer_of)
+                raise ProgramError(f"unknown buffer '{view.buffer}'{known}", op=label, buffer=view.buffer)

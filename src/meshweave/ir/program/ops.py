@@ -1,0 +1,353 @@
+"""The operations of a program.
+
+Every op says which views it reads and writes, in which lane it is issued, and in a template its numbers
+are expressions. A view without a rank belongs to the executing rank. Shapes below are those of views.
+
+Collectives run `over` a mesh axis ("tp.row": the group of ranks that differ in that coordinate), a whole
+mesh ("tp") or listed global ranks; members are in the order of the coordinate. `sizes` gives what member
+`peer` contributes (all_gather) or receives (reduce_scatter) along `dim`; None means equal parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.views import View
+
+Over = str | tuple[int, ...]
+Sizes = Index | tuple[int, ...] | None
+
+READ: Literal["read"] = "read"
+WRITE: Literal["write"] = "write"
+UPDATE: Literal["update"] = "update"
+Mode = Literal["read", "write", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The op gives its output away tile by tile as it goes, instead of all at its end.
+
+    Tiles of `tile` elements along output dim `dim` are released from tile number `first`, wrapping around.
+    With `update` a tile is added to its target (near-memory op-and-store), else stored. Whoever reads a
+    region later in the program waits for all of its released writes: that derived dependence is T3's
+    track and trigger (section 4), and no fence is needed for it.
+    """
+
+    dim: int = 0
+    tile: Index = 1
+    first: Index = 0
+    update: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Step `index` of `count` of a lowered `collective`: it runs at that collective's bandwidth and
+    synchronisation cost, and only step 0 pays the launch. `axis` is the mesh axis that it runs along where
+    the op does not say ("tp.row"). A ring that runs in `ways` directions at once has that bandwidth in all of
+    them together; the step is of one of them."""
+
+    collective: str
+    index: Index
+    count: Index
+    axis: str = ""
+    ways: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """Base: `lane` is the issue queue, `name` an optional label for people and for messages."""
+
+    kind: ClassVar[str] = ""
+    is_joint: ClassVar[bool] = False
+    """Whether all members of `over` take part in one event."""
+    lane: str
+    name: str = ""
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """What the op reads, writes and updates, in that order; remote views included."""
+        raise AssertionError(f"{type(self).__name__} declares no accesses")
+
+    @property
+    def reads(self) -> tuple[View, ...]:
+        return tuple(view for mode, view in self.accesses() if mode == READ)
+
+    @property
+    def writes(self) -> tuple[View, ...]:
+        return tuple(view for mode, view in self.accesses() if mode != READ)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective(Op):
+    is_joint: ClassVar[bool] = True
+    over: Over
+
+
+# --- compute ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul(Op):
+    """out (M, N) = or, accumulating, += a (M, K) @ b (K, N); a stored (K, M) / b (N, K) where transposed."""
+
+    kind: ClassVar[str] = "matmul"
+    out: View
+    a: View
+    b: View
+    transpose_a: bool = False
+    transpose_b: bool = False
+    accumulate: Index = 0
+    release: Release | None = None
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        own: tuple[tuple[Mode, View], ...] = ((READ, self.a), (READ, self.b))
+        if self.release is not None and self.release.update:
+            return (*own, (UPDATE, self.out))
+        if self.accumulate:
+            own = (*own, (READ, self.out))
+        return (*own, (WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy(Op):
+    """out = src, of equal shape."""
+
+    kind: ClassVar[str] = "copy"
+    out: View
+    src: View
+    release: Release | None = None
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        update = self.release is not None and self.release.update
+        return ((READ, self.src), (UPDATE if update else WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Add(Op):
+    """out += src, of equal shape."""
+
+    kind: ClassVar[str] = "add"
+    out: View
+    src: View
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((READ, self.src), (READ, self.out), (WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero(Op):
+    """out = 0."""
+
+    kind: ClassVar[str] = "zero"
+    out: View
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((WRITE, self.out),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(Op):
+    """outs = fn(*ins): a callable bound at execution, with its declared cost.
+
+    `part` says which part of a differentiable stage this is; `stash_bytes` is what a forward part keeps
+    alive until its weight-gradient part ends; `stash` together with `args` (say, the microbatch) names it, and
+    the gradient parts wait for the forward part of that name.
+    """
+
+    kind: ClassVar[str] = "call"
+    fn: str
+    outs: tuple[View, ...]
+    ins: tuple[View, ...]
+    flops: Index = 0
+    bytes: Index = 0
+    stash_bytes: Index = 0
+    stash: str = ""
+    part: Literal["", "forward", "input_grad", "weight_grad"] = ""
+    args: tuple[Index, ...] = ()
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        reads: tuple[tuple[Mode, View], ...] = tuple((READ, view) for view in self.ins)
+        return (*reads, *((WRITE, view) for view in self.outs))
+
+
+# --- collectives --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCollective(Collective):
+    out: View
+    src: View
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((READ, self.src), (WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGather(DataCollective):
+    """out = the members' src, concatenated along `dim`."""
+
+    kind: ClassVar[str] = "all_gather"
+    dim: int
+    sizes: Sizes = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatter(DataCollective):
+    """out = this member's part along `dim` of the reduction of all src."""
+
+    kind: ClassVar[str] = "reduce_scatter"
+    dim: int
+    sizes: Sizes = None
+    op: str = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(DataCollective):
+    """out = the reduction of all src, which has the same shape. `out` may be `src`."""
+
+    kind: ClassVar[str] = "all_reduce"
+    op: str = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast(DataCollective):
+    """out = src of member number `root`; the others' src is not read, and may be empty. Counts on `packets`
+    pipelined parts."""
+
+    kind: ClassVar[str] = "broadcast"
+    root: Index
+    packets: Index = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce(DataCollective):
+    """out of member number `root` = the reduction of all src; the others' out is not written, may be empty."""
+
+    kind: ClassVar[str] = "reduce"
+    root: Index
+    packets: Index = 1
+    op: str = "sum"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllToAll(DataCollective):
+    """src is cut along `split_dim` (part `peer` of `send_sizes` goes to that member) and what arrives is
+    concatenated along `concat_dim` (`recv_sizes`)."""
+
+    kind: ClassVar[str] = "all_to_all"
+    split_dim: int
+    concat_dim: int
+    send_sizes: Sizes = None
+    recv_sizes: Sizes = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permute(DataCollective):
+    """The ring step: src goes to the member `shift` places on, out comes from `shift` places back.
+
+    It cannot deadlock (every receive is posted first) and only neighbours wait for each other.
+    """
+
+    kind: ClassVar[str] = "permute"
+    shift: Index = 1
+    step: Step | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fence(Collective):
+    """Ends an epoch: one-sided ops of all members before it are complete after it, everywhere.
+
+    The end of the program is a fence of all its ranks."""
+
+    kind: ClassVar[str] = "fence"
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ()
+
+
+# --- point to point and one-sided -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Send(Op):
+    """Rendezvous: ends when the matching recv of rank `peer` has taken src. Matched in order per lane and tag."""
+
+    kind: ClassVar[str] = "send"
+    src: View
+    peer: Index
+    tag: Index = 0
+    step: Step | None = None
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((READ, self.src),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recv(Op):
+    kind: ClassVar[str] = "recv"
+    out: View
+    peer: Index
+    tag: Index = 0
+    update: bool = False
+    """Add what arrives to `out` instead of storing it."""
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((READ, self.out), (WRITE, self.out)) if self.update else ((WRITE, self.out),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Get(Op):
+    """out = src, where src belongs to another rank; ordered by fences. Ends when `out` holds the elements."""
+
+    kind: ClassVar[str] = "get"
+    out: View
+    src: View
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((READ, self.src), (WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put(Op):
+    """out = src, where out belongs to another rank; ordered by fences, or tracked where it has a release.
+
+    Ends when `src` may be overwritten; untracked, what it writes is there only after the next fence.
+    """
+
+    kind: ClassVar[str] = "put"
+    out: View
+    src: View
+    release: Release | None = None
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        update = self.release is not None and self.release.update
+        return ((READ, self.src), (UPDATE if update else WRITE, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulate(Op):
+    """out += src, where out belongs to another rank; these commute between fences. Ends as a put does."""
+
+    kind: ClassVar[str] = "accumulate"
+    out: View
+    src: View
+    op: str = "sum"
+
+    def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        return ((READ, self.src), (UPDATE, self.out))
+
+
+OP_TYPES: dict[str, type[Op]] = {
+    op.kind: op
+    for op in (
+        Matmul, Copy, Add, Zero, Call,
+        AllGather, ReduceScatter, AllReduce, Broadcast, Reduce, AllToAll, Permute, Fence,
+        Send, Recv, Get, Put, Accumulate,
+    )
+}  # fmt: skip
+
+Communication = (Collective, Send, Recv, Get, Put, Accumulate)
+"""Op types that move data between ranks."""
+
+COMPUTE_KINDS = frozenset({"matmul", "copy", "add", "zero", "call"})

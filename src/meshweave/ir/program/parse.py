@@ -1,0 +1,372 @@
+"""Reads the text form of a program back. Nothing in the text is executed.
+
+Every mistake is a ProgramError of one line that says where (line, column) and what would be right.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from meshweave.base.errors import LayoutError, ProgramError, nearest
+from meshweave.base.units import DTYPES
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.expressions import Index, from_ast
+from meshweave.ir.program.ops import OP_TYPES, Op, Release, Step
+from meshweave.ir.program.program import (
+    Buffer,
+    Lane,
+    Meaning,
+    On,
+    Product,
+    Program,
+    Repeat,
+    Same,
+    Statement,
+    Tensor,
+    When,
+)
+from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
+
+_BUFFER_KINDS = ("input", "output", "temp", "scratch")
+_MAX_CHARS = 8_000_000
+
+
+def parse(text: str) -> Program:
+    """The program that `text` describes. Raises ProgramError."""
+    if len(text) > _MAX_CHARS:
+        raise ProgramError(f"program text of {len(text)} characters is over the limit of {_MAX_CHARS}")
+    try:
+        with warnings.catch_warnings():  # Python warns of what it would do with text that we refuse anyway
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = getattr(error, "lineno", None)
+        raise ProgramError(f"line {line}: not in the text form of a program: {error.args[0]}") from None
+    reader = _Reader()
+    try:
+        for node in tree.body:
+            reader.top_level(node)
+    except LayoutError as error:
+        raise ProgramError(f"line {node.lineno}: {error}") from None
+    except RecursionError:
+        raise ProgramError(f"line {node.lineno}: nested too deeply") from None
+    if reader.name is None:
+        raise ProgramError('line 1: a program starts with program("name")')
+    return Program(
+        reader.name,
+        tuple(reader.meshes.values()),
+        tuple(reader.tensors.values()),
+        tuple(reader.buffers.values()),
+        tuple(reader.lanes.values()),
+        tuple(reader.body),
+        tuple(reader.computes),
+    )
+
+
+def _fail(node: ast.AST, message: str) -> ProgramError:
+    return ProgramError(
+        f"line {getattr(node, 'lineno', '?')}, column {getattr(node, 'col_offset', 0) + 1}: {message}"
+    )
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.meshes: dict[str, Mesh] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.buffers: dict[str, Buffer] = {}
+        self.lanes: dict[str, Lane] = {}
+        self.computes: list[Meaning] = []
+        self.body: list[Statement] = []
+
+    # --- declarations ---------------------------------------------------------------------------------
+
+    def top_level(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Expr(
+                value=ast.Call(func=ast.Name(id="program"), args=[ast.Constant(value=str() as name)])
+            ):
+                self.name = name
+            case ast.Expr(
+                value=ast.Call(func=ast.Name(id="computes"), args=[ast.Name(id=out), ast.Call() as call])
+            ):
+                self.computes.append(self._meaning(out, call))
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=kind)) as call):
+                self._declare(name, kind, call)
+            case _:
+                self.body.append(self._statement(node))
+
+    def _declare(self, name: str, kind: str, call: ast.Call) -> None:
+        if any(name in table for table in (self.meshes, self.tensors, self.buffers, self.lanes)):
+            raise _fail(call, f"'{name}' is declared twice")
+        if kind == "mesh":
+            self.meshes[name] = self._mesh(name, call)
+        elif kind == "tensor":
+            shape, dtype = self._arguments(call, ("shape", "dtype"))
+            self.tensors[name] = Tensor(name, self._int_tuple(shape), self._dtype(dtype))
+        elif kind in _BUFFER_KINDS:
+            self.buffers[name] = self._buffer(name, kind, call)
+        elif kind == "lane":
+            order, width = self._arguments(call, ("order", "width"), optional=2)
+            order_text = "fifo" if order is None else self._string(order)
+            if order_text not in ("fifo", "ready"):
+                raise _fail(call, f"a lane's order is 'fifo' or 'ready', not '{order_text}'")
+            width_value = 1 if width is None else self._int(width)
+            if width_value < 1:
+                raise _fail(call, f"a lane's width is at least 1, not {width_value}")
+            self.lanes[name] = Lane(name, order_text, width_value)  # type: ignore[arg-type]
+        else:
+            known = ("mesh", "tensor", "lane", *_BUFFER_KINDS)
+            raise _fail(call, f"'{kind}' declares nothing{nearest(kind, known)}")
+
+    def _mesh(self, name: str, call: ast.Call) -> Mesh:
+        shape, axes, first, ranks = self._arguments(call, ("shape", "axes", "first", "ranks"), optional=2)
+        sizes = self._int_tuple(shape)
+        names = tuple(self._string(item) for item in self._items(axes))
+        if ranks is not None:
+            return Mesh(name, sizes, names, self._int_tuple(ranks))
+        if any(size < 1 for size in sizes) or math.prod(sizes) > 1 << 24:
+            raise _fail(call, f"mesh {name}: {sizes} makes no number of ranks between 1 and 2**24")
+        return Mesh.of(name, sizes, names, 0 if first is None else self._int(first))
+
+    def _buffer(self, name: str, kind: str, call: ast.Call) -> Buffer:
+        if kind == "scratch":
+            shape, dtype, on, slots, order = self._arguments(
+                call, ("shape", "dtype", "on", "slots", "order"), optional=2
+            )
+            mesh = self._known(on, self.meshes, "mesh")
+            return Buffer(
+                name, "scratch", mesh, self._dtype(dtype), shape=tuple(map(from_ast, self._items(shape))),
+                slots=1 if slots is None else self._int(slots),
+                order=None if order is None else self._int_tuple(order),
+            )  # fmt: skip
+        tensor, layout, slots, order = self._arguments(
+            call, ("tensor", "layout", "slots", "order"), optional=2
+        )
+        of = self.tensors[self._known(tensor, self.tensors, "tensor")]
+        placed = self._layout(layout)
+        return Buffer(
+            name, kind, placed.mesh.name, of.dtype, of.name, placed,  # type: ignore[arg-type]
+            slots=1 if slots is None else self._int(slots),
+            order=None if order is None else self._int_tuple(order),
+        )  # fmt: skip
+
+    def _layout(self, node: ast.expr | None) -> Layout:
+        match node:
+            case ast.Call(func=ast.Name(id="fold"), args=[ast.Subscript() as placed, *folds], keywords=[]):
+                return replace(self._layout(placed), folds=tuple(map(self._int_tuple, folds)))
+            case ast.Subscript(value=mesh, slice=inner):
+                placements = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+                return Layout(
+                    self.meshes[self._known(mesh, self.meshes, "mesh")],
+                    tuple(self._placement(item) for item in placements),
+                )
+        raise _fail(
+            node or ast.Pass(),
+            "a layout is written mesh[placement, ...], such as tp[S(0), R], or fold(tp[S(0), R], (sizes), ...)",
+        )
+
+    def _placement(self, node: ast.expr) -> Placement:
+        match node:
+            case ast.Name(id="R"):
+                return Replicate()
+            case ast.Name(id="P"):
+                return Partial()
+            case ast.Call(func=ast.Name(id="P"), args=[op]):
+                return Partial(self._string(op))
+            case ast.Call(func=ast.Name(id="S"), args=[dim]):
+                return Shard(self._int(dim))
+            case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset]):
+                return Tile(self._int(dim), self._int(size), self._int(offset))
+            case ast.Call(func=ast.Name(id="SS"), args=[dim, split_factor]):
+                return StridedShard(self._int(dim), self._int(split_factor))
+        raise _fail(
+            node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset), or SS(dim, split_factor)"
+        )
+
+    def _meaning(self, out: str, call: ast.Call) -> Meaning:
+        names = [self._known(item, self.tensors, "tensor") for item in call.args]
+        flags = {item.arg: self._flag(item.value) for item in call.keywords}
+        match call.func:
+            case ast.Name(id="product") if len(names) == 2 and set(flags) <= {"transpose_a", "transpose_b"}:
+                return Product(out, names[0], names[1], **flags)  # type: ignore[arg-type]
+            case ast.Name(id="same") if len(names) == 1 and not flags:
+                return Same(out, names[0])
+        raise _fail(call, "a tensor computes product(A, B, transpose_a=, transpose_b=) or same(A)")
+
+    # --- statements -----------------------------------------------------------------------------------
+
+    def _statement(self, node: ast.stmt) -> Statement:
+        match node:
+            case ast.With(
+                items=[ast.withitem(context_expr=ast.Name(id=mesh), optional_vars=None)], body=body
+            ):
+                if mesh not in self.meshes:
+                    raise _fail(node, f"'{mesh}' is no mesh{nearest(mesh, self.meshes)}")
+                return On(mesh, self._block(body))
+            case ast.With(
+                items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="ranks"), args=args))], body=body
+            ):
+                return On(tuple(map(self._int, args)), self._block(body))
+            case ast.For(
+                target=ast.Name(id=var),
+                iter=ast.Call(func=ast.Name(id="range"), args=[count]),
+                body=body,
+                orelse=[],
+            ):
+                return Repeat(var, from_ast(count), self._block(body))
+            case ast.If(test=test, body=body, orelse=[]):
+                return When(from_ast(test), self._block(body))
+            case ast.Expr(value=ast.Call(func=ast.Name(id=kind)) as call):
+                if kind not in OP_TYPES:
+                    raise _fail(node, f"there is no op '{kind}'{nearest(kind, OP_TYPES)}")
+                return self._op(OP_TYPES[kind], call)
+        raise _fail(
+            node, "expected an op, 'with mesh:', 'with ranks(...):', 'for i in range(n):' or 'if condition:'"
+        )
+
+    def _block(self, body: Sequence[ast.stmt]) -> tuple[Statement, ...]:
+        return tuple(self._statement(node) for node in body if not isinstance(node, ast.Pass))
+
+    def _op(self, kind: type[Op], call: ast.Call) -> Op:
+        items = {item.name: item for item in fields(kind)}
+        view_names = [name for name, item in items.items() if item.type == "View"]
+        if len(call.args) > len(view_names):
+            raise _fail(call, f"{kind.kind} takes {len(view_names)} views, not {len(call.args)}")
+        values: dict[str, Any] = {
+            name: self._view(node) for name, node in zip(view_names, call.args, strict=False)
+        }
+        for keyword in call.keywords:
+            name = keyword.arg or "**"
+            if name not in items or name in values:
+                raise _fail(keyword.value, f"{kind.kind} has no field '{name}'{nearest(name, items)}")
+            values[name] = self._field(name, str(items[name].type), keyword.value)
+        missing = [name for name, item in items.items() if name not in values and item.default is MISSING]
+        if missing:
+            raise _fail(call, f"{kind.kind} lacks {', '.join(missing)}")
+        return kind(**values)
+
+    def _field(self, name: str, kind: str, node: ast.expr) -> Any:
+        readers: dict[str, Callable[[ast.expr], Any]] = {
+            "View": self._view,
+            "tuple[View, ...]": lambda n: tuple(map(self._view, self._items(n))),
+            "tuple[Index, ...]": lambda n: tuple(map(from_ast, self._items(n))),
+            "Index": from_ast,
+            "int": self._int,
+            "bool": self._flag,
+            "Over": self._over,
+            "Sizes": self._sizes,
+            "Release | None": lambda n: self._record(Release, n),
+            "Step | None": lambda n: self._record(Step, n),
+        }
+        if name == "lane":
+            return self._known(node, self.lanes, "lane")
+        return readers.get(kind, self._string)(node)
+
+    def _view(self, node: ast.expr) -> View:
+        rank: Index | None = None
+        match node:
+            case ast.Call(func=ast.Name(id="at"), args=[owner, inner]):
+                rank, node = from_ast(owner), inner
+        chosen: list[ast.expr] = []
+        match node:
+            case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
+                node, chosen = inner, elts
+            case ast.Subscript(value=inner, slice=one):
+                node, chosen = inner, [one]
+        slot: Index = 0
+        match node:
+            case ast.Call(func=ast.Name() as head, args=[number]):
+                node, slot = head, from_ast(number)
+        name = self._known(node, self.buffers, "buffer")
+        dims = self.buffers[name].num_dims(self.tensors)
+        selectors = tuple(map(self._selector, chosen)) or (FULL,) * dims
+        if len(selectors) != dims:
+            raise _fail(node, f"buffer {name} has {dims} dims, view has {len(selectors)}")
+        return View(name, selectors, slot, rank)
+
+    def _selector(self, node: ast.expr) -> Selector:
+        match node:
+            case ast.Slice(lower=lower, upper=upper, step=None):
+                return Range(
+                    0 if lower is None else from_ast(lower), None if upper is None else from_ast(upper)
+                )
+            case ast.Call(func=ast.Name(id="blocked"), args=args) if 3 <= len(args) <= 5:
+                return Blocked(*map(from_ast, args))
+        raise _fail(node, "a selector is start:stop or blocked(first, block, stride, start, stop)")
+
+    # --- values ---------------------------------------------------------------------------------------
+
+    def _arguments(self, call: ast.Call, names: tuple[str, ...], optional: int = 0) -> list[Any]:
+        values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
+        for keyword in call.keywords:
+            if keyword.arg not in names or keyword.arg in values:
+                raise _fail(call, f"no argument '{keyword.arg}' here{nearest(keyword.arg or '', names)}")
+            values[keyword.arg] = keyword.value
+        if len(call.args) > len(names) or any(name not in values for name in names[: len(names) - optional]):
+            raise _fail(call, f"expected ({', '.join(names)})")
+        return [values.get(name) for name in names]
+
+    def _known(self, node: ast.expr | None, table: dict[str, Any], what: str) -> str:
+        name = node.id if isinstance(node, ast.Name) else None
+        if name is None or name not in table:
+            shown = ast.unparse(node) if node is not None else "nothing"
+            raise _fail(node or ast.Pass(), f"'{shown}' is no {what}{nearest(name or '', table)}")
+        return name
+
+    def _record(self, kind: type, node: ast.expr) -> Any:
+        names = tuple(item.name for item in fields(kind))
+        types = {item.name: str(item.type) for item in fields(kind)}
+        if not (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == kind.__name__.lower()
+        ):
+            raise _fail(node, f"expected {kind.__name__.lower()}({', '.join(names)})")
+        required = sum(item.default is MISSING for item in fields(kind))
+        values = self._arguments(node, names, optional=len(names) - required)
+        return kind(
+            **{n: self._field(n, types[n], v) for n, v in zip(names, values, strict=True) if v is not None}
+        )
+
+    def _sizes(self, node: ast.expr) -> Any:
+        return self._int_tuple(node) if isinstance(node, ast.Tuple) else from_ast(node)
+
+    def _over(self, node: ast.expr) -> str | tuple[int, ...]:
+        return self._int_tuple(node) if isinstance(node, ast.Tuple) else self._string(node)
+
+    def _items(self, node: ast.expr | None) -> list[ast.expr]:
+        if isinstance(node, ast.Tuple):
+            return node.elts
+        raise _fail(node or ast.Pass(), "expected a tuple (a, b, ...)")
+
+    def _int_tuple(self, node: ast.expr | None) -> tuple[int, ...]:
+        return tuple(map(self._int, self._items(node)))
+
+    def _int(self, node: ast.expr) -> int:
+        value = from_ast(node)
+        if not isinstance(value, int):
+            raise _fail(node, f"expected an integer, not '{value}'")
+        return value
+
+    def _flag(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            return node.value
+        raise _fail(node, "expected True or False")
+
+    def _string(self, node: ast.expr | None) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value
+        raise _fail(node or ast.Pass(), "expected a string in quotes")
+
+    def _dtype(self, node: ast.expr | None) -> str:
+        name = self._string(node)
+        if name not in DTYPES:
+            raise _fail(node or ast.Pass(), f"unknown dtype '{name}'{nearest(name, DTYPES)}")
+        return name

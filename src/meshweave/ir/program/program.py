@@ -1,0 +1,361 @@
+"""The Program: what every algorithm writes and everything else reads.
+
+A program means what its sequential reading means: statement after statement, all ranks of a statement at
+once. Lanes and derived edges say how much of that order an executor must keep. A regular program is a
+template (expressions over mesh coordinates and loop indices); an irregular one is written per rank. Both
+instantiate to the same per-rank list of ops with plain integers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from meshweave.base.errors import LayoutError, ProgramError
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.layout import Layout
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.expressions import Expr, Index, evaluate
+from meshweave.ir.program.ops import Op, Over, Release, Step
+from meshweave.ir.program.views import View
+
+MAX_TURNS = 1 << 20
+"""A loop that repeats more often is taken for a mistake."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A logical, global tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory of one rank; every rank of `mesh` has one of this name.
+
+    An input, output or temp buffer holds the shard of `tensor` that `layout` gives its rank, so that each
+    byte has a global index; scratch has only a `shape` (expressions over mesh coordinates allowed). `slots`
+    independent copies exist. `order` lists the dims from outermost to innermost in memory (None: as written).
+    """
+
+    name: str
+    kind: Literal["input", "output", "temp", "scratch"]
+    mesh: str
+    dtype: str
+    tensor: str | None = None
+    layout: Layout | None = None
+    shape: tuple[Index, ...] = ()
+    slots: int = 1
+    order: tuple[int, ...] | None = None
+
+    def num_dims(self, tensors: Mapping[str, Tensor]) -> int:
+        return len(self.shape) if self.tensor is None else len(tensors[self.tensor].shape)
+
+
+@dataclass(frozen=True)
+class Lane:
+    """An issue queue. `fifo` starts ops in program order, `ready` whichever can start; `width` run at once."""
+
+    name: str
+    order: Literal["fifo", "ready"] = "fifo"
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class Product:
+    """`out`[m, n] = sum over k of a[m, k] b[k, n]; a stored (K, M) / b stored (N, K) where transposed."""
+
+    out: str
+    a: str
+    b: str
+    transpose_a: bool = False
+    transpose_b: bool = False
+
+
+@dataclass(frozen=True)
+class Same:
+    """`out` is `src`, element for element: a reshard."""
+
+    out: str
+    src: str
+
+
+Meaning = Product | Same
+
+
+@dataclass(frozen=True)
+class On:
+    """The body runs on the ranks of a mesh, whose coordinates it may use, or on listed global ranks."""
+
+    where: str | tuple[int, ...]
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The body runs for `var` = 0 .. count - 1."""
+
+    var: str
+    count: Index
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class When:
+    """The body runs where `condition` is not 0."""
+
+    condition: Index
+    body: tuple[Statement, ...]
+
+
+Statement = Op | On | Repeat | When
+
+Key = tuple[int, ...]
+"""Position in the sequential reading: statement numbers and loop indices from the outside in."""
+
+
+@dataclass(frozen=True)
+class BoundOp:
+    """An op of one rank with plain integers. `op.over` lists global ranks."""
+
+    key: Key
+    op: Op
+
+    @property
+    def label(self) -> str:
+        """`matmul 0.3.1`, or with the op's name `gather_a 0.2.1`: kind or name and the position."""
+        return f"{self.op.name or self.op.kind} {'.'.join(map(str, self.key))}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """See the module docstring; field by field as declared in the text form (`ir.text`)."""
+
+    name: str
+    meshes: tuple[Mesh, ...]
+    tensors: tuple[Tensor, ...]
+    buffers: tuple[Buffer, ...]
+    lanes: tuple[Lane, ...]
+    body: tuple[Statement, ...]
+    computes: tuple[Meaning, ...] = ()
+
+    @cached_property
+    def mesh_of(self) -> dict[str, Mesh]:
+        return {mesh.name: mesh for mesh in self.meshes}
+
+    @cached_property
+    def tensor_of(self) -> dict[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
+    @cached_property
+    def buffer_of(self) -> dict[str, Buffer]:
+        return {buffer.name: buffer for buffer in self.buffers}
+
+    @cached_property
+    def lane_of(self) -> dict[str, Lane]:
+        return {lane.name: lane for lane in self.lanes}
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All global ranks of all meshes, ascending."""
+        return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
+
+    def ops(self) -> Iterator[Op]:
+        """Every op as written, once, whatever repeats it."""
+
+        def walk(body: tuple[Statement, ...]) -> Iterator[Op]:
+            for statement in body:
+                if isinstance(statement, Op):
+                    yield statement
+                else:
+                    yield from walk(statement.body)
+
+        return walk(self.body)
+
+    def placed_ops(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
+        """As `ops`, each with the ranks that its `on` statements let run it."""
+
+        def walk(body: tuple[Statement, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Op, tuple[int, ...]]]:
+            for statement in body:
+                match statement:
+                    case On(where=where, body=inner):
+                        there = self.mesh_of[where].ranks if isinstance(where, str) else where
+                        yield from walk(inner, tuple(rank for rank in there if rank in ranks))
+                    case Repeat(body=inner) | When(body=inner):
+                        yield from walk(inner, ranks)
+                    case _:
+                        yield statement, ranks
+
+        return walk(self.body, self.ranks)
+
+    def environment(self, rank: int) -> dict[str, int]:
+        """Coordinates of `rank` in every mesh that it belongs to, and `rank` itself."""
+        env = {"rank": rank}
+        for mesh in self.meshes:
+            if rank in mesh:
+                env.update(
+                    (f"{mesh.name}.{axis}", at) for axis, at in zip(mesh.axes, mesh.coords(rank), strict=True)
+                )
+        return env
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        return {}
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
+        """Shape of one slot of a buffer on `rank`. Raises ProgramError for an unknown buffer or foreign rank."""
+        known = self._shapes.get((name, rank))
+        if known is not None:
+            return known
+        buffer = self.buffer_of.get(name)
+        if buffer is None:
+            raise ProgramError(f"there is no buffer '{name}'; declared are {', '.join(self.buffer_of)}")
+        if rank not in self.mesh_of[buffer.mesh]:
+            raise ProgramError(f"mesh {buffer.mesh} has no rank {rank}", rank=rank, buffer=name)
+        if buffer.tensor is not None:
+            assert buffer.layout is not None
+            try:
+                shape = buffer.layout.local_shape(self.tensor_of[buffer.tensor].shape, rank)
+            except LayoutError as error:
+                raise ProgramError(str(error), rank=rank, buffer=name) from None
+        else:
+            env = self.environment(rank)
+            try:
+                shape = tuple(evaluate(size, env) for size in buffer.shape)
+            except ProgramError as error:
+                raise ProgramError(error.message, rank=rank, buffer=name) from None
+        if any(size < 0 for size in shape):
+            raise ProgramError(f"has shape {shape}", rank=rank, buffer=name)
+        self._shapes[name, rank] = shape
+        return shape
+
+    def buffer_bytes(self, name: str, rank: int) -> int:
+        """Bytes of one slot of a buffer on `rank`."""
+        return math.prod(self.local_shape(name, rank)) * dtype_bytes(self.buffer_of[name].dtype)
+
+    def view_bytes(self, view: View) -> int:
+        return view.num_elements * dtype_bytes(self.buffer_of[view.buffer].dtype)
+
+    def on_rank(self, rank: int) -> tuple[BoundOp, ...]:
+        """The ops of one rank in program order. Raises ProgramError where an expression does not fit."""
+        return tuple(self._bind(rank))
+
+    def written_on(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
+        """The ops of one rank in program order as they are written, each with what its names stand for."""
+        return ((op, env) for _, op, env in self._walk(self.body, (), self.environment(rank), rank))
+
+    @cached_property
+    def instance(self) -> dict[int, tuple[BoundOp, ...]]:
+        """The ops of every rank."""
+        return {rank: self.on_rank(rank) for rank in self.ranks}
+
+    def _bind(self, rank: int) -> Iterator[BoundOp]:
+        for key, op, env in self._walk(self.body, (), self.environment(rank), rank):
+            try:
+                yield BoundOp(key, self._resolve(op, env, rank))
+            except ProgramError as error:
+                raise ProgramError(
+                    error.message,
+                    op=error.op or f"{op.name or op.kind} {'.'.join(map(str, key))}",
+                    rank=rank,
+                    buffer=error.buffer,
+                ) from None
+
+    def _walk(
+        self, body: tuple[Statement, ...], at: Key, env: dict[str, int], rank: int
+    ) -> Iterator[tuple[Key, Op, dict[str, int]]]:
+        for number, statement in enumerate(body):
+            key = (*at, number)
+            match statement:
+                case On(where=where, body=inner):
+                    if rank in (self.mesh_of[where] if isinstance(where, str) else where):
+                        yield from self._walk(inner, key, env, rank)
+                case When(condition=condition, body=inner):
+                    if _at(key, condition, env, rank, "if"):
+                        yield from self._walk(inner, key, env, rank)
+                case Repeat(var=var, count=count, body=inner):
+                    turns = _at(key, count, env, rank, "for")
+                    if turns > MAX_TURNS:
+                        raise ProgramError(
+                            f"repeats {turns} times, over the limit of {MAX_TURNS}", op="for", rank=rank
+                        )
+                    for turn in range(turns):
+                        yield from self._walk(inner, (*key, turn), {**env, var: turn}, rank)
+                case _:
+                    yield key, statement, env
+
+    def _resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
+        changes: dict[str, Any] = {}
+        for name in _field_names(type(op)):
+            value = getattr(op, name)
+            if name == "over":
+                changes[name] = self.group(value, rank)
+            elif name.endswith("sizes"):
+                count = len(self.group(op.over, rank))  # type: ignore[attr-defined]
+                changes[name] = _sizes(value, count, env)
+            else:
+                resolved = self._value(value, env, rank)
+                if resolved is not value:
+                    changes[name] = resolved
+        return replace(op, **changes) if changes else op
+
+    def _value(self, value: Any, env: Mapping[str, int], rank: int) -> Any:
+        if isinstance(value, Expr):
+            return evaluate(value, env)
+        if isinstance(value, View):
+            owner = rank if value.rank is None else evaluate(value.rank, env)
+            shape = self.local_shape(value.buffer, owner)
+            try:
+                return value.resolve(env, shape, self.buffer_of[value.buffer].slots)
+            except ProgramError as error:
+                raise ProgramError(error.message, rank=rank, buffer=value.buffer) from None
+        if isinstance(value, Release):
+            return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
+        if isinstance(value, Step):
+            return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
+        if isinstance(value, tuple) and any(isinstance(item, (View, Expr)) for item in value):
+            return tuple(self._value(item, env, rank) for item in value)
+        return value
+
+    def group(self, over: Over, rank: int) -> tuple[int, ...]:
+        """Global ranks that `over` means for `rank`, in the order of the coordinate."""
+        if not isinstance(over, str):
+            return over
+        mesh_name, _, axis = over.partition(".")
+        mesh = self.mesh_of.get(mesh_name)
+        if mesh is None:
+            raise ProgramError(f"'{over}' names no mesh; declared are {', '.join(self.mesh_of)}")
+        if axis and axis not in mesh.axes:
+            raise ProgramError(f"'{over}' names no axis; mesh {mesh_name} has {', '.join(mesh.axes)}")
+        if axis and rank not in mesh:
+            raise ProgramError(f"runs over '{over}', and mesh {mesh_name} has no rank {rank}")
+        return mesh.group(rank, axis) if axis else mesh.ranks
+
+
+def _at(key: Key, index: Index, env: Mapping[str, int], rank: int, what: str) -> int:
+    try:
+        return evaluate(index, env)
+    except ProgramError as error:
+        raise ProgramError(error.message, op=f"{what} {'.'.join(map(str, key))}", rank=rank) from None
+
+
+def _sizes(value: Any, count: int, env: Mapping[str, int]) -> tuple[int, ...] | None:
+    if value is None or isinstance(value, tuple):
+        return value
+    return tuple(evaluate(value, {**env, "peer": peer}) for peer in range(count))
+
+
+_FIELDS: dict[type[Op], tuple[str, ...]] = {}
+
+
+def _field_names(kind: type[Op]) -> tuple[str, ...]:
+    names = _FIELDS.get(kind)
+    if names is None:
+        names = _FIELDS[kind] = tuple(item.name for item in fields(kind) if item.name not in ("lane", "name"))
+    return names

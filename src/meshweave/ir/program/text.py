@@ -1,0 +1,138 @@
+"""The text form of a program: printed here, read back by `ir.parse`; the two are inverse.
+
+The text is Python syntax (a subset that is parsed, never executed): declarations are assignments, `with`
+says where ops run, `for` and `if` repeat and guard. An op is a call with its fields by name, views first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.expressions import Expr
+from meshweave.ir.program.ops import Op, Release, Step
+from meshweave.ir.program.program import Buffer, Lane, Meaning, On, Product, Program, Repeat, Statement, When
+from meshweave.ir.program.views import View
+
+
+def to_text(program: Program) -> str:
+    """The program as text, ending in a newline."""
+    return "\n".join(_lines(program)) + "\n"
+
+
+def op_to_text(op: Op) -> str:
+    """One op as it stands in the text form."""
+    views: list[str] = []
+    named: list[str] = []
+    for item in fields(op):
+        value = getattr(op, item.name)
+        if isinstance(value, View):
+            views.append(str(value))
+        elif item.name in ("lane", "name") or value == _default(item):
+            continue
+        else:
+            named.append(f"{item.name}={_value(value)}")
+    named.append(f"lane={op.lane}")
+    if op.name:
+        named.append(f"name={_value(op.name)}")
+    return f"{op.kind}({', '.join(views + named)})"
+
+
+def _lines(program: Program) -> Iterator[str]:
+    yield f"program({_value(program.name)})"
+    for mesh in program.meshes:
+        yield f"{mesh.name} = {_mesh(mesh)}"
+    for tensor in program.tensors:
+        yield f'{tensor.name} = tensor({tensor.shape}, "{tensor.dtype}")'
+    for meaning in program.computes:
+        yield _meaning(meaning)
+    for buffer in program.buffers:
+        yield f"{buffer.name} = {_buffer(buffer)}"
+    for lane in program.lanes:
+        yield f"{lane.name} = {_lane(lane)}"
+    yield from _body(program.body, "")
+
+
+def _mesh(mesh: Mesh) -> str:
+    first = mesh.ranks[0]
+    if mesh.ranks == tuple(range(first, first + mesh.num_ranks)):
+        tail = f", first={first}" if first else ""
+    else:
+        tail = f", ranks={mesh.ranks}"
+    return f"mesh({mesh.shape}, {_strings(mesh.axes)}{tail})"
+
+
+def _meaning(meaning: Meaning) -> str:
+    if isinstance(meaning, Product):
+        tail = "".join(f", {name}=True" for name in ("transpose_a", "transpose_b") if getattr(meaning, name))
+        return f"computes({meaning.out}, product({meaning.a}, {meaning.b}{tail}))"
+    return f"computes({meaning.out}, same({meaning.src}))"
+
+
+def _buffer(buffer: Buffer) -> str:
+    if buffer.tensor is None:
+        parts = [_value(buffer.shape), f'"{buffer.dtype}"', f"on={buffer.mesh}"]
+    else:
+        parts = [buffer.tensor, str(buffer.layout)]
+    if buffer.slots != 1:
+        parts.append(f"slots={buffer.slots}")
+    if buffer.order is not None:
+        parts.append(f"order={buffer.order}")
+    return f"{buffer.kind}({', '.join(parts)})"
+
+
+def _lane(lane: Lane) -> str:
+    parts = [f'order="{lane.order}"'] if lane.order != "fifo" else []
+    if lane.width != 1:
+        parts.append(f"width={lane.width}")
+    return f"lane({', '.join(parts)})"
+
+
+def _body(body: tuple[Statement, ...], indent: str) -> Iterator[str]:
+    for statement in body:
+        match statement:
+            case On(where=where, body=inner):
+                place = where if isinstance(where, str) else f"ranks({', '.join(map(str, where))})"
+                yield f"{indent}with {place}:"
+            case Repeat(var=var, count=count, body=inner):
+                yield f"{indent}for {var} in range({count}):"
+            case When(condition=condition, body=inner):
+                yield f"{indent}if {condition}:"
+            case _:
+                yield indent + op_to_text(statement)
+                continue
+        yield from _body(inner, indent + "    ")
+        if not inner:
+            yield indent + "    pass"
+
+
+def _default(item: Any) -> Any:
+    return item.default if item.default is not MISSING else _NEVER
+
+
+_NEVER = object()
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        # JSON would write an emoji as two surrogates, which Python reads as two characters.
+        return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, (Release, Step)):
+        shown = [
+            f"{item.name}={_value(getattr(value, item.name))}"
+            for item in fields(value)
+            if getattr(value, item.name) != _default(item)
+        ]
+        return f"{type(value).__name__.lower()}({', '.join(shown)})"
+    if isinstance(value, tuple):
+        inner = ", ".join(_value(item) for item in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    assert isinstance(value, (bool, int, View, Expr)), value
+    return str(value)
+
+
+def _strings(values: tuple[str, ...]) -> str:
+    return _value(values)

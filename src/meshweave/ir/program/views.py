@@ -1,0 +1,205 @@
+"""Views: the part of a buffer that an op reads or writes.
+
+A view names a buffer, one of its slots (copies, for double buffering), per dim a selector, and for a
+one-sided access the rank that owns the buffer. In a template its numbers are expressions; `View.resolve`
+turns them into integers for one rank, and only resolved views have sizes and overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program.expressions import Index, evaluate
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Elements [start, stop) of a dim; `stop` None means to its end."""
+
+    start: Index = 0
+    stop: Index | None = None
+
+    def __str__(self) -> str:
+        if self.start == 0 and self.stop is None:
+            return ":"
+        return f"{'' if self.start == 0 else self.start}:{'' if self.stop is None else self.stop}"
+
+    @property
+    def size(self) -> int:
+        start, stop = _ints(self.start, self.stop)
+        return stop - start
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The elements of [start, stop) that lie in a block [first + t stride, first + t stride + block), any t.
+
+    MeshSlice's blocked slices (its Algorithm 2) are of this form; `first` may be negative and the blocks
+    at either end may be cut, so that a shard boundary in the middle of a block needs no special case.
+    """
+
+    first: Index
+    block: Index
+    stride: Index
+    start: Index = 0
+    stop: Index | None = None
+
+    def __str__(self) -> str:
+        tail = "" if self.start == 0 and self.stop is None else f", {self.start}"
+        tail += "" if self.stop is None else f", {self.stop}"
+        return f"blocked({self.first}, {self.block}, {self.stride}{tail})"
+
+    def count_below(self, position: int) -> int:
+        """How many selected elements lie below `position`, up to a constant, ignoring start and stop."""
+        first, block, stride = _ints(self.first, self.block, self.stride)
+        turns, rest = divmod(position - first, stride)
+        return turns * block + min(rest, block)
+
+    @property
+    def size(self) -> int:
+        start, stop = _ints(self.start, self.stop)
+        return self.count_below(stop) - self.count_below(start)
+
+    def intervals(self) -> list[tuple[int, int]]:
+        """The selected elements as half-open ranges, ascending."""
+        first, block, stride = _ints(self.first, self.block, self.stride)
+        start, stop = _ints(self.start, self.stop)
+        begin = first + (start - first) // stride * stride
+        pieces = ((max(at, start), min(at + block, stop)) for at in range(begin, stop, stride))
+        return [(lo, hi) for lo, hi in pieces if lo < hi]
+
+
+Selector = Range | Blocked
+FULL = Range()
+
+
+def _ints(*values: Index | None) -> tuple[int, ...]:
+    assert all(isinstance(value, int) for value in values), "selector is not resolved"
+    return tuple(int(value) for value in values)  # type: ignore[arg-type]
+
+
+def selector_intervals(selector: Selector) -> list[tuple[int, int]]:
+    if isinstance(selector, Blocked):
+        return selector.intervals()
+    start, stop = _ints(selector.start, selector.stop)
+    return [(start, stop)] if start < stop else []
+
+
+def selector_indices(selector: Selector) -> NDArray[np.int64]:
+    """The selected positions of a resolved selector, ascending."""
+    pieces = [np.arange(lo, hi) for lo, hi in selector_intervals(selector)]
+    return np.concatenate(pieces) if pieces else np.arange(0)
+
+
+def selectors_overlap(a: Selector, b: Selector) -> bool:
+    """Whether two resolved selectors of one dim share an element; exact."""
+    (a_start, a_stop), (b_start, b_stop) = _ints(a.start, a.stop), _ints(b.start, b.stop)
+    lo, hi = max(a_start, b_start), min(a_stop, b_stop)
+    if lo >= hi:
+        return False
+    if isinstance(a, Range):
+        return isinstance(b, Range) or b.count_below(hi) > b.count_below(lo)
+    if isinstance(b, Range):
+        return a.count_below(hi) > a.count_below(lo)
+    a_stride, b_stride = _ints(a.stride, b.stride)
+    if a_stride == b_stride and hi - lo > 2 * a_stride:
+        hi = lo + 2 * a_stride  # two whole periods hold every way in which the patterns can meet
+    clipped = Blocked(a.first, a.block, a.stride, lo, hi)
+    return any(b.count_below(stop) > b.count_below(start) for start, stop in clipped.intervals())
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """`rank` None means the executing rank's own buffer."""
+
+    buffer: str
+    selectors: tuple[Selector, ...]
+    slot: Index = 0
+    rank: Index | None = None
+
+    def __str__(self) -> str:
+        text = self.buffer if self.slot == 0 else f"{self.buffer}({self.slot})"
+        if any(selector != FULL for selector in self.selectors):
+            text += f"[{', '.join(map(str, self.selectors))}]"
+        return text if self.rank is None else f"at({self.rank}, {text})"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(selector.size for selector in self.selectors)
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for selector in self.selectors:
+            count *= selector.size
+        return count
+
+    def overlaps(self, other: View) -> bool:
+        """Whether two resolved views of buffers on one rank share an element."""
+        return (
+            self.buffer == other.buffer
+            and self.slot == other.slot
+            and all(selectors_overlap(a, b) for a, b in zip(self.selectors, other.selectors, strict=True))
+        )
+
+    def covers(self, other: View) -> bool:
+        """Whether this view surely holds every element of `other` (may say no where it does)."""
+        if self.buffer != other.buffer or self.slot != other.slot:
+            return False
+        for mine, theirs in zip(self.selectors, other.selectors, strict=True):
+            if mine == theirs:
+                continue
+            if isinstance(mine, Blocked):
+                return False
+            (lo, hi), (start, stop) = _ints(mine.start, mine.stop), _ints(theirs.start, theirs.stop)
+            if lo > start or hi < stop:
+                return False
+        return True
+
+    def resolve(self, env: Mapping[str, int], shape: Sequence[int], num_slots: int) -> View:
+        """This view with integers, in a buffer of local `shape`. Raises ProgramError where it does not fit."""
+        if len(self.selectors) != len(shape):
+            raise ProgramError(f"view {self} has {len(self.selectors)} dims, its buffer has {len(shape)}")
+        slot = evaluate(self.slot, env)
+        if not 0 <= slot < num_slots:
+            raise ProgramError(f"view {self} asks for slot {slot} of {num_slots}")
+        selectors = tuple(
+            _resolve(selector, size, env, self) for selector, size in zip(self.selectors, shape, strict=True)
+        )
+        rank = None if self.rank is None else evaluate(self.rank, env)
+        return View(self.buffer, selectors, slot, rank)
+
+
+def _resolve(selector: Selector, size: int, env: Mapping[str, int], view: View) -> Selector:
+    start = evaluate(selector.start, env)
+    stop = size if selector.stop is None else evaluate(selector.stop, env)
+    if not 0 <= start <= stop <= size:
+        raise ProgramError(f"view {view} selects [{start}, {stop}) of a dim of size {size}")
+    if isinstance(selector, Range):
+        return Range(start, stop)
+    first, block, stride = (evaluate(part, env) for part in (selector.first, selector.block, selector.stride))
+    if block < 0 or stride < 1:
+        raise ProgramError(f"view {view}: block {block} and stride {stride} must be positive")
+    if block >= stride:
+        return Range(start, stop)
+    return Blocked(first, block, stride, start, stop)
+
+
+def view(
+    buffer: str, *selectors: Selector | slice, slot: Index = 0, rank: Index | None = None, dims: int = 2
+) -> View:
+    """A view of `buffer`: slices or selectors per dim, whole dims where none is given."""
+    out: list[Selector] = []
+    for selector in selectors:
+        if isinstance(selector, slice):
+            assert selector.step is None
+            out.append(Range(0 if selector.start is None else selector.start, selector.stop))
+        else:
+            out.append(selector)
+    out += [FULL] * (dims - len(out))
+    return View(buffer, tuple(out), slot, rank)
