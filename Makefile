@@ -7,14 +7,20 @@ STAMP := $(VENV)/.installed
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := CMakeLists.txt csrc $(wildcard csrc/*)
+MODULES := $(shell find src -name '*.py' | sort | cksum)
 
-.PHONY: demo test lint sanitize bench slow clean
+.PHONY: demo test lint sanitize bench slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Without build isolation, so that the build tools are those of constraints.txt and an edit in csrc/ costs seconds.
-$(STAMP): pyproject.toml constraints.txt $(CORE) | $(BIN)/python
+# The editable install knows each module by its file: it is renewed where files come, go or move, not where they change.
+$(VENV)/.modules: FORCE | $(BIN)/python
+	@echo '$(MODULES)' | cmp -s - $@ || echo '$(MODULES)' > $@
+FORCE:
+
+$(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules | $(BIN)/python
 	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[torch,dev]'
 	touch $@

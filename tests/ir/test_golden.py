@@ -18,11 +18,11 @@ from builders import (
     universal,
 )
 
-from meshweave.ir.lifetimes import lifetimes, peak_bytes
-from meshweave.ir.parse import parse
+from meshweave.ir.analysis.lifetimes import lifetimes, peak_bytes
+from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.text import to_text
-from meshweave.ir.validate import validate
+from meshweave.ir.program.parse import parse
+from meshweave.ir.program.text import to_text
 
 Array = Any
 

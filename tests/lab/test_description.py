@@ -6,8 +6,8 @@ import pytest
 
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import Machine
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Hosts, Ring, Switch, Torus
-from meshweave.ir.program import Mesh
 from meshweave.lab.description import Link, load_lab
 from meshweave.lab.wiring import FABRIC, wire
 
