@@ -25,7 +25,7 @@ from meshweave.algorithms.reshard import STRATEGIES, Fabric, plan_reshard, resha
 from meshweave.cost.machine import Machine
 from meshweave.lab import Lab
 from meshweave.report.bars import Bar, Group, bar_chart
-from meshweave.reproduce.resharding_cases import CASES
+from meshweave.reproduce.alpacomm.cases import CASES
 from meshweave.simulate.engine import simulate
 
 TARGET = "reshard_rank:measure"

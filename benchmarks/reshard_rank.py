@@ -21,7 +21,7 @@ from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.groups import TorchContext
 from meshweave.execute.torch.measure import quiet, start_together
 from meshweave.lab.description import load_lab
-from meshweave.reproduce.resharding_cases import CASES, one_to_many
+from meshweave.reproduce.alpacomm.cases import CASES, one_to_many
 
 
 def problem_of(setting: Mapping[str, Any]) -> ReshardProblem:

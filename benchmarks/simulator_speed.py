@@ -29,7 +29,7 @@ from typing import Any
 from machine import save
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, NetworkAxis, Torus
+from meshweave.describe.machine.cluster import Chip, Cluster, NetworkAxis, TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
@@ -134,7 +134,7 @@ def cluster(rows: int, cols: int) -> Cluster:
     """One-way links with latency and nothing else that takes time worth mention."""
     chip = Chip("any", (("int8", 1e15),), 1e15, 1 << 40, 1e18)
     axes = tuple(NetworkAxis(name, BYTES_PER_S, LATENCY_S) for name in ("row", "col"))
-    return Cluster("torus", chip, Torus(axes, (rows, cols), rows * cols), "the benchmark")
+    return Cluster("torus", chip, TorusNetwork(axes, (rows, cols), rows * cols), "the benchmark")
 
 
 def ours(rows: int, cols: int, part_bytes: int, repeats: int, *, messages: bool = False) -> Row:
@@ -229,8 +229,8 @@ BIG = (((64, 64), 16), ((128, 32), 32))
 def block() -> Row:
     """The 12 products of a GPT-3 block on 256 chips, by algorithm: each at its own best mesh and configurations.
     Seconds of everything: making the programs, handing them over, expanding and simulating them."""
-    from meshweave.reproduce.block import Study
-    from meshweave.reproduce.times import Timer
+    from meshweave.reproduce.meshslice.study import Study
+    from meshweave.reproduce.meshslice.times import Timer
     from meshweave.simulate.engine import simulate
 
     study = Study("tpu-v4-pod", Timer("estimate"))

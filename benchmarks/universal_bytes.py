@@ -22,7 +22,7 @@ from meshweave.algorithms.universal import UniversalProblem
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
-from meshweave.lab.dtensor_traffic import Product, traffics
+from meshweave.lab.bench.dtensor_traffic import Product, traffics
 from meshweave.tune.universal import tune_universal
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())

@@ -33,7 +33,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import launch
 from meshweave.lab import Lab
 from meshweave.lab.description import SwitchLab, TorusLab
-from meshweave.lab.dtensor_traffic import DTensorTraffic, Product, traffics
+from meshweave.lab.bench.dtensor_traffic import DTensorTraffic, Product, traffics
 
 Pair = tuple[tuple[str, ...], tuple[str, ...]]
 TARGET = "universal_rank:measure"

@@ -24,7 +24,7 @@ from meshweave.execute.ranks.launch import Context
 from meshweave.execute.torch.groups import TorchContext
 from meshweave.execute.torch.measure import quiet, start_together
 from meshweave.lab.description import load_lab
-from meshweave.lab.dtensor_traffic import from_torch, to_torch
+from meshweave.lab.bench.dtensor_traffic import from_torch, to_torch
 from meshweave.lab.pace import paced
 
 WORDS: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}

@@ -22,7 +22,7 @@ from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Sha
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.estimate.universal import Rates
 from meshweave.execute.ranks.launch import Context, launch
-from meshweave.lab.dtensor_traffic import Product, to_torch, traffics
+from meshweave.lab.bench.dtensor_traffic import Product, to_torch, traffics
 from meshweave.tune.universal import tune_universal
 
 M, N, K = 96, 64, 128

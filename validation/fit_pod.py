@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from meshweave.describe.machine.cluster import Cluster, CommConstants, Torus, load_cluster
-from meshweave.reproduce.block import Study
+from meshweave.describe.machine.cluster import Cluster, CommConstants, TorusNetwork, load_cluster
+from meshweave.reproduce.meshslice.study import Study
+from meshweave.reproduce.meshslice.times import Timer
 from meshweave.reproduce.published import published
-from meshweave.reproduce.times import Timer
 
 FACTORS = [round(0.8 + 0.02 * step, 2) for step in range(44)]
 """Up to 1.66: beyond 5 / 3 an all-gather would exceed the links."""
@@ -27,7 +27,7 @@ LAUNCHES_US = range(0, 305, 5)
 
 def scaled(cluster: Cluster, factor: float, launch_s: float) -> Cluster:
     """`cluster` with all bandwidths times `factor`, and this launch time."""
-    assert isinstance(cluster.network, Torus)
+    assert isinstance(cluster.network, TorusNetwork)
     axes = tuple(
         replace(
             axis,

@@ -9,7 +9,7 @@ from meshweave.calibrate import plan_sweep
 from meshweave.calibrate.rank import _reader
 from meshweave.calibrate.sweep import CHAINS, LEAST_PACKET_BYTES
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, Torus, load_cluster
+from meshweave.describe.machine.cluster import Cluster, NetworkAxis, TorusNetwork, load_cluster
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.ops import Permute
 from meshweave.simulate import simulate
@@ -21,7 +21,7 @@ def torus(rows, columns):
         for name, rate, size in (("row", 6e6, rows), ("col", 3e6, columns))
     )
     chip = load_cluster("local-cpu").chip
-    return Cluster("box", chip, Torus(axes, (rows, columns), rows * columns), "test")
+    return Cluster("box", chip, TorusNetwork(axes, (rows, columns), rows * columns), "test")
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3), (4, 2)])

@@ -15,7 +15,7 @@ from meshweave.describe.machine.cluster import (
     NetworkAxis,
     Ring,
     Switch,
-    Torus,
+    TorusNetwork,
     Tree,
     TreeLevel,
     load_cluster,
@@ -35,7 +35,7 @@ def reloaded(tmp_path, cluster, comments=()):
 def torus_cluster():
     axes = (NetworkAxis("row", 6e6, 1e-4, 2), NetworkAxis("col", 6e6, 1e-4, 1))
     chip = Chip("paced rank", (("float32", 1e9), ("float64", 1e9)), 1e9, 2 * 10**9, 5e9, source="paced")
-    return Cluster("box", chip, Torus(axes, (4, 2), 8), "lab description", note="a note")
+    return Cluster("box", chip, TorusNetwork(axes, (4, 2), 8), "lab description", note="a note")
 
 
 def simulated(sweep, num_ranks, slow=1.0):
@@ -139,8 +139,8 @@ network = st.one_of(
     st.builds(Switch, axis, st.integers(1, 99)),
     st.builds(Hosts, st.integers(1, 9), st.integers(1, 9), axis, st.integers(1, 9), axis),
     st.builds(Tree, st.lists(level, min_size=1, max_size=4).map(tuple)),
-    st.builds(lambda a, b: Torus((a, b), (2, 3), 6), axis, axis),
-    st.builds(lambda a: Torus((a, a), None, 16, True, 4, 64), axis),
+    st.builds(lambda a, b: TorusNetwork((a, b), (2, 3), 6), axis, axis),
+    st.builds(lambda a: TorusNetwork((a, a), None, 16, True, 4, 64), axis),
 )
 
 

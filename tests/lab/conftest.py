@@ -2,7 +2,7 @@ import subprocess
 
 import pytest
 
-from meshweave.lab.check import problem
+from meshweave.lab.network.check import problem
 
 
 def pytest_runtest_setup(item):

@@ -12,7 +12,8 @@ from meshweave.cli.bench_tables import gain_lines, table
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.lab import Lab
-from meshweave.lab.bench import (
+from meshweave.lab.bench.rank import turns
+from meshweave.lab.bench.rounds import (
     DTENSOR,
     Case,
     Comparison,
@@ -27,7 +28,6 @@ from meshweave.lab.bench import (
     layer_rounds,
     unpaced,
 )
-from meshweave.lab.bench_rank import turns
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"
 LAB = LABS / "torus-2x2.toml"

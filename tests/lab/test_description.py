@@ -7,9 +7,9 @@ import pytest
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Hosts, Ring, Switch, Torus
+from meshweave.describe.machine.cluster import Hosts, Ring, Switch, TorusNetwork
 from meshweave.lab.description import Link, load_lab
-from meshweave.lab.wiring import FABRIC, wire
+from meshweave.lab.network.wiring import FABRIC, wire
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "labs"
 SWITCH = 'name = "x"\n[network]\nkind = "switch"\nhosts = 3\nranks_per_host = 2\n[network.nic]\n'
@@ -73,7 +73,7 @@ def test_the_cluster_of_each_kind(tmp_path):
     assert isinstance(ring, Ring)
     assert (ring.size, ring.link.link_bytes_per_s, ring.link.ways) == (5, 500_000, 2)
     grid = described(tmp_path, torus(2, 4)).cluster().network
-    assert isinstance(grid, Torus)
+    assert isinstance(grid, TorusNetwork)
     assert (grid.shape, [axis.ways for axis in grid.axes]) == ((2, 4), [1, 2])
     tree = described(tmp_path, TREE).cluster().network
     assert isinstance(tree, Hosts)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout import Partial, Replicate, Shard, Tile
-from meshweave.lab.dtensor_traffic import Collective, Product, dtensor_traffic, traffics
+from meshweave.lab.bench.dtensor_traffic import Collective, Product, dtensor_traffic, traffics
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 CUBE = (8, 8, 8)  # 256 bytes a matrix in float32

@@ -13,9 +13,9 @@ from meshweave.estimate import estimate
 from meshweave.execute.ranks.clocks import ClockOffset
 from meshweave.ir.work import Transfer, work_of
 from meshweave.lab import Lab
-from meshweave.lab.fidelity import Fidelity, FidelityReport
-from meshweave.lab.fidelity_cases import efficiency, repaced, seeded_cases
-from meshweave.lab.yardsticks import bound_s, ideal, matmul_machine
+from meshweave.lab.bench.yardsticks import bound_s, ideal, matmul_machine
+from meshweave.lab.fidelity.cases import efficiency, repaced, seeded_cases
+from meshweave.lab.fidelity.measure import Fidelity, FidelityReport
 from meshweave.trace import Trace
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "labs"

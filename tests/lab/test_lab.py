@@ -12,10 +12,11 @@ import pytest
 
 from meshweave.base.errors import BindError, RankLostError, UnsupportedError
 from meshweave.cli.app import run_app
-from meshweave.lab import Lab, LabDescription, check
+from meshweave.lab import Lab, LabDescription
 from meshweave.lab.description import Link, SwitchLab, TorusLab, TreeLab
-from meshweave.lab.namespaces import leftovers, ours, remove_leftovers
-from meshweave.lab.probe import Flow, goodput
+from meshweave.lab.network import check
+from meshweave.lab.network.namespaces import leftovers, ours, remove_leftovers
+from meshweave.lab.network.probe import Flow, goodput
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples" / "labs"
@@ -262,7 +263,7 @@ def test_a_kernel_without_tbf_says_what_tc_said(monkeypatch):
     if check.problem():
         pytest.skip(f"no lab on this machine: {check.problem()}")
     monkeypatch.setattr(check, "_known", [])
-    monkeypatch.setattr("meshweave.lab.build._TBF", "nosuch")
+    monkeypatch.setattr("meshweave.lab.network.build._TBF", "nosuch")
     with (
         pytest.raises(UnsupportedError, match=r"`tc .*nosuch.* failed: .*; plan, simulate"),
         a_lab(PAIR).up(),

@@ -12,10 +12,11 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.validate import validate
-from meshweave.reproduce import alpacomm as paper
-from meshweave.reproduce import alpacomm_study
-from meshweave.reproduce.alpacomm_figures import FIGURES, figures, picture
-from meshweave.reproduce.alpacomm_study import (
+from meshweave.reproduce.alpacomm import rows as paper
+from meshweave.reproduce.alpacomm import study as alpacomm_study
+from meshweave.reproduce.alpacomm.cases import CASES
+from meshweave.reproduce.alpacomm.figures import FIGURES, figures, picture
+from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
     BROADCAST,
     EXACT,
@@ -30,7 +31,6 @@ from meshweave.reproduce.alpacomm_study import (
     orders,
 )
 from meshweave.reproduce.published import published
-from meshweave.reproduce.resharding_cases import CASES
 
 SMALL = (24, 16, 8)
 

@@ -10,13 +10,13 @@ import pytest
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, MatmulProblem
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import Ring, load_cluster
-from meshweave.reproduce import meshslice as paper
-from meshweave.reproduce.block import Setting, Study, distinct_products
-from meshweave.reproduce.meshslice_figures import FIGURES, figures
+from meshweave.reproduce.meshslice import rows as paper
+from meshweave.reproduce.meshslice.figures import FIGURES, figures
+from meshweave.reproduce.meshslice.other_operations import implied_share
+from meshweave.reproduce.meshslice.study import Setting, Study, distinct_products
+from meshweave.reproduce.meshslice.times import Timer, add_up
 from meshweave.reproduce.pictures import pictures
 from meshweave.reproduce.published import MODELS, published
-from meshweave.reproduce.rest import implied_share
-from meshweave.reproduce.times import Timer, add_up
 from meshweave.tune.product import tune_product
 
 SMALL = Setting(chips=16, sizes=(4, 16), tall=(8, 2), fixed_batch=8)

@@ -10,8 +10,10 @@ from meshweave.algorithms.universal import Choice, universal_program
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.validate import validate
-from meshweave.reproduce import slicing as paper
-from meshweave.reproduce.partitionings import (
+from meshweave.reproduce.published import published
+from meshweave.reproduce.slicing import rows as paper
+from meshweave.reproduce.slicing.figures import figure
+from meshweave.reproduce.slicing.partitionings import (
     COLUMN,
     INNER,
     NAMED,
@@ -23,9 +25,7 @@ from meshweave.reproduce.partitionings import (
     near_square,
     problem,
 )
-from meshweave.reproduce.published import published
-from meshweave.reproduce.slicing_figures import figure
-from meshweave.reproduce.slicing_study import CASES, LAYERS, STATIONARY, SlicingStudy
+from meshweave.reproduce.slicing.study import CASES, LAYERS, STATIONARY, SlicingStudy
 from meshweave.reproduce.verdict import Tolerance
 
 PVC1, H1002 = CASES["pvc-mlp1"], CASES["h100-mlp2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshweave.reproduce.agreement import picks_best, summary
+from meshweave.reproduce.meshslice.agreement import picks_best, summary
 from meshweave.reproduce.verdict import Row, Tolerance, count_verdicts
 
 

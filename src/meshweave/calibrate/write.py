@@ -22,7 +22,7 @@ from meshweave.describe.machine.cluster import (
     NetworkAxis,
     Ring,
     Switch,
-    Torus,
+    TorusNetwork,
     Tree,
 )
 
@@ -252,7 +252,7 @@ def _rounded(value: float) -> float:
 
 def _with_axes(network: Network, change: Any) -> Network:
     match network:
-        case Torus():
+        case TorusNetwork():
             return replace(network, axes=tuple(change(axis) for axis in network.axes))
         case Hosts():
             return replace(network, intra=change(network.intra), nic=change(network.nic))
@@ -298,7 +298,7 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
 def _network(network: Network) -> Iterator[str]:
     yield "[network]"
     match network:
-        case Torus():
+        case TorusNetwork():
             yield 'kind = "torus"'
             if network.shape is not None:
                 yield f"shape = {list(network.shape)}"

@@ -98,9 +98,9 @@ def matmul(
 
     Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 0.5,1,2 --svg plot.svg
     """
-    from meshweave.lab.bench import bench as measure
-    from meshweave.lab.bench import layer_rounds
-    from meshweave.lab.bench import unpaced as without_pace
+    from meshweave.lab.bench.rounds import bench as measure
+    from meshweave.lab.bench.rounds import layer_rounds
+    from meshweave.lab.bench.rounds import unpaced as without_pace
 
     loaded, shape = _lab(lab, mesh)
     _check_runs(repeat, timeout)
@@ -175,7 +175,7 @@ def shapes(
 
     Example: meshweave bench shapes --labs examples/labs/torus-4x4-50mbit.toml,examples/labs/torus-8x2-50mbit.toml
     """
-    from meshweave.lab.bench import compare_shapes
+    from meshweave.lab.bench.rounds import compare_shapes
 
     paths, described = _listed(labs), _listed(clusters)
     if len(paths) < 2:

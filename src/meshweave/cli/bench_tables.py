@@ -16,7 +16,7 @@ from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.timeline import write_text
 
 if TYPE_CHECKING:
-    from meshweave.lab.bench import Comparison, Measured, Result
+    from meshweave.lab.bench.rounds import Comparison, Measured, Result
 
 UNPACED_NOTE = (
     "unpaced: tells of this machine's cores rather than of schedules; its bound is that of the links"
@@ -113,7 +113,7 @@ def _short(name: str) -> str:
 
 def notes(measured: Sequence[Measured]) -> list[str]:
     """What to know about some of the results."""
-    from meshweave.lab.bench import DTENSOR, REPLICATED_NOTE
+    from meshweave.lab.bench.rounds import DTENSOR, REPLICATED_NOTE
 
     has_replicated = any(result.name == DTENSOR[1].name for one in measured for result in one.results)
     found = [REPLICATED_NOTE] if has_replicated else []

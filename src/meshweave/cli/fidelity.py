@@ -18,7 +18,7 @@ from meshweave.report.provenance import describe
 from meshweave.report.timeline import to_svg, write_chrome, write_text
 
 if TYPE_CHECKING:
-    from meshweave.lab.fidelity import FidelityReport
+    from meshweave.lab.fidelity.measure import FidelityReport
     from meshweave.trace import Trace
 
 
@@ -55,8 +55,8 @@ def fidelity(
 
     Example: meshweave bench fidelity --lab LAB.toml --cluster CALIBRATED.toml --trace trace.json
     """
-    from meshweave.lab.fidelity import fidelity as measure
-    from meshweave.lab.fidelity_cases import efficiency, seeded_cases
+    from meshweave.lab.fidelity.cases import efficiency, seeded_cases
+    from meshweave.lab.fidelity.measure import fidelity as measure
     from meshweave.lab.lab import Lab
 
     loaded = Lab.load(lab)
@@ -134,7 +134,7 @@ def _described(given: str, nominal: Cluster) -> Cluster:
 
 
 def _three(report: FidelityReport, number: int, cluster: Cluster) -> tuple[str, list[tuple[str, Trace]]]:
-    from meshweave.lab.fidelity import predicted
+    from meshweave.lab.fidelity.measure import predicted
 
     chosen = report.median_case if number < 0 else report.outcomes[number]
     estimated, simulated = predicted(chosen.case, cluster)

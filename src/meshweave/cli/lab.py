@@ -12,10 +12,10 @@ import typer
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.lab import Abilities, Lab, RunningLab, RunResult, abilities
-from meshweave.lab.check import STILL_WORKS
 from meshweave.lab.description import SwitchLab, TorusLab, TreeLab
-from meshweave.lab.namespaces import remove_leftovers
-from meshweave.lab.probe import Flow, goodput
+from meshweave.lab.network.check import STILL_WORKS
+from meshweave.lab.network.namespaces import remove_leftovers
+from meshweave.lab.network.probe import Flow, goodput
 from meshweave.lab.processes import say
 
 lab = typer.Typer(

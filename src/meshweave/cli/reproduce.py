@@ -65,15 +65,15 @@ def meshslice(
 
     Example: meshweave reproduce meshslice --cluster tpu-v4-pod-fitted --report meshslice.html
     """
-    from meshweave.reproduce.block import Study
     from meshweave.reproduce.figures import figures_named
-    from meshweave.reproduce.meshslice import PAPER
-    from meshweave.reproduce.meshslice import rows as compute_rows
-    from meshweave.reproduce.meshslice_figures import FIGURES
-    from meshweave.reproduce.meshslice_figures import figures as compute_figures
+    from meshweave.reproduce.meshslice.figures import FIGURES
+    from meshweave.reproduce.meshslice.figures import figures as compute_figures
+    from meshweave.reproduce.meshslice.rows import PAPER
+    from meshweave.reproduce.meshslice.rows import rows as compute_rows
+    from meshweave.reproduce.meshslice.study import Study
+    from meshweave.reproduce.meshslice.times import Timer
     from meshweave.reproduce.published import published, wanted_rows
     from meshweave.reproduce.tables import About
-    from meshweave.reproduce.times import Timer
 
     outputs = Outputs(out, png, report, json)
     ids, numbers = listed(rows), figures_named(listed(figures), FIGURES)

@@ -39,11 +39,11 @@ def alpacomm(
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
-    from meshweave.reproduce.alpacomm import PAPER, findings
-    from meshweave.reproduce.alpacomm import rows as compute_rows
-    from meshweave.reproduce.alpacomm_figures import FIGURES
-    from meshweave.reproduce.alpacomm_figures import figures as compute_figures
-    from meshweave.reproduce.alpacomm_study import AlpaCommStudy
+    from meshweave.reproduce.alpacomm.figures import FIGURES
+    from meshweave.reproduce.alpacomm.figures import figures as compute_figures
+    from meshweave.reproduce.alpacomm.rows import PAPER, findings
+    from meshweave.reproduce.alpacomm.rows import rows as compute_rows
+    from meshweave.reproduce.alpacomm.study import AlpaCommStudy
     from meshweave.reproduce.figures import figures_named
     from meshweave.reproduce.published import published, wanted_rows
     from meshweave.reproduce.tables import About

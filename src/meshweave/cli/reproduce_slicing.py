@@ -41,13 +41,13 @@ def slicing(
     Example: meshweave reproduce slicing --report slicing.html
     """
     from meshweave.reproduce.figures import figures_named
-    from meshweave.reproduce.partitionings import NAMED, every_partitioning
     from meshweave.reproduce.published import published, wanted_rows
-    from meshweave.reproduce.slicing import PAPER
-    from meshweave.reproduce.slicing import rows as compute_rows
-    from meshweave.reproduce.slicing_figures import MACHINES
-    from meshweave.reproduce.slicing_figures import figures as compute_figures
-    from meshweave.reproduce.slicing_study import BATCHES, SlicingStudy
+    from meshweave.reproduce.slicing.figures import MACHINES
+    from meshweave.reproduce.slicing.figures import figures as compute_figures
+    from meshweave.reproduce.slicing.partitionings import NAMED, every_partitioning
+    from meshweave.reproduce.slicing.rows import PAPER
+    from meshweave.reproduce.slicing.rows import rows as compute_rows
+    from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
     from meshweave.reproduce.tables import About
 
     outputs = Outputs(out, png, report, json)

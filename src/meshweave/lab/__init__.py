@@ -3,9 +3,9 @@
 `Lab.load("LAB.toml")` is a description; `with lab.up() as running` is the machine.
 """
 
-from meshweave.lab.check import Abilities, abilities
 from meshweave.lab.description import LabDescription, load_lab
 from meshweave.lab.lab import Lab, RunningLab
+from meshweave.lab.network.check import Abilities, abilities
 from meshweave.lab.processes import RunResult
 
 __all__ = ["Abilities", "Lab", "LabDescription", "RunResult", "RunningLab", "abilities", "load_lab"]

@@ -11,7 +11,16 @@ from pydantic import BeforeValidator, Field
 
 from meshweave.base.errors import nearest
 from meshweave.describe.files import Duration, FileModel, Name, Rate, check, fail, load, shown
-from meshweave.describe.machine.cluster import Chip, Cluster, Hosts, Network, NetworkAxis, Ring, Switch, Torus
+from meshweave.describe.machine.cluster import (
+    Chip,
+    Cluster,
+    Hosts,
+    Network,
+    NetworkAxis,
+    Ring,
+    Switch,
+    TorusNetwork,
+)
 
 MIN_BURST_BYTES = 65536
 """Below this TCP retransmits and its rate is erratic: a segmentation-offloaded packet has up to 64 KiB."""
@@ -92,7 +101,7 @@ class TorusLab:
         axes = tuple(link.axis(name, 2 if size > 2 else 1) for name, link, size in named)
         if len(self.shape) == 1:
             return Ring(axes[0], self.shape[0])
-        return Torus(axes, self.shape, self.num_ranks)
+        return TorusNetwork(axes, self.shape, self.num_ranks)
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from typing import Any, Self
 from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.lab import startup
-from meshweave.lab.build import build
-from meshweave.lab.check import STILL_WORKS, obvious_problem
 from meshweave.lab.description import LabDescription, load_lab
-from meshweave.lab.namespaces import inside, kill_inside, new_prefix, ours, remove, remove_leftovers
+from meshweave.lab.network.build import build
+from meshweave.lab.network.check import STILL_WORKS, obvious_problem
+from meshweave.lab.network.namespaces import inside, kill_inside, new_prefix, ours, remove, remove_leftovers
+from meshweave.lab.network.signals import SIGNALS, deferred_signals
+from meshweave.lab.network.wiring import FABRIC, STORE_ADDRESS, Wiring, wire
 from meshweave.lab.pace import PaceReport, read_reports
 from meshweave.lab.processes import RankProcesses, RunResult, Say, say
-from meshweave.lab.signals import SIGNALS, deferred_signals
-from meshweave.lab.wiring import FABRIC, STORE_ADDRESS, Wiring, wire
 
 MASTER_PORT = 29500
 """Of the ranks' own rendezvous; free, for the namespace is new."""

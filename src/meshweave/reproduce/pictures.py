@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.stacks import Stack, stacked_chart
-from meshweave.reproduce import alpacomm_figures
+from meshweave.reproduce.alpacomm import figures as alpacomm_figures
 from meshweave.reproduce.figures import Cell, Figure, Panel
 
 _CUT = 6.0

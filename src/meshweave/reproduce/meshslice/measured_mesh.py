@@ -12,9 +12,9 @@ from statistics import mean
 from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.reproduce.block import Block, Chosen, Study, faster
+from meshweave.reproduce.meshslice.study import Block, Chosen, Study, faster
+from meshweave.reproduce.meshslice.times import Timer
 from meshweave.reproduce.published import MODELS
-from meshweave.reproduce.times import Timer
 
 CLUSTER, SHAPE = "tpu-v4-4x4", (4, 4)
 

@@ -18,9 +18,9 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate.timeline import timeline
 from meshweave.execute.ranks.clocks import ClockOffset, align, offset_at
 from meshweave.ir.program.text import to_text
-from meshweave.lab.fidelity_cases import FidelityCase, repaced
+from meshweave.lab.bench.yardsticks import matmul_machine
+from meshweave.lab.fidelity.cases import FidelityCase, repaced
 from meshweave.lab.lab import RunningLab
-from meshweave.lab.yardsticks import matmul_machine
 from meshweave.simulate import simulate
 from meshweave.trace import Span, Trace, merge
 
@@ -179,7 +179,7 @@ def fidelity(
     }
     # Every case has its own pace; products outside of them, such as checks, have none.
     unpaced = {"MESHWEAVE_PACE_FLOPS_PER_S": ""}
-    target = "meshweave.lab.fidelity_rank:fidelity_runs"
+    target = "meshweave.lab.fidelity.rank:fidelity_runs"
     ranks = lab.launch(target, payload, timeout_s=timeout_s, env=unpaced)
     clocks = tuple(tuple(ClockOffset(*offset) for offset in rank["offsets"]) for rank in ranks)
     outcomes = []

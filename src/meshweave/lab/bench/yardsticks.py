@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshweave.algorithms.matmul2d import MatmulProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, Ring, Switch, Torus
+from meshweave.describe.machine.cluster import Cluster, NetworkAxis, Ring, Switch, TorusNetwork
 
 UNPACED_FLOPS_PER_S = 1e15
 """Stands for products that take no time."""
@@ -17,7 +17,7 @@ def ideal(cluster: Cluster, flops_per_s: float) -> Cluster:
     """The cluster without latency, launch cost or copy time: links at their rate, products at the pace."""
     chip = replace(cluster.chip, effective_flops_per_s=flops_per_s, memory_bytes_per_s=1e15, launch_s=0.0)
     network = cluster.network
-    if isinstance(network, Torus):
+    if isinstance(network, TorusNetwork):
         network = replace(network, axes=tuple(_plain(axis) for axis in network.axes))
     elif isinstance(network, (Ring, Switch)):
         network = replace(network, link=_plain(network.link))

@@ -12,7 +12,7 @@ from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.work import traffic
-from meshweave.reproduce.agreement import (
+from meshweave.reproduce.meshslice.agreement import (
     COMPARED,
     mesh_times,
     picks_best,
@@ -21,10 +21,10 @@ from meshweave.reproduce.agreement import (
     slice_times,
     summary,
 )
-from meshweave.reproduce.block import Block, Study, distinct_products, faster
+from meshweave.reproduce.meshslice.measured_mesh import RealMesh
+from meshweave.reproduce.meshslice.other_operations import end_to_end_gain, rest_share
+from meshweave.reproduce.meshslice.study import Block, Study, distinct_products, faster
 from meshweave.reproduce.published import MODELS, Published, judged
-from meshweave.reproduce.real import RealMesh
-from meshweave.reproduce.rest import end_to_end_gain, rest_share
 from meshweave.reproduce.verdict import Ours, Row
 from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import LEADER

@@ -14,7 +14,7 @@ from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass
 from meshweave.describe.machine.cluster import Cluster, Ring, load_cluster
 from meshweave.describe.model import FcLayer, load_model
 from meshweave.describe.model.workload import Workload, block_gemms
-from meshweave.reproduce.times import Timer, Timing, add_up
+from meshweave.reproduce.meshslice.times import Timer, Timing, add_up
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.product import Tally

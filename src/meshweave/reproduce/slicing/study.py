@@ -20,7 +20,7 @@ from meshweave.describe.layout import Layout, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
-from meshweave.reproduce.partitionings import NAMED, Partitioning, divisors, local_products, problem
+from meshweave.reproduce.slicing.partitionings import NAMED, Partitioning, divisors, local_products, problem
 from meshweave.simulate import simulate
 
 Stationary = Literal["a", "b", "c"]

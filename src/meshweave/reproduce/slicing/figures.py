@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshweave.reproduce.figures import Cell, Figure, Panel, made
-from meshweave.reproduce.slicing import copies_text
-from meshweave.reproduce.slicing_study import LAYERS, Case, SlicingStudy
+from meshweave.reproduce.slicing.rows import copies_text
+from meshweave.reproduce.slicing.study import LAYERS, Case, SlicingStudy
 from meshweave.tune.search import Progress
 
 MACHINES = {2: "pvc", 3: "h100"}

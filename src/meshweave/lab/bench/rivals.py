@@ -15,7 +15,7 @@ from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import AllGather, ReduceScatter
 from meshweave.ir.program.text import to_text
-from meshweave.lab.yardsticks import matmul_machine
+from meshweave.lab.bench.yardsticks import matmul_machine
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.tune.product import tune_product
 

@@ -8,11 +8,11 @@ import sys
 from dataclasses import dataclass
 
 from meshweave.base.errors import MeshweaveError
-from meshweave.lab.build import build
 from meshweave.lab.description import LabDescription, Link, SwitchLab
-from meshweave.lab.namespaces import leftovers, new_prefix, ours, remove
-from meshweave.lab.signals import deferred_signals
-from meshweave.lab.wiring import wire
+from meshweave.lab.network.build import build
+from meshweave.lab.network.namespaces import leftovers, new_prefix, ours, remove
+from meshweave.lab.network.signals import deferred_signals
+from meshweave.lab.network.wiring import wire
 
 STILL_WORKS = "plan, simulate, verify and run (over unshaped loopback) work without"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshweave.describe.model import load_model
 from meshweave.describe.model.attention import other_passes
-from meshweave.reproduce.block import Block, Study, faster
+from meshweave.reproduce.meshslice.study import Block, Study, faster
 from meshweave.tune.unrolled import LEADER
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshweave.algorithms.reshard.broadcast import LEAST_CHUNK_BYTES, MOST_CHUNKS
-from meshweave.reproduce.alpacomm_study import (
+from meshweave.reproduce.alpacomm.cases import CASES
+from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
     BROADCAST,
     EXACT,
@@ -21,7 +22,6 @@ from meshweave.reproduce.alpacomm_study import (
     orders,
 )
 from meshweave.reproduce.published import Published, judged, published
-from meshweave.reproduce.resharding_cases import CASES
 from meshweave.reproduce.verdict import Ours, Row
 from meshweave.tune.search import Progress
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshweave.report.bars import Bar, Group, bar_chart
-from meshweave.reproduce.alpacomm_study import (
+from meshweave.reproduce.alpacomm.cases import CASES
+from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
     BROADCAST,
     EXACT,
@@ -23,7 +24,6 @@ from meshweave.reproduce.alpacomm_study import (
     orders,
 )
 from meshweave.reproduce.figures import Cell, Figure, Panel, made
-from meshweave.reproduce.resharding_cases import CASES
 from meshweave.tune.search import Progress
 
 TITLES = {

@@ -15,7 +15,7 @@ from meshweave.estimate import estimate
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 from meshweave.ir.work import Transfer
-from meshweave.lab.yardsticks import balanced_flops_per_s, matmul_machine
+from meshweave.lab.bench.yardsticks import balanced_flops_per_s, matmul_machine
 from meshweave.lower import lower_chains, lower_rings
 
 MIN_MESSAGE_BYTES = 32 * 1024

@@ -10,8 +10,8 @@ from fcntl import ioctl
 from pathlib import Path
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.lab.namespaces import batch, inside
-from meshweave.lab.wiring import FABRIC, STORE_ADDRESS, Wiring
+from meshweave.lab.network.namespaces import batch, inside
+from meshweave.lab.network.wiring import FABRIC, STORE_ADDRESS, Wiring
 
 _SETTINGS = {
     # No neighbour discovery on links that are being measured. Absent where the kernel has no IPv6.

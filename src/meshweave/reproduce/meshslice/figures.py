@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshweave.algorithms.matmul2d import ALGORITHMS
-from meshweave.reproduce.agreement import COMPARED, mesh_times, slice_times
-from meshweave.reproduce.block import Block, Study, distinct_products
 from meshweave.reproduce.figures import Cell, Figure, Panel
-from meshweave.reproduce.meshslice import PAPER
+from meshweave.reproduce.meshslice.agreement import COMPARED, mesh_times, slice_times
+from meshweave.reproduce.meshslice.rows import PAPER
+from meshweave.reproduce.meshslice.study import Block, Study, distinct_products
 from meshweave.reproduce.published import MODELS, published
 from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import FOLLOWERS, LEADER

@@ -10,8 +10,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from meshweave.base.errors import DeadlineError, RankLostError
-from meshweave.lab import probe_rank
 from meshweave.lab.lab import RunningLab
+from meshweave.lab.network import probe_rank
 
 
 @dataclass(frozen=True)

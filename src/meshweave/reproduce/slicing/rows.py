@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from statistics import mean
 
-from meshweave.reproduce.partitionings import NAMED, OUTER, Partitioning
 from meshweave.reproduce.published import Published, judged
-from meshweave.reproduce.slicing_study import CASES, STATIONARY, Case, Point, SlicingStudy, Stationary
+from meshweave.reproduce.slicing.partitionings import NAMED, OUTER, Partitioning
+from meshweave.reproduce.slicing.study import CASES, STATIONARY, Case, Point, SlicingStudy, Stationary
 from meshweave.reproduce.verdict import Ours, Row
 from meshweave.tune.search import Progress
 

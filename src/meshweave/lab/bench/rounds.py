@@ -18,9 +18,8 @@ from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, PassName,
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.lab.lab import Lab, RunningLab
-from meshweave.lab.rivals import DTENSOR, REPLICATED_NOTE, Case, cases, sliced
-from meshweave.lab.yardsticks import (
+from meshweave.lab.bench.rivals import DTENSOR, REPLICATED_NOTE, Case, cases, sliced
+from meshweave.lab.bench.yardsticks import (
     UNPACED_FLOPS_PER_S,
     at_pace,
     balanced_flops_per_s,
@@ -28,6 +27,7 @@ from meshweave.lab.yardsticks import (
     ideal,
     matmul_machine,
 )
+from meshweave.lab.lab import Lab, RunningLab
 
 __all__ = [
     "DTENSOR",
@@ -248,7 +248,7 @@ def bench(
     }
     # The benchmark sets its own pace; the lab's would hold where it sets none.
     no_pace = {"MESHWEAVE_PACE_FLOPS_PER_S": ""}
-    ranks = lab.launch("meshweave.lab.bench_rank:bench_matmul", payload, timeout_s=timeout_s, env=no_pace)
+    ranks = lab.launch("meshweave.lab.bench.rank:bench_matmul", payload, timeout_s=timeout_s, env=no_pace)
     place = {problem: iter(range(len(told[problem]))) for problem in products}
     numbers = {problem: number for number, problem in enumerate(products)}
     return [

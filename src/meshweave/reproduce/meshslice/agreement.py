@@ -7,8 +7,8 @@ from statistics import mean
 from typing import Any
 
 from meshweave.algorithms.matmul2d import ALGORITHMS
-from meshweave.reproduce.block import Block, Chosen, Study
-from meshweave.reproduce.times import Timer
+from meshweave.reproduce.meshslice.study import Block, Chosen, Study
+from meshweave.reproduce.meshslice.times import Timer
 from meshweave.tune.meshes import Shape
 from meshweave.tune.unrolled import LEADER
 

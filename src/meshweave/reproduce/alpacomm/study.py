@@ -19,7 +19,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import Hosts
-from meshweave.reproduce.resharding_cases import CASES, DTYPE, ReshardingCase, one_to_many
+from meshweave.reproduce.alpacomm.cases import CASES, DTYPE, ReshardingCase, one_to_many
 from meshweave.simulate import simulate
 
 HOSTS = 5
