@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from machine import save
 
 from meshweave.algorithms.universal import UniversalProblem
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.estimate.universal import Rates
 from meshweave.lab.bench.dtensor_traffic import Product, traffics
 from meshweave.tune.universal import tune_universal
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
-RATES = Rates(60e9, 2.4e9, 1e-4, 0.0, 49e9)  # choose among ways that move the same
+RATES = RankRates(60e9, 2.4e9, 1e-4, 0.0, 49e9)  # choose among ways that move the same
 
 
 def text(placed: tuple[Placement, ...]) -> str:

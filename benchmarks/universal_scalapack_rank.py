@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from meshweave.algorithms.universal import UniversalProblem
-from meshweave.describe.layout.grid import Grid
-from meshweave.estimate.universal import Rates
+from meshweave.cost.rates import RankRates
+from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.execute.ranks.launch import Context
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import quiet, start_together
 from meshweave.nn.products import prepare
 from meshweave.tune.universal import tune_universal
@@ -25,9 +25,9 @@ def measure(context: Context, payload: Mapping[str, Any]) -> list[float]:
     torch.set_num_threads(1)
     size, nb = int(payload["size"]), int(payload["nb"])
     rows, columns = payload["grid"]
-    layout = Grid(rows, columns).tiles((nb, nb))
+    layout = ProcessGrid(rows, columns).tiles((nb, nb))
     problem = UniversalProblem(size, size, size, layout, layout, layout, payload["dtype"])
-    tuned = tune_universal(problem, Rates(30e9, 5e9), objective="bytes", slices=(1,))
+    tuned = tune_universal(problem, RankRates(30e9, 5e9), objective="bytes", slices=(1,))
     shared = TorchContext(liveness=context.liveness, deadline_s=60)
     run = prepare(problem, tuned, context.rank, "shared", shared)
     at = np.ix_(*layout.indices((size, size), context.rank))

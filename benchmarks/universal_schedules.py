@@ -27,7 +27,6 @@ from machine import save
 from meshweave.algorithms.universal import (
     Choice,
     Operand,
-    ScheduleRates,
     Slicing,
     UniversalProblem,
     universal_program,
@@ -46,10 +45,11 @@ from meshweave.algorithms.universal.schedule import (
 from meshweave.algorithms.universal.schedule_search import Found, exhaustive
 from meshweave.algorithms.universal.volume import volume
 from meshweave.cost.machine import Machine
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
-from meshweave.describe.layout.grid import Grid, block_2d, block_cyclic, column_block, row_block
+from meshweave.describe.layout.grid import ProcessGrid, block_2d, block_cyclic, column_block, row_block
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.network import Switch
+from meshweave.describe.machine.network import SwitchNetwork
 from meshweave.simulate import simulate
 
 CLAIM = 1.05
@@ -74,7 +74,7 @@ class Case:
 
 def traditional(num_ranks: int, sizes: tuple[int, int, int]) -> tuple[Layout, Layout, Layout]:
     """2D blocks, A and B dealt along k in tiles that both have in common, as SUMMA needs it."""
-    grid = Grid.over(num_ranks)
+    grid = ProcessGrid.over(num_ranks)
     m, n, k = sizes
     rows, cols = -(-m // grid.rows), -(-n // grid.cols)
     tile = -(-k // num_ranks)
@@ -101,7 +101,7 @@ def misaligned(sizes: str, count: int) -> Iterator[Case]:
     first, second, third = (block_2d(count, shape) for shape in shapes)
 
     def off(shape: tuple[int, int], tile: tuple[int, int], by: tuple[int, int]) -> Layout:
-        return Grid.over(count, shape).tiles(tile, by)
+        return ProcessGrid.over(count, shape).tiles(tile, by)
 
     yield Case("2D block", count, sizes, first, first, first, False)
     yield Case("2D blocks on three grids", count, sizes, first, second, third, False)
@@ -127,7 +127,7 @@ def machine_of(name: str, slicing: Slicing) -> Cluster | None:
         cluster = load_cluster(name)
         return cluster if cluster.num_chips >= ranks else None
     base = load_cluster("h100-node")
-    assert isinstance(base.network, Switch)
+    assert isinstance(base.network, SwitchNetwork)
     loads = volume(slicing).during.values()
     seconds = max(load.moved_bytes for load in loads) / base.network.axis(0, 1, None).link_bytes_per_s
     if not seconds:
@@ -156,7 +156,7 @@ def row(case: Case, stationary: Operand, slices: int, where: str, states: int) -
     cluster = machine_of(where, slicing)
     if cluster is None:
         return None
-    rates = ScheduleRates.of(Machine(cluster, (problem.a.mesh,), logical=True))
+    rates = RankRates.of(cluster)
     graphs = {rank: graph(slicing, rank, rates) for rank in problem.ranks}
     if not any(one.fetches or one.giving for one in graphs.values()):
         return None

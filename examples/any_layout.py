@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshweave import load_cluster, matmul
 from meshweave.algorithms.universal import UniversalProblem
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.estimate.universal import Rates
 from meshweave.execute.ranks.launch import Context, launch
 from meshweave.lab.bench.dtensor_traffic import Product, to_torch, traffics
 from meshweave.tune.universal import tune_universal
@@ -49,7 +49,7 @@ def words(placements: tuple[Placement, ...]) -> str:
 def main() -> None:
     asked = [Product(placed(a), placed(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES if mesh_a == mesh_b]
     counted = iter(traffics(SQUARE, asked))
-    rates = Rates.of(load_cluster("local-cpu"))
+    rates = RankRates.of(load_cluster("local-cpu"))
     rows = []
     for mesh_a, a, mesh_b, b in CASES:
         theirs = next(counted) if mesh_a == mesh_b else None

@@ -19,9 +19,9 @@ from meshweave.algorithms.universal import (
 )
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.estimate.universal import Rates
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
@@ -33,7 +33,7 @@ from meshweave.tune.universal import extra_bytes, tune_universal
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
 SQUARE = Mesh.of("tp", (2, 2), ("row", "col"))
-RATES = Rates(60e9, 2.4e9, 1e-5, 1e-5, 49e9)
+RATES = RankRates(60e9, 2.4e9, 1e-5, 1e-5, 49e9)
 
 
 def factorings(count: int) -> list[tuple[int, int, int]]:

@@ -12,7 +12,6 @@ from test_universal import cases, operands
 
 from meshweave.algorithms.universal import (
     Choice,
-    ScheduleRates,
     Slicing,
     UniversalProblem,
     universal_program,
@@ -20,16 +19,15 @@ from meshweave.algorithms.universal import (
 from meshweave.algorithms.universal.lowering import given_order, graph, issue_order, tiles
 from meshweave.algorithms.universal.schedule import Order
 from meshweave.base.errors import UnsupportedError
-from meshweave.cost.machine import Machine
-from meshweave.describe.layout.grid import Grid, block_2d, row_block
-from meshweave.describe.layout.mesh import Mesh
+from meshweave.cost.rates import RankRates
+from meshweave.describe.layout.grid import ProcessGrid, block_2d, row_block
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided
 
-RATES = ScheduleRates(1e9, 1e9, 0.8, 2, 3e9)
+RATES = RankRates(1e9, 1e9, accumulate_factor=0.8, ranks_per_package=2, near_bytes_per_s=3e9)
 Ordered = tuple[UniversalProblem, Choice, dict[int, Order]]
 
 
@@ -74,7 +72,7 @@ def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, Ch
 
 def misaligned() -> UniversalProblem:
     """Tiles of 3 of A against blocks of B along k: products of several sizes."""
-    a = Grid.over(4, (2, 2)).tiles((4, 3), (0, 1))
+    a = ProcessGrid.over(4, (2, 2)).tiles((4, 3), (0, 1))
     return UniversalProblem(8, 8, 8, a, row_block(4), block_2d(4), "float64")
 
 
@@ -130,14 +128,18 @@ def test_a_schedule_by_costs_asks_for_rates() -> None:
 
 
 def test_rates_of_a_machine() -> None:
-    def of(name: str) -> ScheduleRates:
-        cluster = load_cluster(name)
-        return ScheduleRates.of(
-            Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
-        )
+    def of(name: str) -> RankRates:
+        return RankRates.of(load_cluster(name))
 
-    assert of("pvc-node") == ScheduleRates(22.7e12, 26.5e9, 0.8, 2, 230e9)
-    assert of("h100-node").bytes_per_s == 450e9 and of("h100-node").per_package == 1
+    assert of("pvc-node") == RankRates(
+        flops_per_s=22.7e12,
+        link_bytes_per_s=26.5e9,
+        memory_bytes_per_s=1.6384e12,
+        accumulate_factor=0.8,
+        ranks_per_package=2,
+        near_bytes_per_s=230e9,
+    )
+    assert of("h100-node").link_bytes_per_s == 450e9 and of("h100-node").ranks_per_package == 1
     assert of("pvc-node").transfer_s(0, 1, 230) == pytest.approx(1e-9)
     assert of("pvc-node").transfer_s(0, 0, 10**9) == 0
-    assert of("tpu-v4-4x4").per_package == 1
+    assert of("tpu-v4-4x4").ranks_per_package == 1

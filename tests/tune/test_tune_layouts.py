@@ -10,16 +10,16 @@ import pytest
 from meshweave.algorithms.universal import UniversalProblem
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.layout.grid import block_2d, block_cyclic, row_block
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.estimate.universal import Rates
 from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.layouts import grid_layouts, layout_words, table, tune_layouts
 from meshweave.tune.universal import extra_bytes, tune_universal
 
-SLOW = Rates(1e9, 2e8, 1e-6, 1e-6, 5e9)
-FREE = Rates(1e9, 1e9)
+SLOW = RankRates(1e9, 2e8, 1e-6, 1e-6, 5e9)
+FREE = RankRates(1e9, 1e9)
 CYCLIC = block_cyclic((4, 3), 4)
 PARTIAL = Layout(Mesh.of("tp", (2, 2), ("x", "y")), (Partial(), Shard(0)))
 COPIED = Layout(Mesh.of("tp", (4, 1), ("x", "y")), (Replicate(), Shard(0)))
@@ -36,7 +36,7 @@ def matrix_bytes(problem: UniversalProblem) -> int:
 def brute_force(
     sizes: tuple[int, int, int],
     options: list[tuple[Layout, ...]],
-    rates: Rates,
+    rates: RankRates,
     memory_bytes: int | None,
 ) -> list[float]:
     """Seconds of all combinations that fit, ascending."""
@@ -60,7 +60,7 @@ def brute_force(
 @pytest.mark.parametrize("rates", [SLOW, FREE])
 @pytest.mark.parametrize("sizes", [(24, 60, 12), (20, 20, 50)])
 def test_it_finds_what_trying_everything_finds(
-    sizes: tuple[int, int, int], rates: Rates, num_ranks: int, memory_bytes: int | None
+    sizes: tuple[int, int, int], rates: RankRates, num_ranks: int, memory_bytes: int | None
 ) -> None:
     options = [grid_layouts(range(num_ranks))] * 3
     found = tune_layouts(*sizes, num_ranks, rates, memory_bytes=memory_bytes, count=3)
@@ -76,7 +76,7 @@ def test_it_finds_what_trying_everything_finds(
 @pytest.mark.parametrize(
     "given", [{"a": CYCLIC}, {"a": PARTIAL}, {"c": PARTIAL}, {"b": COPIED, "c": row_block(4, 2)}]
 )
-def test_given_layouts_are_kept(given: dict[str, Layout], rates: Rates) -> None:
+def test_given_layouts_are_kept(given: dict[str, Layout], rates: RankRates) -> None:
     free = grid_layouts(range(4))
     (found,) = tune_layouts(14, 11, 9, 4, rates, **given)  # type: ignore[arg-type]
     for operand, layout in given.items():
@@ -88,7 +88,7 @@ def test_given_layouts_are_kept(given: dict[str, Layout], rates: Rates) -> None:
 @pytest.mark.parametrize("sizes", [(3, 2, 4), (7, 40, 9), (64, 64, 64)])
 @pytest.mark.parametrize("count", [4, 6])
 @pytest.mark.parametrize("rates", [SLOW, FREE])
-def test_no_estimate_is_below_its_bound(sizes: tuple[int, int, int], count: int, rates: Rates) -> None:
+def test_no_estimate_is_below_its_bound(sizes: tuple[int, int, int], count: int, rates: RankRates) -> None:
     free = (*grid_layouts(range(count)), block_cyclic((3, 2), count))
     seconds, moved = LayoutBounds(sizes, {"a": free, "b": free, "c": free}, rates).least()
     places = list(itertools.product(range(len(free)), repeat=3))
@@ -134,6 +134,6 @@ def test_every_grid_and_replication_factor_is_there() -> None:
 
 def test_twelve_ranks() -> None:
     found = tune_layouts(
-        6144, 49152, 12288, 12, Rates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000
+        6144, 49152, 12288, 12, RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000
     )
     assert found[0].tuned.moved_bytes > 0

@@ -11,35 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.cost.machine import Machine
-from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster
+from meshweave.cost.rates import RankRates
 from meshweave.ir.volume import Load, Phase, Volume
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the closed form knows of a machine. `message_s` is the fixed cost of a transfer, `product_s` of a
-    product; links are those of the slowest pair of ranks, one direction."""
-
-    flops_per_s: float
-    link_bytes_per_s: float
-    message_s: float = 0.0
-    product_s: float = 0.0
-    memory_bytes_per_s: float = float("inf")
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Rates:
-        """Of a cluster as the catalog describes it."""
-        axis = Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True).axis("")
-        constants = axis.comm("send_recv")
-        return cls(
-            cluster.chip.effective_flops_per_s,
-            min(constants.bytes_per_s, axis.link_bytes_per_s),
-            constants.launch_s + constants.sync_s,
-            cluster.chip.launch_s,
-            cluster.chip.memory_bytes_per_s,
-        )
 
 
 @dataclass(frozen=True)
@@ -57,26 +30,25 @@ class UniversalEstimate:
         return self.before_s + self.during_s + self.after_s
 
 
-def estimate_universal(volume: Volume, rates: Rates) -> UniversalEstimate:
-    """Time of a universal product of that volume on a machine of those rates."""
-    during, compute, transfer = max(_hidden(load, rates) for load in volume.during.values())
+def estimate_universal(volume: Volume, rates: RankRates) -> UniversalEstimate:
+    """Return the time of a universal product of that volume."""
+    during_s, compute_s, transfer_s = max(_overlapped_s(load, rates) for load in volume.during.values())
     return UniversalEstimate(
-        _alone(volume.before, rates), during, _alone(volume.after, rates), compute, transfer
+        _exposed_s(volume.before, rates), during_s, _exposed_s(volume.after, rates), compute_s, transfer_s
     )
 
 
-def _transfer(load: Load, rates: Rates) -> float:
-    return load.moved_bytes / rates.link_bytes_per_s + load.messages * rates.message_s
+def _transfer_s(load: Load, rates: RankRates) -> float:
+    return rates.link_s(load.moved_bytes, load.messages) + rates.add_s(load.local_bytes)
 
 
-def _alone(phase: Phase, rates: Rates) -> float:
-    return max(
-        _transfer(load, rates) + 3 * load.local_bytes / rates.memory_bytes_per_s for load in phase.values()
-    )
+def _exposed_s(phase: Phase, rates: RankRates) -> float:
+    """Return the seconds of the slowest rank in a phase without products."""
+    return max(_transfer_s(load, rates) for load in phase.values())
 
 
-def _hidden(load: Load, rates: Rates) -> tuple[float, float, float]:
-    compute = load.flops / rates.flops_per_s + load.products * rates.product_s
-    transfer = _transfer(load, rates) + 3 * load.local_bytes / rates.memory_bytes_per_s
+def _overlapped_s(load: Load, rates: RankRates) -> tuple[float, float, float]:
+    """Return the seconds of a rank in the phase of products, and of its products and transfers alone."""
+    compute_s, transfer_s = rates.compute_s(load.flops, load.products), _transfer_s(load, rates)
     steps = max(load.products, 1)
-    return max(compute, transfer) + min(compute, transfer) / steps, compute, transfer
+    return max(compute_s, transfer_s) + min(compute_s, transfer_s) / steps, compute_s, transfer_s

@@ -23,10 +23,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from meshweave.algorithms.universal import Operand
 from meshweave.base.errors import BindError, LayoutError, UnsupportedError
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.estimate.universal import Rates
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.placements import layout_of, layout_on, matrix_shape
 from meshweave.nn.products import DTYPES, Matrix, Order, Product, Transport, cheapest, prepare, problem_of
 from meshweave.tune.universal import SLICES, Objective, tune_universal
@@ -44,7 +44,7 @@ class How:
     stationary: Operand | None
     transport: Transport
     objective: Objective
-    rates: Rates
+    rates: RankRates
     context: TorchContext | None
 
     @classmethod
@@ -143,13 +143,13 @@ def _from_the_front(placement: Placement, num_dims: int) -> Placement:
     return placement
 
 
-_KNOWN_RATES: dict[Cluster | str, Rates] = {}
+_KNOWN_RATES: dict[Cluster | str, RankRates] = {}
 
 
-def _rates(cluster: Cluster | str) -> Rates:
+def _rates(cluster: Cluster | str) -> RankRates:
     """The rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
     if cluster not in _KNOWN_RATES:
-        _KNOWN_RATES[cluster] = Rates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
+        _KNOWN_RATES[cluster] = RankRates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
     return _KNOWN_RATES[cluster]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from meshweave.algorithms.universal import Choice, Slicing, UniversalProblem, universal_program
 from meshweave.algorithms.universal.problem import Operand
 from meshweave.algorithms.universal.slicing import Block, Panel
-from meshweave.base.errors import UnsupportedError, nearest
+from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
-from meshweave.estimate.universal import Rates
 from meshweave.execute.memory import RemoteMemory, open_memory
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.bind import BoundProgram, bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided, read_in_place
 from meshweave.tune.universal import Objective, TunedUniversal, tune_universal
@@ -76,7 +76,7 @@ def cheapest(
     b: Matrix,
     layouts: Iterable[Layout],
     dtype: torch.dtype,
-    rates: Rates,
+    rates: RankRates,
     stationary: Operand | None,
     objective: Objective,
 ) -> int:
@@ -109,7 +109,7 @@ def prepare(
         RankLostError, DeadlineError: other ranks are missing or late; so does the product.
     """
     if transport not in TRANSPORTS:
-        raise UnsupportedError(f"there is no transport '{transport}'{nearest(str(transport), TRANSPORTS)}")
+        raise UnsupportedError(f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}")
     choice = tuned.choice
     cache: dict[Any, Any] = context.__dict__.setdefault(CACHE, {})
     key = problem, choice, transport

@@ -23,8 +23,8 @@ from meshweave.algorithms.universal.held import Held, common_runs, held, shared_
 from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS
 from meshweave.algorithms.universal.slicing import cuts
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Intervals, Layout
-from meshweave.estimate.universal import Rates
 from meshweave.tune.universal import SLICES
 
 Vector = NDArray[np.float64]
@@ -62,7 +62,7 @@ class LayoutBounds:
 
     sizes: tuple[int, int, int]
     options: dict[Operand, Sequence[Layout]]
-    rates: Rates
+    rates: RankRates
     dtype: str = "float32"
     _known: dict[tuple[Operand, int, Operand, int, Groups], Moved] = field(default_factory=dict)
     _known_runs: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
@@ -130,11 +130,11 @@ class LayoutBounds:
             steps = runs[..., number, None]
             launches = np.where(work.alone & np.isfinite(steps), steps, 0) * (work.flops > 0)
             messages = moved.lacking * (length / -(-length // slices)) * work.share
-            one = compute + launches * rates.product_s
-            other = transfer + messages * rates.message_s
+            one = compute + launches * rates.launch_s
+            other = transfer + messages * rates.link_latency_s
             most = np.where(work.alone, steps, slices + 2 * runs[..., 0, None] + 1)
             found = np.maximum(one, other) + np.minimum(one, other) / most
-            found = np.maximum(found, compute + rates.product_s * (work.flops > 0))
+            found = np.maximum(found, compute + rates.launch_s * (work.flops > 0))
             least = np.minimum(least, found.max(-1))
         return least
 

@@ -16,9 +16,9 @@ from meshweave.algorithms.universal import Operand, UniversalProblem
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
-from meshweave.describe.layout.grid import Grid
-from meshweave.estimate.universal import Rates
+from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.universal import TunedUniversal, extra_bytes, tune_universal
 
@@ -43,7 +43,7 @@ def grid_layouts(ranks: Sequence[int]) -> tuple[Layout, ...]:
     for replicas in _divisors(len(ranks)):
         each = len(ranks) // replicas
         for rows in _divisors(each):
-            layout = Grid(rows, each // rows, replicas).blocks()
+            layout = ProcessGrid(rows, each // rows, replicas).blocks()
             mesh = layout.mesh
             placed = tuple(ranks[place] for place in mesh.ranks)
             found.append(Layout(type(mesh)(mesh.name, mesh.shape, mesh.axes, placed), layout.placements))
@@ -55,7 +55,7 @@ def tune_layouts(
     n: int,
     k: int,
     num_ranks: int,
-    rates: Rates,
+    rates: RankRates,
     *,
     a: Layout | None = None,
     b: Layout | None = None,
@@ -118,7 +118,7 @@ def layout_words(layout: Layout) -> str:
 class _Search:
     sizes: tuple[int, int, int]
     options: dict[Operand, Sequence[Layout]]
-    rates: Rates
+    rates: RankRates
     dtype: str
     memory_bytes: int | None
     count: int

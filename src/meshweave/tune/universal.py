@@ -19,7 +19,8 @@ from meshweave.algorithms.universal.choice import sums, ways
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import UnsupportedError
-from meshweave.estimate.universal import Rates, UniversalEstimate, estimate_universal
+from meshweave.cost.rates import RankRates
+from meshweave.estimate.universal import UniversalEstimate, estimate_universal
 from meshweave.ir.volume import Volume
 
 Objective = Literal["time", "bytes"]
@@ -42,7 +43,7 @@ class TunedUniversal:
 @lru_cache(maxsize=4096)
 def tune_universal(
     problem: UniversalProblem,
-    rates: Rates,
+    rates: RankRates,
     *,
     stationary: Operand | None = None,
     objective: Objective = "time",
@@ -83,7 +84,7 @@ class _Tried:
     estimate: UniversalEstimate
 
     @classmethod
-    def of(cls, problem: UniversalProblem, choice: Choice, rates: Rates) -> _Tried:
+    def of(cls, problem: UniversalProblem, choice: Choice, rates: RankRates) -> _Tried:
         slicing = Slicing(problem, choice)
         found = volume(slicing)
         return cls(slicing, found, estimate_universal(found, rates))
@@ -100,7 +101,7 @@ def _key(estimate: UniversalEstimate, found: Volume, objective: Objective) -> tu
     return estimate.total_s, found.moved_bytes
 
 
-def _settled(problem: UniversalProblem, way: Choice, rates: Rates, objective: Objective) -> _Tried:
+def _settled(problem: UniversalProblem, way: Choice, rates: RankRates, objective: Objective) -> _Tried:
     """The best that can be made of a way: where partial operands are summed up, and who does what of a team."""
     known: dict[Choice, _Tried] = {}
 
@@ -133,7 +134,7 @@ def _settled(problem: UniversalProblem, way: Choice, rates: Rates, objective: Ob
 
 def _sliced(
     tried: Iterable[_Tried],
-    rates: Rates,
+    rates: RankRates,
     objective: Objective,
     slices: Sequence[int],
     memory_bytes: int | None,

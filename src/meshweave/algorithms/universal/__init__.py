@@ -10,13 +10,11 @@ from __future__ import annotations
 from meshweave.algorithms.universal.choice import Choice, choices
 from meshweave.algorithms.universal.problem import Operand, UniversalProblem
 from meshweave.algorithms.universal.program import universal_program
-from meshweave.algorithms.universal.rates import ScheduleRates
 from meshweave.algorithms.universal.slicing import Slicing
 
 __all__ = [
     "Choice",
     "Operand",
-    "ScheduleRates",
     "Slicing",
     "UniversalProblem",
     "choices",

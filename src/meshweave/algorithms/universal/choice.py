@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshweave.algorithms.universal.held import held
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
-from meshweave.algorithms.universal.rates import ScheduleRates
+from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 
@@ -43,7 +43,7 @@ class Choice:
     slices: int = 4
     prefetch: int = 2
     schedule: Schedule = "direct"
-    rates: ScheduleRates | None = None
+    rates: RankRates | None = None
 
     def __str__(self) -> str:
         parts = [f"stationary {self.stationary.upper()}"]

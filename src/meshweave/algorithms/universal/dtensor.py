@@ -20,7 +20,7 @@ from typing import Literal
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
-from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, chunk
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor
 from meshweave.ir.program.ops import Add, AllGather, AllToAll, Copy, Fence, Get, Matmul, Op, ReduceScatter
@@ -166,12 +166,12 @@ class _Writer:
         """What the rank at a place takes from every other one, beginning with the next."""
         count = self.mesh.num_ranks
         for other in ((place + ahead) % count for ahead in range(count)):
-            lo, hi = chunk(self.shapes[operand][now.dim], count, other)
+            lo, hi = chunk_bounds(self.shapes[operand][now.dim], count, other)
             out: list[Range] = [FULL, FULL]
             src: list[Range] = [FULL, FULL]
             out[now.dim] = Range(lo, hi)
             if isinstance(wanted, Shard):
-                first, last = chunk(self.shapes[operand][wanted.dim], count, place)
+                first, last = chunk_bounds(self.shapes[operand][wanted.dim], count, place)
                 src[wanted.dim] = Range(first, last)
                 if first == last:
                     continue
@@ -188,7 +188,7 @@ class _Writer:
 
     def _parts(self, size: int) -> tuple[int, ...]:
         count = self.mesh.num_ranks
-        return tuple(hi - lo for lo, hi in (chunk(size, count, place) for place in range(count)))
+        return tuple(hi - lo for lo, hi in (chunk_bounds(size, count, place) for place in range(count)))
 
     # --- result -----------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class _Writer:
 
     def _summed(self, place: int, dim: int) -> Iterator[Op]:
         count = self.mesh.num_ranks
-        lo, hi = chunk(self.shapes["c"][dim], count, place)
+        lo, hi = chunk_bounds(self.shapes["c"][dim], count, place)
         if lo == hi:
             return
         part, inside = [FULL, FULL], [FULL, FULL]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-from meshweave.describe.layout import Intervals, Layout, Partial, chunk
+from meshweave.describe.layout import Intervals, Layout, Partial, chunk_bounds
 
 Block = tuple[int, int, int]
 """(row class, column class, term)."""
@@ -149,7 +149,7 @@ def shared_out(whole: Held, dim: int, group_of: Mapping[int, int]) -> Held:
         first[number] = len(classes)
         size = table.size(number)
         for part in range(count[number]):
-            lo, hi = chunk(size, count[number], part)
+            lo, hi = chunk_bounds(size, count[number], part)
             classes.append(_within(intervals, lo, hi))
             offsets.append(lo)
     dealt = DimTable(classes, offsets)

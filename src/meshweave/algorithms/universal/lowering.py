@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshweave.algorithms.universal.problem import OPERANDS, Operand
-from meshweave.algorithms.universal.rates import ScheduleRates
 from meshweave.algorithms.universal.schedule import (
     Fetch,
     Graph,
@@ -31,6 +30,7 @@ from meshweave.algorithms.universal.schedule_search import exhaustive
 from meshweave.algorithms.universal.slicing import Slicing, Step
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.rates import RankRates
 
 LIMITS = Limits()
 MAX_STATES = 20_000
@@ -59,14 +59,16 @@ def tiles(steps: Sequence[Step], rank: int) -> tuple[Tile, ...]:
     )
 
 
-def graph(slicing: Slicing, rank: int, rates: ScheduleRates, *, duplex: bool = False) -> Graph:
+def graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: bool = False) -> Graph:
     """A rank's steps as products and the panels that they need as tiles, numbered as in `tiles`."""
     steps = slicing.steps(rank)
     element, adds = dtype_bytes(slicing.problem.dtype), not is_single(slicing)
 
     def seconds(step: Step, operand: Operand, *, adds: bool = False) -> float:
         blocks = step.panels[operand].blocks
-        return sum(rates.transfer_s(rank, one.owner, one.num_elements * element, adds=adds) for one in blocks)
+        return sum(
+            rates.transfer_s(rank, one.owner, one.num_elements * element, accumulates=adds) for one in blocks
+        )
 
     wanted = tiles(steps, rank)
     needs: list[list[int]] = [[] for _ in steps]

@@ -18,7 +18,7 @@ from meshweave.algorithms.universal.lowering import Turn, is_single, issue_order
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
 from meshweave.algorithms.universal.schedule import Order
 from meshweave.algorithms.universal.slicing import Block, Slicing, Span, Step
-from meshweave.describe.layout.meshes import Meshes
+from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor
 from meshweave.ir.program.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Zero
 from meshweave.ir.program.views import Range, View
@@ -49,19 +49,19 @@ class _Writer:
     slots: dict[str, int] = field(default_factory=dict)
 
     def write(self) -> Program:
-        problem, meshes = self.problem, Meshes()
+        problem, meshes = self.problem, ProgramMeshes()
         for operand in OPERANDS:
             meshes.add(problem.layout(operand).mesh)
-        self.everyone = f"{meshes.of(problem.c).mesh.name}"
+        self.everyone = f"{meshes.add_layout(problem.c).mesh.name}"
         body = tuple(self._body())
         buffers = [
             Buffer(
                 operand,
                 "output" if operand == "c" else "input",
-                meshes.of(problem.layout(operand)).mesh.name,
+                meshes.add_layout(problem.layout(operand)).mesh.name,
                 problem.dtype,
                 operand.upper(),
-                meshes.of(problem.layout(operand)),
+                meshes.add_layout(problem.layout(operand)),
                 order=self._order(operand),
             )
             for operand in OPERANDS
@@ -69,7 +69,7 @@ class _Writer:
         for operand in OPERANDS[:2]:
             layout = self.slicing.summed(operand)
             if layout is not None:
-                placed = meshes.of(layout)
+                placed = meshes.add_layout(layout)
                 buffers.append(
                     Buffer(
                         f"{operand}_sum", "temp", placed.mesh.name, problem.dtype, operand.upper(), placed,
@@ -92,7 +92,7 @@ class _Writer:
         lanes = tuple(Lane(name) for name in (COMPUTE, GET, GIVE))
         name = f"universal, {self.choice}"
         meaning = (Product("C", "A", "B"),)
-        return Program(name, meshes.listed, tensors, tuple(buffers), lanes, body, meaning)
+        return Program(name, meshes.meshes, tensors, tuple(buffers), lanes, body, meaning)
 
     def _order(self, operand: str) -> tuple[int, int] | None:
         return self.problem.orders["abc".index(operand)]
