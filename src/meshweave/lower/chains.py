@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 
 from meshweave.base.errors import ProgramError
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import Buffer, On, Program, Repeat, Statement, When
+from meshweave.ir.program import Buffer, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary, equal, minimum, select
-from meshweave.ir.program.ops import Broadcast, Copy, Recv, Reduce, Send, Step
+from meshweave.ir.program.ops import Broadcast, Copy, Op, Recv, Reduce, Send, Step
+from meshweave.ir.program.statements import rewrite, statements_of
 from meshweave.ir.program.views import Range, View
 
 ODD = "_odd"
@@ -34,17 +35,19 @@ SUMS = "_sum"
 """Suffix of the buffer in which a reduce adds up what it passes on."""
 
 
-def lower_chains(program: Program, wanted: Callable[[Broadcast | Reduce], bool] = lambda op: True) -> Program:
+def lower_chains(
+    program: Program, should_lower: Callable[[Broadcast | Reduce], bool] = lambda op: True
+) -> Program:
     """The program with its broadcasts and reduces over mesh axes (those that are `wanted`) as chains.
 
     Packets are cut along the dim that is outermost in memory; never more than it has elements. Raises
     ProgramError for a reduction other than the sum, and for views that are no box along any dim.
     """
-    return _Pass(program, wanted).run()
+    return _ChainLowering(program, should_lower).run()
 
 
 @dataclass(frozen=True)
-class _Chain:
+class _ChainMember:
     """A chain of `count` members and where the executing rank stands in it: at `place` 0, ..., count - 1."""
 
     count: int
@@ -74,7 +77,7 @@ class _Chain:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _PacketSplit:
     """How views are cut into `packets`: along `dim`, where they have `extent` elements. `number` is that of the
     packet at hand."""
 
@@ -99,33 +102,25 @@ class _Cut:
         return binary("//", packet * extent, packets)
 
 
-class _Pass:
+class _ChainLowering:
     def __init__(self, program: Program, wanted: Callable[[Broadcast | Reduce], bool]) -> None:
         self.program, self.wanted = program, wanted
         self.lanes = dict(program.lane_of)
         self.sums: dict[str, Buffer] = {}
-        taken = {statement.var for statement in _walk(program.body) if isinstance(statement, Repeat)}
+        taken = {statement.var for statement in statements_of(program.body) if isinstance(statement, Repeat)}
         self.packet = Var(_fresh("packet", taken))
 
     def run(self) -> Program:
-        body = self._lower(self.program.body)
+        body = rewrite(self.program.body, self._lower)
         lanes, sums = tuple(self.lanes.values()), tuple(self.sums.values())
         return replace(self.program, body=body, lanes=lanes, buffers=self.program.buffers + sums)
 
-    def _lower(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-        out: list[Statement] = []
-        for statement in body:
-            if isinstance(statement, (On, Repeat, When)):
-                out.append(replace(statement, body=self._lower(statement.body)))
-            elif isinstance(statement, (Broadcast, Reduce)) and self._applies(statement):
-                out += (
-                    self._broadcast(statement)
-                    if isinstance(statement, Broadcast)
-                    else self._reduce(statement)
-                )
-            else:
-                out.append(statement)
-        return tuple(out)
+    def _lower(self, op: Op) -> list[Statement]:
+        if isinstance(op, Broadcast) and self._applies(op):
+            return self._broadcast(op)
+        if isinstance(op, Reduce) and self._applies(op):
+            return self._reduce(op)
+        return [op]
 
     def _applies(self, op: Broadcast | Reduce) -> bool:
         return isinstance(op.over, str) and "." in op.over and self.wanted(op)
@@ -171,12 +166,14 @@ class _Pass:
         recvs += self._recvs(op, chain, range(last, chain.count), out)
         return [*copies, *self._for_all_packets(cut, [*recvs, *sends])]
 
-    def _for_all_packets(self, cut: _Cut, steps: list[Statement]) -> list[Statement]:
+    def _for_all_packets(self, cut: _PacketSplit, steps: list[Statement]) -> list[Statement]:
         if isinstance(cut.number, Var):
             return [Repeat(cut.number.name, cut.packets, tuple(steps))]
         return steps if cut.packets else []
 
-    def _recvs(self, op: Broadcast | Reduce, chain: _Chain, places: range, out: View) -> list[Statement]:
+    def _recvs(
+        self, op: Broadcast | Reduce, chain: _ChainMember, places: range, out: View
+    ) -> list[Statement]:
         """Of the packet, at some places. A packet comes in by the hop before the place that takes it."""
         update, name = isinstance(op, Reduce), op.name or op.kind
         return [
@@ -187,7 +184,7 @@ class _Pass:
         ]
 
     def _sends(
-        self, op: Broadcast | Reduce, chain: _Chain, cut: _Cut, places: range, src: View
+        self, op: Broadcast | Reduce, chain: _ChainMember, cut: _PacketSplit, places: range, src: View
     ) -> list[Statement]:
         assert isinstance(op.over, str)
         step = Step(op.kind, chain.place + cut.number, cut.packets + (chain.count - 2), op.over)
@@ -197,7 +194,7 @@ class _Pass:
             for odd, here in chain.where(places)
         ]
 
-    def _chain(self, op: Broadcast | Reduce, first: Index) -> _Chain:
+    def _chain(self, op: Broadcast | Reduce, first: Index) -> _ChainMember:
         """The chain along the ring from member number `first`, counted beyond the last where need be."""
         assert isinstance(op.over, str)
         mesh_name, _, axis = op.over.partition(".")
@@ -211,9 +208,9 @@ class _Pass:
         odd = op.lane + ODD if count > 2 else op.lane
         if count > 2:
             self.lanes[odd] = replace(self.lanes.get(odd, even), name=odd, order="fifo")
-        return _Chain(count, place, before, after, (op.lane, odd))
+        return _ChainMember(count, place, before, after, (op.lane, odd))
 
-    def _cut(self, op: Broadcast | Reduce, view: View, other: View) -> _Cut:
+    def _cut(self, op: Broadcast | Reduce, view: View, other: View) -> _PacketSplit:
         """Cuts `view`, whose shape is the same on all members, and `other` alike."""
         buffer = self.program.buffer_of[view.buffer]
         shape = self._shape(buffer)
@@ -223,7 +220,7 @@ class _Pass:
                 extent = (shape[dim] if selector.stop is None else selector.stop) - selector.start
                 packets = minimum(op.packets, extent)
                 several = not isinstance(packets, int) or packets > 1
-                return _Cut(dim, extent, packets, self.packet if several else 0)
+                return _PacketSplit(dim, extent, packets, self.packet if several else 0)
         raise ProgramError(f"a chain moves boxes, not {view}", op=op.name or op.kind, buffer=view.buffer)
 
     # --- buffers --------------------------------------------------------------------------------------
@@ -278,10 +275,3 @@ def _fresh(name: str, taken: Collection[str]) -> str:
     while name in taken:
         name += "_"
     return name
-
-
-def _walk(body: tuple[Statement, ...]) -> Iterator[Statement]:
-    for statement in body:
-        yield statement
-        if isinstance(statement, (On, Repeat, When)):
-            yield from _walk(statement.body)

@@ -21,12 +21,15 @@ from meshweave.ir.analysis.edges import is_one_sided, reads_in_place
 from meshweave.ir.program import BoundOp, Buffer, Lane, On, Program, Statement
 from meshweave.ir.program.expressions import Index, maximum
 from meshweave.ir.program.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Recv, Send
+from meshweave.ir.program.statements import ops_of
 from meshweave.ir.program.views import Range, View
 
 
 def per_rank(program: Program) -> Program:
     """The same program with every op written out per rank, in the order of the sequential reading."""
-    return replace(program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_order(program)))
+    return replace(
+        program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_sequential_order(program))
+    )
 
 
 def lower_one_sided(program: Program) -> Program:
@@ -34,29 +37,29 @@ def lower_one_sided(program: Program) -> Program:
     take apart: only get, put, accumulate and the out of a released matmul or copy may be remote."""
     body: list[Statement] = []
     staging: dict[str, Buffer] = {}
-    queues = _Queues(program)
-    for rank, bound in in_order(program):
+    queues = _SenderLanes(program)
+    for rank, bound in in_sequential_order(program):
         if isinstance(bound.op, Fence):
             continue
         if not is_one_sided(bound.op):
             body.append(On((rank,), (bound.op,)))
             continue
-        for where, op in _matched(program, rank, bound, staging):
+        for where, op in _as_messages(program, rank, bound, staging):
             body.append(On((where,), (queues.placed(op, where),)))
     idle = queues.replaced(body)
     lanes = tuple(lane for lane in (*program.lanes, *queues.lanes()) if lane.name not in idle)
     return replace(program, body=tuple(body), lanes=lanes, buffers=program.buffers + tuple(staging.values()))
 
 
-MOST_SENDERS = 8
+MAX_SENDER_LANES = 8
 """Queues per lane at most; of more ranks several share one."""
 
 
-class _Queues:
+class _SenderLanes:
     """The lanes that messages go to: one per lane of the program and sender."""
 
     def __init__(self, program: Program) -> None:
-        self._place = {rank: index % MOST_SENDERS for index, rank in enumerate(program.ranks)}
+        self._place = {rank: index % MAX_SENDER_LANES for index, rank in enumerate(program.ranks)}
         self._lanes = [lane.name for lane in program.lanes]
         self._taken = set(self._lanes)
         self._names: dict[tuple[str, int], str] = {}
@@ -84,16 +87,17 @@ class _Queues:
 
     def replaced(self, body: Iterable[Statement]) -> set[str]:
         """Lanes of which nothing is left."""
-        left = {op.lane for statement in body if isinstance(statement, On) for op in statement.body}  # type: ignore[union-attr]
-        return set(self._lanes) - left
+        return set(self._lanes) - {op.lane for op in ops_of(body)}
 
 
-def in_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
+def in_sequential_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
     pairs = [(rank, bound) for rank, ops in program.instance.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))
 
 
-def _matched(program: Program, rank: int, bound: BoundOp, staging: dict[str, Buffer]) -> list[tuple[int, Op]]:
+def _as_messages(
+    program: Program, rank: int, bound: BoundOp, staging: dict[str, Buffer]
+) -> list[tuple[int, Op]]:
     op = bound.op
     if reads_in_place(op):
         raise ProgramError("reads another rank's memory in place: no message does", op=bound.label, rank=rank)
@@ -110,7 +114,7 @@ def _matched(program: Program, rank: int, bound: BoundOp, staging: dict[str, Buf
         case Put(src=src, out=out) | Accumulate(src=src, out=out) | Copy(src=src, out=out):
             return _deliver(rank, src, out, isinstance(op, Accumulate) or _updates(op), op)
         case Matmul(out=out):
-            stage = _stage(program, rank, out, staging)
+            stage = _staging_view(program, rank, out, staging)
             product = replace(op, out=stage, release=None)
             return [(rank, product), *_deliver(rank, stage, out, _updates(op), op)]
     raise ProgramError("cannot be lowered to send and recv", op=bound.label, rank=rank)
@@ -138,7 +142,7 @@ def _deliver(rank: int, src: View, out: View, update: bool, op: Op) -> list[tupl
     ]
 
 
-def _stage(program: Program, rank: int, out: View, staging: dict[str, Buffer]) -> View:
+def _staging_view(program: Program, rank: int, out: View, staging: dict[str, Buffer]) -> View:
     """A local buffer for a product whose result belongs to another rank."""
     of = program.buffer_of[out.buffer]
     name = f"{out.buffer}_out"

@@ -17,9 +17,10 @@ from itertools import pairwise
 from typing import Literal
 
 from meshweave.base.errors import ProgramError
-from meshweave.ir.program import Buffer, Lane, On, Program, Repeat, Statement, When
+from meshweave.ir.program import Buffer, Lane, Program, Statement
 from meshweave.ir.program.expressions import Index, Var, maximum, select, substitute
 from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter, Step
+from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, View
 
 BACK = "_back"
@@ -31,22 +32,22 @@ INBOX_SLOTS = 3
 
 def lower_rings(
     program: Program,
-    ways: Literal[1, 2] = 1,
-    wanted: Callable[[AllGather | ReduceScatter], bool] = lambda op: True,
+    num_directions: Literal[1, 2] = 1,
+    should_lower: Callable[[AllGather | ReduceScatter], bool] = lambda op: True,
 ) -> Program:
     """The program with its all-gathers and reduce-scatters over mesh axes (those that are `wanted`) as rings.
 
     Raises ProgramError for a collective without `sizes` whose parts cannot be told from its views.
     """
-    pass_ = _Pass(program, ways, wanted)
-    body = pass_.lower(program.body)
+    pass_ = _RingLowering(program, num_directions, should_lower)
+    body = rewrite(program.body, pass_.replacement)
     lanes = program.lanes + tuple(pass_.new_lanes.values())
     kept = tuple(buffer for buffer in program.buffers if buffer.name not in pass_.dropped)
     return replace(program, body=body, lanes=lanes, buffers=kept + tuple(pass_.new_buffers.values()))
 
 
 @dataclass(frozen=True)
-class _Part:
+class _DirectedPart:
     """What travels in one direction: of each member's part, the piece from `skip` on, `size` long; both are
     expressions in the member number `peer`. The ring runs in `ways` directions at once."""
 
@@ -55,9 +56,9 @@ class _Part:
     skip: Index
     size: Index
     starts: tuple[Index, ...]
-    ways: int = 1
+    num_directions: int = 1
 
-    def of(self, member: Index, count: int) -> tuple[Index, Index]:
+    def bounds(self, member: Index, count: int) -> tuple[Index, Index]:
         """[start, stop) of a member's piece within the gathered dim."""
         begins = [self.starts[p] + substitute(self.skip, "peer", p) for p in range(count)]
         ends = [begins[p] + substitute(self.size, "peer", p) for p in range(count)]
@@ -80,7 +81,7 @@ def _stride(values: list[Index]) -> int | None:
     return gap if isinstance(gap, int) else None
 
 
-class _Pass:
+class _RingLowering:
     def __init__(
         self, program: Program, ways: int, wanted: Callable[[AllGather | ReduceScatter], bool]
     ) -> None:
@@ -88,21 +89,19 @@ class _Pass:
         self.new_lanes: dict[str, Lane] = {}
         self.new_buffers: dict[str, Buffer] = {}
         self.dropped = self._passed_through(program)
+        self._pending_copy: Copy | None = None
 
-    def lower(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-        out: list[Statement] = []
-        for statement in body:
-            if isinstance(statement, (On, Repeat, When)):
-                out.append(replace(statement, body=self.lower(statement.body)))
-            elif isinstance(statement, AllGather) and self._applies(statement):
-                made = out.pop() if statement.src.buffer in self.dropped else None
-                assert made is None or isinstance(made, Copy)
-                out += self._gather(statement, made)
-            elif isinstance(statement, ReduceScatter) and self._applies(statement):
-                out += self._scatter(statement)
-            else:
-                out.append(statement)
-        return tuple(out)
+    def replacement(self, op: Op) -> list[Statement]:
+        """Return what stands in the place of `op`. A copy into a dropped buffer waits for the gather after it."""
+        if isinstance(op, Copy) and op.out.buffer in self.dropped:
+            self._pending_copy = op
+            return []
+        if isinstance(op, AllGather) and self._applies(op):
+            pending, self._pending_copy = self._pending_copy, None
+            return self._gather(op, pending)
+        if isinstance(op, ReduceScatter) and self._applies(op):
+            return self._scatter(op)
+        return [op]
 
     def _passed_through(self, program: Program) -> set[str]:
         """Scratch in which a copy makes the `src` of the gather right after it, and that has no other use.
@@ -111,17 +110,12 @@ class _Pass:
         """
         uses = Counter(view.buffer for op in program.ops() for _, view in op.accesses())
 
-        def walk(body: tuple[Statement, ...]) -> None:
-            for before, statement in zip((None, *body), body, strict=False):
-                if isinstance(statement, (On, Repeat, When)):
-                    walk(statement.body)
-                    continue
+        for body in bodies_of(program.body):
+            for before, op in pairwise(body):
                 is_made = isinstance(before, Copy) and before.release is None
-                if is_made and isinstance(statement, AllGather) and self._applies(statement):
+                if is_made and isinstance(op, AllGather) and self._applies(op):
                     assert isinstance(before, Copy)
-                    uses[before.out.buffer] -= 2 if before.out == statement.src else 0
-
-        walk(program.body)
+                    uses[before.out.buffer] -= 2 if before.out == op.src else 0
         return {
             buffer.name for buffer in program.buffers if buffer.kind == "scratch" and not uses[buffer.name]
         }
@@ -129,20 +123,20 @@ class _Pass:
     def _applies(self, op: AllGather | ReduceScatter) -> bool:
         return isinstance(op.over, str) and "." in op.over and self.wanted(op)
 
-    def _parts(self, op: AllGather | ReduceScatter, count: int) -> list[_Part]:
+    def _parts(self, op: AllGather | ReduceScatter, count: int) -> list[_DirectedPart]:
         size = self._part_size(op, count)
         starts: list[Index] = [0]
         for peer in range(count - 1):
             starts.append(starts[-1] + substitute(size, "peer", peer))
         if self.ways == 1 or count < 3 or size == 1:  # on two members both directions are the same link
-            return [_Part(1, op.lane, 0, size, tuple(starts))]
+            return [_DirectedPart(1, op.lane, 0, size, tuple(starts))]
         half = (size + 1) // 2
         back = op.lane + BACK
         if back not in self.program.lane_of:
             self.new_lanes[back] = replace(self.program.lane_of[op.lane], name=back)
         return [
-            _Part(1, op.lane, 0, half, tuple(starts), 2),
-            _Part(-1, back, half, size - half, tuple(starts), 2),
+            _DirectedPart(1, op.lane, 0, half, tuple(starts), 2),
+            _DirectedPart(-1, back, half, size - half, tuple(starts), 2),
         ]
 
     def _part_size(self, op: AllGather | ReduceScatter, count: int) -> Index:
@@ -189,8 +183,8 @@ class _Pass:
         for step in range(count - 1):
             for part in parts:
                 sender: Index = (at - part.shift * step) % count if step else at
-                sent = _sub(op.out, op.dim, *part.of(sender, count))
-                got = _sub(op.out, op.dim, *part.of((at - part.shift * (step + 1)) % count, count))
+                sent = _sub(op.out, op.dim, *part.bounds(sender, count))
+                got = _sub(op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count, count))
                 out.append(self._permute(op, part, step, count, got, sent))
         return out
 
@@ -204,17 +198,19 @@ class _Pass:
                 out += self._scatter_step(op, part, step, count, at)
         return out
 
-    def _scatter_step(self, op: ReduceScatter, part: _Part, step: int, count: int, at: Var) -> list[Op]:
+    def _scatter_step(
+        self, op: ReduceScatter, part: _DirectedPart, step: int, count: int, at: Var
+    ) -> list[Op]:
         inbox = self._inbox(op, part, count)
         sends, takes = (at - part.shift * (1 + step)) % count, (at - part.shift * (2 + step)) % count
         got = _box(inbox, op.dim, part.extent(takes, count), step % INBOX_SLOTS)
         if step:
             sent = _box(inbox, op.dim, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
         else:
-            sent = _sub(op.src, op.dim, *part.of(sends, count))
+            sent = _sub(op.src, op.dim, *part.bounds(sends, count))
         permute = self._permute(op, part, step, count, got, sent)
         if step < count - 2:
-            mine = _sub(op.src, op.dim, *part.of(takes, count))
+            mine = _sub(op.src, op.dim, *part.bounds(takes, count))
             return [permute, Add(out=got, src=mine, lane=part.lane, name=_name(op, "add"))]
         first = substitute(part.skip, "peer", at)
         last = first + substitute(part.size, "peer", at)
@@ -227,19 +223,19 @@ class _Pass:
         return self.program.mesh_of[mesh].size(axis), Var(op.over)
 
     def _permute(
-        self, op: AllGather | ReduceScatter, part: _Part, step: int, count: int, got: View, sent: View
+        self, op: AllGather | ReduceScatter, part: _DirectedPart, step: int, count: int, got: View, sent: View
     ) -> Op:
         return Permute(
             over=op.over,
             out=got,
             src=sent,
             shift=part.shift,
-            step=Step(op.kind, step, count - 1, ways=part.ways),
+            step=Step(op.kind, step, count - 1, ways=part.num_directions),
             lane=part.lane,
             name=_name(op, f"step{step}" + ("" if part.shift == 1 else BACK)),
         )
 
-    def _inbox(self, op: ReduceScatter, part: _Part, count: int) -> Buffer:
+    def _inbox(self, op: ReduceScatter, part: _DirectedPart, count: int) -> Buffer:
         """Where partial sums arrive: slots of the largest piece, with `dim` outermost in memory."""
         assert isinstance(op.over, str)
         of = self.program.buffer_of[op.src.buffer]
@@ -261,8 +257,8 @@ class _Pass:
         return buffer
 
 
-def _whole_part(parts: list[_Part], member: Index, count: int) -> tuple[Index, Index]:
-    return parts[0].of(member, count)[0], parts[-1].of(member, count)[1]
+def _whole_part(parts: list[_DirectedPart], member: Index, count: int) -> tuple[Index, Index]:
+    return parts[0].bounds(member, count)[0], parts[-1].bounds(member, count)[1]
 
 
 def _sub(view: View, dim: int, start: Index, stop: Index) -> View:

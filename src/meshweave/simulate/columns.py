@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.network import COMM_KINDS
-from meshweave.ir.program import On, Program, Repeat, Statement
+from meshweave.ir.program import On, Program, Repeat, When
 from meshweave.ir.program.expressions import Binary, Index, Select, Var
 from meshweave.ir.program.ops import (
     OP_TYPES,
@@ -42,6 +42,7 @@ from meshweave.ir.program.ops import (
     ReduceScatter,
     Send,
 )
+from meshweave.ir.program.statements import preorder
 from meshweave.ir.program.views import Blocked, View
 from meshweave.ir.work import axis_of, refuse_in_place
 
@@ -98,13 +99,13 @@ class Columns:
         self._op_rows: list[tuple[int, ...]] = []
         self._accesses: list[tuple[int, int, int]] = []
         self._op_access = [0]
-        self._statements: list[list[int]] = []
+        self._statements: list[tuple[int, int, int, int]] = []
         self._lanes = {lane.name: number for number, lane in enumerate(program.lanes)}
         self._buffers = {buffer.name: number for number, buffer in enumerate(program.buffers)}
         self._at = {mesh.name: np.searchsorted(self.ranks, mesh.ranks) for mesh in program.meshes}
         self._coordinates()
         buffers, shapes, shape_exprs = self._describe_buffers()
-        self._walk(program.body)
+        self._describe_statements()
         self.data: dict[str, Column] = {
             "ranks": self.ranks,
             "num_coords": _flat([len(self._coords)]),
@@ -285,24 +286,20 @@ class Columns:
 
     # --- statements -----------------------------------------------------------------------------------
 
-    def _walk(self, body: tuple[Statement, ...]) -> None:
-        for statement in body:
-            row = [_OP, 0, 0, 0]
+    def _describe_statements(self) -> None:
+        for statement, end in preorder(self.program.body):
+            match statement:
+                case On(where=where):
+                    row = _ON, self._set(where), 0, end
+                case Repeat(var=var, count=count):
+                    slot = self._slots.setdefault(var, len(self._slots))
+                    row = _REPEAT, slot, self._expr(count), end
+                case When(condition=condition):
+                    row = _WHEN, 0, self._expr(condition), end
+                case _:
+                    row = _OP, len(self._op_rows), 0, end
+                    self._op(statement)
             self._statements.append(row)
-            if isinstance(statement, Op):
-                row[1] = len(self._op_rows)
-                self._op(statement)
-            elif isinstance(statement, On):
-                row[:2] = _ON, self._set(statement.where)
-                self._walk(statement.body)
-            elif isinstance(statement, Repeat):
-                slot = self._slots.setdefault(statement.var, len(self._slots))
-                row[:3] = _REPEAT, slot, self._expr(statement.count)
-                self._walk(statement.body)
-            else:
-                row[:3] = _WHEN, 0, self._expr(statement.condition)
-                self._walk(statement.body)
-            row[3] = len(self._statements)
 
     def _op(self, op: Op) -> None:
         if op.lane not in self._lanes:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import keyword
 from collections import Counter
-from collections.abc import Iterable, Iterator
 
-from meshweave.base.errors import ProgramError, nearest
+from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.ir.program.ops import Collective, Op
-from meshweave.ir.program.program import Buffer, Meaning, On, Product, Program, Repeat, Same, Statement
+from meshweave.ir.program.program import Buffer, Meaning, Product, Program, Same
+from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
 
 
 def check_declarations(program: Program) -> None:
@@ -29,7 +29,7 @@ def check_declarations(program: Program) -> None:
     for name, count in outs.items():
         if count > 1:
             raise ProgramError(f"tensor '{name}' is declared to compute {count} things")
-    for statement in _walk(program.body):
+    for statement in statements_of(program.body):
         _check_statement(program, statement)
 
 
@@ -52,16 +52,17 @@ def _check_buffer(program: Program, buffer: Buffer) -> None:
             raise ProgramError(message, buffer=buffer.name)
 
     require(
-        buffer.mesh in program.mesh_of, f"is on mesh '{buffer.mesh}'{nearest(buffer.mesh, program.mesh_of)}"
+        buffer.mesh in program.mesh_of,
+        f"is on mesh '{buffer.mesh}'{did_you_mean(buffer.mesh, program.mesh_of)}",
     )
-    require(buffer.dtype in DTYPES, f"unknown dtype '{buffer.dtype}'{nearest(buffer.dtype, DTYPES)}")
+    require(buffer.dtype in DTYPES, f"unknown dtype '{buffer.dtype}'{did_you_mean(buffer.dtype, DTYPES)}")
     require(buffer.slots >= 1, f"has {buffer.slots} slots")
     require(buffer.slots == 1 or buffer.kind != "output", "is an output and has more than one slot")
     if buffer.tensor is None:
         require(buffer.kind == "scratch", f"is of kind {buffer.kind} and holds no tensor")
     else:
         known = program.tensor_of
-        require(buffer.tensor in known, f"holds tensor '{buffer.tensor}'{nearest(buffer.tensor, known)}")
+        require(buffer.tensor in known, f"holds tensor '{buffer.tensor}'{did_you_mean(buffer.tensor, known)}")
         require(buffer.kind != "scratch", f"is scratch and holds tensor '{buffer.tensor}'")
         require(buffer.layout is not None, f"holds tensor '{buffer.tensor}' in no layout")
         assert buffer.layout is not None
@@ -76,7 +77,7 @@ def _check_meaning(program: Program, meaning: Meaning) -> None:
     names = (meaning.out, meaning.src) if isinstance(meaning, Same) else (meaning.out, meaning.a, meaning.b)
     for name in names:
         if name not in program.tensor_of:
-            raise ProgramError(f"computes with tensor '{name}'{nearest(name, program.tensor_of)}")
+            raise ProgramError(f"computes with tensor '{name}'{did_you_mean(name, program.tensor_of)}")
     shapes = [program.tensor_of[name].shape for name in names]
     if isinstance(meaning, Product):
         out, a, b = shapes
@@ -92,18 +93,11 @@ def _check_meaning(program: Program, meaning: Meaning) -> None:
         )
 
 
-def _walk(body: Iterable[Statement]) -> Iterator[Statement]:
-    for statement in body:
-        yield statement
-        if not isinstance(statement, Op):
-            yield from _walk(statement.body)
-
-
 def _check_statement(program: Program, statement: Statement) -> None:
     if isinstance(statement, On):
         if isinstance(statement.where, str):
             if statement.where not in program.mesh_of:
-                known = nearest(statement.where, program.mesh_of)
+                known = did_you_mean(statement.where, program.mesh_of)
                 raise ProgramError(f"'with {statement.where}': there is no such mesh{known}")
         elif strangers := sorted(set(statement.where) - set(program.ranks)):
             raise ProgramError(f"'with ranks': no mesh has rank {strangers[0]}", rank=strangers[0])
@@ -117,14 +111,14 @@ def _check_statement(program: Program, statement: Statement) -> None:
     elif isinstance(statement, Op):
         label = statement.name or statement.kind
         if statement.lane not in program.lane_of:
-            known = nearest(statement.lane, program.lane_of)
+            known = did_you_mean(statement.lane, program.lane_of)
             raise ProgramError(f"unknown lane '{statement.lane}'{known}", op=label)
         if isinstance(statement, Collective) and isinstance(statement.over, str):
             mesh_name = statement.over.partition(".")[0]
             if mesh_name not in program.mesh_of:
-                known = nearest(mesh_name, program.mesh_of)
+                known = did_you_mean(mesh_name, program.mesh_of)
                 raise ProgramError(f"runs over unknown mesh '{mesh_name}'{known}", op=label)
         for _, view in statement.accesses():
             if view.buffer not in program.buffer_of:
-                known = nearest(view.buffer, program.buffer_of)
+                known = did_you_mean(view.buffer, program.buffer_of)
                 raise ProgramError(f"unknown buffer '{view.buffer}'{known}", op=label, buffer=view.buffer)

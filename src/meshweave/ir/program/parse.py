@@ -12,25 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from meshweave.base.errors import LayoutError, ProgramError, nearest
+from meshweave.base.errors import LayoutError, ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
 from meshweave.ir.program.ops import OP_TYPES, Op, Release, Step
-from meshweave.ir.program.program import (
-    Buffer,
-    Lane,
-    Meaning,
-    On,
-    Product,
-    Program,
-    Repeat,
-    Same,
-    Statement,
-    Tensor,
-    When,
-)
+from meshweave.ir.program.program import Buffer, Lane, Meaning, Product, Program, Same, Tensor
+from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
 
 _BUFFER_KINDS = ("input", "output", "temp", "scratch")
@@ -123,7 +112,7 @@ class _Reader:
             self.lanes[name] = Lane(name, order_text, width_value)  # type: ignore[arg-type]
         else:
             known = ("mesh", "tensor", "lane", *_BUFFER_KINDS)
-            raise _fail(call, f"'{kind}' declares nothing{nearest(kind, known)}")
+            raise _fail(call, f"'{kind}' declares nothing{did_you_mean(kind, known)}")
 
     def _mesh(self, name: str, call: ast.Call) -> Mesh:
         shape, axes, first, ranks = self._arguments(call, ("shape", "axes", "first", "ranks"), optional=2)
@@ -208,7 +197,7 @@ class _Reader:
                 items=[ast.withitem(context_expr=ast.Name(id=mesh), optional_vars=None)], body=body
             ):
                 if mesh not in self.meshes:
-                    raise _fail(node, f"'{mesh}' is no mesh{nearest(mesh, self.meshes)}")
+                    raise _fail(node, f"'{mesh}' is no mesh{did_you_mean(mesh, self.meshes)}")
                 return On(mesh, self._block(body))
             case ast.With(
                 items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="ranks"), args=args))], body=body
@@ -225,7 +214,7 @@ class _Reader:
                 return When(from_ast(test), self._block(body))
             case ast.Expr(value=ast.Call(func=ast.Name(id=kind)) as call):
                 if kind not in OP_TYPES:
-                    raise _fail(node, f"there is no op '{kind}'{nearest(kind, OP_TYPES)}")
+                    raise _fail(node, f"there is no op '{kind}'{did_you_mean(kind, OP_TYPES)}")
                 return self._op(OP_TYPES[kind], call)
         raise _fail(
             node, "expected an op, 'with mesh:', 'with ranks(...):', 'for i in range(n):' or 'if condition:'"
@@ -245,7 +234,7 @@ class _Reader:
         for keyword in call.keywords:
             name = keyword.arg or "**"
             if name not in items or name in values:
-                raise _fail(keyword.value, f"{kind.kind} has no field '{name}'{nearest(name, items)}")
+                raise _fail(keyword.value, f"{kind.kind} has no field '{name}'{did_you_mean(name, items)}")
             values[name] = self._field(name, str(items[name].type), keyword.value)
         missing = [name for name, item in items.items() if name not in values and item.default is MISSING]
         if missing:
@@ -307,7 +296,7 @@ class _Reader:
         values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
         for keyword in call.keywords:
             if keyword.arg not in names or keyword.arg in values:
-                raise _fail(call, f"no argument '{keyword.arg}' here{nearest(keyword.arg or '', names)}")
+                raise _fail(call, f"no argument '{keyword.arg}' here{did_you_mean(keyword.arg or '', names)}")
             values[keyword.arg] = keyword.value
         if len(call.args) > len(names) or any(name not in values for name in names[: len(names) - optional]):
             raise _fail(call, f"expected ({', '.join(names)})")
@@ -317,7 +306,7 @@ class _Reader:
         name = node.id if isinstance(node, ast.Name) else None
         if name is None or name not in table:
             shown = ast.unparse(node) if node is not None else "nothing"
-            raise _fail(node or ast.Pass(), f"'{shown}' is no {what}{nearest(name or '', table)}")
+            raise _fail(node or ast.Pass(), f"'{shown}' is no {what}{did_you_mean(name or '', table)}")
         return name
 
     def _record(self, kind: type, node: ast.expr) -> Any:
@@ -368,5 +357,5 @@ class _Reader:
     def _dtype(self, node: ast.expr | None) -> str:
         name = self._string(node)
         if name not in DTYPES:
-            raise _fail(node or ast.Pass(), f"unknown dtype '{name}'{nearest(name, DTYPES)}")
+            raise _fail(node or ast.Pass(), f"unknown dtype '{name}'{did_you_mean(name, DTYPES)}")
         return name

@@ -9,7 +9,7 @@ instantiate to the same per-rank list of ops with plain integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Expr, Index, evaluate
 from meshweave.ir.program.ops import Op, Over, Release, Step
+from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, walk
 from meshweave.ir.program.views import View
 
 MAX_TURNS = 1 << 20
@@ -90,37 +91,6 @@ Meaning = Product | Same
 
 
 @dataclass(frozen=True)
-class On:
-    """The body runs on the ranks of a mesh, whose coordinates it may use, or on listed global ranks."""
-
-    where: str | tuple[int, ...]
-    body: tuple[Statement, ...]
-
-
-@dataclass(frozen=True)
-class Repeat:
-    """The body runs for `var` = 0 .. count - 1."""
-
-    var: str
-    count: Index
-    body: tuple[Statement, ...]
-
-
-@dataclass(frozen=True)
-class When:
-    """The body runs where `condition` is not 0."""
-
-    condition: Index
-    body: tuple[Statement, ...]
-
-
-Statement = Op | On | Repeat | When
-
-Key = tuple[int, ...]
-"""Position in the sequential reading: statement numbers and loop indices from the outside in."""
-
-
-@dataclass(frozen=True)
 class BoundOp:
     """An op of one rank with plain integers. `op.over` lists global ranks."""
 
@@ -167,32 +137,24 @@ class Program:
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
     def ops(self) -> Iterator[Op]:
-        """Every op as written, once, whatever repeats it."""
-
-        def walk(body: tuple[Statement, ...]) -> Iterator[Op]:
-            for statement in body:
-                if isinstance(statement, Op):
-                    yield statement
-                else:
-                    yield from walk(statement.body)
-
-        return walk(self.body)
+        """Yield every op once, as written, whatever repeats it."""
+        return ops_of(self.body)
 
     def placed_ops(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
-        """As `ops`, each with the ranks that its `on` statements let run it."""
+        """Yield every op as `ops` does, with the ranks that the `On` blocks around it let run it."""
 
-        def walk(body: tuple[Statement, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Op, tuple[int, ...]]]:
-            for statement in body:
-                match statement:
-                    case On(where=where, body=inner):
-                        there = self.mesh_of[where].ranks if isinstance(where, str) else where
-                        yield from walk(inner, tuple(rank for rank in there if rank in ranks))
-                    case Repeat(body=inner) | When(body=inner):
-                        yield from walk(inner, ranks)
-                    case _:
-                        yield statement, ranks
+        def enter(block: Block, key: Key, ranks: tuple[int, ...]) -> Iterator[tuple[Key, tuple[int, ...]]]:
+            if isinstance(block, On):
+                outer = set(ranks)
+                ranks = tuple(rank for rank in self._ranks_of(block) if rank in outer)
+            yield key, ranks
 
-        return walk(self.body, self.ranks)
+        for _, statement, ranks in walk(self.body, self.ranks, enter):
+            if isinstance(statement, Op):
+                yield statement, ranks
+
+    def _ranks_of(self, block: On) -> tuple[int, ...]:
+        return self.mesh_of[block.where].ranks if isinstance(block.where, str) else block.where
 
     def environment(self, rank: int) -> dict[str, int]:
         """Coordinates of `rank` in every mesh that it belongs to, and `rank` itself."""
@@ -248,7 +210,7 @@ class Program:
 
     def written_on(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
         """The ops of one rank in program order as they are written, each with what its names stand for."""
-        return ((op, env) for _, op, env in self._walk(self.body, (), self.environment(rank), rank))
+        return ((op, env) for _, op, env in self._unrolled(rank))
 
     @cached_property
     def instance(self) -> dict[int, tuple[BoundOp, ...]]:
@@ -256,7 +218,7 @@ class Program:
         return {rank: self.on_rank(rank) for rank in self.ranks}
 
     def _bind(self, rank: int) -> Iterator[BoundOp]:
-        for key, op, env in self._walk(self.body, (), self.environment(rank), rank):
+        for key, op, env in self._unrolled(rank):
             try:
                 yield BoundOp(key, self._resolve(op, env, rank))
             except ProgramError as error:
@@ -267,28 +229,27 @@ class Program:
                     buffer=error.buffer,
                 ) from None
 
-    def _walk(
-        self, body: tuple[Statement, ...], at: Key, env: dict[str, int], rank: int
-    ) -> Iterator[tuple[Key, Op, dict[str, int]]]:
-        for number, statement in enumerate(body):
-            key = (*at, number)
-            match statement:
-                case On(where=where, body=inner):
-                    if rank in (self.mesh_of[where] if isinstance(where, str) else where):
-                        yield from self._walk(inner, key, env, rank)
-                case When(condition=condition, body=inner):
-                    if _at(key, condition, env, rank, "if"):
-                        yield from self._walk(inner, key, env, rank)
-                case Repeat(var=var, count=count, body=inner):
-                    turns = _at(key, count, env, rank, "for")
+    def _unrolled(self, rank: int) -> Iterator[tuple[Key, Op, dict[str, int]]]:
+        """Yield (key, op, values of names) for the ops of one rank, loops unrolled."""
+
+        def enter(block: Block, key: Key, env: dict[str, int]) -> Iterable[tuple[Key, dict[str, int]]]:
+            match block:
+                case On(where=where):
+                    runs = rank in (self.mesh_of[where] if isinstance(where, str) else where)
+                    return ((key, env),) if runs else ()
+                case When(condition=condition):
+                    return ((key, env),) if _evaluate_at(key, condition, env, rank, "if") else ()
+                case Repeat(var=var, count=count):
+                    turns = _evaluate_at(key, count, env, rank, "for")
                     if turns > MAX_TURNS:
                         raise ProgramError(
                             f"repeats {turns} times, over the limit of {MAX_TURNS}", op="for", rank=rank
                         )
-                    for turn in range(turns):
-                        yield from self._walk(inner, (*key, turn), {**env, var: turn}, rank)
-                case _:
-                    yield key, statement, env
+                    return (((*key, turn), {**env, var: turn}) for turn in range(turns))
+
+        for key, statement, env in walk(self.body, self.environment(rank), enter):
+            if isinstance(statement, Op):
+                yield key, statement, env
 
     def _resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
         changes: dict[str, Any] = {}
@@ -338,7 +299,7 @@ class Program:
         return mesh.group(rank, axis) if axis else mesh.ranks
 
 
-def _at(key: Key, index: Index, env: Mapping[str, int], rank: int, what: str) -> int:
+def _evaluate_at(key: Key, index: Index, env: Mapping[str, int], rank: int, what: str) -> int:
     try:
         return evaluate(index, env)
     except ProgramError as error:

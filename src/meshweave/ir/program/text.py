@@ -14,7 +14,8 @@ from typing import Any
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Expr
 from meshweave.ir.program.ops import Op, Release, Step
-from meshweave.ir.program.program import Buffer, Lane, Meaning, On, Product, Program, Repeat, Statement, When
+from meshweave.ir.program.program import Buffer, Lane, Meaning, Product, Program
+from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, walk
 from meshweave.ir.program.views import View
 
 
@@ -53,7 +54,7 @@ def _lines(program: Program) -> Iterator[str]:
         yield f"{buffer.name} = {_buffer(buffer)}"
     for lane in program.lanes:
         yield f"{lane.name} = {_lane(lane)}"
-    yield from _body(program.body, "")
+    yield from _statements(program.body)
 
 
 def _mesh(mesh: Mesh) -> str:
@@ -91,21 +92,23 @@ def _lane(lane: Lane) -> str:
     return f"lane({', '.join(parts)})"
 
 
-def _body(body: tuple[Statement, ...], indent: str) -> Iterator[str]:
-    for statement in body:
+def _statements(body: tuple[Statement, ...]) -> Iterator[str]:
+    def enter(block: Block, key: Key, indent: str) -> Iterator[tuple[Key, str]]:
+        yield key, indent + "    "
+
+    for _, statement, indent in walk(body, "", enter):
         match statement:
-            case On(where=where, body=inner):
+            case On(where=where):
                 place = where if isinstance(where, str) else f"ranks({', '.join(map(str, where))})"
                 yield f"{indent}with {place}:"
-            case Repeat(var=var, count=count, body=inner):
+            case Repeat(var=var, count=count):
                 yield f"{indent}for {var} in range({count}):"
-            case When(condition=condition, body=inner):
+            case When(condition=condition):
                 yield f"{indent}if {condition}:"
             case _:
                 yield indent + op_to_text(statement)
                 continue
-        yield from _body(inner, indent + "    ")
-        if not inner:
+        if not statement.body:
             yield indent + "    pass"
 
 
