@@ -26,14 +26,14 @@ from typing import Any
 from machine import describe
 from universal_rank import placements, words
 
-from meshweave.algorithms.universal import Slicing, UniversalProblem, choices
+from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_configs
 from meshweave.algorithms.universal.volume import volume
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import launch
 from meshweave.lab import Lab
+from meshweave.lab.bench.dtensor_traffic import DTensorTraffic, DTensorProduct, dtensor_traffics
 from meshweave.lab.description import SwitchLab, TorusLab
-from meshweave.lab.bench.dtensor_traffic import DTensorTraffic, Product, traffics
 
 Pair = tuple[tuple[str, ...], tuple[str, ...]]
 TARGET = "universal_rank:measure"
@@ -72,7 +72,7 @@ def works(sizes: tuple[int, int, int], mesh: Mesh, pair: Pair, out: Sequence[str
     a, b, c = (Layout(mesh, placements(one)) for one in (*pair, out))
     problem = UniversalProblem(*sizes, a, b, c, dtype)
     found = []
-    for choice in dict.fromkeys(replace(one, slices=1) for one in choices(problem)):
+    for choice in dict.fromkeys(replace(one, num_slices=1) for one in universal_configs(problem)):
         moved = volume(Slicing(problem, choice))
         received = [sum(phase[rank].received_bytes for phase in moved.phases) for rank in mesh.ranks]
         found.append(Work(moved.flops, max(received), sum(received)))
@@ -254,8 +254,8 @@ def main() -> None:
         pace = options.flops_per_s or (lab.description.flops_per_s if lab is not None else None) or 0.0
 
     pairs = all_pairs(len(options.mesh))
-    products = [Product(placements(a), placements(b), options.sizes) for a, b in pairs]
-    found = traffics(options.mesh, products, options.dtype)
+    products = [DTensorProduct(placements(a), placements(b), options.sizes) for a, b in pairs]
+    found = dtensor_traffics(options.mesh, products, options.dtype)
     chosen = stratified(pairs, [kind(one) for one in found], options.pairs or len(pairs), options.seed)
     if options.only:
         chosen = [index for index, one in enumerate(pairs) if tuple(map(tuple, one)) in options.only]

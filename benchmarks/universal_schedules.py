@@ -25,24 +25,24 @@ from typing import Any
 from machine import save
 
 from meshweave.algorithms.universal import (
-    Choice,
+    UniversalConfig,
     Operand,
     Slicing,
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.lowering import LIMITS, given_order, graph
+from meshweave.algorithms.universal.issue_order import STAGE_LIMITS, direct_order, schedule_graph
 from meshweave.algorithms.universal.schedule import (
-    Graph,
-    Order,
+    ScheduleGraph,
+    IssueOrder,
     Stage,
-    cost,
+    staged_s,
     cost_greedy,
     direct,
     greedy,
-    order,
+    flatten_stages,
 )
-from meshweave.algorithms.universal.schedule_search import Found, exhaustive
+from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
 from meshweave.algorithms.universal.volume import volume
 from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
@@ -139,39 +139,39 @@ def machine_of(name: str, slicing: Slicing) -> Cluster | None:
 
 
 @lru_cache(maxsize=4096)
-def searched(of: Graph, states: int) -> Found:
-    return exhaustive(of, LIMITS, max_states=states)
+def searched(of: ScheduleGraph, states: int) -> ScheduleSearchResult:
+    return exhaustive(of, STAGE_LIMITS, max_states=states)
 
 
-def staged(name: str, of: Graph, states: int) -> tuple[Stage, ...]:
+def staged(name: str, of: ScheduleGraph, states: int) -> tuple[Stage, ...]:
     if name == "exhaustive":
         return searched(of, states).stages
-    return {"direct": direct, "greedy": greedy, "cost-greedy": cost_greedy}[name](of, LIMITS)
+    return {"direct": direct, "greedy": greedy, "cost-greedy": cost_greedy}[name](of, STAGE_LIMITS)
 
 
 def row(case: Case, stationary: Operand, slices: int, where: str, states: int) -> dict[str, Any] | None:
     problem = UniversalProblem(*SIZES[case.sizes], case.a, case.b, case.c)
-    choice = Choice(stationary, slices=slices)
+    choice = UniversalConfig(stationary, num_slices=slices)
     slicing = Slicing(problem, choice)
     cluster = machine_of(where, slicing)
     if cluster is None:
         return None
     rates = RankRates.of(cluster)
-    graphs = {rank: graph(slicing, rank, rates) for rank in problem.ranks}
-    if not any(one.fetches or one.giving for one in graphs.values()):
+    graphs = {rank: schedule_graph(slicing, rank, rates) for rank in problem.ranks}
+    if not any(one.fetches or one.accumulating for one in graphs.values()):
         return None
 
-    def seconds(orders: dict[int, Order]) -> float:
+    def seconds(orders: dict[int, IssueOrder]) -> float:
         program = universal_program(problem, choice, orders=orders)
         return simulate(program, Machine.of(cluster, program, logical=True)).duration_s
 
-    times = {"direct": seconds({rank: given_order(slicing.steps(rank), rank) for rank in graphs})}
+    times = {"direct": seconds({rank: direct_order(slicing.steps(rank), rank) for rank in graphs})}
     costs = {}
     for name in ("direct", *SCHEDULES):
         found = {rank: staged(name, one, states) for rank, one in graphs.items()}
-        costs[name] = max(cost(stages, graphs[rank]) for rank, stages in found.items())
+        costs[name] = max(staged_s(stages, graphs[rank]) for rank, stages in found.items())
         if name != "direct":
-            times[name] = seconds({rank: order(stages) for rank, stages in found.items()})
+            times[name] = seconds({rank: flatten_stages(stages) for rank, stages in found.items()})
     best = [searched(one, states) for one in graphs.values()]
     return {
         "case": case.name,

@@ -22,7 +22,7 @@ from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import Context, launch
-from meshweave.lab.bench.dtensor_traffic import Product, to_torch, traffics
+from meshweave.lab.bench.dtensor_traffic import DTensorProduct, to_torch, dtensor_traffics
 from meshweave.tune.universal import tune_universal
 
 M, N, K = 96, 64, 128
@@ -47,8 +47,8 @@ def words(placements: tuple[Placement, ...]) -> str:
 
 
 def main() -> None:
-    asked = [Product(placed(a), placed(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES if mesh_a == mesh_b]
-    counted = iter(traffics(SQUARE, asked))
+    asked = [DTensorProduct(placed(a), placed(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES if mesh_a == mesh_b]
+    counted = iter(dtensor_traffics(SQUARE, asked))
     rates = RankRates.of(load_cluster("local-cpu"))
     rows = []
     for mesh_a, a, mesh_b, b in CASES:
@@ -67,7 +67,7 @@ def main() -> None:
     print(f"{'A':7}{'B':7}{'C':7}{'DTensor moves':>14}{'ours':>9}  how")
     for (a, b, out, theirs, tuned), dtensor_can in zip(rows, said, strict=True):
         moved = theirs.received_bytes if theirs and dtensor_can else "refuses"
-        print(f"{a:7}{b:7}{out:7}{moved:>14}{tuned.moved_bytes:9}  {tuned.choice}")
+        print(f"{a:7}{b:7}{out:7}{moved:>14}{tuned.moved_bytes:9}  {tuned.config}")
     print("products and gradients equal the dense ones")
 
 

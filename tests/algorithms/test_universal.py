@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshweave.algorithms.universal import (
-    Choice,
+    UniversalConfig,
     Slicing,
     UniversalProblem,
-    choices,
+    universal_configs,
     universal_program,
 )
 from meshweave.algorithms.universal.volume import volume
@@ -69,11 +69,11 @@ def problems(draw: st.DrawFn) -> UniversalProblem:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[UniversalProblem, Choice]:
+def cases(draw: st.DrawFn) -> tuple[UniversalProblem, UniversalConfig]:
     problem = draw(problems())
-    found = draw(st.sampled_from(list(choices(problem))))
+    found = draw(st.sampled_from(list(universal_configs(problem))))
     slices, prefetch = draw(st.integers(1, 4)), draw(st.integers(0, 2))
-    return problem, Choice(found.stationary, found.redundant, found.a, found.b, found.split, slices, prefetch)
+    return problem, UniversalConfig(found.stationary, found.redundant_axes, found.summed_a, found.summed_b, found.split, slices, prefetch)
 
 
 def operands(problem: UniversalProblem) -> dict[str, np.ndarray]:
@@ -94,7 +94,7 @@ def moved(program: Program) -> int:
 
 @settings(max_examples=80, deadline=None)
 @given(cases())
-def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, Choice]) -> None:
+def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     problem, choice = case
     inputs = operands(problem)
     expected = inputs["A"] @ inputs["B"]
@@ -108,7 +108,7 @@ def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, Choice
 
 @settings(max_examples=50, deadline=None)
 @given(cases())
-def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, Choice]) -> None:
+def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     program = universal_program(*case)
     assert volume(Slicing(*case)).moved_bytes == moved(program)
     if len(program.ranks) <= 4:
@@ -117,7 +117,7 @@ def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, Choice]) 
 
 @settings(max_examples=25, deadline=None)
 @given(cases())
-def test_messages_are_proven_too(case: tuple[UniversalProblem, Choice]) -> None:
+def test_messages_are_proven_too(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     assert validate(lower_one_sided(universal_program(*case))).skipped == ()
 
 
@@ -130,7 +130,7 @@ def test_placements_on_a_square_mesh(number: int) -> None:
         problem = UniversalProblem(
             5, 3, 7, Layout(SQUARE, a), Layout(SQUARE, b), Layout(SQUARE, out), "float64"
         )
-        program = universal_program(problem, tune_universal(problem, RATES).choice)
+        program = universal_program(problem, tune_universal(problem, RATES).config)
         inputs = operands(problem)
         found = run_numpy(program, inputs).outputs["C"]
         np.testing.assert_array_equal(found, inputs["A"] @ inputs["B"])
@@ -141,7 +141,7 @@ def test_a_block_cyclic_matrix_takes_as_few_products_as_a_block_one() -> None:
 
     def steps(size: int) -> int:
         layout = Layout(SQUARE, (Tile(0, size), Tile(1, size)))
-        slicing = Slicing(UniversalProblem(64, 64, 64, layout, layout, layout), Choice("c", slices=1))
+        slicing = Slicing(UniversalProblem(64, 64, 64, layout, layout, layout), UniversalConfig("c", num_slices=1))
         return len(slicing.steps(0))
 
     assert steps(4) == steps(32) == 2
@@ -150,15 +150,15 @@ def test_a_block_cyclic_matrix_takes_as_few_products_as_a_block_one() -> None:
 def test_work_is_shared_by_copies_of_the_stationary_matrix() -> None:
     copied = Layout(SQUARE, (Shard(0), Replicate()))
     problem = UniversalProblem(8, 8, 8, copied, copied, Layout(SQUARE, (Shard(0), Shard(1))))
-    found = volume(Slicing(problem, Choice("a")))
+    found = volume(Slicing(problem, UniversalConfig("a")))
     assert {load.flops for load in found.during.values()} == {2 * 8 * 8 * 8 // 4}
 
 
 def test_copies_of_c_are_reduced_or_computed_on_their_own() -> None:
     everywhere = Layout(SQUARE, (Replicate(), Replicate()))
     problem = UniversalProblem(8, 8, 8, everywhere, everywhere, everywhere, "float64")
-    alone = volume(Slicing(problem, Choice("c", redundant=(0, 1))))
-    shared = volume(Slicing(problem, Choice("c")))
+    alone = volume(Slicing(problem, UniversalConfig("c", redundant_axes=(0, 1))))
+    shared = volume(Slicing(problem, UniversalConfig("c")))
     assert (alone.moved_bytes, alone.flops) == (0, 2 * 8**3)
     assert (shared.moved_bytes, shared.flops) == (2 * 3 * 8 * 8 * 8, 2 * 8**3 // 4)
 
@@ -167,8 +167,8 @@ def test_a_memory_limit_is_kept_or_refused() -> None:
     tiles = Layout(SQUARE, (Shard(0), Shard(1)))
     problem = UniversalProblem(64, 64, 64, tiles, tiles, tiles)
     free = tune_universal(problem, RATES)
-    tight = tune_universal(problem, RATES, memory_bytes=extra_bytes(problem, free.choice) // 3)
-    assert extra_bytes(problem, tight.choice) <= extra_bytes(problem, free.choice) // 3
+    tight = tune_universal(problem, RATES, memory_bytes=extra_bytes(problem, free.config) // 3)
+    assert extra_bytes(problem, tight.config) <= extra_bytes(problem, free.config) // 3
     with pytest.raises(UnsupportedError, match="needs less than 7 bytes"):
         tune_universal(problem, RATES, memory_bytes=7)
 
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_nothing_is_a_product_too(sizes: tuple[int, int, int]) -> None:
     tiles = Layout(SQUARE, (Shard(0), Shard(1)))
     problem = UniversalProblem(*sizes, tiles, tiles, tiles, "float64")
-    program = universal_program(problem, Choice())
+    program = universal_program(problem, UniversalConfig())
     validate(program, labels=False)  # a sum of nothing has no k to prove
     found = run_numpy(program, operands(problem)).outputs["C"]
     assert found.shape == sizes[:2] and math.prod(sizes[:2]) == found.size and not found.any()

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from test_universal import cases, operands
 
 from meshweave.algorithms.universal import (
-    Choice,
+    UniversalConfig,
     Slicing,
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.lowering import given_order, graph, issue_order, tiles
-from meshweave.algorithms.universal.schedule import Order
+from meshweave.algorithms.universal.issue_order import direct_order, schedule_graph, issue_order, remote_panels
+from meshweave.algorithms.universal.schedule import IssueOrder
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout.grid import ProcessGrid, block_2d, row_block
@@ -28,7 +28,7 @@ from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided
 
 RATES = RankRates(1e9, 1e9, accumulate_factor=0.8, ranks_per_package=2, near_bytes_per_s=3e9)
-Ordered = tuple[UniversalProblem, Choice, dict[int, Order]]
+Ordered = tuple[UniversalProblem, UniversalConfig, dict[int, IssueOrder]]
 
 
 @st.composite
@@ -37,11 +37,11 @@ def ordered(draw: st.DrawFn) -> Ordered:
     problem, choice = draw(cases())
     slicing, found = Slicing(problem, choice), {}
     for rank in problem.ranks:
-        listed = given_order(slicing.steps(rank), rank)
+        listed = direct_order(slicing.steps(rank), rank)
         parts = (
-            tuple(draw(st.permutations(part))) for part in (listed.fetches, listed.products, listed.gives)
+            tuple(draw(st.permutations(part))) for part in (listed.fetches, listed.products, listed.accumulates)
         )
-        found[rank] = Order(*parts)
+        found[rank] = IssueOrder(*parts)
     return problem, choice, found
 
 
@@ -65,7 +65,7 @@ def test_any_order_gives_the_dense_product(case: Ordered) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(cases(), st.sampled_from(["greedy", "cost-greedy", "exhaustive"]))
-def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, Choice], schedule: str) -> None:
+def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, UniversalConfig], schedule: str) -> None:
     problem, choice = case
     check(problem, universal_program(problem, replace(choice, schedule=schedule, rates=RATES)))  # type: ignore[arg-type]
 
@@ -79,18 +79,18 @@ def misaligned() -> UniversalProblem:
 def test_the_listed_order_is_direct_execution() -> None:
     problem = misaligned()
     for stationary in ("a", "b", "c"):
-        choice = Choice(stationary, slices=3)
+        choice = UniversalConfig(stationary, num_slices=3)
         slicing = Slicing(problem, choice)
-        orders = {rank: given_order(slicing.steps(rank), rank) for rank in problem.ranks}
+        orders = {rank: direct_order(slicing.steps(rank), rank) for rank in problem.ranks}
         assert universal_program(problem, choice, orders=orders) == universal_program(problem, choice)
 
 
 def test_panels_are_tiles_and_cost_what_they_move() -> None:
-    slicing, rank = Slicing(misaligned(), Choice("c", slices=1)), 0
-    steps, found = slicing.steps(rank), graph(Slicing(misaligned(), Choice("c", slices=1)), rank, RATES)
-    assert len(found.products) == len(steps) and len(found.fetches) == len(tiles(steps, rank))
-    assert {product.gives for product in found.products} == {0.0}
-    for fetch, (number, operand) in zip(found.fetches, tiles(steps, rank), strict=True):
+    slicing, rank = Slicing(misaligned(), UniversalConfig("c", num_slices=1)), 0
+    steps, found = slicing.steps(rank), schedule_graph(Slicing(misaligned(), UniversalConfig("c", num_slices=1)), rank, RATES)
+    assert len(found.products) == len(steps) and len(found.fetches) == len(remote_panels(steps, rank))
+    assert {product.accumulate_s for product in found.products} == {0.0}
+    for fetch, (number, operand) in zip(found.fetches, remote_panels(steps, rank), strict=True):
         blocks = steps[number].panels[operand].blocks
         rates = {block.owner: 3e9 if block.owner == 1 else 1e9 for block in blocks}
         expected = sum(8 * b.num_elements / rates[b.owner] for b in blocks if b.owner != rank)
@@ -100,22 +100,22 @@ def test_panels_are_tiles_and_cost_what_they_move() -> None:
 
 
 def test_results_that_go_away_take_as_long_as_they_are_added() -> None:
-    slicing = Slicing(UniversalProblem(8, 8, 8, *(row_block(4),) * 3, "float64"), Choice("b", slices=1))
-    found = graph(slicing, 0, RATES)
-    times = sorted(product.gives for product in found.products)
+    slicing = Slicing(UniversalProblem(8, 8, 8, *(row_block(4),) * 3, "float64"), UniversalConfig("b", num_slices=1))
+    found = schedule_graph(slicing, 0, RATES)
+    times = sorted(product.accumulate_s for product in found.products)
     assert times == pytest.approx([0.0, *(8 * 16 / rate / 0.8 for rate in (3e9, 1e9, 1e9))])
 
 
 def test_as_many_slots_as_an_order_needs_and_prefetch_more() -> None:
     """All fetched before the first product is done: all are there at once."""
-    problem, choice = misaligned(), Choice("c", slices=1, prefetch=1)
+    problem, choice = misaligned(), UniversalConfig("c", num_slices=1, prefetch=1)
     slicing = Slicing(problem, choice)
     orders, panels = {}, 0
     for rank in problem.ranks:
         steps = slicing.steps(rank)
-        listed = given_order(steps, rank)
-        orders[rank] = Order(listed.fetches[::-1], listed.products, listed.gives)
-        panels = max(panels, sum(operand == "a" for _, operand in tiles(steps, rank)))
+        listed = direct_order(steps, rank)
+        orders[rank] = IssueOrder(listed.fetches[::-1], listed.products, listed.accumulates)
+        panels = max(panels, sum(operand == "a" for _, operand in remote_panels(steps, rank)))
     slots = {b.name: b.slots for b in universal_program(problem, choice, orders=orders).buffers}
     assert panels >= 3 and slots["a_in"] == panels
     assert {b.name: b.slots for b in universal_program(problem, choice).buffers}["a_in"] == 2
@@ -123,8 +123,8 @@ def test_as_many_slots_as_an_order_needs_and_prefetch_more() -> None:
 
 def test_a_schedule_by_costs_asks_for_rates() -> None:
     with pytest.raises(UnsupportedError, match="schedule 'greedy' needs rates"):
-        universal_program(misaligned(), Choice(schedule="greedy"))
-    assert issue_order(Slicing(misaligned(), Choice(schedule="greedy", rates=RATES)), 0).products
+        universal_program(misaligned(), UniversalConfig(schedule="greedy"))
+    assert issue_order(Slicing(misaligned(), UniversalConfig(schedule="greedy", rates=RATES)), 0).products
 
 
 def test_rates_of_a_machine() -> None:

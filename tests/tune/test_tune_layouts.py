@@ -68,7 +68,7 @@ def test_it_finds_what_trying_everything_finds(
     assert [one.tuned.estimate.total_s for one in found] == pytest.approx(expected, rel=1e-8)
     for one in found:
         assert one.matrix_bytes == matrix_bytes(one.problem)
-        assert one.extra_bytes == extra_bytes(one.problem, one.tuned.choice)
+        assert one.extra_bytes == extra_bytes(one.problem, one.tuned.config)
         assert memory_bytes is None or one.matrix_bytes + one.extra_bytes <= memory_bytes
 
 

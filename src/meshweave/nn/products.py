@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.universal import Choice, Slicing, UniversalProblem, universal_program
+from meshweave.algorithms.universal import UniversalConfig, Slicing, UniversalProblem, universal_program
 from meshweave.algorithms.universal.problem import Operand
-from meshweave.algorithms.universal.slicing import Block, Panel
+from meshweave.algorithms.universal.slicing import OwnedBlock, OperandPanel
 from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
@@ -110,14 +110,14 @@ def prepare(
     """
     if transport not in TRANSPORTS:
         raise UnsupportedError(f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}")
-    choice = tuned.choice
+    choice = tuned.config
     cache: dict[Any, Any] = context.__dict__.setdefault(CACHE, {})
     key = problem, choice, transport
     if key not in cache:
         program = universal_program(problem, choice)
         # Before any of them sets up what the others may not want, and where nothing moves, too: they may.
         agree(context, replace(program, name=f"{program.name}, {transport}"))
-        if tuned.moved_bytes == 0 and choice.a is None and choice.b is None:
+        if tuned.moved_bytes == 0 and choice.summed_a is None and choice.summed_b is None:
             cache[key] = _alone(problem, choice, rank)
         else:
             cache[key] = _running(_bound(program, rank, transport, context, cache))
@@ -150,9 +150,9 @@ def _bound(
 # --- products that need no other rank ---------------------------------------------------------------------------
 
 
-def _alone(problem: UniversalProblem, choice: Choice, rank: int) -> Product:
+def _alone(problem: UniversalProblem, choice: UniversalConfig, rank: int) -> Product:
     """What the program would compute if nothing has to move: without an executor there is nothing to set up."""
-    steps = Slicing(problem, replace(choice, slices=1)).steps(rank)
+    steps = Slicing(problem, replace(choice, num_slices=1)).steps(rank)
     shape = problem.c.local_shape((problem.m, problem.n), rank)
 
     def one(a: Tensor, b: Tensor) -> Tensor:
@@ -176,16 +176,16 @@ def _alone(problem: UniversalProblem, choice: Choice, rank: int) -> Product:
     return one if whole else several
 
 
-def _part(whole: Tensor, block: Block) -> Tensor:
+def _part(whole: Tensor, block: OwnedBlock) -> Tensor:
     return whole[block.rows[0] : block.rows[1], block.columns[0] : block.columns[1]]
 
 
-def _at(panel: Tensor, block: Block) -> Tensor:
-    (row, column), (rows, columns) = block.at, block.shape
+def _at(panel: Tensor, block: OwnedBlock) -> Tensor:
+    (row, column), (rows, columns) = block.panel_offset, block.shape
     return panel[row : row + rows, column : column + columns]
 
 
-def _panel(panel: Panel, local: Tensor) -> Tensor:
+def _panel(panel: OperandPanel, local: Tensor) -> Tensor:
     if len(panel.blocks) == 1:
         return _part(local, panel.blocks[0])
     found = local.new_empty(panel.shape)

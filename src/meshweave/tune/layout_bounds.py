@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.algorithms.universal import Operand, UniversalProblem
-from meshweave.algorithms.universal.choice import groups, ways
-from meshweave.algorithms.universal.held import Held, common_runs, held, shared_out
+from meshweave.algorithms.universal.config import replica_groups, variants
+from meshweave.algorithms.universal.owners import OwnerMap, common_runs, owners, split_among_replicas
 from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS
-from meshweave.algorithms.universal.slicing import cuts
+from meshweave.algorithms.universal.slicing import split_counts
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Intervals, Layout
@@ -66,7 +66,7 @@ class LayoutBounds:
     dtype: str = "float32"
     _known: dict[tuple[Operand, int, Operand, int, Groups], Moved] = field(default_factory=dict)
     _known_runs: dict[Hashable, tuple[float, ...]] = field(default_factory=dict)
-    _owners: dict[tuple[int, Groups], Held] = field(default_factory=dict)
+    _owners: dict[tuple[int, Groups], OwnerMap] = field(default_factory=dict)
 
     def least(self) -> tuple[Vector, Vector]:
         """Seconds, and bytes that all ranks together receive, by the numbers of the layouts of A, B, C."""
@@ -152,7 +152,7 @@ class LayoutBounds:
         key = first.classes, second.classes, self.sizes[loop]
         if key not in self._known_runs:
             runs = [run for found in common_runs(first, second, self.sizes[loop]).values() for run in found]
-            self._known_runs[key] = tuple(float(sum(cuts(runs, slices))) for slices in SLICES)
+            self._known_runs[key] = tuple(float(sum(split_counts(runs, slices))) for slices in SLICES)
         return self._known_runs[key]
 
     # --- what a matrix has to do with the groups ---------------------------------------------------------------
@@ -163,7 +163,7 @@ class LayoutBounds:
         found = []
         for c in self.options["c"]:
             problem = UniversalProblem(*self.sizes, self.options["a"][0], self.options["b"][0], c, self.dtype)
-            each = [groups(problem, way.redundant) for way in ways(problem, stationary="c")]
+            each = [replica_groups(problem, way.redundant_axes) for way in variants(problem, stationary="c")]
             found.append(list(dict.fromkeys(tuple(one[rank] for rank in problem.ranks) for one in each)))
         return found
 
@@ -175,10 +175,10 @@ class LayoutBounds:
         rows, columns = DIMS[operand]
         return self.sizes[rows], self.sizes[columns]
 
-    def _held(self, operand: Operand, index: int) -> Held:
-        return held(self.options[operand][index], self._shape(operand))
+    def _held(self, operand: Operand, index: int) -> OwnerMap:
+        return owners(self.options[operand][index], self._shape(operand))
 
-    def _part(self, operand: Operand, index: int, group_of: Groups) -> Held:
+    def _part(self, operand: Operand, index: int, group_of: Groups) -> OwnerMap:
         """A moving matrix: of C each element has one owner in a group."""
         whole = self._held(operand, index)
         if operand != "c":
@@ -186,7 +186,7 @@ class LayoutBounds:
         key = index, group_of
         if key not in self._owners:
             dim = 0 if self.sizes[0] >= self.sizes[1] else 1
-            self._owners[key] = shared_out(whole, dim, dict(zip(self._ranks, group_of, strict=True)))
+            self._owners[key] = split_among_replicas(whole, dim, dict(zip(self._ranks, group_of, strict=True)))
         return self._owners[key]
 
     def _complete(self, operand: Operand, index: int, group_of: Groups) -> bool:
@@ -201,7 +201,7 @@ class LayoutBounds:
     def _teams(self, operand: Operand, index: int, group_of: Groups) -> list[list[int]]:
         """Places in `_ranks` of ranks that share the work of a box."""
         found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        of = self._held(operand, index).of
+        of = self._held(operand, index).block_of
         for at, rank in enumerate(self._ranks):
             row, column, term = of[rank]
             found[row, column, 0 if operand == "c" else term, group_of[at]].append(at)
@@ -289,8 +289,8 @@ def _outer(left: Sequence[Moved], right: Sequence[Moved]) -> Moved:
     return Moved(*(a[:, None] + b[None, :] for a, b in zip(*stacks, strict=True)))
 
 
-def _indices(of: Held, rank: int, dim: int) -> Intervals:
-    return of.dims[dim].classes[of.of[rank][dim]]
+def _indices(of: OwnerMap, rank: int, dim: int) -> Intervals:
+    return of.dims[dim].classes[of.block_of[rank][dim]]
 
 
 def _size(intervals: Intervals) -> int:

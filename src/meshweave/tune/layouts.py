@@ -96,7 +96,7 @@ def table(found: Iterable[TunedLayouts]) -> list[dict[str, str | float]]:
     return [
         {
             **{operand: layout_words(one.problem.layout(operand)) for operand in OPERANDS},
-            "way": str(one.tuned.choice),
+            "way": str(one.tuned.config),
             "seconds": one.tuned.estimate.total_s,
             "moved_bytes": one.tuned.moved_bytes,
             "rank_bytes": one.matrix_bytes + one.extra_bytes,
@@ -168,13 +168,13 @@ class _Search:
         # A limit only takes choices away; it is costly to keep, for it asks for programs.
         if len(best) == self.count and _key(tuned, held, number) >= best[-1][0]:
             return None
-        extra = extra_bytes(problem, tuned.choice)
+        extra = extra_bytes(problem, tuned.config)
         if self.memory_bytes is not None and held + extra > self.memory_bytes:
             try:
                 tuned = tune_universal(problem, self.rates, memory_bytes=self.memory_bytes - held)
             except UnsupportedError:
                 return None
-            extra = extra_bytes(problem, tuned.choice)
+            extra = extra_bytes(problem, tuned.config)
         return _key(tuned, held, number), TunedLayouts(problem, tuned, held, extra)
 
     def _problem(self, places: Sequence[int]) -> UniversalProblem:

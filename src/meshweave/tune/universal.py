@@ -9,13 +9,13 @@ from functools import lru_cache
 from typing import Literal
 
 from meshweave.algorithms.universal import (
-    Choice,
+    UniversalConfig,
     Operand,
     Slicing,
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.choice import sums, ways
+from meshweave.algorithms.universal.config import summed_layouts, variants
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import UnsupportedError
@@ -35,7 +35,7 @@ _FINALISTS = 3
 class TunedUniversal:
     """A choice, what it is expected to take, and how many bytes all ranks together receive."""
 
-    choice: Choice
+    config: UniversalConfig
     estimate: UniversalEstimate
     moved_bytes: int
 
@@ -64,8 +64,8 @@ def tune_universal(
 
     Raises UnsupportedError where nothing fits the memory.
     """
-    found = [_settled(problem, way, rates, objective) for way in ways(problem, stationary=stationary)]
-    found = [tried for tried in found if tried.slicing.copies_alike]
+    found = [_settled(problem, way, rates, objective) for way in variants(problem, stationary=stationary)]
+    found = [tried for tried in found if tried.slicing.replicas_agree]
     found.sort(key=lambda tried: tried.key(objective))
     best = _sliced(found[:_FINALISTS], rates, objective, slices, memory_bytes)
     best = best or _sliced(found[_FINALISTS:], rates, objective, slices, memory_bytes)
@@ -84,13 +84,13 @@ class _Tried:
     estimate: UniversalEstimate
 
     @classmethod
-    def of(cls, problem: UniversalProblem, choice: Choice, rates: RankRates) -> _Tried:
+    def of(cls, problem: UniversalProblem, choice: UniversalConfig, rates: RankRates) -> _Tried:
         slicing = Slicing(problem, choice)
         found = volume(slicing)
         return cls(slicing, found, estimate_universal(found, rates))
 
     def key(self, objective: Objective) -> tuple[float, float]:
-        if not self.slicing.copies_alike:
+        if not self.slicing.replicas_agree:
             return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)
 
@@ -101,24 +101,24 @@ def _key(estimate: UniversalEstimate, found: Volume, objective: Objective) -> tu
     return estimate.total_s, found.moved_bytes
 
 
-def _settled(problem: UniversalProblem, way: Choice, rates: RankRates, objective: Objective) -> _Tried:
+def _settled(problem: UniversalProblem, way: UniversalConfig, rates: RankRates, objective: Objective) -> _Tried:
     """The best that can be made of a way: where partial operands are summed up, and who does what of a team."""
-    known: dict[Choice, _Tried] = {}
+    known: dict[UniversalConfig, _Tried] = {}
 
-    def tried(choice: Choice) -> _Tried:
+    def tried(choice: UniversalConfig) -> _Tried:
         if choice not in known:
             known[choice] = _Tried.of(problem, choice, rates)
         return known[choice]
 
-    options = {name: sums(problem, way, name) for name in OPERANDS[:2]}
+    options = {name: summed_layouts(problem, way, name) for name in OPERANDS[:2]}
     ends = []
     for a, b in ((options["a"][0], options["b"][0]), (options["a"][-1], options["b"][-1])):
-        best = tried(replace(way, a=a, b=b))
+        best = tried(replace(way, summed_a=a, summed_b=b))
         while True:
-            choice = best.slicing.choice
-            others = [replace(choice, a=layout) for layout in options["a"]]
+            choice = best.slicing.config
+            others = [replace(choice, summed_a=layout) for layout in options["a"]]
             better = min((tried(other) for other in others), key=lambda one: one.key(objective))
-            others = [replace(better.slicing.choice, b=layout) for layout in options["b"]]
+            others = [replace(better.slicing.config, summed_b=layout) for layout in options["b"]]
             better = min((tried(other) for other in others), key=lambda one: one.key(objective))
             if better.key(objective) >= best.key(objective):
                 break
@@ -126,9 +126,9 @@ def _settled(problem: UniversalProblem, way: Choice, rates: RankRates, objective
         ends.append(best)
     best = min(ends, key=lambda one: one.key(objective))
     if any(len(team) > 1 for team in best.slicing.teams.values()):
-        local = Slicing(problem, replace(best.slicing.choice, split="local"))
+        local = Slicing(problem, replace(best.slicing.config, split="local"))
         if local.work != best.slicing.work:
-            best = min(best, tried(local.choice), key=lambda one: one.key(objective))
+            best = min(best, tried(local.config), key=lambda one: one.key(objective))
     return best
 
 
@@ -147,24 +147,24 @@ def _sliced(
             key = _key(estimate, found, objective)
             if best is not None and key >= best[0]:
                 continue
-            choice = _fitting(replace(one.slicing.choice, slices=count), one.slicing.problem, memory_bytes)
+            choice = _fitting(replace(one.slicing.config, num_slices=count), one.slicing.problem, memory_bytes)
             if choice is not None:
                 best = key, TunedUniversal(choice, estimate, found.moved_bytes)
     return None if best is None else best[1]
 
 
-def _fitting(choice: Choice, problem: UniversalProblem, memory_bytes: int | None) -> Choice | None:
+def _fitting(config: UniversalConfig, problem: UniversalProblem, memory_bytes: int | None) -> UniversalConfig | None:
     """The choice with as much prefetch as memory allows, or None."""
     for prefetch in (PREFETCH, 1, 0):
-        found = replace(choice, prefetch=prefetch)
+        found = replace(config, prefetch=prefetch)
         if memory_bytes is None or extra_bytes(problem, found) <= memory_bytes:
             return found
     return None
 
 
-def extra_bytes(problem: UniversalProblem, choice: Choice) -> int:
+def extra_bytes(problem: UniversalProblem, config: UniversalConfig) -> int:
     """The most that a rank allocates beside A, B and C: panels on their way, and sums of partial operands."""
-    program = universal_program(problem, choice)
+    program = universal_program(problem, config)
     return max(
         sum(
             buffer.slots * program.buffer_bytes(buffer.name, rank)

@@ -7,16 +7,16 @@ arithmetic and `program` for what comes of it.
 
 from __future__ import annotations
 
-from meshweave.algorithms.universal.choice import Choice, choices
+from meshweave.algorithms.universal.config import UniversalConfig, universal_configs
 from meshweave.algorithms.universal.problem import Operand, UniversalProblem
 from meshweave.algorithms.universal.program import universal_program
 from meshweave.algorithms.universal.slicing import Slicing
 
 __all__ = [
-    "Choice",
+    "UniversalConfig",
     "Operand",
     "Slicing",
     "UniversalProblem",
-    "choices",
+    "universal_configs",
     "universal_program",
 ]

@@ -8,7 +8,7 @@ hold are gathered, there is one product, and C is summed over the boxes that dif
 
 from __future__ import annotations
 
-from meshweave.algorithms.universal.choice import permuted
+from meshweave.algorithms.universal.config import permuted
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh

@@ -65,7 +65,7 @@ def resharded_program(
     else they are rings. Raises LayoutError for layouts of another kind, or a C that no reduction ends in.
     """
     placed = _placed(problem)
-    writer = _Writer(problem, placed, strategy or chosen_strategy(problem), collectives)
+    writer = _ReshardedProgramBuilder(problem, placed, strategy or chosen_strategy(problem), collectives)
     return writer.write()
 
 
@@ -81,7 +81,7 @@ def _placed(problem: UniversalProblem) -> tuple[Shard, Shard, Shard]:
     return found[0], found[1], found[2]
 
 
-class _Writer:
+class _ReshardedProgramBuilder:
     def __init__(
         self,
         problem: UniversalProblem,

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 
-from meshweave.algorithms.universal.choice import Choice
-from meshweave.algorithms.universal.lowering import Turn, is_single, issue_order, turns
+from meshweave.algorithms.universal.config import UniversalConfig
+from meshweave.algorithms.universal.issue_order import IssueStep, needs_no_accumulate, issue_order, issue_steps
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
-from meshweave.algorithms.universal.schedule import Order
-from meshweave.algorithms.universal.slicing import Block, Slicing, Span, Step
+from meshweave.algorithms.universal.schedule import IssueOrder
+from meshweave.algorithms.universal.slicing import OwnedBlock, Slicing, Span, ProductStep
 from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Statement, Tensor
 from meshweave.ir.program.ops import Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put, Zero
@@ -27,7 +27,7 @@ COMPUTE, GET, GIVE = "compute", "get", "give"
 
 
 def universal_program(
-    problem: UniversalProblem, choice: Choice, *, orders: Mapping[int, Order] | None = None
+    problem: UniversalProblem, config: UniversalConfig, *, orders: Mapping[int, IssueOrder] | None = None
 ) -> Program:
     """C = A B as a program of get, put and accumulate; buffers "a", "b" and "c" hold the matrices.
 
@@ -35,15 +35,15 @@ def universal_program(
     schedule; tiles are numbered as in `lowering.tiles`. Raises LayoutError where the choice does not fit the
     problem, UnsupportedError for a schedule by costs without rates.
     """
-    return _Writer(problem, choice, Slicing(problem, choice), orders).write()
+    return _UniversalProgramBuilder(problem, config, Slicing(problem, config), orders).write()
 
 
 @dataclass
-class _Writer:
+class _UniversalProgramBuilder:
     problem: UniversalProblem
-    choice: Choice
+    config: UniversalConfig
     slicing: Slicing
-    orders: Mapping[int, Order] | None = None
+    orders: Mapping[int, IssueOrder] | None = None
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """The largest panel that each scratch buffer holds."""
     slots: dict[str, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class _Writer:
             for operand in OPERANDS
         ]
         for operand in OPERANDS[:2]:
-            layout = self.slicing.summed(operand)
+            layout = self.slicing.summed_layout(operand)
             if layout is not None:
                 placed = meshes.add_layout(layout)
                 buffers.append(
@@ -90,7 +90,7 @@ class _Writer:
             )
         tensors = tuple(Tensor(name.upper(), problem.shape(name), problem.dtype) for name in OPERANDS)
         lanes = tuple(Lane(name) for name in (COMPUTE, GET, GIVE))
-        name = f"universal, {self.choice}"
+        name = f"universal, {self.config}"
         meaning = (Product("C", "A", "B"),)
         return Program(name, meshes.meshes, tensors, tuple(buffers), lanes, body, meaning)
 
@@ -104,7 +104,7 @@ class _Writer:
         if 0 in self.problem.sizes:
             yield On(self.everyone, (Zero(out=self._whole("c"), lane=COMPUTE),))
             return
-        summed = [operand for operand in OPERANDS[:2] if slicing.summed(operand) is not None]
+        summed = [operand for operand in OPERANDS[:2] if slicing.summed_layout(operand) is not None]
         for operand in summed:
             yield from _by_turns(ranks, {rank: list(self._sum(operand, rank)) for rank in ranks})
         starts = not self._stays and not self._single
@@ -113,16 +113,16 @@ class _Writer:
         if summed or starts:
             yield self._fence()
         yield from _by_turns(ranks, {rank: list(self._turns(rank)) for rank in ranks})
-        if slicing.shares_copies:
+        if slicing.merges_replicas:
             yield from self._put_together()
 
     @property
     def _stays(self) -> bool:
-        return self.choice.stationary == "c"
+        return self.config.stationary == "c"
 
     @cached_property
     def _single(self) -> bool:
-        return is_single(self.slicing)
+        return needs_no_accumulate(self.slicing)
 
     def _fence(self) -> Statement:
         return On(self.everyone, (Fence(over=self.everyone, lane=GET),))
@@ -130,7 +130,7 @@ class _Writer:
     def _sum(self, operand: Operand, rank: int) -> Iterator[list[Op]]:
         """One term after the other, so that a rank's links are not asked for all of them at once."""
         name, scratch = f"{operand}_sum", f"{operand}_term"
-        for (row, column), blocks in self.slicing.sums(operand, rank):
+        for (row, column), blocks in self.slicing.partial_sums(operand, rank):
             rows, columns = blocks[0].shape
             out = _view(name, (row, row + rows), (column, column + columns))
             for number, block in enumerate(blocks):
@@ -151,12 +151,12 @@ class _Writer:
         if self._stays and not steps:
             yield [Zero(out=self._whole("c"), lane=COMPUTE)]
         issue = self.orders[rank] if self.orders is not None else issue_order(self.slicing, rank)
-        away = [not self._stays and not (self._single and step.panels["c"].lies_with(rank)) for step in steps]
-        for number, turn in enumerate(turns(steps, rank, issue, away, self.choice.prefetch)):
+        away = [not self._stays and not (self._single and step.panels["c"].is_local_to(rank)) for step in steps]
+        for number, turn in enumerate(issue_steps(steps, rank, issue, away, self.config.prefetch)):
             yield self._turn(rank, steps, turn, away[turn.step], is_first=number == 0)
 
     def _turn(
-        self, rank: int, steps: Sequence[Step], turn: Turn, is_away: bool, *, is_first: bool
+        self, rank: int, steps: Sequence[ProductStep], turn: IssueStep, is_away: bool, *, is_first: bool
     ) -> list[Op]:
         ops: list[Op] = []
         for tile in turn.fetches:
@@ -178,13 +178,13 @@ class _Writer:
         else:
             product = _of("c", step.panels["c"].blocks[0])
         ops.append(self._matmul(product, views, accumulate=int(self._stays and not is_first)))
-        for number in turn.gives:
+        for number in turn.accumulates:
             slot = turn.slots[number, "c"]
             ops += [self._give(rank, block, slot) for block in steps[number].panels["c"].blocks]
         return ops
 
     def _base(self, operand: Operand) -> str:
-        return f"{operand}_sum" if self.slicing.summed(operand) is not None else operand
+        return f"{operand}_sum" if self.slicing.summed_layout(operand) is not None else operand
 
     def _matmul(self, out: View, views: dict[str, View], accumulate: int = 0) -> Op:
         return Matmul(out=out, a=views["a"], b=views["b"], accumulate=accumulate, lane=COMPUTE)
@@ -194,7 +194,7 @@ class _Writer:
             return Copy(out=out, src=src, lane=COMPUTE)
         return Get(out=out, src=replace(src, rank=owner), lane=GET)
 
-    def _give(self, rank: int, block: Block, slot: int) -> Op:
+    def _give(self, rank: int, block: OwnedBlock, slot: int) -> Op:
         src, out = self._part("c_part", block, slot), replace(_of("c", block), rank=block.owner)
         if not self._single:
             return Accumulate(out=out, src=src, lane=GIVE)
@@ -210,7 +210,7 @@ class _Writer:
         if self._stays:
             turns: dict[int, list[list[Op]]] = {}
             for rank in ranks:
-                share = slicing.share_of(rank)
+                share = slicing.owned_share(rank)
                 mine, (rows, columns) = _view("c", *share), share
                 shape = rows[1] - rows[0], columns[1] - columns[0]
                 turns[rank] = []
@@ -226,7 +226,7 @@ class _Writer:
             yield self._fence()
         spread: dict[int, list[list[Op]]] = {}
         for rank in ranks:
-            shares = [(other, _view("c", *slicing.share_of(other))) for other in self._others(rank)]
+            shares = [(other, _view("c", *slicing.owned_share(other))) for other in self._others(rank)]
             spread[rank] = [
                 [Get(out=view, src=replace(view, rank=other), lane=GET)]
                 for other, view in shares
@@ -236,7 +236,7 @@ class _Writer:
 
     def _others(self, rank: int) -> list[int]:
         """The other holders of a rank's copy, the next one first."""
-        copies = self.slicing.copies_of(rank)
+        copies = self.slicing.replicas_of(rank)
         at = copies.index(rank)
         return [*copies[at + 1 :], *copies[:at]]
 
@@ -248,8 +248,8 @@ class _Writer:
         self.slots[name] = max(self.slots.get(name, 1), slot + 1)
         return _view(name, (0, shape[0]), (0, shape[1]), slot)
 
-    def _part(self, name: str, block: Block, slot: int) -> View:
-        (row, column), (rows, columns) = block.at, block.shape
+    def _part(self, name: str, block: OwnedBlock, slot: int) -> View:
+        (row, column), (rows, columns) = block.panel_offset, block.shape
         return _view(name, (row, row + rows), (column, column + columns), slot)
 
     @staticmethod
@@ -268,5 +268,5 @@ def _view(name: str, rows: Span, columns: Span, slot: int = 0) -> View:
     return View(name, (Range(*rows), Range(*columns)), slot)
 
 
-def _of(name: str, block: Block) -> View:
+def _of(name: str, block: OwnedBlock) -> View:
     return _view(name, block.rows, block.columns)

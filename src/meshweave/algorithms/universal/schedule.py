@@ -27,82 +27,82 @@ from functools import cached_property
 from itertools import accumulate, combinations
 from itertools import product as cartesian
 
-State = tuple[int, int, int]
+ScheduleState = tuple[int, int, int]
 """Bit sets: products done, tiles fetched, products whose results are accumulated."""
 
 Selection = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Fetch:
+class FetchNode:
     """A remote tile that some products need: its bytes over the bandwidth between the two ranks."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
-class LocalProduct:
+class ProductNode:
     """`needs` are numbers of fetches; local operands are not listed. `gives` is how long its result takes to
     be accumulated into a remote tile; 0 where it stays here."""
 
     seconds: float
     needs: tuple[int, ...]
-    gives: float = 0.0
+    accumulate_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class StageLimits:
     """The most of each that one stage may hold, at least 1. Two fetches are the operands of one product."""
 
     products: int = 1
     fetches: int = 2
-    gives: int = 1
+    accumulates: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.products, self.fetches, self.gives) >= 1
+        assert min(self.products, self.fetches, self.accumulates) >= 1
 
 
 @dataclass(frozen=True)
-class Graph:
+class ScheduleGraph:
     """The local products of one rank, in the order in which they were generated, and their remote tiles."""
 
-    fetches: tuple[Fetch, ...]
-    products: tuple[LocalProduct, ...]
+    fetches: tuple[FetchNode, ...]
+    products: tuple[ProductNode, ...]
     duplex: bool = False
 
     def __post_init__(self) -> None:
         assert all(0 <= tile < len(self.fetches) for product in self.products for tile in product.needs)
         times = [fetch.seconds for fetch in self.fetches]
-        times += [t for product in self.products for t in (product.seconds, product.gives)]
+        times += [t for product in self.products for t in (product.seconds, product.accumulate_s)]
         assert all(0 <= t < math.inf for t in times)
 
     @cached_property
-    def wanted(self) -> Selection:
+    def needed_fetches(self) -> Selection:
         """The tiles that some product needs, by first use in the given order."""
         return tuple(dict.fromkeys(tile for product in self.products for tile in product.needs))
 
     @cached_property
-    def giving(self) -> Selection:
+    def accumulating(self) -> Selection:
         """The products whose results go elsewhere."""
-        return tuple(i for i, product in enumerate(self.products) if product.gives > 0)
+        return tuple(i for i, product in enumerate(self.products) if product.accumulate_s > 0)
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
         """Of each product the bit set of tiles."""
         return tuple(bit_set(product.needs) for product in self.products)
 
-    def ready(self, state: State) -> list[int]:
+    def ready(self, state: ScheduleState) -> list[int]:
         """Products to do whose tiles are here, in the given order."""
         return [i for i, need in enumerate(self.needs) if not (state[0] >> i & 1 or need & ~state[1])]
 
-    def missing(self, state: State) -> list[int]:
-        return [tile for tile in self.wanted if not state[1] >> tile & 1]
+    def unfetched(self, state: ScheduleState) -> list[int]:
+        return [tile for tile in self.needed_fetches if not state[1] >> tile & 1]
 
-    def owed(self, state: State) -> list[int]:
+    def unaccumulated(self, state: ScheduleState) -> list[int]:
         """Products done whose results are still to be accumulated."""
-        return [i for i in self.giving if state[0] >> i & 1 and not state[2] >> i & 1]
+        return [i for i in self.accumulating if state[0] >> i & 1 and not state[2] >> i & 1]
 
-    def communication(self, fetches: float, gives: float) -> float:
+    def communication_s(self, fetches: float, gives: float) -> float:
         return max(fetches, gives) if self.duplex else fetches + gives
 
 
@@ -112,43 +112,43 @@ class Stage:
 
     products: Selection
     fetches: Selection
-    gives: Selection
+    accumulates: Selection
 
 
 @dataclass(frozen=True)
-class Order:
+class IssueOrder:
     """What a program issues on each of its three lanes, first to last."""
 
     fetches: Selection
     products: Selection
-    gives: Selection
+    accumulates: Selection
 
 
-def stage_cost(stage: Stage, graph: Graph) -> float:
+def stage_s(stage: Stage, graph: ScheduleGraph) -> float:
     """Seconds of one stage."""
     fetches = sum(graph.fetches[i].seconds for i in stage.fetches)
-    gives = sum(graph.products[i].gives for i in stage.gives)
-    return max(sum(graph.products[i].seconds for i in stage.products), graph.communication(fetches, gives))
+    gives = sum(graph.products[i].accumulate_s for i in stage.accumulates)
+    return max(sum(graph.products[i].seconds for i in stage.products), graph.communication_s(fetches, gives))
 
 
-def cost(stages: Iterable[Stage], graph: Graph) -> float:
+def staged_s(stages: Iterable[Stage], graph: ScheduleGraph) -> float:
     """Seconds of stages one after another."""
-    return math.fsum(stage_cost(stage, graph) for stage in stages)
+    return math.fsum(stage_s(stage, graph) for stage in stages)
 
 
-def order(stages: Sequence[Stage]) -> Order:
+def flatten_stages(stages: Sequence[Stage]) -> IssueOrder:
     """The linear issue order of a schedule: stage after stage, without the barriers between them."""
-    return Order(
+    return IssueOrder(
         tuple(tile for stage in stages for tile in stage.fetches),
         tuple(product for stage in stages for product in stage.products),
-        tuple(product for stage in stages for product in stage.gives),
+        tuple(product for stage in stages for product in stage.accumulates),
     )
 
 
-def direct(graph: Graph, limits: Limits) -> tuple[Stage, ...]:
+def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
     """The given order: beside the next products the next tiles to be needed (section 4.2)."""
 
-    def pick(state: State) -> Stage:
+    def pick(state: ScheduleState) -> Stage:
         ready, following = graph.ready(state), unset(state[0], len(graph.products))
         # A product whose tiles are here still waits for those before it.
         count = next((n for n, i in enumerate(following) if i not in ready), len(following))
@@ -157,37 +157,37 @@ def direct(graph: Graph, limits: Limits) -> tuple[Stage, ...]:
     return _stages(graph, pick)
 
 
-def greedy(graph: Graph, limits: Limits) -> tuple[Stage, ...]:
+def greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
     """First any product that can be done, then any transfer, up to the limits (section 4.3)."""
     return _stages(graph, lambda state: _filled(graph, state, graph.ready(state)[: limits.products], limits))
 
 
-CHOICES = 2000
+MAX_SELECTIONS = 2000
 """Selections that `cost_greedy` weighs per stage: where there are more, it looks at the earliest items only."""
 
 
-def cost_greedy(graph: Graph, limits: Limits) -> tuple[Stage, ...]:
+def cost_greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
     """Fills each stage to the limits with what leaves least of it exposed (section 4.3).
 
     Of the full selections first those after which there is something to multiply, then those whose compute and
     communication differ least, then those whose stage is longest: work that is well hidden.
     """
 
-    def pick(state: State) -> Stage:
-        pools = [graph.ready(state), graph.missing(state), graph.owed(state)]
+    def pick(state: ScheduleState) -> Stage:
+        pools = [graph.ready(state), graph.unfetched(state), graph.unaccumulated(state)]
         sizes = [min(len(pool), most) for pool, most in zip(pools, astuple(limits), strict=True)]
         width = max(map(len, pools))
-        while width > max(sizes) and _ways(pools, sizes, width) > CHOICES:
+        while width > max(sizes) and _num_selections(pools, sizes, width) > MAX_SELECTIONS:
             width -= 1
         best: tuple[tuple[bool, float, float], Stage] | None = None
         for products, fetches, gives in cartesian(
             *(list(combinations(pool[:width], size)) for pool, size in zip(pools, sizes, strict=True))
         ):
             stage = Stage(products, fetches, gives)
-            then = after(state, stage)
+            then = next_state(state, stage)
             compute = sum(graph.products[i].seconds for i in products)
-            whole = stage_cost(stage, graph)
-            transfer = stage_cost(Stage((), fetches, gives), graph)
+            whole = stage_s(stage, graph)
+            transfer = stage_s(Stage((), fetches, gives), graph)
             stalls = then[0].bit_count() < len(graph.products) and not graph.ready(then)
             score = (stalls, abs(compute - transfer), -whole)
             if best is None or score < best[0]:
@@ -198,7 +198,7 @@ def cost_greedy(graph: Graph, limits: Limits) -> tuple[Stage, ...]:
     return _stages(graph, pick)
 
 
-def pipelined(issue: Order, graph: Graph, prefetch: int) -> float:
+def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float:
     """Seconds of direct execution with asynchrony between iterations (section 4.2), without stages.
 
     Three lanes, each first-in-first-out and waiting for data only. A tile that the i-th product is the first to
@@ -225,48 +225,48 @@ def pipelined(issue: Order, graph: Graph, prefetch: int) -> float:
         if fetch < len(gates):
             before = gates[fetch] - 1 - prefetch
             get = max(free_in, done[before] if before >= 0 else 0.0)
-        if give < len(issue.gives) and at[issue.gives[give]] < len(done):
-            put = max(free_out, done[at[issue.gives[give]]])
+        if give < len(issue.accumulates) and at[issue.accumulates[give]] < len(done):
+            put = max(free_out, done[at[issue.accumulates[give]]])
         if get == put == math.inf:
-            assert len(done) == len(issue.products) and give == len(issue.gives)
+            assert len(done) == len(issue.products) and give == len(issue.accumulates)
             return max([0.0, free_in, free_out, *done[-1:]])
         if get <= put:
             free_in = here[issue.fetches[fetch]] = get + graph.fetches[issue.fetches[fetch]].seconds
             free_out = free_out if graph.duplex else free_in
             fetch += 1
         else:
-            free_out = put + graph.products[issue.gives[give]].gives
+            free_out = put + graph.products[issue.accumulates[give]].accumulate_s
             free_in = free_in if graph.duplex else free_out
             give += 1
 
 
-def _stages(graph: Graph, pick: Callable[[State], Stage]) -> tuple[Stage, ...]:
+def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], Stage]) -> tuple[Stage, ...]:
     """Stage after stage as `pick` chooses, until all is done."""
     state, stages = (0, 0, 0), []
-    while unset(state[0], len(graph.products)) or graph.owed(state):
+    while unset(state[0], len(graph.products)) or graph.unaccumulated(state):
         stage = pick(state)
-        assert stage.products or stage.fetches or stage.gives
+        assert stage.products or stage.fetches or stage.accumulates
         stages.append(stage)
-        state = after(state, stage)
+        state = next_state(state, stage)
     return tuple(stages)
 
 
-def _filled(graph: Graph, state: State, products: Sequence[int], limits: Limits) -> Stage:
+def _filled(graph: ScheduleGraph, state: ScheduleState, products: Sequence[int], limits: StageLimits) -> Stage:
     """These products beside the earliest transfers."""
-    missing, owed = graph.missing(state)[: limits.fetches], graph.owed(state)[: limits.gives]
+    missing, owed = graph.unfetched(state)[: limits.fetches], graph.unaccumulated(state)[: limits.accumulates]
     return Stage(tuple(products), tuple(missing), tuple(owed))
 
 
-def _ways(pools: Sequence[Sequence[int]], sizes: Sequence[int], width: int) -> int:
+def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width: int) -> int:
     """Full selections of the first `width` of each pool."""
     return math.prod(math.comb(min(len(pool), width), size) for pool, size in zip(pools, sizes, strict=True))
 
 
-def after(state: State, stage: Stage) -> State:
+def next_state(state: ScheduleState, stage: Stage) -> ScheduleState:
     return (
         state[0] | bit_set(stage.products),
         state[1] | bit_set(stage.fetches),
-        state[2] | bit_set(stage.gives),
+        state[2] | bit_set(stage.accumulates),
     )
 
 

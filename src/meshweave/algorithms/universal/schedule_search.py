@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from meshweave.algorithms.universal.schedule import (
-    Graph,
-    Limits,
+    ScheduleGraph,
+    StageLimits,
     Selection,
     Stage,
-    State,
-    after,
+    ScheduleState,
+    next_state,
     bit_set,
-    cost,
+    staged_s,
     cost_greedy,
     direct,
     greedy,
-    stage_cost,
+    stage_s,
     unset,
 )
 
@@ -34,7 +34,7 @@ EPS = 1e-9
 
 
 @dataclass(frozen=True)
-class Found:
+class ScheduleSearchResult:
     """The best schedule that a search met. No schedule takes under `bound_seconds`; `proven` where the two agree
     (to 1e-9). `states` were weighed."""
 
@@ -46,11 +46,11 @@ class Found:
 
 
 def exhaustive(
-    graph: Graph,
-    limits: Limits,
+    graph: ScheduleGraph,
+    limits: StageLimits,
     budget_s: float = math.inf,
     max_states: int = 200_000,
-) -> Found:
+) -> ScheduleSearchResult:
     """Searches all selections of all stages for the least `cost` (section 4.3), by branch and bound.
 
     What may follow depends on the state only, so each is kept once, with the least that leads to it. Depths
@@ -59,12 +59,12 @@ def exhaustive(
     the same result.
     """
     stop = time.monotonic() + budget_s
-    best = min((make(graph, limits) for make in (direct, greedy, cost_greedy)), key=lambda s: cost(s, graph))
-    least, bound = cost(best, graph), _Bound(graph, limits)
-    start: State = (0, 0, 0)
-    goal: State = ((1 << len(graph.products)) - 1, bit_set(graph.wanted), bit_set(graph.giving))
-    known: dict[State, tuple[float, State, Stage | None]] = {start: (0.0, start, None)}
-    heaps: list[list[tuple[float, int, float, State]]] = [[(bound(start), 0, 0.0, start)]]
+    best = min((make(graph, limits) for make in (direct, greedy, cost_greedy)), key=lambda s: staged_s(s, graph))
+    least, bound = staged_s(best, graph), _LowerBound(graph, limits)
+    start: ScheduleState = (0, 0, 0)
+    goal: ScheduleState = ((1 << len(graph.products)) - 1, bit_set(graph.needed_fetches), bit_set(graph.accumulating))
+    known: dict[ScheduleState, tuple[float, ScheduleState, Stage | None]] = {start: (0.0, start, None)}
+    heaps: list[list[tuple[float, int, float, ScheduleState]]] = [[(bound(start), 0, 0.0, start)]]
     states, spent = 0, False
     while any(heaps) and not spent:
         for depth in range(len(heaps)):
@@ -82,7 +82,7 @@ def exhaustive(
                     heapq.heappush(heaps[depth], entry)  # not all of what follows it was weighed
                     states, spent = min(states, max_states), True
                     break
-                child, total = after(state, stage), so_far + stage_cost(stage, graph)
+                child, total = next_state(state, stage), so_far + stage_s(stage, graph)
                 if child in known and known[child][0] <= total:
                     continue
                 guess_child = total + bound(child)
@@ -93,12 +93,12 @@ def exhaustive(
                     best, least = _path(known, goal), total
                 else:
                     heapq.heappush(heaps[depth + 1], (guess_child, states, total, child))
-    least = cost(best, graph)
+    least = staged_s(best, graph)
     floor = min([least, *(heap[0][0] for heap in heaps if heap)])
-    return Found(best, least, floor, floor >= least * (1 - EPS), states)
+    return ScheduleSearchResult(best, least, floor, floor >= least * (1 - EPS), states)
 
 
-class _Bound:
+class _LowerBound:
     """No less than this is still to come from a state.
 
     The stages sum to their compute and what communication sticks out, or the other way round. A transfer longer
@@ -107,7 +107,7 @@ class _Bound:
     the last tile comes after all of them) and beside accumulations alone (before the first comes its product).
     """
 
-    def __init__(self, graph: Graph, limits: Limits) -> None:
+    def __init__(self, graph: ScheduleGraph, limits: StageLimits) -> None:
         self.graph = graph
         self.kinds = ((1, 0), (0, 1)) if graph.duplex else ((1, 1), (1, 0), (0, 1))
         self.users = [
@@ -115,31 +115,31 @@ class _Bound:
         ]
         compute = [product.seconds for product in graph.products]
         fetches = [fetch.seconds for fetch in graph.fetches]
-        gives = [product.gives for product in graph.products]
+        gives = [product.accumulate_s for product in graph.products]
         top = _top(compute, limits.products)
         self.fetch_out = [max(0.0, t - top) for t in fetches]
         self.give_out = [max(0.0, t - top) for t in gives]
         self.compute_out = []
         for f, g in self.kinds:
-            top = f * _top(fetches, limits.fetches) + g * _top(gives, limits.gives)
+            top = f * _top(fetches, limits.fetches) + g * _top(gives, limits.accumulates)
             self.compute_out.append([max(0.0, t - top) for t in compute])
 
-    def __call__(self, state: State) -> float:
+    def __call__(self, state: ScheduleState) -> float:
         graph, products = self.graph, self.graph.products
         todo = unset(state[0], len(products))
-        fetches = graph.missing(state)
-        gives = [i for i in graph.giving if not state[2] >> i & 1]
+        fetches = graph.unfetched(state)
+        gives = [i for i in graph.accumulating if not state[2] >> i & 1]
         compute = sum(products[i].seconds for i in todo)
         fetch_s, give_s = (
             sum(graph.fetches[t].seconds for t in fetches),
-            sum(products[i].gives for i in gives),
+            sum(products[i].accumulate_s for i in gives),
         )
         fetch_out, give_out = sum(self.fetch_out[t] for t in fetches), sum(self.give_out[i] for i in gives)
         lead = tail = 0.0
         if todo:
             hidden = {t: graph.fetches[t].seconds - self.fetch_out[t] for t in fetches}
             lead = min(sum(hidden.get(t, 0.0) for t in set(products[i].needs)) for i in todo)
-            tail = min(products[i].gives - self.give_out[i] for i in todo)
+            tail = min(products[i].accumulate_s - self.give_out[i] for i in todo)
         found = 0.0
         for (f, g), out in zip(self.kinds, self.compute_out, strict=True):
             rest = f * fetch_s + g * give_s + sum(out[i] for i in todo)
@@ -151,17 +151,17 @@ class _Bound:
         return found
 
 
-def _selections(graph: Graph, state: State, limits: Limits) -> Iterator[Stage]:
+def _selections(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits) -> Iterator[Stage]:
     """Every stage that may be next, but none to which more could be added at no cost (whatever is done sooner
     only helps later), and of items that are alike the first ones only."""
-    ready, missing, owed = graph.ready(state), graph.missing(state), graph.owed(state)
+    ready, missing, owed = graph.ready(state), graph.unfetched(state), graph.unaccumulated(state)
     products, tiles = graph.products, graph.fetches
     users = {t: tuple(i for i, need in enumerate(graph.needs) if need >> t & 1) for t in missing}
-    fetch_s, give_s = {t: tiles[t].seconds for t in missing}, {i: products[i].gives for i in owed}
+    fetch_s, give_s = {t: tiles[t].seconds for t in missing}, {i: products[i].accumulate_s for i in owed}
     compute_s = {i: products[i].seconds for i in ready}
     fetch_sets = _subsets(missing, limits.fetches, {t: (tiles[t].seconds, users[t]) for t in missing})
-    give_sets = _subsets(owed, limits.gives, give_s)
-    for chosen in _subsets(ready, limits.products, {i: (compute_s[i], products[i].gives) for i in ready}):
+    give_sets = _subsets(owed, limits.accumulates, give_s)
+    for chosen in _subsets(ready, limits.products, {i: (compute_s[i], products[i].accumulate_s) for i in ready}):
         compute = sum(compute_s[i] for i in chosen)
         room = _least(compute_s, chosen, limits.products)
         for fetches in fetch_sets:
@@ -169,12 +169,12 @@ def _selections(graph: Graph, state: State, limits: Limits) -> Iterator[Stage]:
             fetch_room = _least(fetch_s, fetches, limits.fetches)
             for gives in give_sets:
                 outward = sum(give_s[i] for i in gives)
-                give_room = _least(give_s, gives, limits.gives)
-                whole = max(compute, graph.communication(inward, outward))
+                give_room = _least(give_s, gives, limits.accumulates)
+                whole = max(compute, graph.communication_s(inward, outward))
                 more = (
                     compute + room,
-                    graph.communication(inward + fetch_room, outward),
-                    graph.communication(inward, outward + give_room),
+                    graph.communication_s(inward + fetch_room, outward),
+                    graph.communication_s(inward, outward + give_room),
                 )
                 if min(more) > whole and (chosen or fetches or gives):
                     yield Stage(chosen, fetches, gives)
@@ -198,7 +198,7 @@ def _least(times: Mapping[int, float], chosen: Selection, most: int) -> float:
     return min((t for item, t in times.items() if item not in chosen), default=math.inf)
 
 
-def _path(known: Mapping[State, tuple[float, State, Stage | None]], goal: State) -> tuple[Stage, ...]:
+def _path(known: Mapping[ScheduleState, tuple[float, ScheduleState, Stage | None]], goal: ScheduleState) -> tuple[Stage, ...]:
     stages: list[Stage] = []
     _, before, stage = known[goal]
     while stage is not None:

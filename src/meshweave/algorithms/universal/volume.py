@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from meshweave.algorithms.universal.problem import OPERANDS
-from meshweave.algorithms.universal.slicing import Block, Slicing, cuts
+from meshweave.algorithms.universal.slicing import OwnedBlock, Slicing, split_counts
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.volume import Load, Phase, Volume
 
@@ -19,14 +19,14 @@ def volume(slicing: Slicing, slices: int | None = None) -> Volume:
     if 0 in problem.sizes:
         return found
     element = dtype_bytes(problem.dtype)
-    slices = slicing.choice.slices if slices is None else slices
+    slices = slicing.config.num_slices if slices is None else slices
     for rank in ranks:
         for operand in OPERANDS[:2]:
-            for _, blocks in slicing.sums(operand, rank):
+            for _, blocks in slicing.partial_sums(operand, rank):
                 _fetch(found.before, rank, blocks, element)
                 found.before[rank].local_bytes += element * sum(block.num_elements for block in blocks[1:])
         mine = found.during[rank]
-        counts = cuts([run for _, run in slicing.runs(rank)], slices)
+        counts = split_counts([run for _, run in slicing.runs(rank)], slices)
         for step, count in zip(slicing.whole_steps[rank], counts, strict=True):
             m, n, k = step.sizes
             mine.flops += 2 * m * n * k
@@ -35,19 +35,19 @@ def volume(slicing: Slicing, slices: int | None = None) -> Volume:
                 panel = step.panels[operand]
                 if operand != "c":
                     _fetch(found.during, rank, panel.blocks, element, count)
-                elif slicing.choice.stationary != "c":  # there the product itself adds to what it has
+                elif slicing.config.stationary != "c":  # there the product itself adds to what it has
                     _give(found.during, rank, panel.blocks, element, count)
-        others = [other for other in slicing.copies_of(rank) if other != rank]
+        others = [other for other in slicing.replicas_of(rank) if other != rank]
         for other in others:
-            if slicing.choice.stationary == "c":
-                share = Block(other, *slicing.share_of(rank))
+            if slicing.config.stationary == "c":
+                share = OwnedBlock(other, *slicing.owned_share(rank))
                 _fetch(found.after, rank, (share,), element)
                 found.after[rank].local_bytes += element * share.num_elements
-            _fetch(found.after, rank, (Block(other, *slicing.share_of(other)),), element)
+            _fetch(found.after, rank, (OwnedBlock(other, *slicing.owned_share(other)),), element)
     return found
 
 
-def _fetch(phase: Phase, rank: int, blocks: Iterable[Block], element: int, count: int = 1) -> None:
+def _fetch(phase: Phase, rank: int, blocks: Iterable[OwnedBlock], element: int, count: int = 1) -> None:
     for block in blocks:
         size = block.num_elements * element
         if block.owner == rank:
@@ -57,7 +57,7 @@ def _fetch(phase: Phase, rank: int, blocks: Iterable[Block], element: int, count
         phase[block.owner].sent_bytes += size
 
 
-def _give(phase: Phase, rank: int, blocks: Iterable[Block], element: int, count: int) -> None:
+def _give(phase: Phase, rank: int, blocks: Iterable[OwnedBlock], element: int, count: int) -> None:
     for block in blocks:
         size = block.num_elements * element
         if block.owner == rank:

@@ -17,20 +17,20 @@ from itertools import pairwise
 
 from meshweave.describe.layout import Intervals, Layout, Partial, chunk_bounds
 
-Block = tuple[int, int, int]
+BlockKey = tuple[int, int, int]
 """(row class, column class, term)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ClassSegment:
     """`size` indices in a row, of one class: from `local` on in a holder's memory, from `at` on in the list
     that was cut, from `start` on in the whole matrix."""
 
-    of: int
-    local: int
-    at: int
+    index_class: int
+    local_start: int
+    list_start: int
     size: int
-    start: int
+    global_start: int
 
 
 class DimTable:
@@ -47,43 +47,43 @@ class DimTable:
                 rows.append((start, stop, number, local))
                 local += stop - start
         rows.sort()
-        self.rows = rows
+        self.segments = rows
         self._starts = [row[0] for row in rows]
 
     def size(self, number: int) -> int:
         return sum(stop - start for start, stop in self.classes[number])
 
-    def cut(self, intervals: Iterable[tuple[int, int]]) -> list[Piece]:
+    def split(self, intervals: Iterable[tuple[int, int]]) -> list[ClassSegment]:
         """A list of indices cut where class or memory changes; neighbours that continue each other are one
         piece."""
-        out: list[Piece] = []
+        out: list[ClassSegment] = []
         at = 0
         for start, stop in intervals:
             place = bisect_right(self._starts, start) - 1
             while start < stop:
-                lo, hi, number, local = self.rows[place]
+                lo, hi, number, local = self.segments[place]
                 size = min(stop, hi) - start
-                _extend(out, Piece(number, local + start - lo, at, size, start))
+                _extend(out, ClassSegment(number, local + start - lo, at, size, start))
                 start, at, place = start + size, at + size, place + 1
         return out
 
 
-def _extend(pieces: list[Piece], new: Piece) -> None:
+def _extend(pieces: list[ClassSegment], new: ClassSegment) -> None:
     if pieces:
         last = pieces[-1]
-        if last.of == new.of and last.local + last.size == new.local and last.at + last.size == new.at:
-            pieces[-1] = Piece(last.of, last.local, last.at, last.size + new.size, last.start)
+        if last.index_class == new.index_class and last.local_start + last.size == new.local_start and last.list_start + last.size == new.list_start:
+            pieces[-1] = ClassSegment(last.index_class, last.local_start, last.list_start, last.size + new.size, last.global_start)
             return
     pieces.append(new)
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnerMap:
     """`rows` and `columns` are the classes of the dims; `of` says which block each rank holds."""
 
     rows: DimTable
     columns: DimTable
-    of: Mapping[int, Block]
+    block_of: Mapping[int, BlockKey]
     num_terms: int
 
     @property
@@ -91,25 +91,25 @@ class Held:
         return self.rows, self.columns
 
     @cached_property
-    def holders(self) -> Mapping[Block, tuple[int, ...]]:
+    def holders(self) -> Mapping[BlockKey, tuple[int, ...]]:
         """The ranks that hold each block, ascending."""
-        found: dict[Block, list[int]] = defaultdict(list)
-        for rank in sorted(self.of):
-            found[self.of[rank]].append(rank)
+        found: dict[BlockKey, list[int]] = defaultdict(list)
+        for rank in sorted(self.block_of):
+            found[self.block_of[rank]].append(rank)
         return {block: tuple(ranks) for block, ranks in found.items()}
 
     def shape(self, rank: int) -> tuple[int, int]:
         """Rows and columns that a rank holds."""
-        row, column, _ = self.of[rank]
+        row, column, _ = self.block_of[rank]
         return self.rows.size(row), self.columns.size(column)
 
 
 @lru_cache(maxsize=4096)
-def held(layout: Layout, shape: tuple[int, int]) -> Held:
+def owners(layout: Layout, shape: tuple[int, int]) -> OwnerMap:
     """Who holds what of a matrix of global `shape` in a layout."""
     numbers: tuple[dict[Intervals, int], dict[Intervals, int]] = ({}, {})
     axes = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
-    of: dict[int, Block] = {}
+    of: dict[int, BlockKey] = {}
     for rank in sorted(layout.mesh.ranks):
         rows, columns = layout.intervals(shape, rank)
         coords = layout.mesh.coords(rank)
@@ -124,10 +124,10 @@ def held(layout: Layout, shape: tuple[int, int]) -> Held:
     num_terms = 1
     for axis in axes:
         num_terms *= layout.mesh.shape[axis]
-    return Held(DimTable(tuple(numbers[0])), DimTable(tuple(numbers[1])), of, num_terms)
+    return OwnerMap(DimTable(tuple(numbers[0])), DimTable(tuple(numbers[1])), of, num_terms)
 
 
-def shared_out(whole: Held, dim: int, group_of: Mapping[int, int]) -> Held:
+def split_among_replicas(whole: OwnerMap, dim: int, group_of: Mapping[int, int]) -> OwnerMap:
     """The same matrix where each block that several ranks of a group hold is dealt out among them along `dim`,
     so that every element of a term has one owner per group; places still count in the memory of the whole
     block."""
@@ -150,18 +150,18 @@ def shared_out(whole: Held, dim: int, group_of: Mapping[int, int]) -> Held:
         size = table.size(number)
         for part in range(count[number]):
             lo, hi = chunk_bounds(size, count[number], part)
-            classes.append(_within(intervals, lo, hi))
+            classes.append(_positions(intervals, lo, hi))
             offsets.append(lo)
     dealt = DimTable(classes, offsets)
-    of: dict[int, Block] = {}
-    for rank, block in whole.of.items():
+    of: dict[int, BlockKey] = {}
+    for rank, block in whole.block_of.items():
         number = first[block[dim]] + replica[rank]
         of[rank] = (number, block[1], block[2]) if dim == 0 else (block[0], number, block[2])
     rows, columns = (dealt, whole.columns) if dim == 0 else (whole.rows, dealt)
-    return Held(rows, columns, of, whole.num_terms)
+    return OwnerMap(rows, columns, of, whole.num_terms)
 
 
-def _within(intervals: Intervals, lo: int, hi: int) -> Intervals:
+def _positions(intervals: Intervals, lo: int, hi: int) -> Intervals:
     """Positions [lo, hi) of an index list."""
     out, position = [], 0
     for start, stop in intervals:
@@ -172,43 +172,43 @@ def _within(intervals: Intervals, lo: int, hi: int) -> Intervals:
     return tuple(out)
 
 
-Pair = tuple[int, int]
+ClassPair = tuple[int, int]
 """Classes of one index in two matrices."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CommonRun:
     """`size` indices in a row in both of two matrices: `left` and `right` are the places in their holders'
     memory."""
 
-    left: int
-    right: int
+    left_start: int
+    right_start: int
     size: int
 
-    def split(self, size: int) -> tuple[Run, Run]:
-        return Run(self.left, self.right, size), Run(self.left + size, self.right + size, self.size - size)
+    def split(self, size: int) -> tuple[CommonRun, CommonRun]:
+        return CommonRun(self.left_start, self.right_start, size), CommonRun(self.left_start + size, self.right_start + size, self.size - size)
 
 
-def common_runs(left: DimTable, right: DimTable, total: int) -> dict[Pair, tuple[Run, ...]]:
+def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, tuple[CommonRun, ...]]:
     """All indices of a dim by their classes in two matrices, as runs that lie together in both memories.
 
     The order in which a sum runs over them is free: sorted by class, a block-cyclic dim falls into as few runs
     as a block one, wherever the two matrices are cut alike.
     """
-    cuts = sorted({0, total, *(row[0] for row in left.rows), *(row[0] for row in right.rows)})
-    found: dict[Pair, list[Run]] = defaultdict(list)
+    cuts = sorted({0, total, *(row[0] for row in left.segments), *(row[0] for row in right.segments)})
+    found: dict[ClassPair, list[CommonRun]] = defaultdict(list)
     for start, stop in pairwise(cuts):
-        (mine,), (theirs,) = left.cut([(start, stop)]), right.cut([(start, stop)])
-        runs = found[mine.of, theirs.of]
+        (mine,), (theirs,) = left.split([(start, stop)]), right.split([(start, stop)])
+        runs = found[mine.index_class, theirs.index_class]
         if runs:
             last = runs[-1]
-            if last.left + last.size == mine.local and last.right + last.size == theirs.local:
-                runs[-1] = Run(last.left, last.right, last.size + stop - start)
+            if last.left_start + last.size == mine.local_start and last.right_start + last.size == theirs.local_start:
+                runs[-1] = CommonRun(last.left_start, last.right_start, last.size + stop - start)
                 continue
-        runs.append(Run(mine.local, theirs.local, stop - start))
+        runs.append(CommonRun(mine.local_start, theirs.local_start, stop - start))
     return {pair: tuple(found[pair]) for pair in sorted(found)}
 
 
-def nearest(ranks: Sequence[int], me: int, position: Callable[[int], int], count: int) -> int:
+def nearest_holder(ranks: Sequence[int], me: int, position: Callable[[int], int], count: int) -> int:
     """The holder to take a block from: this rank, or the next one behind it, so that requests spread."""
     return min(ranks, key=lambda rank: (position(rank) - position(me)) % count)

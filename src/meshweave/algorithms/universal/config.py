@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Literal
 
-from meshweave.algorithms.universal.held import held
+from meshweave.algorithms.universal.owners import owners
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 
-Split = Literal["even", "local"]
-Schedule = Literal["direct", "greedy", "cost-greedy", "exhaustive"]
+SplitRule = Literal["even", "local"]
+ScheduleKind = Literal["direct", "greedy", "cost-greedy", "exhaustive"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class UniversalConfig:
     """How a universal product is computed.
 
     Attributes:
@@ -36,30 +36,30 @@ class Choice:
     """
 
     stationary: Operand = "c"
-    redundant: tuple[int, ...] = ()
-    a: Layout | None = None
-    b: Layout | None = None
-    split: Split = "even"
-    slices: int = 4
+    redundant_axes: tuple[int, ...] = ()
+    summed_a: Layout | None = None
+    summed_b: Layout | None = None
+    split: SplitRule = "even"
+    num_slices: int = 4
     prefetch: int = 2
-    schedule: Schedule = "direct"
+    schedule: ScheduleKind = "direct"
     rates: RankRates | None = None
 
     def __str__(self) -> str:
         parts = [f"stationary {self.stationary.upper()}"]
-        if self.redundant:
-            parts.append(f"copies of C along axes {', '.join(map(str, self.redundant))} on their own")
+        if self.redundant_axes:
+            parts.append(f"copies of C along axes {', '.join(map(str, self.redundant_axes))} on their own")
         parts += [
-            f"{name.upper()} summed to {layout}" for name, layout in (("a", self.a), ("b", self.b)) if layout
+            f"{name.upper()} summed to {layout}" for name, layout in (("a", self.summed_a), ("b", self.summed_b)) if layout
         ]
         if self.split == "local":
             parts.append("split by what is at hand")
         if self.schedule != "direct":
             parts.append(f"{self.schedule} schedule")
-        return ", ".join([*parts, f"{self.slices} slices"])
+        return ", ".join([*parts, f"{self.num_slices} slices"])
 
 
-def groups(problem: UniversalProblem, redundant: tuple[int, ...]) -> dict[int, int]:
+def replica_groups(problem: UniversalProblem, redundant: tuple[int, ...]) -> dict[int, int]:
     """For each rank the number of its group: those that together compute a copy of C of their own."""
     mesh = problem.c.mesh
     numbers: dict[tuple[int, ...], int] = {}
@@ -70,36 +70,36 @@ def groups(problem: UniversalProblem, redundant: tuple[int, ...]) -> dict[int, i
     return found
 
 
-def ways(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[Choice]:
+def variants(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[UniversalConfig]:
     """Which matrix can stay, and which copies of C can be computed on their own; partial operands are summed where
     they must be, in the first of the layouts that `sums` gives."""
     for operand in ("c", "a", "b") if stationary is None else (stationary,):
-        for redundant in _redundant(problem):
-            way = Choice(operand, redundant)
-            variants = [sums(problem, way, name) for name in OPERANDS[:2]]
+        for redundant in _redundant_axes(problem):
+            variant = UniversalConfig(operand, redundant)
+            variants = [summed_layouts(problem, variant, name) for name in OPERANDS[:2]]
             if all(variants):
-                yield replace(way, a=variants[0][0], b=variants[1][0])
+                yield replace(variant, summed_a=variants[0][0], summed_b=variants[1][0])
 
 
-def sums(problem: UniversalProblem, way: Choice, operand: Operand) -> list[Layout | None]:
+def summed_layouts(problem: UniversalProblem, variant: UniversalConfig, operand: Operand) -> list[Layout | None]:
     """What may be done about the terms of operand A or B: sum them up in a layout, or, None, leave them. Each
     group must have all of a matrix that stays."""
-    found = _summed(problem.layout(operand), way.stationary in ("c", operand))
-    if way.stationary != operand:
+    found = _summed_layouts(problem.layout(operand), variant.stationary in ("c", operand))
+    if variant.stationary != operand:
         return list(found)
-    return [layout for layout in found if _complete(problem, operand, layout, way.redundant)]
+    return [layout for layout in found if _complete(problem, operand, layout, variant.redundant_axes)]
 
 
-def choices(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[Choice]:
+def universal_configs(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[UniversalConfig]:
     """Everything that can be computed, less slices and prefetch; the simplest first."""
-    for way in ways(problem, stationary=stationary):
-        for a, b in product(*(sums(problem, way, name) for name in OPERANDS[:2])):
-            choice = replace(way, a=a, b=b)
-            yield choice
-            yield replace(choice, split="local")
+    for variant in variants(problem, stationary=stationary):
+        for a, b in product(*(summed_layouts(problem, variant, name) for name in OPERANDS[:2])):
+            config = replace(variant, summed_a=a, summed_b=b)
+            yield config
+            yield replace(config, split="local")
 
 
-def _redundant(problem: UniversalProblem) -> Iterator[tuple[int, ...]]:
+def _redundant_axes(problem: UniversalProblem) -> Iterator[tuple[int, ...]]:
     copied = [
         axis
         for axis, placement in enumerate(problem.c.placements)
@@ -113,13 +113,13 @@ def _complete(
     problem: UniversalProblem, operand: Operand, summed: Layout | None, redundant: tuple[int, ...]
 ) -> bool:
     """Whether each group has the whole of a matrix."""
-    holders = held(summed or problem.layout(operand), problem.shape(operand)).holders
-    group_of = groups(problem, redundant)
+    holders = owners(summed or problem.layout(operand), problem.shape(operand)).holders
+    group_of = replica_groups(problem, redundant)
     everyone = set(group_of.values())
     return all({group_of[rank] for rank in ranks} == everyone for ranks in holders.values())
 
 
-def _summed(layout: Layout, keep: bool) -> Iterator[Layout | None]:
+def _summed_layouts(layout: Layout, keep: bool) -> Iterator[Layout | None]:
     """Where a partial matrix may be summed up: axes of its terms shard it instead, inside the others or in their
     place. Where terms may be kept, those of some axes can be, too."""
     axes = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.universal.held import Pair, Run
+from meshweave.algorithms.universal.owners import ClassPair, CommonRun
 
 
 @dataclass(frozen=True)
-class Item:
+class LoopPart:
     """A part of the loop: runs of one class each in the two moving matrices, of one term each."""
 
-    pair: Pair
+    classes: ClassPair
     terms: tuple[int, int]
-    runs: tuple[Run, ...]
+    runs: tuple[CommonRun, ...]
 
     @property
     def size(self) -> int:
         return sum(run.size for run in self.runs)
 
-    def split(self, size: int) -> tuple[Item, Item]:
+    def split(self, size: int) -> tuple[LoopPart, LoopPart]:
         """Its first `size` indices, and the rest."""
-        first: list[Run] = []
-        rest: list[Run] = []
+        first: list[CommonRun] = []
+        rest: list[CommonRun] = []
         for run in self.runs:
             taken = min(run.size, size)
             size -= taken
@@ -38,9 +38,9 @@ class Item:
         return replace(self, runs=tuple(first)), replace(self, runs=tuple(rest))
 
 
-def share(
-    items: Sequence[Item], members: int, lacking: Sequence[Sequence[int]], *, even: bool
-) -> list[tuple[Item, ...]]:
+def split_loop(
+    items: Sequence[LoopPart], members: int, lacking: Sequence[Sequence[int]], *, even: bool
+) -> list[tuple[LoopPart, ...]]:
     """What each member of a team does: items that it lacks least of, up to its even share.
 
     `lacking[i][j]` is what must move per index where member j does item i. With `even` nobody does more than
@@ -52,8 +52,8 @@ def share(
     total = sum(item.size for item in items)
     limit = -(-total // members) if even else total
     room = [limit] * members
-    taken: list[list[tuple[int, Item]]] = [[] for _ in range(members)]
-    later: list[tuple[int, Item]] = []
+    taken: list[list[tuple[int, LoopPart]]] = [[] for _ in range(members)]
+    later: list[tuple[int, LoopPart]] = []
     # What one member alone lacks least of comes first: others may take anything else.
     order = sorted(range(len(items)), key=lambda index: (_ties(lacking[index]), index))
     for index in order:
