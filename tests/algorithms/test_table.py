@@ -35,7 +35,7 @@ quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCh
 
 
 MESHES = {
-    name: [shape for n in range(1, 17) for shape in entry.meshes(n) if max(shape) <= 8]
+    name: [shape for n in range(1, 17) for shape in entry.mesh_shapes(n) if max(shape) <= 8]
     for name, entry in ALGORITHMS.items()
 }
 
@@ -137,7 +137,7 @@ def test_skeleton_time_equals_simulated_time(case: tuple[str, MatmulProblem, Con
     """To the picosecond, on a machine without contention; an upper bound where an entry says so."""
     name, small, config = case
     estimated, simulated, num_ops = times_ps(name, scaled(small, scale), config)
-    if ALGORITHMS[name].uneven_exact:
+    if ALGORITHMS[name].estimate_is == "exact":
         assert estimated == simulated
     else:
         assert estimated >= simulated - num_ops
@@ -145,7 +145,7 @@ def test_skeleton_time_equals_simulated_time(case: tuple[str, MatmulProblem, Con
 
 @quick
 @given(
-    cases(("bfloat16", "float32"), tuple(name for name in NAMES if ALGORITHMS[name].uneven_exact)),
+    cases(("bfloat16", "float32"), tuple(name for name in NAMES if ALGORITHMS[name].estimate_is == "exact")),
     st.integers(1, 30),
 )
 def test_skeleton_time_equals_simulated_time_where_products_stream_through_memory(
@@ -165,7 +165,7 @@ def test_skeleton_time_equals_simulated_time_on_even_shards(
     name, small, config = case
     even = scaled(small, scale * small.num_chips * config.slice_count * config.block)
     estimated, simulated, num_ops = times_ps(name, even, config)
-    assert abs(estimated - simulated) <= (0 if ALGORITHMS[name].uneven_exact else num_ops)
+    assert abs(estimated - simulated) <= (0 if ALGORITHMS[name].estimate_is == "exact" else num_ops)
 
 
 @quick
@@ -193,7 +193,7 @@ def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int
     mesh_shape = max(MESHES[name], key=lambda shape: (min(shape), sum(shape)))
     for dataflow in entry.dataflows:
         problem = MatmulProblem(*sizes, mesh_shape, dataflow, "int64")
-        offered = list(entry.configs(problem))
+        offered = list(entry.candidates(problem))
         assert offered
         for config in offered[:: max(len(offered) // 6, 1)]:
             validate(entry.program(problem, config))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.collective import Collective
 from meshweave.base.errors import RankLostError
 from meshweave.cli import verify as verify_module
 from meshweave.cli.app import run_app
@@ -57,10 +58,15 @@ def test_every_planned_algorithm_is_right_in_process(
     assert all(product["reason"] for product in report["skipped"])
 
 
+class SquareOnly(Collective):
+    def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        return ((4, 4),) if num_chips == 16 else ()
+
+
 def test_algorithms_without_such_a_mesh_are_skipped_aloud(
     capsys: pytest.CaptureFixture[str], plan_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    square = replace(ALGORITHMS["collective"], meshes=lambda count: ((4, 4),) if count == 16 else ())
+    square = SquareOnly()
     monkeypatch.setitem(ALGORITHMS, "collective", square)
     names = ["--algorithm", "collective,meshslice"]
     assert run_app(["verify", str(plan_path), "--ranks", "2", *QUICK, *names]) == 0
@@ -71,20 +77,19 @@ def test_algorithms_without_such_a_mesh_are_skipped_aloud(
     assert "nothing to check on 2 ranks" in capsys.readouterr().err
 
 
-def damaged(problem: MatmulProblem, config: Config) -> Program:
+class Damaged(Collective):
     """Collective, with one of its ops left out: the all-gather or reduce-scatter that comes first."""
-    lines = to_text(COLLECTIVE.program(problem, config)).splitlines()
-    at = next(i for i, line in enumerate(lines) if "all_gather(" in line or "reduce_scatter(" in line)
-    return parse("\n".join(lines[:at] + lines[at + 1 :]) + "\n")
 
-
-COLLECTIVE = ALGORITHMS["collective"]
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        lines = to_text(super().program(problem, config)).splitlines()
+        at = next(i for i, line in enumerate(lines) if "all_gather(" in line or "reduce_scatter(" in line)
+        return parse("\n".join(lines[:at] + lines[at + 1 :]) + "\n")
 
 
 def test_an_unsound_program_is_status_1(
     capsys: pytest.CaptureFixture[str], plan_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ALGORITHMS, "collective", replace(COLLECTIVE, program=damaged))
+    monkeypatch.setitem(ALGORITHMS, "collective", Damaged())
     status, report = verified(capsys, str(plan_path), *QUICK, "--algorithm", "collective")
     assert status == 1 and report["wrong"] == 3
     assert all("in process" in product["failed"] for product in report["products"])

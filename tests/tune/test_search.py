@@ -8,15 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
+from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.workload import Workload
-from meshweave.estimate import Timed, estimate
+from meshweave.estimate import TimedSkeleton, estimate
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.work import Work
 from meshweave.tune import plan_model
@@ -42,7 +43,7 @@ def blocks(draw: st.DrawFn) -> Transformer:
 Row = tuple[int, tuple[int, ...], list[tuple[MatmulProblem, Config, int]]]
 
 
-def tried(entry: Algorithm, model: Transformer, cluster: Cluster, workload: Workload) -> list[Row]:
+def tried(entry: Matmul2d, model: Transformer, cluster: Cluster, workload: Workload) -> list[Row]:
     """Every shape in the order of time, each with its products at the first of their fastest configurations."""
     ground = Ground(cluster)
     job = _Job(model.fc_layers(), workload, ground, Tally())
@@ -56,8 +57,8 @@ def tried(entry: Algorithm, model: Transformer, cluster: Cluster, workload: Work
         best = []
         for problem in job.problems(shape):
             times = [
-                (Timed(entry.skeleton(problem, config), cost_ps).total_ps(), number, config)
-                for number, config in enumerate(entry.configs(problem))
+                (TimedSkeleton(entry.skeleton(problem, config), cost_ps).total_ps(), number, config)
+                for number, config in enumerate(entry.candidates(problem))
             ]
             total_ps, _, config = min(times, key=lambda item: item[:2])
             best.append((problem, config, total_ps))
@@ -110,13 +111,13 @@ def test_search_finds_what_trying_everything_finds(
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> tuple[Algorithm, MatmulProblem, Config, Cluster]:
+def offers(draw: st.DrawFn) -> tuple[Matmul2d, MatmulProblem, Config, Cluster]:
     """An algorithm, a product on one of its meshes, one of the configurations that it offers, and a cluster."""
     entry = ALGORITHMS[draw(st.sampled_from(sorted(ALGORITHMS)))]
     chips = draw(st.sampled_from([4, 8, 16]))
-    shapes = [shape for shape in entry.meshes(chips) if max(shape) <= 8]
+    shapes = [shape for shape in entry.mesh_shapes(chips) if max(shape) <= 8]
     if not shapes:
-        shapes = [shape for n in range(1, 17) for shape in entry.meshes(n)]
+        shapes = [shape for n in range(1, 17) for shape in entry.mesh_shapes(n)]
     size = st.integers(1, 80) | st.sampled_from([64, 128, 512, 12288])
     problem = MatmulProblem(
         *draw(st.tuples(size, size, size)),
@@ -124,13 +125,13 @@ def offers(draw: st.DrawFn) -> tuple[Algorithm, MatmulProblem, Config, Cluster]:
         draw(st.sampled_from(entry.dataflows)),
         "bfloat16",
     )
-    config = draw(st.sampled_from(list(entry.configs(problem))))
+    config = draw(st.sampled_from(list(entry.candidates(problem))))
     return entry, problem, config, load_cluster(draw(st.sampled_from(["tpu-v4-pod:16", "dgx-h100:16"])))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(offers())
-def test_no_bound_is_above_the_time(offer: tuple[Algorithm, MatmulProblem, Config, Cluster]) -> None:
+def test_no_bound_is_above_the_time(offer: tuple[Matmul2d, MatmulProblem, Config, Cluster]) -> None:
     entry, problem, config, cluster = offer
     shape = problem.mesh_shape
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
@@ -138,21 +139,22 @@ def test_no_bound_is_above_the_time(offer: tuple[Algorithm, MatmulProblem, Confi
     def cost_ps(work: Work) -> int:
         return price(work, machine).total_ps
 
-    timed = Timed(entry.skeleton(problem, config), cost_ps)
+    timed = TimedSkeleton(entry.skeleton(problem, config), cost_ps)
     total_ps = timed.total_ps()
     assert timed.floor_ps() <= total_ps
-    if entry.floor is not None:
-        assert Timed(entry.floor(problem, config), cost_ps).total_ps() <= total_ps
-    if entry.least is not None:
-        assert min(Timed(least, cost_ps).total_ps() for least in entry.least(problem)) <= total_ps
+    floor = entry.floor(problem, config)
+    if floor is not None:
+        assert TimedSkeleton(floor, cost_ps).total_ps() <= total_ps
+    least = entry.least(problem)
+    if least is not None:
+        assert min(TimedSkeleton(skeleton, cost_ps).total_ps() for skeleton in least) <= total_ps
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(offers())
-def test_closed_forms_of_peak_memory(offer: tuple[Algorithm, MatmulProblem, Config, Cluster]) -> None:
+def test_closed_forms_of_peak_memory(offer: tuple[Matmul2d, MatmulProblem, Config, Cluster]) -> None:
     entry, problem, config, _ = offer
-    if entry.peak is not None:
-        assert entry.peak(problem, config) == peak_bytes(entry.program(problem, config), 0)
+    assert entry.peak_bytes(problem, config) == peak_bytes(entry.program(problem, config), 0)
 
 
 def test_most_of_a_large_space_is_not_followed() -> None:
@@ -212,6 +214,10 @@ def test_unknown_names_are_user_errors() -> None:
         planned_names(())
 
 
+class OutputStationaryOnly(MeshSlice):
+    dataflows = ("os",)
+
+
 def test_one_product_can_be_tuned_by_itself() -> None:
     cluster = load_cluster("tpu-v4-pod:16")
     entry = ALGORITHMS["meshslice"]
@@ -219,11 +225,11 @@ def test_one_product_can_be_tuned_by_itself() -> None:
     machine = mesh_machine(cluster, (4, 4), AXES[:2], MESH)
     tuned = tune_product(entry, problem, machine)
     times = sorted(
-        estimate(entry.skeleton(problem, config), machine).total_s for config in entry.configs(problem)
+        estimate(entry.skeleton(problem, config), machine).total_s for config in entry.candidates(problem)
     )
     assert [tuned.estimate.total_s, tuned.runner_up_s] == times[:2]
     assert tuned.why == f"{tuned.runner_up} is {100 * (times[1] / times[0] - 1):.1f} % slower"
     with pytest.raises(LayoutError, match="for a 2x8 mesh, the machine has 4x4"):
         tune_product(entry, replace(problem, mesh_shape=(2, 8)), machine)
     with pytest.raises(UnsupportedError, match="no dataflow ls; it has os"):
-        tune_product(replace(entry, dataflows=("os",)), problem, machine)
+        tune_product(OutputStationaryOnly(), problem, machine)

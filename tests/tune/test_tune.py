@@ -48,7 +48,7 @@ def test_search_finds_the_best_configuration_there_is() -> None:
     best = tune_product(entry, problem, machine)
     times = {
         config: estimate(entry.skeleton(problem, config), machine).total_s
-        for config in entry.configs(problem)
+        for config in entry.candidates(problem)
     }
     assert best.estimate.total_s == min(times.values())
     assert len(times) > 5

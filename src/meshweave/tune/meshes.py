@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import Algorithm, MatmulProblem
+from meshweave.algorithms.matmul2d import Matmul2d, MatmulProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import Timed
+from meshweave.estimate import TimedSkeleton
 from meshweave.tune.product import Choices, Prices, Tally
 
 Shape = tuple[int, ...]
@@ -30,9 +30,9 @@ class Ground:
         self._machines: dict[Shape, Machine] = {}
         self._prices: dict[Hashable, Prices] = {}
 
-    def shapes(self, entry: Algorithm) -> list[Shape]:
+    def shapes(self, entry: Matmul2d) -> list[Shape]:
         """Mesh shapes that both the algorithm and the cluster can form; flat ones only if there are no others."""
-        wanted = entry.meshes(self.cluster.num_chips)
+        wanted = entry.mesh_shapes(self.cluster.num_chips)
         formed: set[Shape] = set()
         for dims in {len(shape) for shape in wanted}:
             try:
@@ -60,7 +60,7 @@ class OnMesh:
     """The products of a block on one mesh, in order; products of equal sizes share their choices."""
 
     def __init__(
-        self, entry: Algorithm, shape: Shape, problems: Sequence[MatmulProblem], prices: Prices, tally: Tally
+        self, entry: Matmul2d, shape: Shape, problems: Sequence[MatmulProblem], prices: Prices, tally: Tally
     ) -> None:
         self.entry, self.shape, self.problems = entry, shape, problems
         self.prices, self.tally = prices, tally
@@ -84,13 +84,13 @@ class OnMesh:
     def _least(self) -> dict[MatmulProblem, int]:
         """A lower bound per product, for which no configuration is looked at where the algorithm knows what
         all have in common."""
-        least, cost_ps = self.entry.least, self.prices.__getitem__
-        if least is None:
-            return {problem: self._of(problem).floor_ps for problem in self._counts}
-        return {
-            problem: min(Timed(skeleton, cost_ps).total_ps() for skeleton in least(problem))
-            for problem in self._counts
-        }
+        return {problem: self._least_ps_of(problem) for problem in self._counts}
+
+    def _least_ps_of(self, problem: MatmulProblem) -> int:
+        skeletons = self.entry.least(problem)
+        if skeletons is None:
+            return self._of(problem).floor_ps
+        return min(TimedSkeleton(skeleton, self.prices.__getitem__).total_ps() for skeleton in skeletons)
 
     def least_ps(self) -> int:
         """A lower bound of the time of all products."""
@@ -114,7 +114,7 @@ class OnMesh:
 
 
 def best_meshes(
-    entry: Algorithm,
+    entry: Matmul2d,
     ground: Ground,
     shapes: Sequence[Shape],
     problems: Callable[[Shape], Sequence[MatmulProblem]],

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul2d import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import Config, Matmul2d, MatmulProblem
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate import Estimate, Timed, estimate
+from meshweave.estimate import Estimate, TimedSkeleton, estimate
 from meshweave.ir.work import Work
 
 KEPT_PHASES = 8
@@ -68,14 +68,14 @@ class Tuned:
 class Choices:
     """The configurations of one product on one machine, looked at no further than needed."""
 
-    def __init__(self, entry: Algorithm, problem: MatmulProblem, prices: Prices, tally: Tally) -> None:
+    def __init__(self, entry: Matmul2d, problem: MatmulProblem, prices: Prices, tally: Tally) -> None:
         self.entry, self.problem, self.tally = entry, problem, tally
         self._cost_ps: Callable[[Work], int] = prices.__getitem__
-        self.configs: Sequence[Config] = list(entry.configs(problem))
+        self.configs: Sequence[Config] = list(entry.candidates(problem))
         if not self.configs:
             raise UnsupportedError(f"{entry.name} offers no configuration for {problem}")
         tally.configurations += len(self.configs)
-        self._timed: dict[int, Timed] = {}
+        self._timed: dict[int, TimedSkeleton] = {}
         self._exact: dict[int, int] = {}
         self._order = sorted((self._floor_ps(number), number) for number in range(len(self.configs)))
         self._best: tuple[int, int] | None = None
@@ -104,20 +104,20 @@ class Choices:
             del found[count:]
         return found
 
-    def _skeleton(self, number: int) -> Timed:
+    def _skeleton(self, number: int) -> TimedSkeleton:
         timed = self._timed.get(number)
         if timed is None:
             self.tally.built += 1
             skeleton = self.entry.skeleton(self.problem, self.configs[number])
-            timed = Timed(skeleton, self._cost_ps)
+            timed = TimedSkeleton(skeleton, self._cost_ps)
             if len(skeleton.phases) <= KEPT_PHASES:
                 self._timed[number] = timed
         return timed
 
     def _floor_ps(self, number: int) -> int:
-        if self.entry.floor is not None:
-            config = self.configs[number]
-            return Timed(self.entry.floor(self.problem, config), self._cost_ps).total_ps()
+        floor = self.entry.floor(self.problem, self.configs[number])
+        if floor is not None:
+            return TimedSkeleton(floor, self._cost_ps).total_ps()
         return self._skeleton(number).floor_ps()
 
     def _total_ps(self, number: int) -> int:
@@ -139,7 +139,7 @@ def tune_choices(choices: Choices, machine: Machine) -> Tuned:
     return Tuned(choices.problem, config, exact, choices.configs[second], to_s(total_ps))
 
 
-def tune_product(entry: Algorithm, problem: MatmulProblem, machine: Machine) -> Tuned:
+def tune_product(entry: Matmul2d, problem: MatmulProblem, machine: Machine) -> Tuned:
     """The fastest configuration of one product on one mesh.
 
     `entry` is an entry of the table of algorithms, `problem` gives M, N, K, the dataflow, the element type and

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, MatmulProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_problem
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
@@ -136,7 +135,7 @@ def _tune(job: _Job, mesh: OnMesh) -> list[Tuned]:
 
 
 def _candidate(
-    entry: Algorithm, found: list[tuple[int, OnMesh]], tuned: list[Tuned], job: _Job, base: str
+    entry: Matmul2d, found: list[tuple[int, OnMesh]], tuned: list[Tuned], job: _Job, base: str
 ) -> Candidate:
     cluster, workload = job.ground.cluster, job.workload
     seconds = sum(item.estimate.total_s for item in tuned)
@@ -144,11 +143,7 @@ def _candidate(
     traffic: dict[str, int] = {}
     for item in tuned:
         if item.problem not in peaks:
-            peaks[item.problem] = (
-                entry.peak(item.problem, item.config)
-                if entry.peak is not None
-                else peak_bytes(entry.program(item.problem, item.config), 0)
-            )
+            peaks[item.problem] = entry.peak_bytes(item.problem, item.config)
         for axis, moved in entry.traffic(item.problem, item.config, 0).items():
             traffic[axis] = traffic.get(axis, 0) + moved
     runner_up = ""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
-from meshweave.base.errors import UnsupportedError, nearest
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d.common.restricted import Restricted
+from meshweave.base.errors import UnsupportedError, did_you_mean
 
 LEADER = "meshslice"
 FOLLOWERS: dict[str, str] = {
@@ -32,20 +33,20 @@ def planned_names(asked: Sequence[str]) -> tuple[str, ...]:
     for name in asked:
         if name not in ALGORITHMS and name not in FOLLOWERS:
             known = (*ALGORITHMS, *FOLLOWERS)
-            raise UnsupportedError(f"there is no algorithm '{name}'{nearest(name, known)}")
+            raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, known)}")
     if not asked:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
     implied = [name for name, base in FOLLOWERS.items() if base in asked and LEADER in asked]
     return tuple(dict.fromkeys((*asked, *implied)))
 
 
-def follower(name: str, counts: Mapping[Product, int]) -> Algorithm:
+def follower(name: str, counts: Mapping[Product, int]) -> Matmul2d:
     """The entry called `name` in `FOLLOWERS`, at these slice counts. It keeps all that its base may choose
     besides the count, which fits wherever it fits the leader: both cut the same dim of the same product."""
     base = ALGORITHMS[FOLLOWERS[name]]
 
-    def configs(problem: MatmulProblem) -> Iterator[Config]:
+    def candidates(problem: MatmulProblem) -> Iterator[Config]:
         slices = (1,) * counts[product_of(problem)]
-        yield from dict.fromkeys(replace(config, slices=slices) for config in base.configs(problem))
+        yield from dict.fromkeys(replace(config, slices=slices) for config in base.candidates(problem))
 
-    return replace(base, name=name, configs=configs)
+    return Restricted(base, name, candidates)

@@ -1,10 +1,12 @@
-"""Distributed matrix products: the table of algorithms. A new one gets its tests by being listed here."""
+"""Distributed products on 2D and 3D meshes: one algorithm a file, all of them in `MATMUL2D`."""
 
 from __future__ import annotations
 
+from meshweave.algorithms.contract import lookup, table
 from meshweave.algorithms.matmul2d.cannon import CANNON
 from meshweave.algorithms.matmul2d.collective import COLLECTIVE
-from meshweave.algorithms.matmul2d.common.problem import DATAFLOWS, Algorithm, Config, Dataflow, MatmulProblem
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
+from meshweave.algorithms.matmul2d.common.problem import DATAFLOWS, Config, Dataflow, MatmulProblem
 from meshweave.algorithms.matmul2d.meshslice import MESHSLICE
 from meshweave.algorithms.matmul2d.one_dim import FSDP, TENSOR_1D
 from meshweave.algorithms.matmul2d.replicated import MESHSLICE_DP
@@ -12,30 +14,26 @@ from meshweave.algorithms.matmul2d.summa import SUMMA
 from meshweave.algorithms.matmul2d.tapered import MESHSLICE_TAPERED
 from meshweave.algorithms.matmul2d.two_half_d import TWO_HALF_D
 from meshweave.algorithms.matmul2d.wang import WANG
-from meshweave.base.errors import UnsupportedError, nearest
 
-ALGORITHMS: dict[str, Algorithm] = {
-    entry.name: entry
-    for entry in (
-        COLLECTIVE,
-        MESHSLICE,
-        MESHSLICE_TAPERED,
-        WANG,
-        SUMMA,
-        TENSOR_1D,
-        FSDP,
-        CANNON,
-        TWO_HALF_D,
-        MESHSLICE_DP,
-    )
-}
+ALGORITHMS: dict[str, Matmul2d] = table(
+    Matmul2d,  # type: ignore[type-abstract]
+    COLLECTIVE,
+    MESHSLICE,
+    MESHSLICE_TAPERED,
+    WANG,
+    SUMMA,
+    TENSOR_1D,
+    FSDP,
+    CANNON,
+    TWO_HALF_D,
+    MESHSLICE_DP,
+)
+"""2D products by name. Listing an entry here gives it its tests and a place in every plan."""
 
 
-def algorithm(name: str) -> Algorithm:
-    """The table entry called `name`. Raises UnsupportedError naming the nearest one."""
-    if name not in ALGORITHMS:
-        raise UnsupportedError(f"there is no algorithm '{name}'{nearest(name, ALGORITHMS)}")
-    return ALGORITHMS[name]
+def algorithm(name: str) -> Matmul2d:
+    """Return the entry called `name`. Raises UnsupportedError naming the nearest one."""
+    return lookup(name, ALGORITHMS)
 
 
-__all__ = ["ALGORITHMS", "DATAFLOWS", "Algorithm", "Config", "Dataflow", "MatmulProblem", "algorithm"]
+__all__ = ["ALGORITHMS", "DATAFLOWS", "Config", "Dataflow", "Matmul2d", "MatmulProblem", "algorithm"]

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import (
     chunk_extent,
     largest_extent,
@@ -27,7 +28,6 @@ from meshweave.algorithms.matmul2d.common.extents import (
 )
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Algorithm,
     Config,
     MatmulProblem,
     Moving,
@@ -36,7 +36,8 @@ from meshweave.algorithms.matmul2d.common.problem import (
 )
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
-from meshweave.describe.layout import Layout, chunk
+from meshweave.describe.layout import Layout, chunk_bounds
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary
 from meshweave.ir.program.ops import Add, Matmul, Op, Permute, ReduceScatter
@@ -82,7 +83,7 @@ class Turns:
 def all_turns(problem: MatmulProblem) -> Turns:
     """Raises LayoutError for a mesh that is not square."""
     shape = problem.mesh_shape
-    if shape not in square_meshes(problem.num_chips):
+    if len(shape) != 2 or shape[0] != shape[1]:
         raise LayoutError(f"Cannon's product needs a square mesh, not {shape}")
     return Turns(shape[0], shape[0])
 
@@ -317,7 +318,7 @@ def traffic(problem: MatmulProblem, rank: int, count: int, start: int = 0) -> di
     row, col = coords[:2]
 
     def extent(part: int) -> int:
-        begin, stop = chunk(size, side, part % side)
+        begin, stop = chunk_bounds(size, side, part % side)
         return stop - begin
 
     out = {}
@@ -338,24 +339,27 @@ def traffic(problem: MatmulProblem, rank: int, count: int, start: int = 0) -> di
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-def configs(problem: MatmulProblem) -> Iterator[Config]:
-    yield Config()
+class Cannon(Matmul2d):
+    name = "cannon"
+    title = "Cannon"
+    source = "Cannon 1969; MeshSlice, section 2.3.2"
+    estimate_is = "bound"
+
+    def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        side = math.isqrt(num_chips)
+        return ((side, side),) if side * side == num_chips else ()
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        yield Config()
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return build(problem, all_turns(problem), self.name)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return build_skeleton(problem, all_turns(problem))
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return traffic(problem, rank, problem.mesh_shape[0])
 
 
-def square_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    side = math.isqrt(num_chips)
-    return ((side, side),) if side * side == num_chips else ()
-
-
-CANNON = Algorithm(
-    name="cannon",
-    title="Cannon",
-    source="Cannon 1969; MeshSlice, section 2.3.2",
-    dataflows=("os", "ls", "rs"),
-    program=lambda problem, config: build(problem, all_turns(problem), "cannon"),
-    skeleton=lambda problem, config: build_skeleton(problem, all_turns(problem)),
-    configs=configs,
-    traffic=lambda problem, config, rank: traffic(problem, rank, problem.mesh_shape[0]),
-    meshes=square_meshes,
-    uneven_exact=False,
-)
+CANNON = Cannon()

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.matmul2d.common.problem import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
+from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem
 from meshweave.algorithms.matmul2d.common.slices import Slices
 from meshweave.algorithms.matmul2d.meshslice import build, build_skeleton
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 
@@ -20,25 +22,22 @@ def _one_slice(problem: MatmulProblem) -> Slices:
     return Slices(problem.sliced_size, (1,), 1)
 
 
-def program(problem: MatmulProblem, config: Config) -> Program:
-    return build(problem, _one_slice(problem), "collective")
+class Collective(Matmul2d):
+    name = "collective"
+    title = "Collective"
+    source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        yield Config()
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return build(problem, _one_slice(problem), self.name)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return build_skeleton(problem, _one_slice(problem))
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return problem.traffic_bytes(rank)
 
 
-def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    return build_skeleton(problem, _one_slice(problem))
-
-
-def configs(problem: MatmulProblem) -> Iterator[Config]:
-    yield Config()
-
-
-COLLECTIVE = Algorithm(
-    name="collective",
-    title="Collective",
-    source="Schatz et al. 2016; MeshSlice, section 2.3.4",
-    dataflows=("os", "ls", "rs"),
-    program=program,
-    skeleton=skeleton,
-    configs=configs,
-    traffic=lambda problem, config, rank: problem.traffic_bytes(rank),
-)
+COLLECTIVE = Collective()

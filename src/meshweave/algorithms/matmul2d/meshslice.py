@@ -19,10 +19,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, slice_work
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Algorithm,
     Config,
     MatmulProblem,
     Moving,
@@ -31,6 +31,7 @@ from meshweave.algorithms.matmul2d.common.problem import (
 )
 from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
 from meshweave.base.units import dtype_bytes
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
 from meshweave.ir.program.expressions import Index, Var, binary
 from meshweave.ir.program.ops import AllGather, Copy, Matmul, Op, ReduceScatter
@@ -278,14 +279,6 @@ def least(problem: MatmulProblem) -> Iterator[Skeleton]:
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-def program(problem: MatmulProblem, config: Config) -> Program:
-    return build(problem, slices_of(problem, config), "meshslice")
-
-
-def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    return build_skeleton(problem, slices_of(problem, config))
-
-
 def slice_counts(problem: MatmulProblem, block: int = 8, most: int = 128) -> list[int]:
     """Every slice count that the paper allows: divisors of the local sliced dim over the block size, on
     both axes, 1 included; where nothing divides, every power of two up to the local dim."""
@@ -298,20 +291,31 @@ def slice_counts(problem: MatmulProblem, block: int = 8, most: int = 128) -> lis
     return [1 << e for e in range(top.bit_length())]
 
 
-def configs(problem: MatmulProblem, block: int = 8) -> Iterator[Config]:
+def uniform_slices(problem: MatmulProblem, block: int = 8) -> Iterator[Config]:
     """Equal slices, in each number that the paper allows."""
     for count in slice_counts(problem, block):
         yield Config((1,) * count, block)
 
 
-MESHSLICE = Algorithm(
-    name="meshslice",
-    title="MeshSlice",
-    source="Nam et al., ISCA '25, section 3.1",
-    dataflows=("os", "ls", "rs"),
-    program=program,
-    skeleton=skeleton,
-    configs=configs,
-    traffic=lambda problem, config, rank: problem.traffic_bytes(rank),
-    least=least,
-)
+class MeshSlice(Matmul2d):
+    name = "meshslice"
+    title = "MeshSlice"
+    source = "Nam et al., ISCA '25, section 3.1"
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        yield from uniform_slices(problem)
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return build(problem, slices_of(problem, config), self.name)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return build_skeleton(problem, slices_of(problem, config))
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return problem.traffic_bytes(rank)
+
+    def least(self, problem: MatmulProblem) -> Iterator[Skeleton]:
+        return least(problem)
+
+
+MESHSLICE = MeshSlice()

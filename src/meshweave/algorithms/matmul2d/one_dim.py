@@ -14,9 +14,10 @@ weights by rows, so weights travel. A ring uses two of the four links that a chi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import (
-    Algorithm,
     Config,
     Dataflow,
     MatmulProblem,
@@ -26,6 +27,7 @@ from meshweave.algorithms.matmul2d.common.problem import (
 from meshweave.algorithms.matmul2d.common.ring import Ring, build
 from meshweave.algorithms.matmul2d.common.ring_costs import build_skeleton, peak_bytes, traffic, turn_counts
 from meshweave.describe.layout import Replicate, Shard
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 
@@ -33,10 +35,6 @@ _TENSOR_DIMS: dict[Dataflow, tuple[int, int, int]] = {"os": (0, 1, 1), "ls": (1,
 """Sharded dim of A, B, C as stored."""
 _TENSOR_MOVES: dict[Dataflow, str] = {"os": "a", "ls": "c", "rs": "a"}
 _FSDP_MOVES: dict[Dataflow, str] = {"os": "b", "ls": "b", "rs": "c"}
-
-
-def _ring_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    return ((1, num_chips),)
 
 
 def _placements(dims: tuple[int, int, int]) -> Placements:
@@ -53,66 +51,59 @@ def fsdp_placements(problem: MatmulProblem) -> Placements:
     return _placements((0, 0, 0))
 
 
-def _ring(problem: MatmulProblem, config: Config, placements: Placements, operand: str) -> Ring:
-    moving = Moving(operand, "col", 0, operand == "c")
-    return Ring(problem, placements, moving, None, config.slice_count)
+class _OnRing(Matmul2d):
+    """A product on a ring of all chips, along which one matrix travels."""
+
+    estimate_is = "bound"
+    moves: ClassVar[dict[Dataflow, str]]
+    """The operand that travels, by dataflow."""
+
+    def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        return ((1, num_chips),)
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        for count in turn_counts(problem.axis_size("col")):
+            yield Config((1,) * count)
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return build(self._ring(problem, config), self.name)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return build_skeleton(self._ring(problem, config))
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return traffic(self._ring(problem, config), rank)
+
+    def peak_bytes(self, problem: MatmulProblem, config: Config, rank: int = 0) -> int:
+        if rank:
+            return super().peak_bytes(problem, config, rank)
+        return peak_bytes(self._ring(problem, config))
+
+    def _ring(self, problem: MatmulProblem, config: Config) -> Ring:
+        operand = self.moves[problem.dataflow]
+        moving = Moving(operand, "col", 0, operand == "c")
+        return Ring(problem, self.operand_placements(problem), moving, None, config.slice_count)
 
 
-def _tensor_ring(problem: MatmulProblem, config: Config) -> Ring:
-    return _ring(problem, config, tensor_placements(problem), _TENSOR_MOVES[problem.dataflow])
+class TensorParallel1d(_OnRing):
+    name = "tp1d"
+    title = "1D tensor parallel"
+    source = "Korthikanti et al., MLSys '23; MeshSlice, section 4.3"
+    moves = _TENSOR_MOVES
+
+    def operand_placements(self, problem: MatmulProblem) -> Placements:
+        return tensor_placements(problem)
 
 
-def _fsdp_ring(problem: MatmulProblem, config: Config) -> Ring:
-    return _ring(problem, config, fsdp_placements(problem), _FSDP_MOVES[problem.dataflow])
+class FullyShardedDataParallel(_OnRing):
+    name = "fsdp"
+    title = "FSDP"
+    source = "Zhao et al., VLDB '23; MeshSlice, section 4.3"
+    moves = _FSDP_MOVES
+
+    def operand_placements(self, problem: MatmulProblem) -> Placements:
+        return fsdp_placements(problem)
 
 
-def _configs(problem: MatmulProblem) -> Iterator[Config]:
-    for count in turn_counts(problem.axis_size("col")):
-        yield Config((1,) * count)
-
-
-def tensor_program(problem: MatmulProblem, config: Config) -> Program:
-    return build(_tensor_ring(problem, config), "tp1d")
-
-
-def fsdp_program(problem: MatmulProblem, config: Config) -> Program:
-    return build(_fsdp_ring(problem, config), "fsdp")
-
-
-def tensor_skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    return build_skeleton(_tensor_ring(problem, config))
-
-
-def fsdp_skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    return build_skeleton(_fsdp_ring(problem, config))
-
-
-TENSOR_1D = Algorithm(
-    name="tp1d",
-    title="1D tensor parallel",
-    source="Korthikanti et al., MLSys '23; MeshSlice, section 4.3",
-    dataflows=("os", "ls", "rs"),
-    program=tensor_program,
-    skeleton=tensor_skeleton,
-    configs=_configs,
-    traffic=lambda problem, config, rank: traffic(_tensor_ring(problem, config), rank),
-    peak=lambda problem, config: peak_bytes(_tensor_ring(problem, config)),
-    meshes=_ring_meshes,
-    placements=tensor_placements,
-    uneven_exact=False,
-)
-
-FSDP = Algorithm(
-    name="fsdp",
-    title="FSDP",
-    source="Zhao et al., VLDB '23; MeshSlice, section 4.3",
-    dataflows=("os", "ls", "rs"),
-    program=fsdp_program,
-    skeleton=fsdp_skeleton,
-    configs=_configs,
-    traffic=lambda problem, config, rank: traffic(_fsdp_ring(problem, config), rank),
-    peak=lambda problem, config: peak_bytes(_fsdp_ring(problem, config)),
-    meshes=_ring_meshes,
-    placements=fsdp_placements,
-    uneven_exact=False,
-)
+TENSOR_1D = TensorParallel1d()
+FSDP = FullyShardedDataParallel()

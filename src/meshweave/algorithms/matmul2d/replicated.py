@@ -17,13 +17,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent
-from meshweave.algorithms.matmul2d.common.problem import MESH, Algorithm, Config, MatmulProblem, Placements
+from meshweave.algorithms.matmul2d.common.problem import MESH, Config, MatmulProblem, Placements
 from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
-from meshweave.algorithms.matmul2d.meshslice import build, configs, least_tasks, runs
+from meshweave.algorithms.matmul2d.meshslice import build, least_tasks, runs, uniform_slices
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import factorisations
 from meshweave.ir.program import Lane, On, Program
 from meshweave.ir.program.ops import AllReduce
@@ -160,16 +162,31 @@ def meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
     return tuple(shape for shape in factorisations(num_chips, 3) if shape[2] > 1)
 
 
-MESHSLICE_DP = Algorithm(
-    name="meshslice_dp",
-    title="MeshSlice + DP",
-    source="Nam et al., ISCA '25, section 7",
-    dataflows=("os", "ls", "rs"),
-    program=program,
-    skeleton=skeleton,
-    configs=configs,
-    traffic=traffic,
-    meshes=meshes,
-    placements=placements,
-    least=least,
-)
+class MeshSliceDataParallel(Matmul2d):
+    name = "meshslice_dp"
+    title = "MeshSlice + DP"
+    source = "Nam et al., ISCA '25, section 7"
+
+    def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        return meshes(num_chips)
+
+    def operand_placements(self, problem: MatmulProblem) -> Placements:
+        return placements(problem)
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        return uniform_slices(problem)
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return program(problem, config)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return skeleton(problem, config)
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return traffic(problem, config, rank)
+
+    def least(self, problem: MatmulProblem) -> Iterator[Skeleton]:
+        return least(problem)
+
+
+MESHSLICE_DP = MeshSliceDataParallel()

@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from itertools import pairwise
 
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, slice_work
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Algorithm,
     Config,
     MatmulProblem,
     Moving,
@@ -33,6 +33,7 @@ from meshweave.algorithms.matmul2d.common.problem import (
 )
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
 from meshweave.ir.program.expressions import Index, Var, binary, equal
 from meshweave.ir.program.ops import Broadcast, Matmul, Op, Reduce
@@ -346,16 +347,29 @@ def configs(problem: MatmulProblem) -> Iterator[Config]:
             yield Config((1,) * count, packets=number)
 
 
-SUMMA = Algorithm(
-    name="summa",
-    title="SUMMA",
-    source="van de Geijn and Watts 1997; MeshSlice, sections 2.3.3 and 4.2",
-    dataflows=("os", "ls", "rs"),
-    program=program,
-    skeleton=skeleton,
-    configs=configs,
-    # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
-    traffic=lambda problem, config, rank: problem.traffic_bytes(rank),
-    floor=floor,
-    least=least,
-)
+class Summa(Matmul2d):
+    name = "summa"
+    title = "SUMMA"
+    source = "van de Geijn and Watts 1997; MeshSlice, sections 2.3.3 and 4.2"
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        return configs(problem)
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return program(problem, config)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return skeleton(problem, config)
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
+        return problem.traffic_bytes(rank)
+
+    def floor(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return floor(problem, config)
+
+    def least(self, problem: MatmulProblem) -> Iterator[Skeleton]:
+        return least(problem)
+
+
+SUMMA = Summa()

@@ -11,13 +11,10 @@ The widths rise to the widest, which repeats, and fall again: 1:2:2:1, 1:2:3:3:2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem
-from meshweave.algorithms.matmul2d.common.slices import slices_of
-from meshweave.algorithms.matmul2d.meshslice import MESHSLICE, build, slice_counts
-from meshweave.algorithms.matmul2d.meshslice import configs as uniform_configs
-from meshweave.ir.program import Program
+from meshweave.algorithms.matmul2d.meshslice import MeshSlice, slice_counts, uniform_slices
+from meshweave.describe.machine.cluster import Cluster
 
 BLOCK = 8
 RAMPS = (((1,), 2), ((1, 2), 3), ((1,), 4), ((1, 2), 4))
@@ -25,25 +22,19 @@ RAMPS = (((1,), 2), ((1, 2), 3), ((1,), 4), ((1, 2), 4))
 MOST_WIDEST = 32
 
 
-def program(problem: MatmulProblem, config: Config) -> Program:
-    return build(problem, slices_of(problem, config), "meshslice_tapered")
+class MeshSliceTapered(MeshSlice):
+    name = "meshslice_tapered"
+    title = "MeshSlice, tapered"
+    source = "MeshSlice, section 3.1, with slices of unequal width"
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        """Yield MeshSlice's slices, then tapers of which whole periods fit a shard, as equal slices must."""
+        yield from uniform_slices(problem, BLOCK)
+        for blocks in slice_counts(problem, BLOCK):
+            for ramp, widest in RAMPS:
+                middle, rest = divmod(blocks - 2 * sum(ramp), widest)
+                if rest == 0 and 1 <= middle <= MOST_WIDEST:
+                    yield Config((*ramp, *(widest,) * middle, *reversed(ramp)), BLOCK)
 
 
-def configs(problem: MatmulProblem) -> Iterator[Config]:
-    """MeshSlice's, then tapers of which whole periods fit a shard, as equal slices must."""
-    yield from uniform_configs(problem, BLOCK)
-    for blocks in slice_counts(problem, BLOCK):
-        for ramp, widest in RAMPS:
-            middle, rest = divmod(blocks - 2 * sum(ramp), widest)
-            if rest == 0 and 1 <= middle <= MOST_WIDEST:
-                yield Config((*ramp, *(widest,) * middle, *reversed(ramp)), BLOCK)
-
-
-MESHSLICE_TAPERED = replace(
-    MESHSLICE,
-    name="meshslice_tapered",
-    title="MeshSlice, tapered",
-    source="MeshSlice, section 3.1, with slices of unequal width",
-    program=program,
-    configs=configs,
-)
+MESHSLICE_TAPERED = MeshSliceTapered()

@@ -12,11 +12,12 @@ that rank 0, whose bytes are reported for all, is not the one that needs no skew
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
-from meshweave.algorithms.matmul2d.cannon import Turns, build, build_skeleton, configs, traffic
+from meshweave.algorithms.matmul2d.cannon import Turns, build, build_skeleton, traffic
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Algorithm,
     Config,
     MatmulProblem,
     Placements,
@@ -25,7 +26,10 @@ from meshweave.algorithms.matmul2d.common.problem import (
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.ir.program import Program
 from meshweave.ir.program.expressions import Var
+from meshweave.ir.skeleton import Skeleton
 
 
 def turns(problem: MatmulProblem) -> Turns:
@@ -65,16 +69,29 @@ def traffic_bytes(problem: MatmulProblem, config: Config, rank: int) -> dict[str
     return out | ({f"{MESH}.depth": given} if given else {})
 
 
-TWO_HALF_D = Algorithm(
-    name="25d",
-    title="2.5D",
-    source="Solomonik and Demmel 2011; MeshSlice, section 7",
-    dataflows=("os", "ls", "rs"),
-    program=lambda problem, config: build(problem, turns(problem), "25d", placements(problem)),
-    skeleton=lambda problem, config: build_skeleton(problem, turns(problem)),
-    configs=configs,
-    traffic=traffic_bytes,
-    meshes=meshes,
-    placements=placements,
-    uneven_exact=False,
-)
+class TwoHalfD(Matmul2d):
+    name = "25d"
+    title = "2.5D"
+    source = "Solomonik and Demmel 2011; MeshSlice, section 7"
+    estimate_is = "bound"
+
+    def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
+        return meshes(num_chips)
+
+    def operand_placements(self, problem: MatmulProblem) -> Placements:
+        return placements(problem)
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        yield Config()
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return build(problem, turns(problem), self.name, placements(problem))
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return build_skeleton(problem, turns(problem))
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return traffic_bytes(problem, config, rank)
+
+
+TWO_HALF_D = TwoHalfD()

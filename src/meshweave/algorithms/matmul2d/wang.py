@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from meshweave.algorithms.matmul2d.common.problem import Algorithm, Config, MatmulProblem, two_d_placements
+from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
+from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem, two_d_placements
 from meshweave.algorithms.matmul2d.common.ring import Ring, build
 from meshweave.algorithms.matmul2d.common.ring_costs import (
     build_skeleton,
@@ -20,6 +21,7 @@ from meshweave.algorithms.matmul2d.common.ring_costs import (
     traffic,
     turn_counts,
 )
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 
@@ -33,30 +35,33 @@ def _ring(problem: MatmulProblem, config: Config) -> Ring:
     return Ring(problem, two_d_placements(problem), moving, other, config.slice_count)
 
 
-def program(problem: MatmulProblem, config: Config) -> Program:
-    return build(_ring(problem, config), "wang")
+class Wang(Matmul2d):
+    name = "wang"
+    title = "Wang"
+    source = "Wang et al., ASPLOS '23; MeshSlice, sections 2.3.4 and 4.2"
+    estimate_is = "bound"
+
+    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+        for overlap in OVERLAPS:
+            for count in turn_counts(problem.axis_size(overlap)):
+                yield Config((1,) * count, overlap=overlap)
+
+    def program(self, problem: MatmulProblem, config: Config) -> Program:
+        return build(_ring(problem, config), self.name)
+
+    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+        return build_skeleton(_ring(problem, config))
+
+    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+        return traffic(_ring(problem, config), rank)
+
+    def least(self, problem: MatmulProblem) -> Iterator[Skeleton]:
+        return (least(_ring(problem, Config(overlap=overlap))) for overlap in OVERLAPS)
+
+    def peak_bytes(self, problem: MatmulProblem, config: Config, rank: int = 0) -> int:
+        if rank:
+            return super().peak_bytes(problem, config, rank)
+        return peak_bytes(_ring(problem, config))
 
 
-def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    return build_skeleton(_ring(problem, config))
-
-
-def configs(problem: MatmulProblem) -> Iterator[Config]:
-    for overlap in OVERLAPS:
-        for count in turn_counts(problem.axis_size(overlap)):
-            yield Config((1,) * count, overlap=overlap)
-
-
-WANG = Algorithm(
-    name="wang",
-    title="Wang",
-    source="Wang et al., ASPLOS '23; MeshSlice, sections 2.3.4 and 4.2",
-    dataflows=("os", "ls", "rs"),
-    program=program,
-    skeleton=skeleton,
-    configs=configs,
-    traffic=lambda problem, config, rank: traffic(_ring(problem, config), rank),
-    least=lambda problem: (least(_ring(problem, Config(overlap=overlap))) for overlap in OVERLAPS),
-    peak=lambda problem, config: peak_bytes(_ring(problem, config)),
-    uneven_exact=False,
-)
+WANG = Wang()

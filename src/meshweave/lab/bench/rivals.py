@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d.common.restricted import Restricted
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
@@ -19,9 +20,9 @@ from meshweave.lab.bench.yardsticks import matmul_machine
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.tune.product import tune_product
 
-SAME = {"a": ("S0", "S1"), "b": ("S0", "S1"), "c": ("S0", "S1")}
+SAME_SHARDS = {"a": ("S0", "S1"), "b": ("S0", "S1"), "c": ("S0", "S1")}
 """The shards that everybody else has: DTensor gathers what it needs."""
-REPLICATED = {
+REPLICATED_INPUTS = {
     "os": {"a": ("S0", "R"), "b": ("R", "S1"), "c": ("S0", "S1")},
     "ls": {"a": ("S0", "S1"), "b": ("R", "S1"), "c": ("S0", "S1")},
     "rs": {"a": ("S0", "R"), "b": ("S0", "S1"), "c": ("S0", "S1")},
@@ -34,7 +35,7 @@ REPLICATED_NOTE = (
 
 
 @dataclass(frozen=True)
-class Case:
+class Rival:
     """One rival: an algorithm with a configuration and ring directions (0: gloo's own collectives), or DTensor.
 
     With 2 `rings` an axis of two ranks, which has one link, still gets a one-way ring. `inputs_replicated` is
@@ -44,29 +45,29 @@ class Case:
     name: str
     algorithm: str = ""
     config: Config = field(default_factory=Config)
-    rings: int = 0
+    ring_directions: int = 0
     inputs_replicated: bool = False
 
     @property
     def family(self) -> str:
         """What all configurations of a rival have in common."""
-        return self.algorithm if self.rings else self.name
+        return self.algorithm if self.ring_directions else self.name
 
     def payload(self, problem: MatmulProblem) -> dict[str, Any]:
         """What a rank is told. Raises LayoutError for slices that do not fit the problem."""
         if not self.algorithm:
             return {
                 "name": self.name,
-                "dtensor": REPLICATED[problem.dataflow] if self.inputs_replicated else SAME,
+                "dtensor": REPLICATED_INPUTS[problem.dataflow] if self.inputs_replicated else SAME_SHARDS,
             }
         return {"name": self.name, "program": to_text(self.program(problem))}
 
     def program(self, problem: MatmulProblem) -> Program:
         """What an algorithm runs, lowered. Raises LayoutError for slices that do not fit the problem."""
         program = ALGORITHMS[self.algorithm].program(problem, self.config)
-        if not self.rings:
+        if not self.ring_directions:
             return program
-        if self.rings == 2:
+        if self.ring_directions == 2:
 
             def two_links(op: AllGather | ReduceScatter) -> bool:
                 axis = str(op.over).partition(".")[2]
@@ -82,7 +83,7 @@ class Case:
         return estimate(ALGORITHMS[self.algorithm].skeleton(problem, self.config), machine).total_s
 
 
-DTENSOR = Case("DTensor, same shards"), Case("DTensor, inputs replicated", inputs_replicated=True)
+DTENSOR = Rival("DTensor, same shards"), Rival("DTensor, inputs replicated", inputs_replicated=True)
 
 
 def widths_text(widths: Sequence[int]) -> str:
@@ -91,26 +92,26 @@ def widths_text(widths: Sequence[int]) -> str:
     return ":".join(str(width) if count == 1 else f"{width}x{count}" for width, count in runs)
 
 
-def sliced(problem: MatmulProblem, widths: Sequence[int]) -> Case:
+def meshslice_rival(problem: MatmulProblem, widths: Sequence[int]) -> Rival:
     """MeshSlice with slices of these relative widths."""
     even = len(set(widths)) == 1
     name = f"meshslice S={len(widths)}" if even else f"meshslice {widths_text(widths)}"
-    return Case(name, "meshslice", Config(tuple(widths)), ways(problem))
+    return Rival(name, "meshslice", Config(tuple(widths)), num_ring_directions(problem))
 
 
-def ways(problem: MatmulProblem) -> int:
+def num_ring_directions(problem: MatmulProblem) -> int:
     """Ring directions on this mesh: an axis of two ranks has no second one."""
     return 2 if max(problem.mesh_shape) > 2 else 1
 
 
-def cases(
+def choose_rivals(
     problem: MatmulProblem,
     cluster: Cluster,
     names: Sequence[str],
-    slices: Sequence[Sequence[int]] = (),
+    extra_slices: Sequence[Sequence[int]] = (),
     *,
-    others: bool = True,
-) -> list[Case]:
+    with_baselines: bool = True,
+) -> list[Rival]:
     """Each algorithm at its best by estimate on `cluster`, MeshSlice also with the given relative widths, and,
     unless without `others`, Collective on gloo's own collectives, and DTensor with the same shards and with
     replicated inputs. Each once.
@@ -119,11 +120,11 @@ def cases(
     mesh does not fit the cluster.
     """
     machine = matmul_machine(cluster, problem)
-    out = []
+    rivals = []
     for name in names:
         entry = ALGORITHMS[name]
         if (
-            problem.mesh_shape not in entry.meshes(problem.num_chips)
+            problem.mesh_shape not in entry.mesh_shapes(problem.num_chips)
             or problem.dataflow not in entry.dataflows
         ):
             continue
@@ -131,11 +132,11 @@ def cases(
             best = tune_product(_tapered_only(entry), problem, machine).config
         except UnsupportedError:  # it offers nothing for these sizes
             continue
-        out.append(Case(_named(name, best), name, best, ways(problem)))
-    out += [sliced(problem, widths) for widths in slices]
-    if others:
-        out += [Case("collective, gloo's own", "collective"), *DTENSOR]
-    return list({case.name: case for case in reversed(out)}.values())[::-1]
+        rivals.append(Rival(_named(name, best), name, best, num_ring_directions(problem)))
+    rivals += [meshslice_rival(problem, widths) for widths in extra_slices]
+    if with_baselines:
+        rivals += [Rival("collective, gloo's own", "collective"), *DTENSOR]
+    return list({case.name: case for case in reversed(rivals)}.values())[::-1]
 
 
 def _named(name: str, config: Config) -> str:
@@ -144,12 +145,12 @@ def _named(name: str, config: Config) -> str:
     return f"{name} {config}" if config.slice_count > 1 or config.packets > 1 else name
 
 
-def _tapered_only(entry: Algorithm) -> Algorithm:
+def _tapered_only(entry: Matmul2d) -> Matmul2d:
     """Tapered MeshSlice also offers equal slices, which are `meshslice` and not measured twice."""
     if entry.name != "meshslice_tapered":
         return entry
 
-    def configs(problem: MatmulProblem) -> Iterator[Config]:
-        return (config for config in entry.configs(problem) if len(set(config.slices)) > 1)
+    def candidates(problem: MatmulProblem) -> Iterator[Config]:
+        return (config for config in entry.candidates(problem) if len(set(config.slices)) > 1)
 
-    return replace(entry, configs=configs)
+    return Restricted(entry, entry.name, candidates)

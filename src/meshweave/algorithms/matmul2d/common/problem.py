@@ -15,18 +15,16 @@ moves between columns (its columns are sliced), the other between rows (its rows
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from meshweave.base.errors import LayoutError, nearest
+from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES, dtype_bytes
-from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk
+from meshweave.describe.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.network import factorisations
 from meshweave.ir.program import Buffer, Product, Program, Tensor
-from meshweave.ir.skeleton import Skeleton
 
 Dataflow = Literal["os", "ls", "rs"]
 Placements = dict[str, tuple[Placement, ...]]
@@ -76,7 +74,7 @@ class MatmulProblem:
         if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
             raise LayoutError(f"a product needs a mesh of two or three positive sizes, not {self.mesh_shape}")
         if self.dtype not in DTYPES:
-            raise LayoutError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, DTYPES)}")
+            raise LayoutError(f"unknown dtype '{self.dtype}'{did_you_mean(self.dtype, DTYPES)}")
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -127,7 +125,7 @@ class MatmulProblem:
 
     def largest_part(self, size: int, axis: str) -> int:
         """Largest part of `size` elements chunked over a mesh axis."""
-        return chunk(size, self.axis_size(axis), 0)[1]
+        return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
         """A program with mesh, tensors, meaning and operand buffers a, b, c declared, and nothing done yet.
@@ -206,33 +204,3 @@ class Config:
         if len(set(self.slices)) > 1:
             text += f" tapered {':'.join(map(str, self.slices))}"
         return text + (f" D={self.packets}" if self.packets > 1 else "")
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """One entry of the table of algorithms. All functions take (problem, config).
-
-    `configs` lists what a tuner may try; `traffic` is the closed form of bytes moved per axis by one rank;
-    `meshes` lists the mesh shapes that the algorithm can use of a number of chips; `placements` says how its
-    operands lie on the mesh. `uneven_exact` says that the skeleton's time is the simulator's also where shards
-    are uneven; where it is False, the skeleton is an upper bound there, and within a picosecond per op of the
-    simulator on even shards. `floor`, for algorithms of many turns, gives a skeleton of a few tasks that never
-    takes longer than `skeleton`, so that a search need not follow the turns of what cannot win; `least`
-    gives some of which one never takes longer, whichever configuration is chosen. `peak`, for
-    those whose programs grow with the mesh, is the closed form of `ir.lifetimes.peak_bytes` on rank 0.
-    """
-
-    name: str
-    title: str
-    source: str
-    dataflows: tuple[Dataflow, ...]
-    program: Callable[[MatmulProblem, Config], Program]
-    skeleton: Callable[[MatmulProblem, Config], Skeleton]
-    configs: Callable[[MatmulProblem], Iterator[Config]]
-    traffic: Callable[[MatmulProblem, Config, int], dict[str, int]]
-    meshes: Callable[[int], tuple[tuple[int, ...], ...]] = two_d_meshes
-    placements: Callable[[MatmulProblem], Placements] = two_d_placements
-    uneven_exact: bool = True
-    floor: Callable[[MatmulProblem, Config], Skeleton] | None = None
-    least: Callable[[MatmulProblem], Iterator[Skeleton]] | None = None
-    peak: Callable[[MatmulProblem, Config], int] | None = None

@@ -28,7 +28,7 @@ from meshweave.algorithms.matmul2d.common.extents import largest_extent
 from meshweave.algorithms.matmul2d.common.problem import MESH, MatmulProblem, Moving, Placements
 from meshweave.ir.program import Buffer, Lane, On, Program
 from meshweave.ir.program.expressions import Index, Var, binary, minimum
-from meshweave.ir.program.ops import Add, AllGather, Matmul, Op, Permute, ReduceScatter, Step
+from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Matmul, Op, Permute, ReduceScatter
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.rings import BACK
 
@@ -352,10 +352,10 @@ class _Builder:
         return size
 
 
-def turn_step(ring: Ring, index: int, count: int) -> Step | None:
+def turn_step(ring: Ring, index: int, count: int) -> CollectiveStep | None:
     """Which of the `count` ring steps of a turn in a direction this is; only the first pays the launch. One of a
     ring with one direction is alone in its turn."""
-    return Step("send_recv", index, count, ways=2) if len(ring.ways) == 2 else None
+    return CollectiveStep("send_recv", index, count, num_directions=2) if len(ring.ways) == 2 else None
 
 
 def _full(buffer: str) -> View:

@@ -15,7 +15,7 @@ from meshweave.algorithms.matmul2d.common.extents import largest_extent
 from meshweave.algorithms.matmul2d.common.problem import MESH, Moving
 from meshweave.algorithms.matmul2d.common.ring import Ring, Way, turn_step
 from meshweave.base.units import dtype_bytes
-from meshweave.describe.layout import Layout, chunk
+from meshweave.describe.layout import Layout, chunk_bounds
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, matmul_work, move_work
 
@@ -184,7 +184,7 @@ def traffic(ring: Ring, rank: int) -> dict[str, int]:
 
 
 def _extent(size: int, parts: int, at: int) -> int:
-    begin, end = chunk(size, parts, at)
+    begin, end = chunk_bounds(size, parts, at)
     return end - begin
 
 

@@ -1,0 +1,195 @@
+"""The contract of algorithms: what a planner, a simulator, a test and a report may ask of any of them.
+
+A *problem* says what is to be computed and where operands and results lie. A *config* is one choice of what the
+problem leaves open: slice counts, the stationary matrix, an order of messages. An *algorithm* turns both into a
+`Program`, and answers questions about that program without writing it where a closed form is known.
+
+The relations between the methods are the contract. `tests/algorithms/test_contract.py` checks each of them for
+every entry of the table, so a new entry needs no test of its own:
+
+    meaning     run(program(p, c), x) == reference(p, x) for every c in candidates(p), in any legal order of ops
+    soundness   validate(program(p, c)) leaves nothing unproved
+    layouts     placements(p)[t] is the layout of the input or output buffer that holds tensor t
+    traffic     traffic(p, c, r) is what rank r moves in program(p, c), in bytes per mesh axis
+    memory      peak_bytes(p, c, r) is the most that rank r holds at once in program(p, c)
+    time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m: equal, or no less,
+                as `estimate_is` says
+    gradients   for g in gradients(p): <dy, f(x + e) - f(x)> == <program of g, e>, where e changes g.wrt alone
+
+Problems and configs are frozen, hashable values. Everything is deterministic: equal arguments give equal programs
+on every rank of every machine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Generic, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.cost.machine import Machine
+from meshweave.describe.layout import Layout
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.estimate import Estimate
+from meshweave.ir.analysis.lifetimes import peak_bytes
+from meshweave.ir.program import Program
+from meshweave.ir.work import traffic
+
+Array = NDArray[Any]
+Arrays = Mapping[str, Array]
+"""Whole tensors by name."""
+
+ProblemT = TypeVar("ProblemT", bound=Hashable)
+ConfigT = TypeVar("ConfigT", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Gradient(Generic[ProblemT]):
+    """The problem whose solution is the gradient with respect to one input of a forward problem.
+
+    Attributes:
+        wrt: name of the forward problem's input tensor.
+        problem: the problem to solve; any algorithm for problems of its type may solve it.
+        operands: for each input tensor of `problem`, the forward tensor whose values it takes. The name of a
+            forward output stands for the gradient that arrives for it.
+        transposed: tensors of `problem`, inputs or output, that are transposes of what `operands` and `wrt` name.
+        output: name of the tensor of `problem` that holds the gradient.
+    """
+
+    wrt: str
+    problem: ProblemT
+    operands: Mapping[str, str]
+    output: str
+    transposed: frozenset[str] = field(default=frozenset())
+
+
+class Algorithm(ABC, Generic[ProblemT, ConfigT]):
+    """One way to solve problems of type `problem_type`. A subclass is an entry of the table, made once.
+
+    Attributes:
+        name: the key in the table, as on the command line.
+        title: the name in tables and pictures.
+        source: where the algorithm is published.
+        problem_type: the type of its problems; algorithms of one type compete with each other.
+        estimate_is: how `estimate` compares with the uncontended simulation. "exact": equal to the picosecond.
+            "bound": never less, and within a picosecond per op where all shards are equal. "rough": a model.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    source: ClassVar[str]
+    problem_type: ClassVar[type[Hashable]]
+    estimate_is: ClassVar[Literal["exact", "bound", "rough"]] = "exact"
+
+    @abstractmethod
+    def examples(self) -> Iterator[ProblemT]:
+        """Yield problems small enough to print, run and prove in a second; the first is the one to show."""
+
+    @abstractmethod
+    def candidates(self, problem: ProblemT, cluster: Cluster | None = None) -> Iterator[ConfigT]:
+        """Yield the configs that a planner may choose among, the simplest first.
+
+        `cluster` is given where the choice depends on the machine. Algorithms that want it assume without it
+        that all ranks are alike.
+        """
+
+    @abstractmethod
+    def program(self, problem: ProblemT, config: ConfigT) -> Program:
+        """Write the program. Raises LayoutError where the config does not fit the problem."""
+
+    @abstractmethod
+    def reference(self, problem: ProblemT, inputs: Arrays) -> dict[str, Array]:
+        """Return the output tensors, computed densely in numpy from whole input tensors."""
+
+    @abstractmethod
+    def placements(self, problem: ProblemT) -> dict[str, Layout]:
+        """Return the layout of every input and output tensor, by name."""
+
+    def estimate(self, problem: ProblemT, config: ConfigT, machine: Machine) -> Estimate:
+        """Return the time of the program on a machine without contention, in parts."""
+        raise UnsupportedError(f"{self.name} has no closed form of its time; simulate it")
+
+    def refusal(self, problem: ProblemT) -> str | None:
+        """Return in a few words why the algorithm cannot solve a problem of its type, or None where it can."""
+        return None
+
+    def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
+        """Return the bytes that a rank moves, by "mesh.axis"; "" stands for messages between two ranks."""
+        return traffic(self.program(problem, config), rank)
+
+    def peak_bytes(self, problem: ProblemT, config: ConfigT, rank: int = 0) -> int:
+        """Return the most bytes that a rank holds at once, operands and results included."""
+        return peak_bytes(self.program(problem, config), rank)
+
+    def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
+        """Return one problem per differentiable input; none where operands do not lie as a gradient needs them."""
+        return ()
+
+    def functions(self, problem: ProblemT) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions on arrays that `call` ops of the program name; see `execute.calls`."""
+        return {}
+
+    def inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
+        """Return small random integers for every input tensor, in the dtype of its buffer (float32 for bfloat16).
+
+        Sums and products of them are exact in every dtype, so results compare with `==`.
+        """
+        program = self.program(problem, next(self.candidates(problem)))
+        draw = np.random.default_rng(seed)
+        inputs = {}
+        for buffer in program.buffers:
+            if buffer.kind == "input" and buffer.tensor is not None:
+                tensor = program.tensor_of[buffer.tensor]
+                dtype = "float32" if tensor.dtype in ("bfloat16", "float16") else tensor.dtype
+                inputs[tensor.name] = draw.integers(-4, 5, tensor.shape).astype(dtype)
+        return inputs
+
+
+AlgorithmT = TypeVar("AlgorithmT", bound=Algorithm[Any, Any])
+
+ENTRY_POINTS = "meshweave.algorithms"
+"""The group of entry points under which an installed package offers algorithms of its own."""
+
+
+def table(kind: type[AlgorithmT], *entries: AlgorithmT) -> dict[str, AlgorithmT]:
+    """Return entries by name: those given, then those of type `kind` that installed packages offer.
+
+    Raises UnsupportedError for a name that is taken, and for an entry point that cannot be loaded.
+    """
+    by_name: dict[str, AlgorithmT] = {}
+    for entry in (*entries, *(one for one in _installed() if isinstance(one, kind))):
+        if entry.name in by_name:
+            raise UnsupportedError(
+                f"two algorithms are called '{entry.name}'; one of them needs another name"
+            )
+        by_name[entry.name] = entry
+    return by_name
+
+
+def lookup(name: str, entries: Mapping[str, AlgorithmT]) -> AlgorithmT:
+    """Return the entry called `name`. Raises UnsupportedError naming the nearest one."""
+    if name not in entries:
+        raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, entries)}")
+    return entries[name]
+
+
+@cache
+def _installed() -> tuple[Algorithm[Any, Any], ...]:
+    """Return the algorithms of other installed packages."""
+    loaded = []
+    for point in entry_points(group=ENTRY_POINTS):
+        what = f"{point.name} = {point.value}"
+        try:
+            value = point.load()
+        except Exception as error:
+            raise UnsupportedError(f"entry point {what} cannot be loaded: {error}") from error
+        if not isinstance(value, Algorithm):
+            raise UnsupportedError(f"entry point {what} is not an instance of Algorithm")
+        loaded.append(value)
+    return tuple(loaded)
