@@ -1,4 +1,4 @@
-"""Every catalog entry loads and says where its numbers are from; no file can do worse than one line."""
+"""Every catalog entry loads and says where its numbers are from; whatever a file holds, its problems are lines."""
 
 import copy
 import json
@@ -15,11 +15,11 @@ from meshweave.base.errors import DescriptionError, MeshweaveError
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
 from meshweave.describe.machine.cluster import (
     COMM_KINDS,
-    FullMesh,
-    Hosts,
+    FullMeshNetwork,
+    HostsNetwork,
     NetworkAxis,
-    Torus,
-    Tree,
+    TorusNetwork,
+    TreeNetwork,
     load_cluster,
 )
 from meshweave.describe.model import load_model
@@ -57,6 +57,17 @@ def one_line(error: BaseException) -> None:
     assert len(str(error).splitlines()) == 1, str(error)
 
 
+def one_line_a_problem(error: BaseException) -> None:
+    """One line, or a headline with a number of problems and an indented line for each."""
+    assert isinstance(error, MeshweaveError)
+    headline, *problems = str(error).split("\n")
+    assert all(line.isprintable() for line in (headline, *problems)), str(error)
+    if problems:
+        count = int(re.search(r": (\d+) problems$", headline)[1])  # type: ignore[index]
+        assert len(problems) == min(count, 21) > 1
+        assert all(line.startswith("  ") for line in problems)
+
+
 def numbers_without_source(table: Any, covered: bool = False) -> bool:
     if isinstance(table, list):
         return any(numbers_without_source(item, covered) for item in table)
@@ -85,19 +96,19 @@ def test_every_table_of_a_cluster_has_a_source(name: str) -> None:
 def test_no_collective_beats_its_links(name: str) -> None:
     network = load_cluster(name).network
     axes: tuple[NetworkAxis, ...]
-    if isinstance(network, Torus):
+    if isinstance(network, TorusNetwork):
         axes = network.axes
-    elif isinstance(network, Hosts):
+    elif isinstance(network, HostsNetwork):
         axes = (network.intra, network.nic)
-    elif isinstance(network, FullMesh):
+    elif isinstance(network, FullMeshNetwork):
         axes = (network.inner, network.link)
-    elif isinstance(network, Tree):
+    elif isinstance(network, TreeNetwork):
         axes = tuple(level.axis for level in network.levels)
     else:
         axes = (network.link,)
     for axis in axes:
         for kind in COMM_KINDS:
-            assert axis.comm(kind).bytes_per_s <= axis.ways * axis.link_bytes_per_s
+            assert axis.comm(kind).bytes_per_s <= axis.num_directions * axis.link_bytes_per_s
 
 
 @pytest.mark.parametrize("load", LOADERS.values())
@@ -164,14 +175,14 @@ def test_catalog_wins_over_a_file_of_the_same_name(tmp_path: Path, monkeypatch: 
     assert load_cluster("local-cpu:8").num_chips == 8
 
 
-# --- fuzz: whatever the file holds, nothing but a MeshweaveError of one line comes out
+# --- fuzz: whatever the file holds, nothing but a MeshweaveError of a line a problem comes out
 
 
 def survives(load: Any, path: Path) -> None:
     try:
         load(path)
     except MeshweaveError as error:
-        one_line(error)
+        one_line_a_problem(error)
 
 
 ODD = st.one_of(
@@ -195,14 +206,14 @@ def paths(node: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 def mutated(draw: st.DrawFn) -> Any:
     root = {"": copy.deepcopy(draw(st.sampled_from([seed for seeds in SEEDS.values() for seed in seeds])))}
     for _ in range(draw(st.integers(1, 3))):
-        *way, last = draw(st.sampled_from([p for p in paths(root) if p]))
+        *parents, last = draw(st.sampled_from([p for p in paths(root) if p]))
         node: Any = root
-        for key in way:
+        for key in parents:
             node = node[key]
         action = draw(st.sampled_from(["replace", "delete", "rename"]))
         if action == "replace" or isinstance(node, list):
             node[last] = draw(ODD)
-        elif len(way) >= 1:
+        elif parents:
             value = node.pop(last)
             if action == "rename":
                 node[draw(st.text(max_size=12)) or f"{last}x"] = value

@@ -14,11 +14,11 @@ from meshweave.describe.catalog import catalog_text
 from meshweave.describe.machine.cluster import (
     Chip,
     CommConstants,
-    Hosts,
+    HostsNetwork,
     NetworkAxis,
-    Ring,
-    Switch,
-    Torus,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
     load_cluster,
 )
 
@@ -63,7 +63,7 @@ def test_comm_falls_back_in_the_documented_order() -> None:
     # What goes one way has one direction's share of what goes both ways.
     assert all(both.comm(k) == replace(ag, bytes_per_s=0.5e9) for k in ("broadcast", "send_recv"))
     assert both.comm("reduce") == replace(rs, bytes_per_s=1e9)
-    assert replace(both, ways=1).comm("reduce") == rs
+    assert replace(both, num_directions=1).comm("reduce") == rs
     assert NetworkAxis("x", 5e9, constants=(("reduce_scatter", rs),)).comm("all_gather") == rs
     bare = NetworkAxis("x", 5e9, 1e-6, 2, (), 3e-6)
     assert bare.comm("all_reduce") == CommConstants(10e9, 1e-6, 3e-6)
@@ -75,7 +75,7 @@ def test_comm_falls_back_in_the_documented_order() -> None:
 
 @given(st.integers(1, 3000), st.integers(1, 4))
 def test_mesh_shapes_are_all_factorisations(chips: int, num_dims: int) -> None:
-    shapes = Switch(FAST, chips).mesh_shapes(num_dims)
+    shapes = SwitchNetwork(FAST, chips).mesh_shapes(num_dims)
     assert len(set(shapes)) == len(shapes)
     assert all(len(s) == num_dims and math.prod(s) == chips for s in shapes)
     if num_dims == 2:
@@ -83,7 +83,7 @@ def test_mesh_shapes_are_all_factorisations(chips: int, num_dims: int) -> None:
 
 
 def test_fixed_torus_carries_its_shape_and_the_transposed() -> None:
-    torus = Torus((FAST, SLOW), (2, 8), 16)
+    torus = TorusNetwork((FAST, SLOW), (2, 8), 16)
     assert torus.mesh_shapes() == ((2, 8), (8, 2))
     assert [torus.axis(i, 2, (2, 8)).name for i in (0, 1)] == ["fast", "slow"]
     assert [torus.axis(i, 2, (8, 2)).name for i in (0, 1)] == ["slow", "fast"]
@@ -95,7 +95,7 @@ def test_fixed_torus_carries_its_shape_and_the_transposed() -> None:
 
 
 def test_cube_folds_into_planes() -> None:
-    cube = Torus((FAST, FAST, SLOW), (2, 3, 5), 30)
+    cube = TorusNetwork((FAST, FAST, SLOW), (2, 3, 5), 30)
     assert set(cube.mesh_shapes(2)) == {(6, 5), (10, 3), (2, 15), (15, 2), (3, 10), (5, 6)}
     assert cube.axis(0, 2, (6, 5)) == FAST
     assert cube.axis(1, 2, (6, 5)) == SLOW
@@ -113,7 +113,7 @@ def test_cube_folds_into_planes() -> None:
 def test_hosts_use_the_nic_only_where_a_group_leaves_the_host(
     shape: tuple[int, int], names: list[str]
 ) -> None:
-    hosts = Hosts(4, 8, NetworkAxis("intra", 300e9), 8, NetworkAxis("nic", 25e9))
+    hosts = HostsNetwork(4, 8, NetworkAxis("intra", 300e9), 8, NetworkAxis("nic", 25e9))
     assert [hosts.axis(i, 2, shape).name for i in (0, 1)] == names
     assert [hosts.axis(i).name for i in (0, 1)] == ["nic", "intra"]
     assert hosts.with_chips(8).axis(0).name == "intra"
@@ -122,7 +122,9 @@ def test_hosts_use_the_nic_only_where_a_group_leaves_the_host(
         hosts.with_chips(12)
 
 
-@pytest.mark.parametrize("network", [Ring(FAST, 8), Switch(FAST, 8), Torus((FAST, FAST), (2, 4), 8)])
+@pytest.mark.parametrize(
+    "network", [RingNetwork(FAST, 8), SwitchNetwork(FAST, 8), TorusNetwork((FAST, FAST), (2, 4), 8)]
+)
 def test_wrong_mesh_axes(network: Any) -> None:
     for call in (lambda: network.axis(2), lambda: network.axis(0, 2, (3, 3)), lambda: network.mesh_shapes(0)):
         with pytest.raises(LayoutError):
@@ -222,3 +224,42 @@ def test_a_file_takes_a_number_of_chips_too(tmp_path: Path) -> None:
     path = edited(tmp_path, "chips = 256", "chips = 64.0")
     assert load_cluster(str(path)).num_chips == 64
     assert load_cluster(f"{path}:16").num_chips == 16
+
+
+def test_all_problems_of_a_cluster_file_come_in_one_error(tmp_path: Path) -> None:
+    path = edited(tmp_path, "link_bytes_per_s = 50e9", "link_bytes_per_s = -1")
+    text = path.read_text()
+    for old, new in (
+        ("memory_bytes =", "memory_byte ="),  # both an unknown and a missing key: one problem
+        ("bfloat16 =", "bfloat61 ="),
+        ("ways = 2", "ways = 3"),
+        ("sync_s = 6e-6,", ""),
+    ):
+        assert old in text
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+    with pytest.raises(DescriptionError) as caught:
+        load_cluster(path)
+    headline, *problems = str(caught.value).splitlines()
+    assert headline == f"{path}: 5 problems"
+    for line, says in zip(
+        problems,
+        [
+            "  chip.memory_byte: unknown key (did you mean 'memory_bytes'?); known keys: name, source, ",
+            "  chip.peak_flops_per_s.bfloat61: unknown dtype (did you mean 'bfloat16'?); known dtypes: ",
+            "  network.axes.0.link_bytes_per_s: -1 is not valid; give bytes per second of one link",
+            "  network.axes.0.ways: 3 is not valid; give the number of directions a ring collective uses",
+            "  network.axes.0.constants.all_gather.sync_s: missing; give seconds of synchronisation per step",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(says)
+
+
+def test_many_problems_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("".join(f"key_{number} = 1\n" for number in range(50)))
+    with pytest.raises(DescriptionError) as caught:
+        load_cluster(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{path}: 54 problems" and len(lines) == 22 and lines[-1] == "  and 34 more"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.grid import (
-    Grid,
+    ProcessGrid,
     TileGrid,
     block_2d,
     block_cyclic,
@@ -27,10 +27,10 @@ shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
 
 @st.composite
-def grids(draw: st.DrawFn) -> Grid:
+def grids(draw: st.DrawFn) -> ProcessGrid:
     rows, cols = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     source = draw(st.integers(0, rows - 1)), draw(st.integers(0, cols - 1))
-    return Grid(
+    return ProcessGrid(
         rows, cols, draw(st.integers(1, 3)), draw(st.sampled_from(["row", "col"])), source,
         draw(st.integers(0, 4)),
     )  # fmt: skip
@@ -39,7 +39,7 @@ def grids(draw: st.DrawFn) -> Grid:
 @settings(max_examples=100, deadline=None)
 @given(grids(), st.tuples(st.integers(1, 4), st.integers(1, 4)), shapes, st.data())
 def test_an_element_is_where_scalapack_has_it(
-    grid: Grid, tile: tuple[int, int], shape: tuple[int, int], data: st.DataObject
+    grid: ProcessGrid, tile: tuple[int, int], shape: tuple[int, int], data: st.DataObject
 ) -> None:
     """INDXG2P: the process of element i is (source + (i + offset) // block) modulo the grid."""
     offsets = data.draw(st.integers(0, tile[0] - 1)), data.draw(st.integers(0, tile[1] - 1))
@@ -61,15 +61,15 @@ def test_an_element_is_where_scalapack_has_it(
 
 
 def test_a_grid_of_blacs() -> None:
-    assert Grid(2, 3).mesh.ranks == (0, 1, 2, 3, 4, 5)
-    assert Grid(2, 3, major="col").mesh.ranks == (0, 2, 4, 1, 3, 5)
-    assert Grid(2, 3, source=(1, 1)).mesh.ranks == (4, 5, 3, 1, 2, 0)
-    assert Grid(1, 2, 2, first_rank=4).mesh == Mesh(
+    assert ProcessGrid(2, 3).mesh.ranks == (0, 1, 2, 3, 4, 5)
+    assert ProcessGrid(2, 3, major="col").mesh.ranks == (0, 2, 4, 1, 3, 5)
+    assert ProcessGrid(2, 3, source=(1, 1)).mesh.ranks == (4, 5, 3, 1, 2, 0)
+    assert ProcessGrid(1, 2, 2, first_rank=4).mesh == Mesh(
         "grid", (2, 1, 2), ("replica", "row", "col"), (4, 5, 6, 7)
     )
-    assert Grid.over(12).mesh.shape == (1, 3, 4)
-    assert Grid.over(12, replicas=2).mesh.shape == (2, 2, 3)
-    assert hash(Grid.over(12).mesh) == hash(Grid(3, 4).mesh)
+    assert ProcessGrid.over(12).mesh.shape == (1, 3, 4)
+    assert ProcessGrid.over(12, replicas=2).mesh.shape == (2, 2, 3)
+    assert hash(ProcessGrid.over(12).mesh) == hash(ProcessGrid(3, 4).mesh)
 
 
 def test_the_named_partitions() -> None:
@@ -82,7 +82,7 @@ def test_the_named_partitions() -> None:
     assert TileGrid.of(row_block(12, 12), shape).holders((0, 0)) == tuple(range(12))
     assert TileGrid.of(cyclic(4), shape).grid_shape() == shape
     assert TileGrid.of(block_cyclic((5, 5), 4), shape).tile_bounds((2, 4)) == ((10, 12), (20, 24))
-    assert block_cyclic((4, 8), 6, (3, 2)) == Grid(3, 2).tiles((4, 8))
+    assert block_cyclic((4, 8), 6, (3, 2)) == ProcessGrid(3, 2).tiles((4, 8))
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,15 @@ def test_the_named_partitions() -> None:
         (lambda: column_block(12, 0), "do not make 0 equal replicas"),
         (lambda: block_2d(12, (2, 3)), "2 x 3 does not use the 12 ranks"),
         (lambda: block_2d(6, (-2, -3)), "does not use the 6 ranks"),
-        (lambda: Grid(0, 2), "each must be at least 1"),
-        (lambda: Grid(2, 2, source=(2, 0)), r"source process \(2, 0\) is not in the process grid of 2 x 2"),
-        (lambda: Grid(2, 2, major="rows"), "'row' or 'col', not 'rows'"),
-        (lambda: Grid(2, 2, first_rank=-1), "must not be negative"),
+        (lambda: ProcessGrid(0, 2), "each must be at least 1"),
+        (
+            lambda: ProcessGrid(2, 2, source=(2, 0)),
+            r"source process \(2, 0\) is not in the process grid of 2 x 2",
+        ),
+        (lambda: ProcessGrid(2, 2, major="rows"), "'row' or 'col', not 'rows'"),
+        (lambda: ProcessGrid(2, 2, first_rank=-1), "must not be negative"),
         (lambda: block_cyclic((0, 2), 4), "tile size must be positive"),
-        (lambda: Grid(2, 2).tiles((4, 4), (4, 0)), "offset smaller than the size"),
+        (lambda: ProcessGrid(2, 2).tiles((4, 4), (4, 0)), "offset smaller than the size"),
     ],
 )
 def test_grids_that_do_not_fit_are_refused(make, message: str) -> None:

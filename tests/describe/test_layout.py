@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshweave.base.errors import LayoutError
-from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile, chunk
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
 
 
@@ -42,7 +42,7 @@ shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 60), st.integers(1, 12))
 def test_chunk_rule(size: int, parts: int) -> None:
-    cuts = [chunk(size, parts, index) for index in range(parts)]
+    cuts = [chunk_bounds(size, parts, index) for index in range(parts)]
     assert cuts[0][0] == 0 and cuts[-1][1] == size
     assert all(before[1] == after[0] for before, after in itertools.pairwise(cuts))
     lengths = [stop - start for start, stop in cuts]
@@ -57,7 +57,7 @@ def test_chunk_rule(size: int, parts: int) -> None:
 def test_chunk_rule_is_that_of_torch(size: int, parts: int) -> None:
     torch = pytest.importorskip("torch")
     theirs = [piece.tolist() for piece in torch.chunk(torch.arange(size), parts)]
-    ours = [list(range(*chunk(size, parts, index))) for index in range(parts)]
+    ours = [list(range(*chunk_bounds(size, parts, index))) for index in range(parts)]
     assert [piece for piece in ours if piece] == theirs
 
 

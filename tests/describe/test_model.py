@@ -150,6 +150,154 @@ def test_hugging_face_families(data: dict[str, Any], expected: tuple[Any, ...], 
     )
 
 
+# Keys and values as in the config.json of each model on the Hugging Face hub, with the published parameter count.
+PUBLISHED_CONFIGS = {
+    "bigscience/bloom": (
+        {
+            "model_type": "bloom",
+            "n_embed": 14336,
+            "n_layer": 70,
+            "num_attention_heads": 112,
+            "vocab_size": 250880,
+        },
+        (70, 14336, 112, 112, 128, 57344, False),
+        176.2e9,
+    ),
+    "bigscience/bloom-7b1": (
+        {"model_type": "bloom", "n_embed": 4096, "n_layer": 30, "n_head": 32, "vocab_size": 250880},
+        (30, 4096, 32, 32, 128, 16384, False),
+        7.07e9,
+    ),
+    "gpt2-xl": (
+        {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25, "vocab_size": 50257},
+        (48, 1600, 25, 25, 64, 6400, False),
+        1.558e9,
+    ),
+    "EleutherAI/gpt-j-6b": (
+        {
+            "model_type": "gptj",
+            "n_embd": 4096,
+            "n_layer": 28,
+            "n_head": 16,
+            "n_inner": None,
+            "vocab_size": 50400,
+            "tie_word_embeddings": False,
+        },
+        (28, 4096, 16, 16, 256, 16384, False),
+        6.05e9,
+    ),
+    "EleutherAI/gpt-neo-2.7B": (
+        {
+            "model_type": "gpt_neo",
+            "hidden_size": 2560,
+            "num_layers": 32,
+            "num_heads": 20,
+            "intermediate_size": None,
+            "vocab_size": 50257,
+        },
+        (32, 2560, 20, 20, 128, 10240, False),
+        2.65e9,
+    ),
+    "EleutherAI/gpt-neox-20b": (
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": 6144,
+            "num_hidden_layers": 44,
+            "num_attention_heads": 64,
+            "intermediate_size": 24576,
+            "vocab_size": 50432,
+            "tie_word_embeddings": False,
+        },
+        (44, 6144, 64, 64, 96, 24576, False),
+        20.55e9,
+    ),
+    "facebook/opt-66b": (
+        {
+            "model_type": "opt",
+            "hidden_size": 9216,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 72,
+            "ffn_dim": 36864,
+            "vocab_size": 50272,
+        },
+        (64, 9216, 72, 72, 128, 36864, False),
+        65.7e9,
+    ),
+    "tiiuae/falcon-7b": (
+        {
+            "model_type": "falcon",
+            "hidden_size": 4544,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "num_kv_heads": 71,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "vocab_size": 65024,
+        },
+        (32, 4544, 71, 1, 64, 18176, False),
+        6.92e9,
+    ),
+    "tiiuae/falcon-40b": (
+        {
+            "model_type": "falcon",
+            "hidden_size": 8192,
+            "n_layer": 60,
+            "n_head": 128,
+            "n_head_kv": 8,
+            "multi_query": True,
+            "new_decoder_architecture": True,
+            "vocab_size": 65024,
+        },
+        (60, 8192, 128, 8, 64, 32768, False),
+        41.3e9,
+    ),
+    "mosaicml/mpt-30b": (
+        {
+            "model_type": "mpt",
+            "d_model": 7168,
+            "n_layers": 48,
+            "n_heads": 64,
+            "expansion_ratio": 4,
+            "attn_config": {"attn_type": "multihead_attention"},
+            "vocab_size": 50432,
+        },
+        (48, 7168, 64, 64, 112, 28672, False),
+        29.96e9,
+    ),
+    "bigcode/starcoder": (
+        {
+            "model_type": "gpt_bigcode",
+            "n_embd": 6144,
+            "n_layer": 40,
+            "n_head": 48,
+            "n_inner": 24576,
+            "vocab_size": 49152,
+        },
+        (40, 6144, 48, 1, 128, 24576, False),
+        15.5e9,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    data, sizes, parameters = PUBLISHED_CONFIGS[name]
+    m = load_model(config(tmp_path, data))
+    assert sizes == (
+        *(m.num_layers, m.hidden, m.num_heads, m.num_kv_heads, m.head_dim),
+        *(m.ffn_hidden, m.gated_ffn),
+    )
+    assert m.num_parameters == pytest.approx(parameters, rel=5e-3)
+
+
+def test_mpt_names_its_kv_heads_and_ffn_under_names_of_its_own(tmp_path: Path) -> None:
+    mpt = PUBLISHED_CONFIGS["mosaicml/mpt-30b"][0]
+    for attention, kv_heads in (({"kv_n_heads": 8}, 8), ({"attn_type": "multiquery_attention"}, 1), ({}, 64)):
+        data = {**mpt, "attn_config": attention, "expansion_ratio": 2}
+        m = load_model(config(tmp_path, data))
+        assert (m.num_kv_heads, m.ffn_hidden) == (kv_heads, 2 * 7168)
+
+
 @pytest.mark.parametrize(
     "extra",
     [
@@ -187,6 +335,34 @@ def test_wrong_hugging_face_values(change: dict[str, Any], says: str, tmp_path: 
     with pytest.raises(DescriptionError) as caught:
         load_model(config(tmp_path, {**LLAMA, **change}))
     assert f"config.json: {says}" in str(caught.value)
+
+
+def test_all_problems_of_a_config_come_in_one_error(tmp_path: Path) -> None:
+    path = config(tmp_path, {"model_type": "bloom", "n_head": "112", "vocab_size": 0})
+    with pytest.raises(DescriptionError) as caught:
+        load_model(path)
+    assert str(caught.value).splitlines() == [
+        f"{path}: 4 problems",
+        "  num_hidden_layers: missing; give the number of blocks as num_hidden_layers or n_layer or n_layers "
+        "or num_layers",
+        "  hidden_size: missing; give the hidden size as hidden_size or n_embd or n_embed or d_model",
+        "  n_head: '112' is not valid; give a whole number from 1 to 2147483648",
+        "  vocab_size: 0 is not valid; give a whole number from 1 to 2147483648",
+    ]
+
+
+def test_all_problems_of_a_model_file_come_in_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "m"\nsource = "s"\nlayers = 2\nhidden = 62\nnum_heads = 4\ngated = 1\n')
+    with pytest.raises(DescriptionError) as caught:
+        load_model(path)
+    headline, *problems = str(caught.value).splitlines()
+    assert headline == f"{path}: 3 problems"
+    assert [line.partition(";")[0] for line in problems] == [
+        "  layers: unknown key (did you mean 'num_layers'?)",
+        "  gated: unknown key (did you mean 'gated_ffn'?)",
+        "  ffn_hidden: missing",
+    ]
 
 
 def test_own_file(tmp_path: Path) -> None:

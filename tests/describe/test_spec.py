@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.layout.meshes import Meshes
+from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.describe.layout.spec import layout_of_spec, spec_of
 
 SQUARE = Mesh.of("tp", (2, 2), ("row", "col"))
@@ -90,7 +90,7 @@ def test_a_layout_that_no_spec_says_is_refused() -> None:
 
 
 def test_equal_meshes_have_one_name_whatever_they_were_called() -> None:
-    meshes = Meshes()
+    meshes = ProgramMeshes()
     first, again = meshes.add(Mesh.of("p", (2, 2), ("x", "y"))), meshes.add(Mesh.of("q", (2, 2), ("x", "y")))
     assert first is again and first.name == "mesh"
     others = [
@@ -100,6 +100,6 @@ def test_equal_meshes_have_one_name_whatever_they_were_called() -> None:
         Mesh("p", (2, 2), ("x", "y"), (0, 2, 1, 3)),
     ]
     assert [meshes.add(mesh).name for mesh in others] == ["mesh_2", "mesh_3", "mesh_4", "mesh_5"]
-    assert meshes.listed[0] == first and len(meshes.listed) == 5
+    assert meshes.meshes[0] == first and len(meshes.meshes) == 5
     layout = Layout(others[0], (Shard(0), Replicate()))
-    assert meshes.of(layout) == Layout(meshes.listed[1], layout.placements)
+    assert meshes.add_layout(layout) == Layout(meshes.meshes[1], layout.placements)

@@ -172,7 +172,7 @@ def test_a_member_sends_and_receives_at_once() -> None:
 
 def test_only_wanted_collectives_are_lowered() -> None:
     program = ALGORITHMS["summa"].program(MatmulProblem(8, 8, 8, (2, 2)), Config())
-    lowered = lower_chains(program, wanted=lambda op: op.lane == "row")
+    lowered = lower_chains(program, should_lower=lambda op: op.lane == "row")
     assert {op.lane for op in lowered.ops() if isinstance(op, Broadcast)} == {"col"}
     assert {op.lane for op in lowered.ops() if isinstance(op, Send)} == {"row"}
 

@@ -99,13 +99,13 @@ def test_a_slice_goes_straight_to_its_place_in_what_is_gathered(slices: tuple[in
     lowered = lower_rings(program)
     assert not {"a_s", "b_s"} & set(lowered.buffer_of)
     assert {op.out.buffer for op in lowered.ops() if isinstance(op, Copy)} == {"a_g", "b_g"}
-    kept = lower_rings(program, wanted=lambda op: op.lane == "row")  # the other is still gathered from it
+    kept = lower_rings(program, should_lower=lambda op: op.lane == "row")  # the other is still gathered from it
     assert len({"a_s", "b_s"} & set(kept.buffer_of)) == 1
 
 
 def test_only_wanted_collectives_are_lowered() -> None:
     program = ALGORITHMS["collective"].program(MatmulProblem(8, 8, 8, (2, 2)), Config())
-    lowered = lower_rings(program, wanted=lambda op: op.lane == "row")
+    lowered = lower_rings(program, should_lower=lambda op: op.lane == "row")
     assert [op.lane for op in lowered.ops() if isinstance(op, AllGather)] == ["col"]
 
 

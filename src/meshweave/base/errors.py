@@ -1,7 +1,8 @@
-"""What can go wrong through no fault of ours: one base class, one subclass per kind of user mistake.
+"""The errors that a user can cause and mend: one base class, one subclass per kind of mistake.
 
-Each message is one line that says what is wrong, where, and what would be right. The command line prints
-it and exits with status 2; a library caller catches `MeshweaveError`. Our own mistakes are `assert`s.
+A message says what is wrong, where, and what would be right, on one line; a description file with several
+problems gets a line for each. The command line prints the message and exits with status 2; a library caller
+catches `MeshweaveError`. Mistakes of the library itself are `assert`s.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 
 class MeshweaveError(ValueError):
-    """Base class of every error that a user can cause and a user can mend."""
+    """Base class of every error that a user can cause and mend."""
 
 
 class DescriptionError(MeshweaveError):
@@ -23,9 +24,9 @@ class LayoutError(MeshweaveError):
 
 
 class ProgramError(MeshweaveError):
-    """A program is malformed or does not mean what it declares.
+    """A program is malformed, or does not compute what it declares.
 
-    `op`, `rank` and `buffer` name the culprit where it is known.
+    `op`, `rank` and `buffer` name the culprit where they are known.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class BindError(MeshweaveError):
 
 
 class UnsupportedError(MeshweaveError):
-    """What was asked for is understood, and not available here."""
+    """A request is understood, but not available here."""
 
 
 class RankLostError(MeshweaveError, RuntimeError):
@@ -60,7 +61,12 @@ class DeadlineError(MeshweaveError, TimeoutError):
     """A wait ran past its deadline although every rank still answers."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` for the known word nearest to `word`, or the empty string."""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{matches[0]}'?)" if matches else ""
+def nearest_word(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word that is spelt most like `word`, or None if none is near."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'x'?)` for the known word nearest to `word`, or the empty string."""
+    nearest = nearest_word(word, known)
+    return f" (did you mean '{nearest}'?)" if nearest else ""

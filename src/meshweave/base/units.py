@@ -28,27 +28,27 @@ DTYPES = tuple(_DTYPE_BYTES)
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Size of one element in bytes. Raises KeyError for a dtype not in `DTYPES`."""
+    """Return the size of one element in bytes. Raises KeyError for a dtype that is not in `DTYPES`."""
     return _DTYPE_BYTES[dtype]
 
 
 def to_ps(seconds: float) -> int:
-    """Seconds to integer picoseconds, rounded to the nearest."""
+    """Convert seconds to integer picoseconds, rounded to the nearest."""
     return round(seconds * PS_PER_S)
 
 
 def to_s(picoseconds: int) -> float:
-    """Integer picoseconds to seconds."""
+    """Convert integer picoseconds to seconds."""
     return picoseconds / PS_PER_S
 
 
 def work_ps(amount: int, rate_per_s: int) -> int:
-    """Time of `amount` (bytes or FLOPs) at an integer rate per second, in picoseconds, rounded up once."""
+    """Return the picoseconds that `amount` (bytes or FLOPs) takes at a rate per second, rounded up once."""
     return -(-amount * PS_PER_S // rate_per_s)
 
 
 def format_s(seconds: float) -> str:
-    """A duration for people: `12.3 ms`."""
+    """Format a duration for people: `12.3 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -56,7 +56,7 @@ def format_s(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """A size for people in decimal units, as links are rated: `1.5 GB`."""
+    """Format a number of bytes for people in decimal units, as links are rated: `1.5 GB`."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= scale:
             return f"{count / scale:.3g} {unit}"

@@ -26,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     help="Plan, predict and run the communication of tensor-parallel models: one program, three readings.",
-    epilog="Errors are one line on stderr and exit status 2; verify ends with 1 where a result is wrong. "
+    epilog="Errors are one line on stderr (one a problem of a file) and exit status 2; verify ends with 1 where a result is wrong. "
     "Every verb takes --json.",
 )
 app.command()(plan)

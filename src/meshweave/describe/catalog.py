@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from meshweave.base.errors import DescriptionError, nearest
+from meshweave.base.errors import DescriptionError, did_you_mean
 
 
 def _names(kind: str) -> tuple[str, ...]:
@@ -13,25 +13,26 @@ def _names(kind: str) -> tuple[str, ...]:
 
 
 def cluster_names() -> tuple[str, ...]:
-    """Names that `load_cluster` knows, sorted."""
+    """Return the catalog names of clusters, sorted."""
     return _names("clusters")
 
 
 def model_names() -> tuple[str, ...]:
-    """Names that `load_model` knows, sorted."""
+    """Return the catalog names of models, sorted."""
     return _names("models")
 
 
 def catalog_text(kind: str, name: str) -> str:
-    """The TOML text of a catalog entry; `kind` is `clusters` or `models`.
+    """Return the TOML text of a catalog entry; `kind` is `clusters` or `models`.
 
-    Raises DescriptionError, with the nearest known name, for a name that the catalog does not have.
+    Raises:
+        DescriptionError: the catalog has no such entry; the error names the nearest one.
     """
     known = _names(kind)
     if name not in known:
         word = "".join(c if c.isprintable() else "?" for c in name[:100])
         raise DescriptionError(
-            f"'{word}' is neither a catalog entry nor a file{nearest(name, known)}; "
+            f"'{word}' is neither a catalog entry nor a file{did_you_mean(name, known)}; "
             f"the catalog's {kind} are {', '.join(known)}"
         )
     return (files("meshweave") / "catalog" / kind / f"{name}.toml").read_text(encoding="utf-8")

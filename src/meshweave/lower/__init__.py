@@ -5,5 +5,14 @@ from meshweave.lower.in_place import read_in_place
 from meshweave.lower.linearise import linearise
 from meshweave.lower.one_sided import lower_one_sided, per_rank
 from meshweave.lower.rings import lower_rings
+from meshweave.lower.shared_memory import lower_to_shared_memory
 
-__all__ = ["linearise", "lower_chains", "lower_one_sided", "lower_rings", "per_rank", "read_in_place"]
+__all__ = [
+    "linearise",
+    "lower_chains",
+    "lower_one_sided",
+    "lower_rings",
+    "lower_to_shared_memory",
+    "per_rank",
+    "read_in_place",
+]

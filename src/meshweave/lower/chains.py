@@ -24,7 +24,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary, equal, minimum, select
-from meshweave.ir.program.ops import Broadcast, Copy, Op, Recv, Reduce, Send, Step
+from meshweave.ir.program.ops import Broadcast, Copy, Op, Recv, Reduce, Send, CollectiveStep
 from meshweave.ir.program.statements import rewrite, statements_of
 from meshweave.ir.program.views import Range, View
 
@@ -187,7 +187,7 @@ class _ChainLowering:
         self, op: Broadcast | Reduce, chain: _ChainMember, cut: _PacketSplit, places: range, src: View
     ) -> list[Statement]:
         assert isinstance(op.over, str)
-        step = Step(op.kind, chain.place + cut.number, cut.packets + (chain.count - 2), op.over)
+        step = CollectiveStep(op.kind, chain.place + cut.number, cut.packets + (chain.count - 2), op.over)
         name = op.name or op.kind
         return [
             When(here, (Send(src=src, peer=chain.after, step=step, lane=chain.lanes[odd], name=name),))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from meshweave.ir.program import BoundOp, On, Program
 from meshweave.ir.program.ops import READ, Add, Copy, Fence, Get, Matmul, Op
 from meshweave.ir.program.views import View
-from meshweave.lower.one_sided import in_order
+from meshweave.lower.one_sided import in_sequential_order
 
 _READERS = (Matmul, Add, Copy)
 
@@ -20,7 +20,7 @@ _READERS = (Matmul, Add, Copy)
 def read_in_place(program: Program) -> Program:
     """The program with as few gets as its remote operands allow, written out per rank."""
     kept = {rank: _without_gets(program, ops) for rank, ops in program.instance.items()}
-    listed = [(rank, kept[rank][bound.key]) for rank, bound in in_order(program) if bound.key in kept[rank]]
+    listed = [(rank, kept[rank][bound.key]) for rank, bound in in_sequential_order(program) if bound.key in kept[rank]]
     used = {view.buffer for _, op in listed for _, view in op.accesses()}
     buffers = tuple(b for b in program.buffers if b.kind != "scratch" or b.name in used)
     body = tuple(On((rank,), (op,)) for rank, op in listed)
@@ -38,7 +38,7 @@ def _without_gets(program: Program, ops: tuple[BoundOp, ...]) -> dict[tuple[int,
         if readers:
             del found[bound.key]
             for key in readers:
-                found[key] = _reading(found[key], get.out, get.src)
+                found[key] = _redirected(found[key], get.out, get.src)
     return found
 
 
@@ -64,6 +64,6 @@ def _readers(later: tuple[BoundOp, ...], filled: View) -> list[tuple[int, ...]]:
     return readers
 
 
-def _reading(op: Op, old: View, new: View) -> Op:
+def _redirected(op: Op, old: View, new: View) -> Op:
     changes = {name: new for name in ("a", "b", "src") if getattr(op, name, None) == old}
     return replace(op, **changes)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from typing import Literal
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program import Buffer, Lane, Program, Statement
 from meshweave.ir.program.expressions import Index, Var, maximum, select, substitute
-from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter, Step
+from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter, CollectiveStep
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, View
 
@@ -230,7 +230,7 @@ class _RingLowering:
             out=got,
             src=sent,
             shift=part.shift,
-            step=Step(op.kind, step, count - 1, ways=part.num_directions),
+            step=CollectiveStep(op.kind, step, count - 1, num_directions=part.num_directions),
             lane=part.lane,
             name=_name(op, f"step{step}" + ("" if part.shift == 1 else BACK)),
         )

@@ -9,7 +9,7 @@ from meshweave.describe.layout.layouts import (
     Shard,
     StridedShard,
     Tile,
-    chunk,
+    chunk_bounds,
 )
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "Shard",
     "StridedShard",
     "Tile",
-    "chunk",
+    "chunk_bounds",
 ]

@@ -33,7 +33,7 @@ Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Grid:
+class ProcessGrid:
     """`replicas` copies of a process grid of `rows` x `cols`, over consecutive ranks from `first_rank`.
 
     A replica takes consecutive ranks. Within one, `major` says which way they fill the process grid: "row" puts
@@ -68,7 +68,7 @@ class Grid:
     @classmethod
     def over(
         cls, num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1, *, name: str = "grid"
-    ) -> Grid:
+    ) -> ProcessGrid:
         """The grid of all `num_ranks` ranks; by default a process grid as square as can be, with rows <= cols.
 
         Raises LayoutError where the replicas or `shape` (rows, cols) do not use up the ranks.
@@ -119,24 +119,24 @@ class Grid:
 
 def row_block(num_ranks: int, replicas: int = 1) -> Layout:
     """Rows in one block per rank of each replica. Raises LayoutError, as do the functions below."""
-    return Grid.over(num_ranks, (num_ranks // max(replicas, 1), 1), replicas).blocks()
+    return ProcessGrid.over(num_ranks, (num_ranks // max(replicas, 1), 1), replicas).blocks()
 
 
 def column_block(num_ranks: int, replicas: int = 1) -> Layout:
     """Columns in one block per rank of each replica."""
-    return Grid.over(num_ranks, (1, num_ranks // max(replicas, 1)), replicas).blocks()
+    return ProcessGrid.over(num_ranks, (1, num_ranks // max(replicas, 1)), replicas).blocks()
 
 
 def block_2d(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:
     """One block of rows and columns per process of the grid `shape` of each replica."""
-    return Grid.over(num_ranks, shape, replicas).blocks()
+    return ProcessGrid.over(num_ranks, shape, replicas).blocks()
 
 
 def block_cyclic(
     tile: tuple[int, int], num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1
 ) -> Layout:
     """Tiles of `tile` (rows, cols) dealt around the process grid `shape` of each replica."""
-    return Grid.over(num_ranks, shape, replicas).tiles(tile)
+    return ProcessGrid.over(num_ranks, shape, replicas).tiles(tile)
 
 
 def cyclic(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:

@@ -28,7 +28,7 @@ Intervals = tuple[tuple[int, int], ...]
 """Half-open [start, stop) global index ranges along one dim, in local order."""
 
 
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
     """[start, stop) of part `index` when `size` elements are cut into `parts` by torch.chunk's rule."""
     each = -(-size // parts)
     return min(index * each, size), min((index + 1) * each, size)
@@ -181,7 +181,7 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
             held = dims[placement.dim]
             length = sum(stop - start for start, stop in held)
             if isinstance(placement, Shard):
-                wanted: list[tuple[int, int]] = [chunk(length, parts, index)]
+                wanted: list[tuple[int, int]] = [chunk_bounds(length, parts, index)]
             elif isinstance(placement, Tile):
                 wanted = _tile_ranges(placement, length, parts, index)
             else:
@@ -191,7 +191,7 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
         return tuple(dims)
     folded, at = [], 0
     for fold in layout.folds:
-        folded.append(_fold(fold, dims[at : at + len(fold)]))
+        folded.append(_folded_intervals(fold, dims[at : at + len(fold)]))
         at += len(fold)
     return tuple(folded)
 
@@ -210,8 +210,8 @@ def _tile_ranges(tile: Tile, length: int, parts: int, index: int) -> list[tuple[
 def _strided_ranges(strided: StridedShard, length: int, parts: int, index: int) -> list[tuple[int, int]]:
     ranges = []
     for number in range(min(strided.split_factor, length)):  # chunks past the length are empty
-        start, stop = chunk(length, strided.split_factor, number)
-        lo, hi = chunk(stop - start, parts, index)
+        start, stop = chunk_bounds(length, strided.split_factor, number)
+        lo, hi = chunk_bounds(stop - start, parts, index)
         ranges.append((start + lo, start + hi))
     return list(_merged(ranges))
 
@@ -244,7 +244,7 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Intervals:
     return tuple(out)
 
 
-def _fold(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
+def _folded_intervals(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
     """Where the row-major product of the index lists `dims` lies in the folding of dims of `sizes`."""
     inner: Intervals = ((0, 1),)
     stride = 1

@@ -8,7 +8,7 @@ from meshweave.describe.layout.layouts import Layout
 from meshweave.describe.layout.mesh import Mesh
 
 
-class Meshes:
+class ProgramMeshes:
     """Gives meshes names of its own, in the order in which they are added; what they were called does not
     count."""
 
@@ -22,10 +22,10 @@ class Meshes:
             self._known[key] = replace(mesh, name="mesh" if number == 1 else f"mesh_{number}")
         return self._known[key]
 
-    def of(self, layout: Layout) -> Layout:
+    def add_layout(self, layout: Layout) -> Layout:
         """The layout on the mesh as it is named here."""
         return replace(layout, mesh=self.add(layout.mesh))
 
     @property
-    def listed(self) -> tuple[Mesh, ...]:
+    def meshes(self) -> tuple[Mesh, ...]:
         return tuple(self._known.values())

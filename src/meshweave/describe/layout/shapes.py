@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from meshweave.base.errors import LayoutError
 
 
-def nearest_mesh(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape nearest in proportion to the planned one, among those with all sides over 1 if there are any.
 
     Raises LayoutError where `shapes` is empty.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshweave.base.errors import DescriptionError, LayoutError, nearest
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
 
 COMM_KINDS = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all"),
@@ -27,10 +27,10 @@ _FALLBACK: dict[str, tuple[str, ...]] = {
     "accumulate": ("send_recv", "all_gather", "reduce_scatter"),
 }
 
-_ONE_WAY = ("broadcast", "reduce", "send_recv", "accumulate")
+_ONE_DIRECTION = ("broadcast", "reduce", "send_recv", "accumulate")
 
 
-def require(owner: str, low: float, **values: float) -> None:
+def require_at_least(owner: str, low: float, **values: float) -> None:
     """Raise DescriptionError unless every value is finite and at least `low`."""
     for key, value in values.items():
         if not (math.isfinite(value) and value >= low):
@@ -52,8 +52,8 @@ class CommConstants:
     launch_s: float
 
     def __post_init__(self) -> None:
-        require("communication constants", 1, bytes_per_s=self.bytes_per_s)
-        require("communication constants", 0, sync_s=self.sync_s, launch_s=self.launch_s)
+        require_at_least("communication constants", 1, bytes_per_s=self.bytes_per_s)
+        require_at_least("communication constants", 0, sync_s=self.sync_s, launch_s=self.launch_s)
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,16 @@ class NetworkAxis:
     name: str
     link_bytes_per_s: float
     link_latency_s: float = 0.0
-    ways: Literal[1, 2] = 1
+    num_directions: Literal[1, 2] = 1
     constants: tuple[tuple[str, CommConstants], ...] = ()
     launch_s: float = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        require(f"axis {self.name}", 1, link_bytes_per_s=self.link_bytes_per_s)
-        require(f"axis {self.name}", 0, link_latency_s=self.link_latency_s, launch_s=self.launch_s)
-        if self.ways not in (1, 2):
-            raise DescriptionError(f"axis {self.name}: ways is {self.ways}; give 1 or 2")
+        require_at_least(f"axis {self.name}", 1, link_bytes_per_s=self.link_bytes_per_s)
+        require_at_least(f"axis {self.name}", 0, link_latency_s=self.link_latency_s, launch_s=self.launch_s)
+        if self.num_directions not in (1, 2):
+            raise DescriptionError(f"axis {self.name}: ways is {self.num_directions}; give 1 or 2")
         for kind, _ in self.constants:
             _known_kind(kind)
 
@@ -94,13 +94,13 @@ class NetworkAxis:
         for candidate in (kind, *_FALLBACK[kind]):
             if candidate in have:
                 known = have[candidate]
-                if kind in _ONE_WAY and candidate not in _ONE_WAY and self.ways == 2:
+                if kind in _ONE_DIRECTION and candidate not in _ONE_DIRECTION and self.num_directions == 2:
                     return replace(known, bytes_per_s=max(known.bytes_per_s / 2, 1.0))
                 return known
-        ways = 1 if kind in _ONE_WAY else self.ways
+        ways = 1 if kind in _ONE_DIRECTION else self.num_directions
         return CommConstants(ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 
-    def has_own(self, kind: str) -> bool:
+    def has_own_constants(self, kind: str) -> bool:
         """Whether a kind has constants of its own, and none that stand in."""
         return any(known == kind for known, _ in self.constants)
 
@@ -108,7 +108,7 @@ class NetworkAxis:
 def _known_kind(kind: str) -> None:
     if kind not in COMM_KINDS:
         raise DescriptionError(
-            f"unknown kind of communication '{kind}'{nearest(kind, COMM_KINDS)}; "
+            f"unknown kind of communication '{kind}'{did_you_mean(kind, COMM_KINDS)}; "
             f"known: {', '.join(COMM_KINDS)}"
         )
 

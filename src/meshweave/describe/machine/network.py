@@ -22,30 +22,30 @@ from meshweave.describe.machine.links import (
     check_axis,
     check_dims,
     factorisations,
-    require,
+    require_at_least,
     slowest,
 )
-from meshweave.describe.machine.tree import Tree, TreeLevel
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
 __all__ = [
     "COMM_KINDS",
     "CommConstants",
-    "FullMesh",
-    "Hosts",
+    "FullMeshNetwork",
+    "HostsNetwork",
     "Network",
     "NetworkAxis",
-    "Ring",
-    "Switch",
-    "Torus",
-    "Tree",
+    "RingNetwork",
+    "SwitchNetwork",
+    "TorusNetwork",
     "TreeLevel",
+    "TreeNetwork",
     "factorisations",
-    "require",
+    "require_at_least",
 ]
 
 
 @dataclass(frozen=True)
-class Torus:
+class TorusNetwork:
     """A torus of links. `shape` is its fixed shape, or None where `reconfigurable` into any.
 
     A mesh axis that spans several torus axes is a ring through them at the pace of the slowest.
@@ -116,7 +116,7 @@ class Torus:
                 return slowest(mine or self.axes)
         raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
 
-    def with_chips(self, chips: int) -> Torus:
+    def with_chips(self, chips: int) -> TorusNetwork:
         if not self.reconfigurable and chips != self.chips:
             raise DescriptionError(
                 f"the torus has the fixed shape {self.shape}; it cannot have {chips} chips"
@@ -125,7 +125,7 @@ class Torus:
 
 
 @dataclass(frozen=True)
-class _Uniform:
+class _OneLinkNetwork:
     link: NetworkAxis
     size: int
 
@@ -149,23 +149,23 @@ class _Uniform:
 
 
 @dataclass(frozen=True)
-class Ring(_Uniform):
+class RingNetwork(_OneLinkNetwork):
     """`size` chips in one ring, two links each."""
 
-    def with_chips(self, chips: int) -> Ring:
+    def with_chips(self, chips: int) -> RingNetwork:
         return replace(self, size=chips)
 
 
 @dataclass(frozen=True)
-class Switch(_Uniform):
+class SwitchNetwork(_OneLinkNetwork):
     """`size` chips, each with one full-duplex port into a switch that never blocks."""
 
-    def with_chips(self, chips: int) -> Switch:
+    def with_chips(self, chips: int) -> SwitchNetwork:
         return replace(self, size=chips)
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostsNetwork:
     """Hosts of several chips: `intra` joins the chips of a host, `nics_per_host` NICs join the hosts.
 
     Ranks are placed host by host. `nic` is one NIC; how many transfers share it follows from the placement
@@ -204,7 +204,7 @@ class Hosts:
             return self.intra if 0 < i == num_dims - 1 else self.nic
         return self.intra if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.nic
 
-    def with_chips(self, chips: int) -> Hosts:
+    def with_chips(self, chips: int) -> HostsNetwork:
         """Whole hosts, or one host of fewer chips."""
         if chips <= self.chips_per_host:
             return replace(self, num_hosts=1, chips_per_host=chips)
@@ -216,7 +216,7 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class FullMesh:
+class FullMeshNetwork:
     """Packages of several chips: `inner` joins any two chips of a package, `link` those at the same place of any
     two packages. Every such pair has links of its own.
 
@@ -256,7 +256,7 @@ class FullMesh:
             self.inner if self.chips_per_package % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.link
         )
 
-    def with_chips(self, chips: int) -> FullMesh:
+    def with_chips(self, chips: int) -> FullMeshNetwork:
         """Whole packages, or one package of fewer chips."""
         if chips <= self.chips_per_package:
             return replace(self, num_packages=1, chips_per_package=chips)
@@ -267,4 +267,4 @@ class FullMesh:
         return replace(self, num_packages=chips // self.chips_per_package)
 
 
-Network = Torus | Ring | Switch | Hosts | Tree | FullMesh
+Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwork | FullMeshNetwork

@@ -14,7 +14,7 @@ from meshweave.describe.machine.links import (
     check_axis,
     check_dims,
     factorisations,
-    require,
+    require_at_least,
     slowest,
 )
 
@@ -30,16 +30,16 @@ class TreeLevel:
     links: int = 1
 
     def __post_init__(self) -> None:
-        require("tree level", 1, fanout=self.fanout, links=self.links)
+        require_at_least("tree level", 1, fanout=self.fanout, links=self.links)
 
     @property
-    def link_bytes_per_s(self) -> float:
+    def child_bytes_per_s(self) -> float:
         """Of all links of one child together, in one direction: traffic spreads over them evenly."""
         return self.links * self.axis.link_bytes_per_s
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreeNetwork:
     """Chips are the leaves, in order; `levels` go from the leaves up to the one switch at the top.
 
     A message climbs to the lowest switch above both of its ends and comes down again; switches never block.
@@ -84,7 +84,7 @@ class Tree:
         else:
             top = self._highest(shape[i], math.prod(shape[i:]))
         return slowest(
-            replace(one.axis, link_bytes_per_s=one.link_bytes_per_s) for one in self.levels[top::-1]
+            replace(one.axis, link_bytes_per_s=one.child_bytes_per_s) for one in self.levels[top::-1]
         )
 
     def _highest(self, size: int, block: int) -> int:
@@ -94,7 +94,7 @@ class Tree:
         crossed = (n for n, below in enumerate(self.chips_below) if below < self.num_chips and below % block)
         return max(crossed, default=0)
 
-    def with_chips(self, chips: int) -> Tree:
+    def with_chips(self, chips: int) -> TreeNetwork:
         """More or fewer subtrees at the top."""
         per_child = self.chips_below[-1]
         if chips % per_child:

@@ -42,7 +42,7 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True)
-class BlockPass:
+class BlockOp:
     """One operation on the whole of a block's data: its FLOPs (0 where it is element-wise) and the bytes that it
     reads and writes, over all chips together."""
 
@@ -52,7 +52,7 @@ class BlockPass:
     bytes: int
 
 
-def other_passes(model: Transformer, workload: Workload) -> tuple[BlockPass, ...]:
+def ops_besides_fc_layers(model: Transformer, workload: Workload) -> tuple[BlockOp, ...]:
     """Every operation of one block besides the products of its fully connected layers, forward and backward."""
     e, tokens, s = dtype_bytes(workload.dtype), workload.tokens, workload.sequence
     h, f = model.hidden, model.ffn_hidden
@@ -76,7 +76,7 @@ def other_passes(model: Transformer, workload: Workload) -> tuple[BlockPass, ...
             ("backward", backward),
         )
         for direction, (elements, mask) in directions:
-            out.append(BlockPass(name, direction, 0, tokens * (e * elements + mask)))
+            out.append(BlockOp(name, direction, 0, tokens * (e * elements + mask)))
     flops = 2 * tokens * s * q
     products: tuple[tuple[str, Direction], ...] = (
         ("Q K^T", "forward"),
@@ -87,5 +87,5 @@ def other_passes(model: Transformer, workload: Workload) -> tuple[BlockPass, ...
         ("dV", "backward"),
     )
     for name, direction in products:
-        out.append(BlockPass(name, direction, flops, tokens * e * (p + q + g)))
+        out.append(BlockOp(name, direction, flops, tokens * e * (p + q + g)))
     return tuple(out)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.base.errors import DescriptionError, nearest
+from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.base.units import DTYPES
-from meshweave.describe.files import shown
+from meshweave.describe.files import format_value
 from meshweave.describe.model.transformer import Transformer
 
 MAX_SIZE = 2**31
@@ -19,7 +19,7 @@ Pass = Literal["forward", "backward_data", "backward_weight"]
 def _check_dtype(owner: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise DescriptionError(
-            f"{owner}: unknown dtype '{dtype}'{nearest(dtype, DTYPES)}; known: {', '.join(DTYPES)}"
+            f"{owner}: unknown dtype '{dtype}'{did_you_mean(dtype, DTYPES)}; known: {', '.join(DTYPES)}"
         )
 
 
@@ -36,7 +36,7 @@ class Workload:
             if size < 1:
                 raise DescriptionError(f"workload: {key} is {size}; give at least 1")
             if size > MAX_SIZE:
-                raise DescriptionError(f"workload: {key} is {shown(size)}; give at most {MAX_SIZE}")
+                raise DescriptionError(f"workload: {key} is {format_value(size)}; give at most {MAX_SIZE}")
         _check_dtype("workload", self.dtype)
 
     @property

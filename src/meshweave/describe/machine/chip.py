@@ -1,0 +1,70 @@
+"""Chips: how fast one accelerator computes and reads its memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.describe.machine.links import require_at_least
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One accelerator (or process) of a cluster.
+
+    Attributes:
+        peak_flops_per_s: (dtype, FLOP/s) pairs.
+        effective_flops_per_s: the FLOP/s that large GEMMs reach.
+        memory_bytes, memory_bytes_per_s: size and bandwidth of the chip's main memory.
+        launch_s: seconds to start one kernel.
+        gemm_tile: (m, n, k) in elements, the tiles in which a GEMM streams through on-chip memory; None if
+            GEMMs put no load on the main memory.
+        accumulate_share: the share of the FLOP rate, from 0 to 1, that GEMMs lose while an accumulate into
+            another chip's memory (a kernel) runs at its full rate. Only simulation uses it.
+
+    Raises:
+        DescriptionError: a value is out of range.
+    """
+
+    name: str
+    peak_flops_per_s: tuple[tuple[str, float], ...]
+    effective_flops_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+    launch_s: float = 0.0
+    source: str = ""
+    gemm_tile: tuple[int, int, int] | None = None
+    accumulate_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.peak_flops_per_s:
+            raise DescriptionError(f"chip {self.name}: peak_flops_per_s is empty; give one dtype at least")
+        require_at_least(
+            f"chip {self.name}", 1, **{f"peak_flops_per_s.{d}": f for d, f in self.peak_flops_per_s}
+        )
+        require_at_least(f"chip {self.name}", 1, effective_flops_per_s=self.effective_flops_per_s)
+        require_at_least(
+            f"chip {self.name}", 1, memory_bytes=self.memory_bytes, memory_bytes_per_s=self.memory_bytes_per_s
+        )
+        require_at_least(
+            f"chip {self.name}", 0, launch_s=self.launch_s, accumulate_share=self.accumulate_share
+        )
+        if self.accumulate_share > 1:
+            raise DescriptionError(
+                f"chip {self.name}: accumulate_share is {self.accumulate_share}; give a share from 0 to 1"
+            )
+        if self.gemm_tile is not None and (len(self.gemm_tile) != 3 or min(self.gemm_tile) < 1):
+            raise DescriptionError(
+                f"chip {self.name}: gemm_tile is {self.gemm_tile}; give three counts (m, n, k) of at least 1"
+            )
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak FLOP/s in `dtype`. Raises DescriptionError if the chip's table has none."""
+        for known, flops_per_s in self.peak_flops_per_s:
+            if known == dtype:
+                return flops_per_s
+        known_dtypes = [known for known, _ in self.peak_flops_per_s]
+        raise DescriptionError(
+            f"chip {self.name} has no peak_flops_per_s for '{dtype}'{did_you_mean(dtype, known_dtypes)}; "
+            f"it has {', '.join(known_dtypes)}"
+        )

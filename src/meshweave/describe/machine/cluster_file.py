@@ -1,0 +1,319 @@
+"""The keys of a cluster file: one pydantic model per table, each field with its unit and range.
+
+`docs/reference/descriptions.md` is generated from these models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.units import DTYPES
+from meshweave.describe.files import (
+    Count,
+    Duration,
+    FileModel,
+    Name,
+    Problem,
+    Rate,
+    Size,
+    fail_with_all,
+    format_value,
+    validate_table,
+)
+from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.network import (
+    COMM_KINDS,
+    CommConstants,
+    FullMeshNetwork,
+    HostsNetwork,
+    Network,
+    NetworkAxis,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+    TreeLevel,
+    TreeNetwork,
+)
+
+
+class ChipFile(FileModel):
+    """The table `chip`."""
+
+    name: Name = Field(description="the chip's name, a string of printable characters")
+    source: str = Field("", description="where the chip's numbers are from, a string")
+    peak_flops_per_s: dict[str, Rate] = Field(
+        description="a table of peak FLOP/s by dtype, each a number of at least 1", min_length=1
+    )
+    effective_flops_per_s: Rate | None = Field(
+        None, description="FLOP/s that large GeMMs reach (left out: the highest peak), a number of at least 1"
+    )
+    memory_bytes: Size = Field(description="the memory of one chip in bytes, a whole number of at least 1")
+    memory_bytes_per_s: Rate = Field(description="the memory's bytes per second, a number of at least 1")
+    launch_s: Duration = Field(0.0, description="seconds to start one kernel, from 0 to 1e6")
+    gemm_tile: list[Count] | None = Field(
+        None,
+        description="a list of three counts, m, n and k in elements: the tiles in which a product streams "
+        "through on-chip memory (left out: products do not load the memory)",
+        min_length=3,
+        max_length=3,
+    )
+    accumulate_share: float = Field(
+        0.0,
+        description="the share of the FLOP rate that products lose beside an accumulate, from 0 to 1",
+        ge=0,
+        le=1,
+    )
+
+    def chip(self, source: str) -> Chip:
+        """Return the chip that this table describes; `source` stands in if the table names none."""
+        peaks = tuple(self.peak_flops_per_s.items())
+        effective = self.effective_flops_per_s
+        return Chip(
+            self.name,
+            peaks,
+            max(flops_per_s for _, flops_per_s in peaks) if effective is None else effective,
+            self.memory_bytes,
+            self.memory_bytes_per_s,
+            self.launch_s,
+            self.source or source,
+            (self.gemm_tile[0], self.gemm_tile[1], self.gemm_tile[2]) if self.gemm_tile else None,
+            self.accumulate_share,
+        )
+
+
+class CommFile(FileModel):
+    """Constants of one kind of communication along an axis.
+
+    Among P chips it takes `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)` seconds.
+    """
+
+    bytes_per_s: Rate = Field(description="bytes per second into one chip, a number of at least 1")
+    sync_s: Duration = Field(description="seconds of synchronisation per step, from 0 to 1e6")
+    launch_s: Duration = Field(description="seconds to launch the operation, from 0 to 1e6")
+
+
+class CommTable(FileModel):
+    """Constants of an axis by kind of communication.
+
+    A kind that is left out takes those of a similar kind; with none at all, they follow from the links.
+    """
+
+    all_gather: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    reduce_scatter: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    all_reduce: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    broadcast: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    reduce: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    all_to_all: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    send_recv: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+    accumulate: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
+
+
+class AxisFile(FileModel):
+    """The links along one axis of a network, a port of a switch, or a NIC."""
+
+    name: Name = Field(description="the axis's name, a string of printable characters")
+    source: str = Field("", description="where the axis's numbers are from, a string")
+    link_bytes_per_s: Rate = Field(
+        description="bytes per second of one link in one direction, a number of at least 1"
+    )
+    link_latency_s: Duration = Field(0.0, description="seconds of latency of one link, from 0 to 1e6")
+    ways: Literal[1, 2] = Field(1, description="the number of directions a ring collective uses, 1 or 2")
+    launch_s: Duration = Field(0.0, description="seconds to launch a collective, from 0 to 1e6")
+    constants: CommTable = Field(
+        default_factory=lambda: CommTable.model_validate({}),
+        description="a table of constants by kind of communication",
+    )
+
+    def axis(self) -> NetworkAxis:
+        """Return the links that this table describes."""
+        tables = ((kind, getattr(self.constants, kind)) for kind in COMM_KINDS)
+        constants = tuple((k, CommConstants(c.bytes_per_s, c.sync_s, c.launch_s)) for k, c in tables if c)
+        return NetworkAxis(
+            self.name,
+            self.link_bytes_per_s,
+            self.link_latency_s,
+            self.ways,
+            constants,
+            self.launch_s,
+            self.source,
+        )
+
+
+class TorusFile(FileModel):
+    """`kind = "torus"`: chips in a grid of 1 to 6 dimensions, each dimension a ring."""
+
+    axes: list[AxisFile] = Field(
+        description="a list of 1 to 6 tables, one per dimension", min_length=1, max_length=6
+    )
+    shape: list[Count] | None = Field(None, description="a list of sizes, one per axis, each at least 1")
+    reconfigurable: bool = Field(False, description="true where any shape can be had, else false")
+    chips: Count | None = Field(None, description="the number of chips, a whole number of at least 1")
+    min_chips: Count = Field(1, description="the fewest chips it comes with, a whole number of at least 1")
+    max_chips: Count = Field(65536, description="the most chips it comes with, a whole number of at least 1")
+
+    def network(self) -> Network:
+        """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
+        chips = self.chips
+        if chips is None:
+            if self.shape is None:
+                raise DescriptionError("torus: neither a shape nor chips; give one of them")
+            chips = 1
+            for size in self.shape:
+                chips *= size
+        shape = tuple(self.shape) if self.shape is not None else None
+        axes = tuple(axis.axis() for axis in self.axes)
+        return TorusNetwork(axes, shape, chips, self.reconfigurable, self.min_chips, self.max_chips)
+
+
+class RingFile(FileModel):
+    """`kind = "ring"`: chips in one ring, two links each."""
+
+    size: Count = Field(description="the number of chips, a whole number of at least 1")
+    axis: AxisFile = Field(description="a table that describes the links")
+
+    def network(self) -> Network:
+        """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
+        return RingNetwork(self.axis.axis(), self.size)
+
+
+class SwitchFile(RingFile):
+    """`kind = "switch"`: chips with one full-duplex port each into a switch that never blocks."""
+
+    def network(self) -> Network:
+        """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
+        return SwitchNetwork(self.axis.axis(), self.size)
+
+
+class HostsFile(FileModel):
+    """`kind = "hosts"`: hosts of several chips, joined by NICs."""
+
+    num_hosts: Count = Field(description="the number of hosts, a whole number of at least 1")
+    chips_per_host: Count = Field(description="the number of chips in a host, a whole number of at least 1")
+    nics_per_host: Count = Field(description="the number of NICs of a host, a whole number of at least 1")
+    intra: AxisFile = Field(description="a table that describes the links inside a host")
+    nic: AxisFile = Field(description="a table that describes one NIC")
+
+    def network(self) -> Network:
+        """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
+        return HostsNetwork(
+            self.num_hosts, self.chips_per_host, self.intra.axis(), self.nics_per_host, self.nic.axis()
+        )
+
+
+class FullMeshFile(FileModel):
+    """`kind = "full_mesh"`: packages of several chips.
+
+    Any two chips of a package have a link, and so have the chips at the same position of any two packages.
+    """
+
+    num_packages: Count = Field(description="the number of packages, a whole number of at least 1")
+    chips_per_package: Count = Field(1, description="the number of chips in a package, at least 1")
+    inner: AxisFile | None = Field(
+        None, description="a table that describes a link inside a package (left out: as between packages)"
+    )
+    link: AxisFile = Field(description="a table that describes a link between packages")
+
+    def network(self) -> Network:
+        """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
+        link = self.link.axis()
+        inner = self.inner.axis() if self.inner else link
+        return FullMeshNetwork(self.num_packages, self.chips_per_package, inner, link)
+
+
+class LevelFile(FileModel):
+    """One level of switches of a tree."""
+
+    fanout: Count = Field(description="how many of the level below hang on one switch, at least 1")
+    links: Count = Field(1, description="the number of parallel links of each of them, at least 1")
+    axis: AxisFile = Field(description="a table that describes one such link")
+
+
+class TreeFile(FileModel):
+    """`kind = "tree"`: chips as leaves below levels of switches."""
+
+    levels: list[LevelFile] = Field(
+        description="a list of 1 to 6 tables, one per level of switches from the chips up",
+        min_length=1,
+        max_length=6,
+    )
+
+    def network(self) -> Network:
+        """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
+        return TreeNetwork(
+            tuple(TreeLevel(level.fanout, level.axis.axis(), level.links) for level in self.levels)
+        )
+
+
+NetworkFile = TorusFile | RingFile | HostsFile | TreeFile | FullMeshFile
+
+NETWORK_FILES: dict[str, type[NetworkFile]] = {
+    "torus": TorusFile,
+    "ring": RingFile,
+    "switch": SwitchFile,
+    "hosts": HostsFile,
+    "tree": TreeFile,
+    "full_mesh": FullMeshFile,
+}
+"""The model of the table `network` for each value of its key `kind`."""
+
+_BufferSize = Annotated[int, Field(ge=0, le=2**60)]
+
+
+class ClusterFile(FileModel):
+    """A cluster file."""
+
+    name: Name = Field(description="the cluster's name, a string of printable characters")
+    source: str = Field(description="where the numbers are from, a string", min_length=1)
+    note: str = Field("", description="what to know before use, a string")
+    host_launch_s: Duration = Field(0.0, description="seconds the host spends per operation, from 0 to 1e6")
+    send_buffer_bytes: _BufferSize = Field(
+        0, description="bytes of a message that a send need not wait for, a whole number of at least 0"
+    )
+    chip: ChipFile = Field(description="a table that describes the chip")
+    network: dict[str, Any] = Field(description="a table that describes the network, with its kind")
+
+
+def read_cluster_file(data: dict[str, Any], file: str | Path) -> tuple[ClusterFile, NetworkFile]:
+    """Return a cluster file, and its table `network`, both checked.
+
+    Raises:
+        DescriptionError: the error lists every problem of the file.
+    """
+    top, problems = validate_table(ClusterFile, data)
+    problems += _unknown_dtypes(data)
+    network: NetworkFile | None = None
+    table = data.get("network")
+    if isinstance(table, dict):
+        kind = table.get("kind")
+        if isinstance(kind, str) and kind in NETWORK_FILES:
+            rest = {key: value for key, value in table.items() if key != "kind"}
+            network, network_problems = validate_table(NETWORK_FILES[kind], rest, ("network",))
+            problems += network_problems
+        else:
+            problems.append(Problem("network.kind", _wrong_kind(kind)))
+    if top is None or network is None or problems:
+        fail_with_all(file, problems)
+    return top, network
+
+
+def _wrong_kind(kind: object) -> str:
+    what = "missing" if kind is None else f"{format_value(kind)} is not a kind of network"
+    hint = did_you_mean(kind, NETWORK_FILES) if isinstance(kind, str) else ""
+    return f"{what}{hint}; give one of {', '.join(NETWORK_FILES)}"
+
+
+def _unknown_dtypes(data: dict[str, Any]) -> list[Problem]:
+    chip = data.get("chip")
+    peaks = chip.get("peak_flops_per_s") if isinstance(chip, dict) else None
+    return [
+        Problem(
+            f"chip.peak_flops_per_s.{dtype}",
+            f"unknown dtype{did_you_mean(dtype, DTYPES)}; known dtypes: {', '.join(DTYPES)}",
+        )
+        for dtype in (peaks if isinstance(peaks, dict) else ())
+        if dtype not in DTYPES
+    ]
