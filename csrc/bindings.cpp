@@ -72,8 +72,8 @@ class Core {
     return array_of(std::move(out));
   }
 
-  nb::object routes(const Array& ways) const {
-    const meshweave::Column given(ways.data(), ways.data() + ways.size());
+  nb::object routes(const Array& num_directions) const {
+    const meshweave::Column given(num_directions.data(), num_directions.data() + num_directions.size());
     std::vector<i64> out;
     for (const meshweave::Route& route : meshweave::routes(program_, given)) {
       out.push_back(route.source);
@@ -97,7 +97,7 @@ class Core {
     out["issued_ps"] = array_of(std::move(result.issued_ps));
     out["ended_ps"] = array_of(std::move(result.ended_ps));
     out["cause"] = array_of(std::move(result.cause));
-    out["held"] = array_of(std::move(result.held));
+    out["last_partner"] = array_of(std::move(result.last_partner));
     out["parts_ps"] = array_of(std::move(parts));
     out["carried"] = array_of(std::move(result.carried));
     out["num_events"] = result.num_events;
@@ -129,6 +129,6 @@ NB_MODULE(_core, m) {
       .def("starts", &Core::starts)
       .def("rows", &Core::rows)
       .def("edges", &Core::edges, "rank"_a)
-      .def("routes", &Core::routes, "ways"_a)
+      .def("routes", &Core::routes, "num_directions"_a)
       .def("run", &Core::run, "machine"_a);
 }

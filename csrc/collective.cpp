@@ -23,46 +23,46 @@ Collective::Collective(const Expanded& program, const Machine& machine, i64 grou
   cap_ = constants_.rate;
   if (kind_ == Kind::BROADCAST || kind_ == Kind::REDUCE) {
     first_ = (of.b + (kind_ == Kind::REDUCE)) % count_;
-    way_bytes_[0] = of.a / of.c + (of.a % of.c != 0);
+    direction_bytes_[0] = of.a / of.c + (of.a % of.c != 0);
     chain_ = std::make_unique<ChainSteps>(count_, of.c);
     return;
   }
   const bool widens = kind_ == Kind::ALL_TO_ALL;
-  if (!widens && machine.ways(price) == 2) {
-    ways_ = 2;
+  if (!widens && machine.num_directions(price) == 2) {
+    num_directions_ = 2;
     cap_ = std::max<i64>(constants_.rate / 2, 1);
   }
   if (kind_ == Kind::ALL_REDUCE || (!widens && of.num_sizes == 1))
-    for (i64 way = 0; way < ways_; ++way) way_bytes_[way] = part_bytes(of, in_, 0, way);
-  ring_ = std::make_unique<RingSteps>(count_, kind_ == Kind::ALL_REDUCE ? 2 * (count_ - 1) : count_ - 1, ways_, widens);
+    for (i64 direction = 0; direction < num_directions_; ++direction) direction_bytes_[direction] = part_bytes(of, in_, 0, direction);
+  ring_ = std::make_unique<RingSteps>(count_, kind_ == Kind::ALL_REDUCE ? 2 * (count_ - 1) : count_ - 1, num_directions_, widens);
 }
 
-i64 Collective::part_bytes(const ClassOp& of, const Class& in, i64 part, i64 way) const {
+i64 Collective::part_bytes(const ClassOp& of, const Class& in, i64 part, i64 direction) const {
   const bool is_flat = kind_ == Kind::ALL_REDUCE;  // cut by the byte, in equal parts
   i64 rows = is_flat ? of.a / count_ + (of.a % count_ != 0)
                      : in.sizes[static_cast<size_t>(of.sizes + (of.num_sizes == 1 ? 0 : part))];
-  if (ways_ == 2) rows = way == 0 ? rows / 2 + rows % 2 : rows / 2;
+  if (num_directions_ == 2) rows = direction == 0 ? rows / 2 + rows % 2 : rows / 2;
   return is_flat ? rows : checked_mul(rows, of.a);
 }
 
-Message Collective::step_message(i64 way, i64 step, i64 member) const {
-  const i64 target = ring_->receiver(way, step, member);
+Message Collective::step_message(i64 direction, i64 step, i64 member) const {
+  const i64 target = ring_->receiver(direction, step, member);
   Message out;
   out.after_ps = (step == 0 ? constants_.launch_ps : 0) + constants_.sync_ps;
   out.cap = cap_;
   out.source = ranks_[member];
   out.target = ranks_[target];
   out.route = kind_ == Kind::ALL_TO_ALL ? machine_.route(out.source, out.target, false)
-                                        : machine_.to_next(group_start_ + member, way == 1);
+                                        : machine_.to_next(group_start_ + member, direction == 1);
   out.adds = kind_ == Kind::REDUCE_SCATTER || (kind_ == Kind::ALL_REDUCE && step < count_ - 1);
-  if (way_bytes_[way] >= 0) {
-    out.bytes = way_bytes_[way];
+  if (direction_bytes_[direction] >= 0) {
+    out.bytes = direction_bytes_[direction];
   } else if (kind_ == Kind::ALL_TO_ALL) {  // each member cuts its own
     const i64 index = ops_[static_cast<size_t>(member)] - program_.ranks[static_cast<size_t>(out.source)].base;
     out.bytes = part_bytes(program_.op(out.source, index), program_.of(out.source), target, 0);
   } else {
     const i64 passed = kind_ == Kind::REDUCE_SCATTER ? step + 1 : step;
-    out.bytes = part_bytes(of_, in_, floor_mod(way == 0 ? member - passed : member + passed, count_), way);
+    out.bytes = part_bytes(of_, in_, floor_mod(direction == 0 ? member - passed : member + passed, count_), direction);
   }
   return out;
 }
@@ -70,7 +70,7 @@ Message Collective::step_message(i64 way, i64 step, i64 member) const {
 Message Collective::hop_message(i64 hop, i64 packet) const {
   Message out;
   out.after_ps = (hop == 0 && packet == 0 ? constants_.launch_ps : 0) + constants_.sync_ps;
-  out.bytes = way_bytes_[0];
+  out.bytes = direction_bytes_[0];
   out.cap = cap_;
   out.source = ranks_[at_place(hop)];
   out.target = ranks_[at_place(hop + 1)];

@@ -32,25 +32,25 @@ class Collective {
 
   bool is_over() const { return ended_ == count_; }
 
-  // A member issues its op. begin(Message, way, member or hop) is called for each message that may begin.
+  // A member issues its op. begin(Message, direction, member or hop) is called for each message that may begin.
   template <class Begin>
   void arrive(i64 place, u32 op, Begin begin) {
     ops_[static_cast<size_t>(place)] = op;
     if (chain_) {
       chain_->arrive(floor_mod(place - first_, count_), [&](i64 hop, i64 packet) { begin(hop_message(hop, packet), 0, hop); });
     } else {
-      ring_->arrive(place, [&](i64 way, i64 step, i64 member) { begin(step_message(way, step, member), way, member); });
+      ring_->arrive(place, [&](i64 direction, i64 step, i64 member) { begin(step_message(direction, step, member), direction, member); });
     }
   }
 
   // A message is over: done(op) is called for each op that this completes.
   template <class Begin, class Done>
-  void over(i64 way, i64 member, Begin begin, Done done) {
+  void over(i64 direction, i64 member, Begin begin, Done done) {
     if (chain_) {
       chain_->over(member, [&](i64 hop, i64 packet) { begin(hop_message(hop, packet), 0, hop); },
                    [&](i64 place) { ++ended_, done(ops_[static_cast<size_t>(at_place(place))]); });
     } else {
-      ring_->over(way, member, [&](i64 w, i64 step, i64 m) { begin(step_message(w, step, m), w, m); },
+      ring_->over(direction, member, [&](i64 w, i64 step, i64 m) { begin(step_message(w, step, m), w, m); },
                   [&](i64 m) { ++ended_, done(ops_[static_cast<size_t>(m)]); });
     }
   }
@@ -61,8 +61,8 @@ class Collective {
     return member >= count_ ? member - count_ : member;
   }
   // Bytes of a member's part, and of these what one of the directions takes.
-  i64 part_bytes(const ClassOp& of, const Class& in, i64 part, i64 way) const;
-  Message step_message(i64 way, i64 step, i64 member) const;
+  i64 part_bytes(const ClassOp& of, const Class& in, i64 part, i64 direction) const;
+  Message step_message(i64 direction, i64 step, i64 member) const;
   Message hop_message(i64 hop, i64 packet) const;
 
   const Expanded& program_;
@@ -70,11 +70,11 @@ class Collective {
   i64 group_start_;  // in Template::members
   Kind kind_;
   Constants constants_;
-  i64 count_, ways_ = 1, first_ = 0, ended_ = 0;
+  i64 count_, num_directions_ = 1, first_ = 0, ended_ = 0;
   const i64* ranks_;  // of the members
   const ClassOp& of_;
   const Class& in_;
-  i64 way_bytes_[2] = {-1, -1};  // where all parts are alike
+  i64 direction_bytes_[2] = {-1, -1};  // where all parts are alike
   i64 cap_ = 1;
   std::vector<u32> ops_;  // by place in the group
   std::unique_ptr<RingSteps> ring_;

@@ -181,7 +181,7 @@ Template::Template(const Columns& c)
       check(expr == -1 || is_expr(expr), "an op with a bad expression");
     check(row.price >= -1, "a bad price");
     check(row.comm >= -1 && row.comm < static_cast<i64>(Comm::COUNT), "an unknown kind of communication");
-    check(row.step_ways == 1 || row.step_ways == 2, "a step of neither one nor two ways");
+    check(row.step_directions == 1 || row.step_directions == 2, "a step of neither one nor two directions");
     check(row.sizes_mode >= 0 && row.sizes_mode <= 2, "bad sizes");
     if (row.sizes_mode == 1) check(is_expr(row.sizes), "bad sizes");
     if (row.sizes_mode == 2) check(row.sizes >= 0 && row.sizes + 1 < static_cast<i64>(list_offsets.size()), "bad sizes");

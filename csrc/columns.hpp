@@ -56,7 +56,7 @@ struct OpRow {
   i64 flags, axis, dim;
   i64 first, second;          // peer and tag; shift; root and packets (expressions, -1 for none)
   i64 sizes_mode, sizes;      // 0: equal parts; 1: an expression in `peer`; 2: a list in `lists`
-  i64 comm, step_index, step_ways;  // comm -1: no step of a lowered collective
+  i64 comm, step_index, step_directions;  // comm -1: no step of a lowered collective
   i64 price;  // row of constants of what is no collective, -1 for the others
   i64 flops, bytes, stash, part, args, num_args;
 };

@@ -22,7 +22,7 @@ class Engine {
     result_.issued_ps.assign(num_ops, -1);
     result_.ended_ps.assign(num_ops, -1);
     result_.cause.assign(num_ops, NONE);
-    result_.held.assign(num_ops, NONE);
+    result_.last_partner.assign(num_ops, NONE);
     result_.parts.resize(static_cast<size_t>(code_.num_ranks()));
     pending_.resize(num_ops);
     rank_of_.resize(num_ops);
@@ -234,7 +234,7 @@ class Engine {
     } else {
       std::unique_ptr<Collective>& under = underway_[number];
       if (!under) under = std::make_unique<Collective>(program_, machine_, joint.group, rank, of);
-      under->arrive(place, op, [&](const Message& one, i64 way, i64 member) { step(number, one, way, member); });
+      under->arrive(place, op, [&](const Message& one, i64 direction, i64 member) { step(number, one, direction, member); });
     }
   }
 
@@ -244,8 +244,8 @@ class Engine {
 
   // Among how many directions a rate is shared. That of send_recv is one direction's, unless only one is used.
   i64 shares(const OpRow& row, i64 price) const {
-    if (comm_of(row) != Comm::SEND_RECV) return row.step_ways;
-    return std::max<i64>(row.step_ways / machine_.ways(price), 1);
+    if (comm_of(row) != Comm::SEND_RECV) return row.step_directions;
+    return std::max<i64>(row.step_directions / machine_.num_directions(price), 1);
   }
 
   // Where a send buffer takes the message, its sender is done when it begins to flow.
@@ -287,9 +287,9 @@ class Engine {
     if (from != place) sends(from, place);
   }
 
-  void step(size_t number, const Message& one, i64 way, i64 member) {
+  void step(size_t number, const Message& one, i64 direction, i64 member) {
     begin(one.after_ps, one.bytes, one.cap, path(one.source, one.target, one.route, one.adds),
-          {STEP, static_cast<u32>(number), static_cast<u32>(way), static_cast<u32>(member)});
+          {STEP, static_cast<u32>(number), static_cast<u32>(direction), static_cast<u32>(member)});
   }
 
   // --- flows ----------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class Engine {
         const size_t number = purpose.x;
         Collective& under = *underway_[number];
         under.over(purpose.y, purpose.z,
-                   [&](const Message& one, i64 way, i64 member) { step(number, one, way, member); },
+                   [&](const Message& one, i64 direction, i64 member) { step(number, one, direction, member); },
                    [&](u32 op) { done_.push_back(op); });
         if (under.is_over()) underway_[number].reset();
         break;

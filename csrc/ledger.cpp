@@ -19,7 +19,7 @@ void Ledger::close(u32 op, i64 rank, const OpRow& row, const ClassOp& of, i64 la
     last = came_last(op, rank, row, of, last);
     const i64 later = result_.issued_ps[static_cast<size_t>(last)] - result_.issued_ps[op];
     if (later > 0) {
-      result_.held[op] = last;
+      result_.last_partner[op] = last;
       wait = std::min(later, took);
     }
   }

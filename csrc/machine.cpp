@@ -37,19 +37,19 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   send_buffer_bytes = in_range(chip[6], 0, LARGEST_RATE, "send buffer");
   has_rings = chip[7] != 0;
 
-  ways_ = column(c, "ways");
-  for (const i64 ways : ways_) in_range(ways, 1, 2, "ways");
+  num_directions_ = column(c, "num_directions");
+  for (const i64 count : num_directions_) in_range(count, 1, 2, "num_directions");
   one_link_ = column(c, "one_link");
-  require(one_link_.size() == ways_.size(), "machine: one_link does not fit");
+  require(one_link_.size() == num_directions_.size(), "machine: one_link does not fit");
   for (const i64 rate : one_link_) in_range(rate, 1, LARGEST_RATE, "link rate");
   const Column& constants = column(c, "constants");
-  const size_t rows = ways_.size() * static_cast<size_t>(Comm::COUNT);
+  const size_t rows = num_directions_.size() * static_cast<size_t>(Comm::COUNT);
   require(constants.size() == rows * 3, "machine: constants do not fit");
   for (size_t row = 0; row < rows; ++row)
     constants_.push_back({in_range(constants[3 * row], 0, LARGEST_FIXED_PS, "launch time"),
                           in_range(constants[3 * row + 1], 0, LARGEST_FIXED_PS, "synchronisation time"),
                           in_range(constants[3 * row + 2], 1, LARGEST_RATE, "rate")});
-  const auto has_constants = [&](i64 price) { return price >= 0 && price < static_cast<i64>(ways_.size()); };
+  const auto has_constants = [&](i64 price) { return price >= 0 && price < static_cast<i64>(num_directions_.size()); };
   for (const i64 price : program.code.group_price) require(has_constants(price), "machine: a group without constants");
   for (const OpRow& row : program.code.ops)
     require((!is_message(row.kind) && !is_one_sided(row.kind)) || has_constants(row.price),
@@ -60,7 +60,7 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   route_links_ = column(c, "route_links");
   for (const i64 link : route_links_) in_range(link, 0, static_cast<i64>(link_rates_.size()) - 1, "link");
   const Column& starts = column(c, "route_starts");
-  const std::vector<Route> wanted = routes(program, ways_);
+  const std::vector<Route> wanted = routes(program, num_directions_);
   require(starts.size() == wanted.size() + 1 && starts.front() == 0 &&
               starts.back() == static_cast<i64>(route_links_.size()) && std::is_sorted(starts.begin(), starts.end()),
           "machine: routes do not fit");
@@ -114,7 +114,7 @@ Machine::Span Machine::route(i64 source, i64 target, bool back) const {
   return found->second;
 }
 
-std::vector<Route> routes(const Expanded& program, const Column& ways) {
+std::vector<Route> routes(const Expanded& program, const Column& num_directions) {
   const Template& code = program.code;
   std::vector<Route> out;
   std::unordered_set<u64> known;
@@ -124,7 +124,7 @@ std::vector<Route> routes(const Expanded& program, const Column& ways) {
     out.push_back({source, target, back});
   };
   // How the groups of an axis communicate: forwards by this shift; EVERYBODY with everybody; a RING, which also goes
-  // backwards where it has two ways.
+  // backwards where its rings run in two directions.
   constexpr i64 EVERYBODY = -1, RING = 0;
   std::set<std::pair<i64, i64>> patterns;
   for (const Class& of : program.classes)
@@ -150,8 +150,8 @@ std::vector<Route> routes(const Expanded& program, const Column& ways) {
       }
       add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), false);
       const i64 price = code.group_price[static_cast<size_t>(group)];
-      require(price >= 0 && price < static_cast<i64>(ways.size()), "machine: a group without constants");
-      if (shift == RING && ways[static_cast<size_t>(price)] == 2)
+      require(price >= 0 && price < static_cast<i64>(num_directions.size()), "machine: a group without constants");
+      if (shift == RING && num_directions[static_cast<size_t>(price)] == 2)
         add(rank, code.member(group, (place + count - 1) % count), true);
     }
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {

@@ -25,8 +25,8 @@ class Machine {
   const Constants& constants(i64 price, Comm kind) const {
     return constants_[static_cast<size_t>(price * static_cast<i64>(Comm::COUNT) + static_cast<i64>(kind))];
   }
-  i64 ways(i64 price) const { return ways_[static_cast<size_t>(price)]; }
-  // What goes one way has one link.
+  i64 num_directions(i64 price) const { return num_directions_[static_cast<size_t>(price)]; }
+  // What travels in one direction has one link.
   i64 one_way(i64 price, i64 rate) const { return std::clamp<i64>(rate, 1, one_link_[static_cast<size_t>(price)]); }
   Tiles tiles(i64 m, i64 n, i64 k, i64 itemsize) const;
   // Resources: memory of each rank, compute engine of each rank, links.
@@ -62,19 +62,19 @@ class Machine {
   i64 num_ranks_;
   i64 tile_m_, tile_n_, tile_k_;
   std::vector<Constants> constants_;
-  Column ways_, one_link_, route_links_, link_rates_, one_sided_;
+  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_;
   std::unordered_map<u64, Span> routes_;
   std::vector<Span> to_next_[2];
 };
 
-// A route that a program may take: (position of the source, of the target, backwards where both ways are as long).
+// A route that a program may take: (position of the source, of the target, backwards where both directions are as long).
 struct Route {
   i64 source, target, back;
 };
 
 u64 route_key(i64 source, i64 target, bool back, i64 num_ranks);
 
-// All routes that the messages of a program take, given over how many ways the rings of each price row go.
-std::vector<Route> routes(const Expanded& program, const Column& ways);
+// All routes that the messages of a program take, given in how many directions the rings of each price row run.
+std::vector<Route> routes(const Expanded& program, const Column& num_directions);
 
 }  // namespace meshweave

@@ -39,7 +39,7 @@ class Collectives {
       switch (program_.row(first.rank, first.index).kind) {
         case Kind::BROADCAST: case Kind::REDUCE: messages += (count - 1) * static_cast<u128>(op.c); break;
         case Kind::FENCE: case Kind::PERMUTE: messages += count; break;
-        default: messages += 4 * (count - 1) * count;  // twice, both ways round, at most
+        default: messages += 4 * (count - 1) * count;  // twice, in both directions, at most
       }
       if (messages > MESSAGES_PER_OP * static_cast<u128>(code.max_ops))
         mismatch(program_, first.rank, first.index, "the program's collectives are made of too many messages");

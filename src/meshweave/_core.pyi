@@ -21,7 +21,7 @@ class Core:
         """Each op's number in the template."""
     def edges(self, rank: int) -> NDArray[np.int64]:
         """(op, op that it waits for) of the rank at a position, flat."""
-    def routes(self, ways: NDArray[np.int64]) -> NDArray[np.int64]:
+    def routes(self, num_directions: NDArray[np.int64]) -> NDArray[np.int64]:
         """(source, target, back) of each route that messages take, flat; positions of ranks."""
     def run(self, machine: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
-        """Simulates; see `simulate.result.Simulation.found`. Raises ProgramFault, ValueError."""
+        """Simulates; see `simulate.result.Simulation.outputs`. Raises ProgramFault, ValueError."""

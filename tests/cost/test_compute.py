@@ -12,8 +12,8 @@ from meshweave.calibrate.write import to_toml
 from meshweave.cost.compute import Tiles, tile_traffic
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import Chip, CommConstants, Torus, load_cluster
-from meshweave.ir.program.ops import Step
+from meshweave.describe.machine.cluster import Chip, CommConstants, TorusNetwork, load_cluster
+from meshweave.ir.program.ops import CollectiveStep
 from meshweave.ir.work import Compute, Transfer, matmul_work
 
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e9, gemm_tile=(4, 8, 16))
@@ -60,14 +60,16 @@ def test_a_step_of_a_two_way_ring_has_its_share_of_the_rate(collective: str, one
     """Of an all-gather's 60 GB/s half, alone no more than a link; send_recv is one direction's anyway."""
     machine = mesh_machine(load_cluster("tpu-v4-pod:4"), (2, 2), ("row", "col"))
     for ways, rate in ((1, one), (2, both)):
-        work = Transfer("permute", "tp.row", 2, 100, step=Step(collective, 0, 1, ways=ways))
+        work = Transfer(
+            "permute", "tp.row", 2, 100, step=CollectiveStep(collective, 0, 1, num_directions=ways)
+        )
         assert price(work, machine).rate_per_s == rate * 10**9
 
 
 @pytest.mark.parametrize("kind", ["permute", "send", "recv", "get", "put", "accumulate"])
 def test_a_message_is_no_faster_than_one_link(kind: str) -> None:
     pod = load_cluster("tpu-v4-pod:4")
-    assert isinstance(pod.network, Torus)
+    assert isinstance(pod.network, TorusNetwork)
     fast = ("send_recv", CommConstants(60e9, 0.0, 0.0))
     axes = tuple(
         replace(axis, constants=(*(c for c in axis.constants if c[0] != "send_recv"), fast))

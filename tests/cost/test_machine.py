@@ -10,19 +10,19 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import (
     Chip,
     Cluster,
-    Hosts,
+    HostsNetwork,
     Network,
     NetworkAxis,
-    Ring,
-    Switch,
-    Torus,
-    Tree,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
     TreeLevel,
+    TreeNetwork,
 )
 
 CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 FAST, SLOW = NetworkAxis("fast", 10e9), NetworkAxis("slow", 1e9, 5e-6)
-TREE = Tree((TreeLevel(2, FAST), TreeLevel(3, SLOW, links=4), TreeLevel(2, SLOW)))
+TREE = TreeNetwork((TreeLevel(2, FAST), TreeLevel(3, SLOW, links=4), TreeLevel(2, SLOW)))
 
 
 def on(network: Network, *shape: int, logical: bool = False) -> Machine:
@@ -38,7 +38,7 @@ def placed(machine: Machine, placement: tuple[int, ...]) -> Machine:
 
 
 def test_a_ring_of_two_has_two_ways() -> None:
-    ring = on(Ring(FAST, 2), 2)
+    ring = on(RingNetwork(FAST, 2), 2)
     assert ring.path(0, 1) == ring.path(0, 1, False) == (("link", 0, 0, 1),)
     assert ring.path(0, 1, True) == (("link", 0, 0, -1),)
     assert ring.path(1, 0, True) == (("link", 1, 0, -1),)
@@ -46,24 +46,24 @@ def test_a_ring_of_two_has_two_ways() -> None:
 
 
 def test_only_the_opposite_member_can_be_reached_both_ways() -> None:
-    ring = on(Ring(FAST, 4), 4)
+    ring = on(RingNetwork(FAST, 4), 4)
     assert ring.path(1, 3) == (("link", 1, 0, 1), ("link", 2, 0, 1))
     assert ring.path(1, 3, True) == (("link", 1, 0, -1), ("link", 0, 0, -1))
     for dst, step in ((2, 1), (0, -1)):
         assert ring.path(1, dst) == ring.path(1, dst, True) == (("link", 1, 0, step),)
-    odd = on(Ring(FAST, 5), 5)
+    odd = on(RingNetwork(FAST, 5), 5)
     assert all(odd.path(0, dst) == odd.path(0, dst, True) for dst in range(5))
 
 
 def test_on_a_torus_each_axis_goes_its_way() -> None:
-    torus = on(Torus((FAST, FAST), (2, 4), 8), 2, 4)
+    torus = on(TorusNetwork((FAST, FAST), (2, 4), 8), 2, 4)
     assert torus.path(0, 5) == (("link", 0, 0, 1), ("link", 4, 1, 1))
     assert torus.path(0, 5, True) == (("link", 0, 0, -1), ("link", 4, 1, 1))
     assert torus.path(0, 6, True) == (("link", 0, 0, -1), ("link", 4, 1, -1), ("link", 7, 1, -1))
 
 
 def test_links_of_a_turned_torus_keep_their_rates() -> None:
-    torus = Torus((FAST, SLOW), (2, 4), 8)
+    torus = TorusNetwork((FAST, SLOW), (2, 4), 8)
     assert [on(torus, 2, 4).link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**10, 10**9]
     assert [on(torus, 4, 2).link_rate(("link", 0, axis, 1)) for axis in (0, 1)] == [10**9, 10**10]
 
@@ -111,7 +111,7 @@ def test_a_ring_over_all_leaves_crosses_each_link_once_each_way() -> None:
 
 
 def test_a_mesh_that_the_torus_does_not_carry() -> None:
-    cube = Torus((FAST, SLOW, FAST), (4, 8, 8), 256)
+    cube = TorusNetwork((FAST, SLOW, FAST), (4, 8, 8), 256)
     with pytest.raises(
         LayoutError, match=r"does not carry a mesh of shape \(16, 16\); .*logical=True"
     ) as error:
@@ -129,7 +129,7 @@ def test_a_mesh_that_the_torus_does_not_carry() -> None:
 
 
 def test_what_the_torus_carries_keeps_its_constants_when_logical() -> None:
-    torus = Torus((FAST, SLOW), (2, 4), 8)
+    torus = TorusNetwork((FAST, SLOW), (2, 4), 8)
     turned = on(torus, 4, 2, logical=True)
     assert (turned.axis("tp.x"), turned.axis("tp.y")) == (SLOW, FAST)
     # The torus is not turned with it: ranks lie on its chips in the order of its own rows.
@@ -139,7 +139,7 @@ def test_what_the_torus_carries_keeps_its_constants_when_logical() -> None:
 
 
 def test_more_mesh_axes_than_a_reconfigurable_torus_has() -> None:
-    torus = Torus((FAST, SLOW), None, 32, True)
+    torus = TorusNetwork((FAST, SLOW), None, 32, True)
     with pytest.raises(LayoutError, match=r"3 axes does not fit a torus of 2; .*logical=True"):
         on(torus, 2, 4, 4).axis("tp.x")
     machine = on(torus, 2, 4, 4, logical=True)
@@ -149,13 +149,15 @@ def test_more_mesh_axes_than_a_reconfigurable_torus_has() -> None:
 
 
 def test_a_mesh_of_some_of_the_chips() -> None:
-    torus = Torus((FAST, SLOW), (4, 4), 16)
+    torus = TorusNetwork((FAST, SLOW), (4, 4), 16)
     machine = on(torus, 2, 3, logical=True)
     assert machine.axis("tp.x") == FAST
     assert machine.path(3, 4) == (("link", 3, 0, 1), ("link", 7, 1, 1))
 
 
-@pytest.mark.parametrize("network", [Ring(FAST, 12), Switch(FAST, 12), TREE, Hosts(3, 4, FAST, 2, SLOW)])
+@pytest.mark.parametrize(
+    "network", [RingNetwork(FAST, 12), SwitchNetwork(FAST, 12), TREE, HostsNetwork(3, 4, FAST, 2, SLOW)]
+)
 @pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 6), (2, 3, 2)])
 def test_other_networks_carry_any_mesh(network: Network, shape: tuple[int, ...]) -> None:
     plain, logical = on(network, *shape), on(network, *shape, logical=True)
@@ -169,13 +171,13 @@ def test_other_networks_carry_any_mesh(network: Network, shape: tuple[int, ...])
 
 
 def test_a_logical_mesh_on_a_ring_shares_links() -> None:
-    machine = on(Ring(FAST, 16), 4, 4)
+    machine = on(RingNetwork(FAST, 16), 4, 4)
     hops = [link for src in range(16) for link in machine.path(src, (src + 4) % 16)]
     assert len(hops) == 64 and max(hops.count(link) for link in hops) == 4
 
 
 def test_meshes_without_axes_are_wrong_in_either_way() -> None:
-    cluster = Cluster("box", CHIP, Torus((FAST,), (1,), 1), "a test")
+    cluster = Cluster("box", CHIP, TorusNetwork((FAST,), (1,), 1), "a test")
     for logical in (False, True):
         with pytest.raises(LayoutError, match=r"at least 1 axis, not 0$"):
             Machine(cluster, (Mesh.of("tp", (), ()),), logical).axis("tp")
@@ -185,7 +187,7 @@ def test_meshes_without_axes_are_wrong_in_either_way() -> None:
 
 
 def test_a_ring_folded_onto_a_torus() -> None:
-    plain = on(Torus((FAST, FAST), (4, 4), 16), 16)
+    plain = on(TorusNetwork((FAST, FAST), (4, 4), 16), 16)
     assert [len(plain.path(a, b)) for a, b in pairwise(range(16))].count(2) == 3
     # Down the first column, and back through the other three in a snake.
     column = [12, 8, 4, 0]
@@ -199,9 +201,9 @@ def test_a_ring_folded_onto_a_torus() -> None:
 
 def test_ports_nics_and_switches_are_those_of_the_chips() -> None:
     backwards = tuple(range(11, -1, -1))
-    switch = placed(on(Switch(FAST, 12), 12), backwards)
+    switch = placed(on(SwitchNetwork(FAST, 12), 12), backwards)
     assert switch.path(0, 2) == (("out", 11, 0, 0), ("in", 9, 0, 0))
-    hosts = placed(on(Hosts(3, 4, FAST, 2, SLOW), 12), backwards)
+    hosts = placed(on(HostsNetwork(3, 4, FAST, 2, SLOW), 12), backwards)
     assert hosts.path(0, 11) == (("nic-out", 2, 1, 0), ("nic-in", 0, 0, 0))
     tree = placed(on(TREE, 12), backwards)
     assert tree.path(0, 1) == (("up", 11, 0, 0), ("down", 10, 0, 0))
@@ -213,4 +215,4 @@ def test_a_placement_is_a_permutation(placement: tuple[int, ...]) -> None:
     with pytest.raises(
         LayoutError, match="not a permutation of the 4 chips of box; give every chip from 0 to 3"
     ):
-        placed(on(Switch(FAST, 4), 4), placement)
+        placed(on(SwitchNetwork(FAST, 4), 4), placement)

@@ -6,8 +6,8 @@ import pytest
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis
-from meshweave.describe.machine.network import FullMesh, Network, Switch
+from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, HostsNetwork, NetworkAxis
+from meshweave.describe.machine.network import FullMeshNetwork, Network, SwitchNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Send
 from meshweave.ir.program.parse import parse
@@ -18,7 +18,7 @@ from meshweave.simulate import engine, reference
 CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 INNER = NetworkAxis("inner", 20e6, 0.0, 1, (("send_recv", CommConstants(10e6, 1e-3, 2e-3)),))
 OUTER = NetworkAxis("outer", 1e6, 4e-3, 1, (), 5e-3)
-HOSTS, PACKAGES = Hosts(2, 2, INNER, 1, OUTER), FullMesh(2, 2, INNER, OUTER)
+HOSTS, PACKAGES = HostsNetwork(2, 2, INNER, 1, OUTER), FullMeshNetwork(2, 2, INNER, OUTER)
 NUM_BYTES = 1000
 WITHIN, ACROSS = 3e-3 + NUM_BYTES / 10e6, 9e-3 + NUM_BYTES / 1e6
 
@@ -72,7 +72,9 @@ def test_chips_count_and_not_ranks() -> None:
 def test_where_all_links_are_alike_the_ends_do_not_matter() -> None:
     for dst in (1, 2, 3):
         program = message(0, dst)
-        assert seconds(machine(Switch(OUTER, 4), program), program) == pytest.approx([ACROSS] * 3, abs=1e-11)
+        assert seconds(machine(SwitchNetwork(OUTER, 4), program), program) == pytest.approx(
+            [ACROSS] * 3, abs=1e-11
+        )
 
 
 def test_a_price_without_ends_or_of_a_step_is_that_of_the_mesh_axis() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.estimate import Timed, skeleton_ps
+from meshweave.estimate import TimedSkeleton, skeleton_ps
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work
 
@@ -62,7 +62,7 @@ def test_jumping_over_steady_turns_changes_nothing(skeleton: Skeleton) -> None:
 @settings(deadline=None)
 @given(skeletons())
 def test_the_longest_lane_is_a_lower_bound(skeleton: Skeleton) -> None:
-    timed = Timed(skeleton, amount)
+    timed = TimedSkeleton(skeleton, amount)
     assert timed.floor_ps() <= timed.total_ps()
 
 

@@ -15,12 +15,12 @@ from meshweave.estimate import estimate
 from meshweave.estimate.timeline import MAX_TASKS, timeline
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, matmul_work, move_work
-from meshweave.report.timeline import kind_of
 
 POD = load_cluster("tpu-v4-pod:16")
 AXES = ("row", "col", "depth")
 MESHES = {
-    name: [shape for n in range(1, 17) for shape in entry.meshes(n)] for name, entry in ALGORITHMS.items()
+    name: [shape for n in range(1, 17) for shape in entry.mesh_shapes(n)]
+    for name, entry in ALGORITHMS.items()
 }
 
 
@@ -51,7 +51,7 @@ def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
     for span in drawn.spans:
         assert span.start_ps >= ends.get(span.lane, 0)  # a lane does one thing at a time
         ends[span.lane] = span.end_ps
-        by_kind[kind_of(span)] += span.end_ps - span.start_ps
+        by_kind[span.activity] += span.end_ps - span.start_ps
     assert to_s(by_kind["compute"]) == told.compute_s and to_s(by_kind["move"]) == told.copy_s
     assert 0 <= drawn.overlap_s(0) <= told.compute_s
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from meshweave.describe.layout import Layout, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.analysis.dataflow import Dataflow, Event, untimed_order
-from meshweave.ir.analysis.interpret import Machine
+from meshweave.ir.analysis.interpret import Interpreter
 from meshweave.ir.analysis.matching import Node
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Tensor
 from meshweave.ir.program.ops import Accumulate, Call, Fence, Get, Matmul, Op, Zero
@@ -66,7 +66,7 @@ class Numbers:
         return self.functions[op.fn](held, *ins)
 
 
-class LateMachine(Machine):
+class LateMachine(Interpreter):
     """An adversary: what an untracked one-sided op writes elsewhere lands only at its rank's next fence."""
 
     def __init__(self, *args: Any) -> None:
@@ -104,7 +104,7 @@ def run_numbers(
     order: list[Event],
     values: Mapping[str, Array],
     functions: Mapping[str, Callable[..., list[Array]]] | None = None,
-) -> Machine:
+) -> Interpreter:
     """Runs on numbers, from the whole tensors `values`."""
     program = flow.program
     algebra = Numbers(functions or {})
@@ -135,7 +135,7 @@ def dense(program: Program, values: Mapping[str, Array]) -> dict[str, Array]:
     return known
 
 
-def outputs_equal(program: Program, machine: Machine, expected: Mapping[str, Array]) -> bool:
+def outputs_equal(program: Program, machine: Interpreter, expected: Mapping[str, Array]) -> bool:
     return all(
         np.allclose(
             machine.memory[rank, buffer.name, 0], local(buffer, program, expected[buffer.tensor], rank)

@@ -13,7 +13,7 @@ from meshweave.describe.layout import Layout, Partial, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Repeat, Same, Tensor, When
 from meshweave.ir.program.expressions import Index, Var, binary, select
-from meshweave.ir.program.ops import OP_TYPES, Op, Release, Step
+from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
 from meshweave.ir.program.views import Blocked, Range, View
 
 OPERATORS = ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", ">", ">=", "and", "or")
@@ -68,7 +68,8 @@ _BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Over": st.sampled_from(["tp.row", "tp", "pp.stage", (0, 2), (5,)]),
     "Sizes": st.none() | indices | st.lists(st.integers(0, 9), max_size=4).map(tuple),
     "Release | None": st.none() | st.builds(Release, st.integers(0, 2), indices, indices, st.booleans()),
-    "Step | None": st.none() | st.builds(Step, words, indices, indices, st.just("") | words),
+    "CollectiveStep | None": st.none()
+    | st.builds(CollectiveStep, words, indices, indices, st.just("") | words),
 }
 
 

@@ -65,7 +65,7 @@ def base(number: int) -> tuple[Data, Data]:
     columns.data["max_ops"][0] = MAX_OPS
     on = _machine_columns(machine, columns.price_names)
     with contextlib.suppress(ProgramFault):
-        _Routes(machine).add(Core(columns.data).routes(on["ways"]), columns, on)
+        _Routes(machine).add(Core(columns.data).routes(on["num_directions"]), columns, on)
     return dict(columns.data), on
 
 
@@ -128,7 +128,7 @@ def case(seed: int) -> str:
             core = Core(damaged(draw, program))
             num_links = draw.randint(1, 9)
             machine = dict(machine, link_rates=np.array(draw.choices([1, 10**9, 2**60], k=num_links)))
-            count = core.routes(machine["ways"]).size // 3
+            count = core.routes(machine["num_directions"]).size // 3
             links = [[draw.randrange(num_links) for _ in range(draw.randint(0, 3))] for _ in range(count)]
             machine["route_starts"] = np.cumsum([0, *map(len, links)], dtype=np.int64)
             machine["route_links"] = np.array([link for route in links for link in route], dtype=np.int64)

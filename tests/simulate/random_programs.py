@@ -13,15 +13,15 @@ from meshweave.describe.machine.cluster import (
     Chip,
     Cluster,
     CommConstants,
-    FullMesh,
-    Hosts,
+    FullMeshNetwork,
+    HostsNetwork,
     Network,
     NetworkAxis,
-    Ring,
-    Switch,
-    Torus,
-    Tree,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
     TreeLevel,
+    TreeNetwork,
 )
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import Program
@@ -337,24 +337,24 @@ def _network(draw: random.Random, chips: int) -> Network:
     """A network of at least so many chips."""
     match draw.choice(["torus", "fixed", "ring", "switch", "hosts", "tree", "full_mesh"]):
         case "torus":
-            return Torus(tuple(_axis(draw) for _ in range(draw.randint(1, 3))), None, chips, True)
+            return TorusNetwork(tuple(_axis(draw) for _ in range(draw.randint(1, 3))), None, chips, True)
         case "fixed":
             width = draw.randint(1, 3)
             shape = (width, -(-chips // width))
-            return Torus((_axis(draw), _axis(draw)), shape, math.prod(shape))
+            return TorusNetwork((_axis(draw), _axis(draw)), shape, math.prod(shape))
         case "ring":
-            return Ring(_axis(draw), chips)
+            return RingNetwork(_axis(draw), chips)
         case "switch":
-            return Switch(_axis(draw), chips)
+            return SwitchNetwork(_axis(draw), chips)
         case "hosts":
             per_host = draw.randint(1, 4)
-            return Hosts(-(-chips // per_host), per_host, _axis(draw), draw.randint(1, 3), _axis(draw))
+            return HostsNetwork(-(-chips // per_host), per_host, _axis(draw), draw.randint(1, 3), _axis(draw))
         case "full_mesh":
             per_package = draw.randint(1, 3)
-            return FullMesh(-(-chips // per_package), per_package, _axis(draw), _axis(draw))
+            return FullMeshNetwork(-(-chips // per_package), per_package, _axis(draw), _axis(draw))
     fanout = draw.randint(1, 3)
     levels = (TreeLevel(fanout, _axis(draw), draw.randint(1, 2)), TreeLevel(-(-chips // fanout), _axis(draw)))
-    return Tree(levels)
+    return TreeNetwork(levels)
 
 
 def random_cluster(draw: random.Random, chips: int) -> Cluster:
@@ -381,7 +381,7 @@ def random_machine(draw: random.Random, program: Program, cluster: Cluster | Non
                 for name in (mesh.name, *(f"{mesh.name}.{x}" for x in mesh.axes))
             ):
                 one.axis(name)
-            one.link_rate(("link", 0, 0, 1)) if isinstance(cluster.network, Torus) else None
+            one.link_rate(("link", 0, 0, 1)) if isinstance(cluster.network, TorusNetwork) else None
             return one
         except LayoutError:
             continue

@@ -9,7 +9,14 @@ import pytest
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, NetworkAxis, Torus, load_cluster
+from meshweave.describe.machine.cluster import (
+    Chip,
+    Cluster,
+    CommConstants,
+    NetworkAxis,
+    TorusNetwork,
+    load_cluster,
+)
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
@@ -26,7 +33,7 @@ MS = 10**9
 def torus(latency_s: float = 0.0, launch_s: float = 0.0, chips: int = 4) -> Cluster:
     constants = tuple((kind, CommConstants(1e9, latency_s, launch_s)) for kind in ("all_gather", "send_recv"))
     axes = tuple(NetworkAxis(name, 1e9, latency_s, 1, constants, launch_s) for name in ("row", "col"))  # type: ignore[arg-type]
-    return Cluster("test", CHIP, Torus(axes, None, chips, True), "a test")
+    return Cluster("test", CHIP, TorusNetwork(axes, None, chips, True), "a test")
 
 
 def program(body: str, ranks: int = 4, lanes: str = "x = lane()\ny = lane()") -> Program:
@@ -53,7 +60,7 @@ def path_of(made: Program, cluster: Cluster, logical: bool = False) -> CriticalP
 def follows(path: CriticalPath) -> None:
     """Step after step from 0 to the end, every picosecond in one category, and no bound above the duration."""
     at = 0
-    for step in path.steps:
+    for step in path.segments:
         assert step.start_ps == at < step.end_ps and step.category != "wait"
         at = step.end_ps
     assert at == path.duration_ps == sum(path.parts_ps.values())
@@ -63,7 +70,7 @@ def follows(path: CriticalPath) -> None:
 
 
 def names(path: CriticalPath) -> list[tuple[int, str]]:
-    return [(step.rank, step.kind) for step in path.steps]
+    return [(step.rank, step.kind) for step in path.segments]
 
 
 def test_products_one_after_the_other_are_the_path() -> None:
@@ -75,7 +82,7 @@ all_gather(g(0), s, over="tp.col", dim=1, lane=y)
 """),
         torus(),
     )
-    assert [step.kind for step in path.steps] == ["matmul", "matmul"]
+    assert [step.kind for step in path.segments] == ["matmul", "matmul"]
     assert path.parts_ps["compute"] == path.duration_ps == 4 * MS
     assert path.bounds[0].name == "compute" and path.over_bound == 1.0
     assert (
@@ -85,7 +92,7 @@ all_gather(g(0), s, over="tp.col", dim=1, lane=y)
 
 def test_a_gather_is_launch_steps_and_transfers() -> None:
     path = path_of(program('all_gather(g, s, over="tp.col", dim=1, lane=x)'), torus(1e-4, 5e-4))
-    assert [step.kind for step in path.steps] == ["all_gather"]
+    assert [step.kind for step in path.segments] == ["all_gather"]
     wanted = {"launch": MS // 2, "sync": 3 * MS // 10, "transfer": 3 * MS}
     assert {name: ps for name, ps in path.parts_ps.items() if ps} == wanted
     assert path.axes_ps == {"tp.col": 3 * MS} and path.slowed_ps == 0
@@ -121,7 +128,7 @@ if rank == 0:
     )
     path = path_of(made, torus(chips=2))
     assert names(path) == [(1, "matmul"), (1, "copy"), (0, "recv"), (0, "matmul")]
-    assert path.steps[2].end_ps - path.steps[2].start_ps == MS
+    assert path.segments[2].end_ps - path.segments[2].start_ps == MS
     assert path.parts_ps["compute"] == 4 * MS and path.parts_ps["transfer"] == MS
     assert path.axes_ps == {"point-to-point messages": MS}
 
@@ -142,7 +149,7 @@ permute(s(1), s, over="tp.col", shift=1, lane=x)
     waits = {rank: partners.wait_ps(op) for rank, op in ops.items()}
     assert waits == {0: 0, 1: 0, 2: 2 * MS, 3: 0, 4: 2 * MS, 5: 0}
     path = path_of(made, torus(chips=6))
-    assert [kind for _, kind in names(path)] == ["matmul", "permute"] and path.steps[0].rank == 3
+    assert [kind for _, kind in names(path)] == ["matmul", "permute"] and path.segments[0].rank == 3
 
 
 def test_of_a_broadcast_nobody_waits_for_those_behind_the_next() -> None:
@@ -172,7 +179,7 @@ all_gather(g(2), s(1), over="tp.col", dim=1, lane=x)
         ),
         torus(),
     )
-    assert [step.kind for step in path.steps] == ["matmul", "all_gather"]
+    assert [step.kind for step in path.segments] == ["matmul", "all_gather"]
 
 
 def test_an_empty_program_is_bound_by_nothing() -> None:
@@ -180,7 +187,7 @@ def test_an_empty_program_is_bound_by_nothing() -> None:
         'program("nothing")\ntp = mesh((2,), ("x",))\nx = lane()\nwith tp:\n    fence(over="tp", lane=x)\n'
     )
     path = critical_path(simulate(made, Machine.of(torus(chips=2), made)))
-    assert path.steps == () and path.over_bound is None and "nothing" in path.verdict
+    assert path.segments == () and path.over_bound is None and "nothing" in path.verdict
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
@@ -193,12 +200,12 @@ def test_every_golden_program_has_a_path_without_gaps(path: Path) -> None:
 def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
     """Random sizes, mostly uneven, on pods with two-way rings; lowered to rings as well."""
     rng, entry = random.Random(name), ALGORITHMS[name]
-    shapes = [shape for chips in (4, 8, 16) for shape in entry.meshes(chips)]
+    shapes = [shape for chips in (4, 8, 16) for shape in entry.mesh_shapes(chips)]
     for _ in range(6):
         shape = rng.choice(shapes)
         sizes = (rng.randrange(64, 2000) for _ in range(3))
         problem = MatmulProblem(*sizes, shape, rng.choice(entry.dataflows), "bfloat16")
-        made = entry.program(problem, rng.choice(list(entry.configs(problem))))
+        made = entry.program(problem, rng.choice(list(entry.candidates(problem))))
         cluster = load_cluster(f"tpu-v4-pod:{problem.num_chips}")
         path_of(made, cluster)
         path_of(lower_rings(made, 2), cluster)
@@ -208,6 +215,6 @@ def test_a_logical_mesh_is_slowed_by_its_longer_ways() -> None:
     """A 2x8 mesh on a torus of 4x4: its rings of 8 take links of both axes."""
     problem = MatmulProblem(4096, 4096, 4096, (2, 8), "os", "bfloat16")
     entry = ALGORITHMS["collective"]
-    made = entry.program(problem, next(entry.configs(problem)))
+    made = entry.program(problem, next(entry.candidates(problem)))
     cluster = load_cluster("tpu-v4-4x4")
     assert path_of(made, cluster, logical=True).duration_ps > 0

@@ -87,7 +87,7 @@ def test_many_random_programs_take_as_long_as_in_the_reference(seed: int, num_st
 # --- algorithms -----------------------------------------------------------------------------------------
 
 MESHES = {
-    name: [shape for n in range(1, 13) for shape in entry.meshes(n) if max(shape) <= 6]
+    name: [shape for n in range(1, 13) for shape in entry.mesh_shapes(n) if max(shape) <= 6]
     for name, entry in ALGORITHMS.items()
 }
 
@@ -154,9 +154,9 @@ def test_two_runs_are_equal_and_no_link_is_used_beyond_its_rate(seed: int) -> No
     if first is None or second is None:
         return
     one, other = engine.simulate(program, first), engine.simulate(program, second)
-    assert one.found.keys() == other.found.keys()
-    for name, values in one.found.items():
-        np.testing.assert_array_equal(values, other.found[name])
+    assert one.outputs.keys() == other.outputs.keys()
+    for name, values in one.outputs.items():
+        np.testing.assert_array_equal(values, other.outputs[name])
     assert all(use.utilisation <= 1 for use in one.links)
 
 
@@ -211,7 +211,7 @@ def test_links_carry_what_the_messages_weigh(seed: int) -> None:
     description = random_cluster(random.Random(seed), 8)
     machine = Machine.of(description, program, logical=True)
     found = engine.simulate(program, machine)
-    ways = {machine.ways(name) for name in ("tp.row", "tp.col")}
+    ways = {machine.num_directions(name) for name in ("tp.row", "tp.col")}
     carried = Counter({use.link: use.carried_bytes for use in found.links})
     if ways == {1}:
         assert carried == expected_bytes(machine)

@@ -16,8 +16,8 @@ from meshweave.describe.machine.cluster import (
     Cluster,
     CommConstants,
     NetworkAxis,
-    Switch,
-    Torus,
+    SwitchNetwork,
+    TorusNetwork,
     load_cluster,
 )
 from meshweave.ir.analysis.dataflow import analyse
@@ -38,7 +38,7 @@ def torus(ways: int = 1, latency_s: float = 0.0, launch_s: float = 0.0, chips: i
         (kind, CommConstants(ways * 1e9, latency_s, launch_s)) for kind in ("all_gather", "send_recv")
     )
     axes = tuple(NetworkAxis(name, 1e9, latency_s, ways, constants, launch_s) for name in ("row", "col"))  # type: ignore[arg-type]
-    return Cluster("test", CHIP, Torus(axes, None, chips, True), "a test")
+    return Cluster("test", CHIP, TorusNetwork(axes, None, chips, True), "a test")
 
 
 def program(body: str, mesh: str = '(1, 4), ("row", "col")', lanes: tuple[str, ...] = ("x", "y")) -> Program:
@@ -116,7 +116,7 @@ def test_a_permute_by_two_crosses_two_links() -> None:
 
 def test_a_switch_port_is_shared_by_senders() -> None:
     axis = NetworkAxis("port", 1e9)
-    cluster = Cluster("test", CHIP, Switch(axis, 4), "a test")
+    cluster = Cluster("test", CHIP, SwitchNetwork(axis, 4), "a test")
     made = parse("""
 program("incast")
 tp = mesh((4,), ("x",))

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, NetworkAxis, Torus
+from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, NetworkAxis, TorusNetwork
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate
-from meshweave.simulate.steps import Chain, Exchange, Message
+from meshweave.simulate.steps import Message, PacketChain, ShiftExchange
 
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
 LAUNCH, SYNC = 5e-4, 1e-4
@@ -26,7 +26,7 @@ def ring(chips: int = 4, ways: int = 1, chip: Chip = CHIP, free: bool = False) -
         (kind, CommConstants(ways * 1e9, sync_s, launch_s)) for kind in ("all_gather", "send_recv")
     )
     axis = NetworkAxis("x", 1e9, sync_s, ways, constants, launch_s)  # type: ignore[arg-type]
-    return Cluster("test", chip, Torus((axis,), None, chips, True, 1), "a test")
+    return Cluster("test", chip, TorusNetwork((axis,), None, chips, True, 1), "a test")
 
 
 def program(body: str, chips: int = 4, slots: int = 4) -> Program:
@@ -102,7 +102,7 @@ def test_who_is_late_delays_its_neighbours_step_by_step() -> None:
     def message(step: int, sender: int, receiver: int) -> Message:
         return Message(sender, receiver, 1, 1, step)
 
-    steps = Exchange(8, 7, lambda step: 1, message)
+    steps = ShiftExchange(8, 7, lambda step: 1, message)
     may_begin = [message for member in range(7) for message in steps.join(member)]
     waves = []
     while may_begin:
@@ -168,7 +168,7 @@ def test_a_chain_follows_another_in_its_lane() -> None:
 
 
 def test_a_chain_waits_for_both_ends_of_a_hop() -> None:
-    chain = Chain(
+    chain = PacketChain(
         (2, 0, 1), 2, lambda hop, packet, sender, receiver: Message(sender, receiver, 1, 1, packet, hop=hop)
     )
     assert chain.join(1) == chain.join(2) == []

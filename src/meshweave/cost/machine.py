@@ -18,12 +18,12 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import (
     Cluster,
     CommConstants,
-    FullMesh,
-    Hosts,
+    FullMeshNetwork,
+    HostsNetwork,
     NetworkAxis,
-    Switch,
-    Torus,
-    Tree,
+    SwitchNetwork,
+    TorusNetwork,
+    TreeNetwork,
 )
 from meshweave.describe.machine.links import factorisations, slowest
 from meshweave.ir.program import Program
@@ -37,7 +37,7 @@ _MOST_PER_BYTE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class OneSided:
+class OneSidedConstants:
     """Constants of one-sided transfers between two chips: `fixed_ps` passes first, then bytes flow at most at
     `rate`, each of which takes so many FLOPs from the products of the chip that issued them."""
 
@@ -97,7 +97,7 @@ class Machine:
         try:
             return network.axis(i, num_dims, shape)
         except LayoutError as error:
-            if not isinstance(network, Torus) or num_dims < 1:
+            if not isinstance(network, TorusNetwork) or num_dims < 1:
                 raise
             if self.logical:
                 return slowest(network.axes)
@@ -122,7 +122,9 @@ class Machine:
         if found is None:
             network_axis = self.axis(axis)
             constants = network_axis.comm(kind)
-            rate = int(min(constants.bytes_per_s, network_axis.ways * network_axis.link_bytes_per_s))
+            rate = int(
+                min(constants.bytes_per_s, network_axis.num_directions * network_axis.link_bytes_per_s)
+            )
             found = self._constants[axis, kind] = constants, max(rate, 1)
         return found
 
@@ -139,15 +141,15 @@ class Machine:
         if self.placement is not None:
             src, dst = self.placement[src], self.placement[dst]
         match network:
-            case Hosts():
+            case HostsNetwork():
                 is_inner = src // network.chips_per_host == dst // network.chips_per_host
                 return network.intra if is_inner else network.nic
-            case FullMesh():
+            case FullMeshNetwork():
                 is_inner = src // network.chips_per_package == dst // network.chips_per_package
                 return network.inner if is_inner else network.link
         return self.axis("")
 
-    def one_sided(self, src: int, dst: int, adds: bool) -> OneSided:
+    def one_sided(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
         """Of gets and puts, or where it `adds` of accumulates, from rank `src` to another rank `dst`."""
         axis = self.between(src, dst)
         found = self._one_sided.get((axis, adds))
@@ -157,24 +159,24 @@ class Machine:
             chip = self.cluster.chip
             lost = chip.accumulate_share * chip.effective_flops_per_s if adds else 0.0
             fixed_ps = to_ps(constants.launch_s) + to_ps(constants.sync_s)
-            found = self._one_sided[axis, adds] = OneSided(
+            found = self._one_sided[axis, adds] = OneSidedConstants(
                 fixed_ps, rate, min(round(lost / rate), _MOST_PER_BYTE)
             )
         return found
 
     @cached_property
-    def _one_sided(self) -> dict[tuple[NetworkAxis, bool], OneSided]:
+    def _one_sided(self) -> dict[tuple[NetworkAxis, bool], OneSidedConstants]:
         return {}
 
-    def ways(self, axis: str) -> int:
-        return self.axis(axis).ways
+    def num_directions(self, axis: str) -> int:
+        return self.axis(axis).num_directions
 
     # --- links ----------------------------------------------------------------------------------------
 
     @cached_property
     def _torus_shape(self) -> tuple[int, ...]:
         network, num_chips = self.cluster.network, self.cluster.num_chips
-        if not isinstance(network, Torus):
+        if not isinstance(network, TorusNetwork):
             return (num_chips,)
         whole = next((mesh.shape for mesh in self.meshes if mesh.num_ranks == num_chips), None)
         if network.shape is not None:
@@ -199,17 +201,17 @@ class Machine:
         if src == dst:
             return ()
         match network:
-            case Switch():
+            case SwitchNetwork():
                 return ("out", src, 0, 0), ("in", dst, 0, 0)
-            case Hosts():
+            case HostsNetwork():
                 (host, chip), (to_host, to_chip) = (divmod(x, network.chips_per_host) for x in (src, dst))
                 if host == to_host:
                     return ("out", src, 0, 0), ("in", dst, 0, 0)
                 nics = network.nics_per_host
                 return ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
-            case FullMesh():
+            case FullMeshNetwork():
                 return tuple(_mesh_hops(network, src, dst))
-            case Tree():
+            case TreeNetwork():
                 return tuple(_tree_hops(network, src, dst))
         return tuple(self._torus_hops(src, dst, back))
 
@@ -228,13 +230,13 @@ class Machine:
         network = self.cluster.network
         what, _, axis, _ = link
         match network:
-            case Hosts():
+            case HostsNetwork():
                 chosen = network.nic if what.startswith("nic") else network.intra
-            case Tree():
-                return int(network.levels[axis].link_bytes_per_s)
-            case FullMesh():
+            case TreeNetwork():
+                return int(network.levels[axis].child_bytes_per_s)
+            case FullMeshNetwork():
                 chosen = network.inner if what == "inner" else network.link
-            case Torus():
+            case TorusNetwork():
                 chosen = self._torus_axes[axis]
             case _:
                 chosen = network.link
@@ -244,11 +246,11 @@ class Machine:
     def _torus_axes(self) -> tuple[NetworkAxis, ...]:
         """The links along each axis of the torus as it stands: turned with its shape."""
         network, shape = self.cluster.network, self._torus_shape
-        assert isinstance(network, Torus)
+        assert isinstance(network, TorusNetwork)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
 
 
-def _tree_hops(tree: Tree, src: int, dst: int) -> Iterable[Link]:
+def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterable[Link]:
     down: list[Link] = []
     for level, below in enumerate(tree.chips_below):
         child, to = src // below, dst // below
@@ -259,7 +261,7 @@ def _tree_hops(tree: Tree, src: int, dst: int) -> Iterable[Link]:
     yield from reversed(down)
 
 
-def _mesh_hops(network: FullMesh, src: int, dst: int) -> Iterable[Link]:
+def _mesh_hops(network: FullMeshNetwork, src: int, dst: int) -> Iterable[Link]:
     size = network.chips_per_package
     to_package, to_place = divmod(dst, size)
     if src // size == to_package:

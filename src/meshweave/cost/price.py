@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.network import Ring, Torus
-from meshweave.ir.program.ops import Step
+from meshweave.describe.machine.network import RingNetwork, TorusNetwork
+from meshweave.ir.program.ops import CollectiveStep
 from meshweave.ir.work import Compute, Transfer, Work
 
 
@@ -90,7 +90,7 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     rate = machine.rate(work.axis, kind)
     if work.step:
         launch = 0 if work.step.index != 0 else launch
-        rate = max(rate // _shares(work.step, machine.ways(work.axis)), 1)
+        rate = max(rate // _num_shares(work.step, machine.num_directions(work.axis)), 1)
     if count == 1:
         steps, amount = 0, 0
     elif work.kind in ("all_gather", "reduce_scatter"):
@@ -101,33 +101,35 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
         steps = count + work.packets - 2
         amount = steps * -(-part // work.packets)
         axis = machine.axis(work.axis)
-        if axis.has_own(kind):
+        if axis.has_own_constants(kind):
             # These are of chains that follow and overlap each other, maybe beyond a link's rate in one direction;
             # but all of a part crosses one link, and no chain is faster than that.
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
         else:
-            rate = _one_way(rate, machine, work.axis)
+            rate = _one_link(rate, machine, work.axis)
     elif work.kind == "all_to_all":  # parts travel P / 2 hops on a one-way ring, P / 4 on a two-way one
-        ways = machine.ways(work.axis)
+        ways = machine.num_directions(work.axis)
         steps = count - 1
         amount = part * (count * (count - 1) // 2 if ways == 1 else count * count // 4)
     elif work.kind == "fence":
         steps, amount = count - 1, 0
     else:
-        steps = work.hops if isinstance(machine.cluster.network, (Torus, Ring)) else 1  # a switch has no ring
+        steps = (
+            work.hops if isinstance(machine.cluster.network, (TorusNetwork, RingNetwork)) else 1
+        )  # a switch has no ring
         amount = steps * part
         if routed and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
-        rate = _one_way(rate, machine, work.axis)
+        rate = _one_link(rate, machine, work.axis)
     return Price(launch, steps * sync, amount, rate)
 
 
-def _shares(step: Step, ways: int) -> int:
+def _num_shares(step: CollectiveStep, ways: int) -> int:
     """Among how many directions a rate is shared. That of send_recv is one direction's, if two are used."""
-    return max(step.ways // ways, 1) if step.collective == "send_recv" else step.ways
+    return max(step.num_directions // ways, 1) if step.collective == "send_recv" else step.num_directions
 
 
-def _one_way(rate: int, machine: Machine, axis: str) -> int:
+def _one_link(rate: int, machine: Machine, axis: str) -> int:
     """What goes one way has one link."""
     return min(rate, max(int(machine.axis(axis).link_bytes_per_s), 1))
 

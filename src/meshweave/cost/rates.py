@@ -44,7 +44,9 @@ class RankRates:
     near_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
-        assert min(self.flops_per_s, self.link_bytes_per_s, self.memory_bytes_per_s, self.near_bytes_per_s) > 0
+        assert (
+            min(self.flops_per_s, self.link_bytes_per_s, self.memory_bytes_per_s, self.near_bytes_per_s) > 0
+        )
         assert self.accumulate_factor > 0 and self.ranks_per_package >= 1
 
     @classmethod

@@ -1,5 +1,6 @@
-"""The closed-form reading of a program, from its skeleton."""
+"""The closed-form reading: times from skeletons, or from a program whose ops meet nowhere."""
 
-from meshweave.estimate.skeletons import Estimate, Timed, estimate, skeleton_ps
+from meshweave.estimate.skeletons import Estimate, TimedSkeleton, estimate, skeleton_ps
+from meshweave.estimate.uncontended import estimate_program
 
-__all__ = ["Estimate", "Timed", "estimate", "skeleton_ps"]
+__all__ = ["Estimate", "TimedSkeleton", "estimate", "estimate_program", "skeleton_ps"]

@@ -46,7 +46,7 @@ _Step = tuple[int, int, int, list[int], list[tuple[int, int]]]
 """A task with numbers for names: (task, lane, picoseconds, after tasks of this turn, after (task, distance))."""
 
 
-class Timed:
+class TimedSkeleton:
     """A skeleton with the durations of its tasks: how long it takes, exactly or at least."""
 
     __slots__ = ("_phases",)
@@ -224,7 +224,7 @@ def _rate(wait: tuple[int, int]) -> int:
 
 def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs) -> int:
     """Makespan in picoseconds, each op of a task taking `cost_ps(work)`; exact."""
-    return Timed(skeleton, cost_ps).total_ps()
+    return TimedSkeleton(skeleton, cost_ps).total_ps()
 
 
 def estimate(skeleton: Skeleton, machine: Machine) -> Estimate:

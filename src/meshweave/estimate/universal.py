@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.cost.rates import RankRates
-from meshweave.ir.volume import Load, Phase, Volume
+from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ def estimate_universal(volume: Volume, rates: RankRates) -> UniversalEstimate:
     )
 
 
-def _transfer_s(load: Load, rates: RankRates) -> float:
+def _transfer_s(load: RankVolume, rates: RankRates) -> float:
     return rates.link_s(load.moved_bytes, load.messages) + rates.add_s(load.local_bytes)
 
 
-def _exposed_s(phase: Phase, rates: RankRates) -> float:
+def _exposed_s(phase: PhaseVolume, rates: RankRates) -> float:
     """Return the seconds of the slowest rank in a phase without products."""
     return max(_transfer_s(load, rates) for load in phase.values())
 
 
-def _overlapped_s(load: Load, rates: RankRates) -> tuple[float, float, float]:
+def _overlapped_s(load: RankVolume, rates: RankRates) -> tuple[float, float, float]:
     """Return the seconds of a rank in the phase of products, and of its products and transfers alone."""
     compute_s, transfer_s = rates.compute_s(load.flops, load.products), _transfer_s(load, rates)
     steps = max(load.products, 1)

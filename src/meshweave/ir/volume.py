@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Load:
+class RankVolume:
     """Of one rank in one phase: FLOPs, launches of products, bytes and messages that come in and go out, and
     bytes that are copied or added in its own memory."""
 
@@ -23,7 +23,7 @@ class Load:
         return max(self.received_bytes, self.sent_bytes)
 
 
-Phase = dict[int, Load]
+PhaseVolume = dict[int, RankVolume]
 
 
 @dataclass
@@ -31,12 +31,12 @@ class Volume:
     """`before` sums partial operands up, `during` multiplies, `after` puts copies of C together. In `during`,
     communication hides behind products; before and after there is nothing to hide it behind."""
 
-    before: Phase = field(default_factory=dict)
-    during: Phase = field(default_factory=dict)
-    after: Phase = field(default_factory=dict)
+    before: PhaseVolume = field(default_factory=dict)
+    during: PhaseVolume = field(default_factory=dict)
+    after: PhaseVolume = field(default_factory=dict)
 
     @property
-    def phases(self) -> tuple[Phase, Phase, Phase]:
+    def phases(self) -> tuple[PhaseVolume, PhaseVolume, PhaseVolume]:
         return self.before, self.during, self.after
 
     @property

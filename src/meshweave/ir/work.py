@@ -21,6 +21,7 @@ from meshweave.ir.program.ops import (
     AllToAll,
     Broadcast,
     Call,
+    CollectiveStep,
     Copy,
     Fence,
     Get,
@@ -32,7 +33,6 @@ from meshweave.ir.program.ops import (
     Reduce,
     ReduceScatter,
     Send,
-    Step,
     Zero,
 )
 
@@ -61,7 +61,7 @@ class Transfer:
     num_ranks: int
     part_bytes: int
     packets: int = 1
-    step: Step | None = None
+    step: CollectiveStep | None = None
     hops: int = 1
 
 

@@ -347,13 +347,14 @@ class Columns:
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
             flags |= _TRACKED
         step = getattr(op, "step", None)
-        comm, step_index, ways = -1, -1, 1
+        comm, step_index, directions = -1, -1, 1
         if step is not None:
-            comm, step_index, ways = COMM_KINDS.index(step.collective), self._expr(step.index), step.ways
+            comm, step_index = COMM_KINDS.index(step.collective), self._expr(step.index)
+            directions = step.num_directions
         self._op_rows.append(
             (
                 *(KINDS.index(op.kind), self._lanes[op.lane], out, src, other),
-                *(flags, axis, dim, first, second, *sizes, comm, step_index, ways, price),
+                *(flags, axis, dim, first, second, *sizes, comm, step_index, directions, price),
                 *(flops, nbytes, stash, _part(op), len(self._args), len(args)),
             )
         )

@@ -37,7 +37,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PathSegment:
     """A stretch of the path: an op from when nobody was missing to its end. `launch_ps` and `sync_ps` are part of
     it, `slowed_ps` is by how much it took longer than alone on an idle machine."""
 
@@ -63,7 +63,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Bound:
+class LowerBound:
     """A time that no order of the same products and messages can go below, and what sets it."""
 
     name: str
@@ -75,15 +75,15 @@ class Bound:
 class CriticalPath:
     """`steps` from the start of the run to its end; `bounds` from the largest to the smallest."""
 
-    steps: tuple[Step, ...]
+    segments: tuple[PathSegment, ...]
     duration_ps: int
-    bounds: tuple[Bound, ...]
+    bounds: tuple[LowerBound, ...]
 
     @cached_property
     def parts_ps(self) -> dict[str, int]:
         """Picoseconds by category, summing exactly to the duration."""
         parts = dict.fromkeys(CATEGORIES, 0)
-        for step in self.steps:
+        for step in self.segments:
             parts["launch"] += step.launch_ps
             parts["sync"] += step.sync_ps
             parts[step.category] += step.end_ps - step.start_ps - step.launch_ps - step.sync_ps
@@ -93,7 +93,7 @@ class CriticalPath:
     def axes_ps(self) -> dict[str, int]:
         """Picoseconds of transfer by mesh axis, the largest first."""
         axes: dict[str, int] = defaultdict(int)
-        for step in self.steps:
+        for step in self.segments:
             if step.category == "transfer":
                 axes[step.axis] += step.end_ps - step.start_ps - step.launch_ps - step.sync_ps
         return dict(sorted(axes.items(), key=lambda item: -item[1]))
@@ -101,7 +101,7 @@ class CriticalPath:
     @cached_property
     def slowed_ps(self) -> int:
         """By how much the steps took longer than alone: shared links and memory, neighbours that came late."""
-        return sum(step.slowed_ps for step in self.steps)
+        return sum(step.slowed_ps for step in self.segments)
 
     @property
     def over_bound(self) -> float | None:
@@ -140,56 +140,43 @@ def _percent(part: int, whole: int) -> str:
 
 def critical_path(run: Simulation) -> CriticalPath:
     """The critical path of a simulation, and the bounds beside it."""
-    steps = tuple(_Walk(run).steps())[::-1]
+    steps = tuple(_BackwardWalk(run).steps())[::-1]
     return CriticalPath(steps, run.duration_ps, tuple(sorted(_bounds(run), key=lambda bound: -bound.ps)))
 
 
 # --- bounds ---------------------------------------------------------------------------------------------
 
 
-def _bounds(run: Simulation) -> Iterator[Bound]:
+def _bounds(run: Simulation) -> Iterator[LowerBound]:
     count, chip = len(run.ranks), run.machine.cluster.chip
-    amounts = run.found["carried"]
+    amounts = run.outputs["carried"]
     for name, values, rate, what in (
         ("compute", amounts[count : 2 * count], int(chip.effective_flops_per_s), "FLOPs of rank {}"),
         ("memory", amounts[:count], int(chip.memory_bytes_per_s), "bytes through the memory of rank {}"),
     ):
         if len(values):
             at = int(np.argmax(values))
-            yield Bound(name, work_ps(int(values[at]), rate), what.format(int(run.ranks[at])))
+            yield LowerBound(name, work_ps(int(values[at]), rate), what.format(int(run.ranks[at])))
     busiest = max(run.links, key=_link_ps, default=None)
     if busiest is not None:
-        yield Bound("link", _link_ps(busiest), f"bytes over {link_name(busiest)}")
+        yield LowerBound("link", _link_ps(busiest), f"bytes over {busiest.name}")
 
 
 def _link_ps(use: LinkUse) -> int:
     return work_ps(use.carried_bytes, use.rate_bytes_per_s)
 
 
-def link_name(use: LinkUse) -> str:
-    """A link for people: `link of chip 3, axis 1, backwards`."""
-    what, owner, axis, direction = use.link
-    match what:
-        case "link":
-            return f"link of chip {owner}, axis {axis}, {'forwards' if direction == 1 else 'backwards'}"
-        case "up" | "down":
-            return f"{what}link of child {owner}, level {axis}"
-        case "nic-out" | "nic-in":
-            return f"{what} of host {owner}, NIC {axis}"
-    return f"{what} port of chip {owner}"
-
-
 # --- the walk -------------------------------------------------------------------------------------------
 
 
-class _Walk:
+class _BackwardWalk:
     def __init__(self, run: Simulation) -> None:
         self.run = run
-        self.issued, self.ended = run.found["issued_ps"], run.found["ended_ps"]
+        self.issued, self.ended = run.outputs["issued_ps"], run.outputs["ended_ps"]
         self.partners = Partners(run)
         self.seen: set[int] = set()
 
-    def steps(self) -> Iterator[Step]:
+    def steps(self) -> Iterator[PathSegment]:
         """From the end back to the start."""
         if not self.run.num_ops or not self.run.duration_ps:
             return
@@ -197,7 +184,7 @@ class _Walk:
         end = self.run.duration_ps
         while at is not None:
             self.seen.add(at)
-            partner = self.partners.late(at)
+            partner = self.partners.last_partner(at)
             freed = at if partner is None or partner in self.seen else partner
             start = int(self.issued[freed])
             if end > start:
@@ -206,14 +193,14 @@ class _Walk:
             if end and (at is None or self.ended[at] < end):
                 # No op ended just then; none of the simulator's rules leads here, and the sum stays right.
                 begin = 0 if at is None else int(self.ended[at])
-                place = self.partners.place(freed)
-                yield Step(*place, self.partners.op(freed).label, "wait", "", begin, end, 0, 0, 0)
+                place = self.partners.rank_and_index(freed)
+                yield PathSegment(*place, self.partners.op(freed).label, "wait", "", begin, end, 0, 0, 0)
                 end = begin
 
     def _before(self, op: int) -> int | None:
         """The op whose end let this one be issued, or one before it in its lane that went at the same time."""
         while True:
-            cause = int(self.run.found["cause"][op])
+            cause = int(self.run.outputs["cause"][op])
             if cause >= 0 and self.ended[cause] == self.issued[op]:
                 return cause
             previous = self._previous(op)
@@ -223,24 +210,32 @@ class _Walk:
 
     def _previous(self, op: int) -> int | None:
         """The op before this one in its lane, if both were issued at one time: this one had to wait its turn."""
-        rank, index = self.partners.place(op)
+        rank, index = self.partners.rank_and_index(op)
         ops = self.partners.ops(rank)
         for back in range(1, index + 1):
             if ops[index - back].op.lane == ops[index].op.lane:
                 return op - back if self.issued[op - back] == self.issued[op] else None
         return None
 
-    def _step(self, number: int, start: int, end: int) -> Step:
+    def _step(self, number: int, start: int, end: int) -> PathSegment:
         found = self.partners.op(number)
         work = work_of(self.run.program, found.op)
-        cost = price(work, self.run.machine, ends=_ends(found.op, self.partners.place(number)[0]))
+        cost = price(work, self.run.machine, ends=_ends(found.op, self.partners.rank_and_index(number)[0]))
         took = end - start
         launch = min(cost.launch_ps, took)
         sync = min(cost.sync_ps, took - launch)
         slowed = max(took - cost.total_ps, 0)
         axis = "" if isinstance(work, Compute) else work.axis or _group_name(found.op)
-        return Step(
-            *self.partners.place(number), found.label, found.op.kind, axis, start, end, launch, sync, slowed
+        return PathSegment(
+            *self.partners.rank_and_index(number),
+            found.label,
+            found.op.kind,
+            axis,
+            start,
+            end,
+            launch,
+            sync,
+            slowed,
         )
 
 

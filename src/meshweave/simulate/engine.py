@@ -16,7 +16,7 @@ from meshweave._core import Core, ProgramFault
 from meshweave.base.errors import MeshweaveError, ProgramError
 from meshweave.base.units import to_ps
 from meshweave.cost.machine import Link, Machine
-from meshweave.describe.machine.network import COMM_KINDS, Ring, Torus
+from meshweave.describe.machine.network import COMM_KINDS, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.program import Program
 from meshweave.simulate.columns import Column, Columns
@@ -40,7 +40,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
         core = Core(columns.data)
         on = _machine_columns(machine, columns.price_names)
         book = _routes(machine)
-        book.add(core.routes(on["ways"]), columns, on)
+        book.add(core.routes(on["num_directions"]), columns, on)
         found = core.run(on)
     except ProgramFault as fault:
         raise _explained(program, fault) from None
@@ -68,9 +68,9 @@ def _machine_columns(machine: Machine, names: list[str]) -> dict[str, Column]:
             to_ps(chip.launch_s),
             *(chip.gemm_tile or (0, 0, 0)),
             machine.cluster.send_buffer_bytes,
-            int(isinstance(machine.cluster.network, (Torus, Ring))),
+            int(isinstance(machine.cluster.network, (TorusNetwork, RingNetwork))),
         ),
-        "ways": _column(*(machine.ways(name) for name in names)),
+        "num_directions": _column(*(machine.num_directions(name) for name in names)),
         "one_link": _column(*(max(int(machine.axis(name).link_bytes_per_s), 1) for name in names)),
         "constants": _column(*(value for row in constants for value in row)),
     }

@@ -13,26 +13,26 @@ class Partners:
 
     def __init__(self, run: Simulation) -> None:
         self.run = run
-        self.issued, self.ended = run.found["issued_ps"], run.found["ended_ps"]
+        self.issued, self.ended = run.outputs["issued_ps"], run.outputs["ended_ps"]
         self._known: dict[int, tuple[BoundOp, ...]] = {}
 
-    def late(self, op: int) -> int | None:
+    def last_partner(self, op: int) -> int | None:
         """The partner that came last, if that was after this op was issued."""
-        held = int(self.run.found["held"][op])
+        held = int(self.run.outputs["last_partner"][op])
         return None if held < 0 else held
 
     def wait_ps(self, op: int) -> int:
         """How long it waited for that partner, in picoseconds."""
-        held = self.late(op)
+        held = self.last_partner(op)
         return 0 if held is None else int(min(self.issued[held], self.ended[op]) - self.issued[op])
 
-    def place(self, op: int) -> tuple[int, int]:
+    def rank_and_index(self, op: int) -> tuple[int, int]:
         """Global rank, and index in the rank's ops."""
         position = int(np.searchsorted(self.run.starts, op, side="right")) - 1
         return int(self.run.ranks[position]), op - int(self.run.starts[position])
 
     def op(self, op: int) -> BoundOp:
-        rank, index = self.place(op)
+        rank, index = self.rank_and_index(op)
         return self.ops(rank)[index]
 
     def ops(self, rank: int) -> tuple[BoundOp, ...]:

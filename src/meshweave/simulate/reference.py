@@ -23,15 +23,15 @@ from functools import partial
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
+from meshweave.estimate.recorder import TraceRecorder
+from meshweave.estimate.uncontended import UncontendedSimulator
 from meshweave.ir.analysis.dataflow import Dataflow, analyse
 from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Accumulate, Get, Permute, Put
 from meshweave.ir.work import Compute, ring_hops, work_of
-from meshweave.simulate.alone import Alone
 from meshweave.simulate.flows import Flow, FlowTable, Resource, amount_left
-from meshweave.simulate.record import Record
-from meshweave.simulate.steps import Message, Steps, steps_of
+from meshweave.simulate.steps import Message, MessageSchedule, steps_of
 from meshweave.trace import Trace
 
 Action = Callable[[], None]
@@ -47,10 +47,12 @@ def simulate(program: Program | Dataflow, machine: Machine, *, contention: bool 
     UnsupportedError for a group that the machine cannot place.
     """
     flow = analyse(program) if isinstance(program, Program) else program
-    return _Simulation(flow, machine).run() if contention else Alone(flow, machine).run()
+    return (
+        _ContendedSimulator(flow, machine).run() if contention else UncontendedSimulator(flow, machine).run()
+    )
 
 
-class _Simulation(Record):
+class _ContendedSimulator(TraceRecorder):
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
         super().__init__(flow)
         self.machine = machine
@@ -59,7 +61,7 @@ class _Simulation(Record):
         self.num_events = 0
         self.open_parts: dict[Node, int] = {}
         self.complete: list[Node] = []
-        self.steps: dict[int, tuple[Steps, ...]] = {}
+        self.steps: dict[int, tuple[MessageSchedule, ...]] = {}
         self.num_there: Counter[int] = Counter()
 
     def run(self) -> Trace:
@@ -201,11 +203,11 @@ class _Simulation(Record):
 
     # --- messages -------------------------------------------------------------------------------------
 
-    def _begin(self, joint: Joint, steps: Steps, messages: Sequence[Message]) -> None:
+    def _begin(self, joint: Joint, steps: MessageSchedule, messages: Sequence[Message]) -> None:
         for message in messages:
             self._at(self.now_ps + message.delay_ps, partial(self._send, joint, steps, message))
 
-    def _send(self, joint: Joint, steps: Steps, message: Message) -> None:
+    def _send(self, joint: Joint, steps: MessageSchedule, message: Message) -> None:
         ranks = joint.members[message.sender][0], joint.members[message.receiver][0]
         uses = self._message_uses(*ranks, message.adds, message.back)
         ends = [message.sender, message.receiver]
@@ -214,7 +216,7 @@ class _Simulation(Record):
             del ends[0]
         self._start((message.amount, message.cap, uses), partial(self._over, joint, steps, message, ends))
 
-    def _over(self, joint: Joint, steps: Steps, message: Message, ends: Sequence[int]) -> None:
+    def _over(self, joint: Joint, steps: MessageSchedule, message: Message, ends: Sequence[int]) -> None:
         """A message is over for some of its ends."""
         for member in ends:
             self._begin(joint, steps, steps.over(message, member))

@@ -27,6 +27,19 @@ class LinkUse:
     carried_bytes: int
     utilisation: float
 
+    @property
+    def name(self) -> str:
+        """Return the link in words, as in `link of chip 3, axis 1, backwards`."""
+        kind, owner, axis, direction = self.link
+        match kind:
+            case "link":
+                return f"link of chip {owner}, axis {axis}, {'forwards' if direction == 1 else 'backwards'}"
+            case "up" | "down":
+                return f"{kind}link of child {owner}, level {axis}"
+            case "nic-out" | "nic-in":
+                return f"{kind} of host {owner}, NIC {axis}"
+        return f"{kind} port of chip {owner}"
+
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
@@ -44,7 +57,7 @@ class Simulation:
     ranks: NDArray[np.int64]
     starts: NDArray[np.int64]
     rows: NDArray[np.int64]
-    found: Mapping[str, Any]
+    outputs: Mapping[str, Any]
     link_names: tuple[Link, ...]
 
     @property
@@ -53,12 +66,12 @@ class Simulation:
 
     @property
     def num_events(self) -> int:
-        return int(self.found["num_events"])
+        return int(self.outputs["num_events"])
 
     @cached_property
     def duration_ps(self) -> int:
         """From the start to the last end, in picoseconds."""
-        return int(self.found["ended_ps"].max(initial=0))
+        return int(self.outputs["ended_ps"].max(initial=0))
 
     @property
     def duration_s(self) -> float:
@@ -71,7 +84,7 @@ class Simulation:
     def parts(self, rank: int) -> dict[str, float]:
         """Seconds of a rank's ops, summed whether they overlap or not: products and calls, copies, and of its
         communication the launches, synchronisations and transfers, and what it waited for late partners."""
-        row = self.found["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
+        row = self.outputs["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
 
     def exposed_s(self, rank: int) -> float:
@@ -89,8 +102,8 @@ class Simulation:
         """The spans of one rank in program order."""
         position = self.position(rank)
         begin, stop = int(self.starts[position]), int(self.starts[position + 1])
-        issued = self.found["issued_ps"][begin:stop].tolist()
-        ended = self.found["ended_ps"][begin:stop].tolist()
+        issued = self.outputs["issued_ps"][begin:stop].tolist()
+        ended = self.outputs["ended_ps"][begin:stop].tolist()
         for index, bound in enumerate(self.program.on_rank(rank)):
             op = bound.op
             yield Span(rank, index, op.lane, op.kind, bound.label, issued[index], ended[index])
@@ -105,7 +118,7 @@ class Simulation:
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
         """Every link that a message of the program can take, with what it carried."""
-        carried = self.found["carried"][2 * len(self.ranks) :].tolist()
+        carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]
         return tuple(

@@ -50,7 +50,7 @@ class Message:
     hop: int = 0
 
 
-class Steps(Protocol):
+class MessageSchedule(Protocol):
     """What has happened among some members. Whatever is returned may begin now."""
 
     def join(self, member: int) -> list[Message]:
@@ -63,7 +63,7 @@ class Steps(Protocol):
         """Whether a member has no message left."""
 
 
-class Exchange:
+class ShiftExchange:
     """In step t every member sends to the member `shift(t)` places on; it goes on to the next step once what it
     sends and what it receives are both over."""
 
@@ -103,7 +103,7 @@ class Exchange:
         return [self.message(step, *pair) for pair in ends if all(self.at.get(end) == step for end in pair)]
 
 
-class Chain:
+class PacketChain:
     """Packets that run one after the other from the first of `order` to the last."""
 
     def __init__(
@@ -142,7 +142,7 @@ class Chain:
         return [self.message(hop, packet, self.order[hop], self.order[hop + 1])]
 
 
-def steps_of(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[Steps, ...]:
+def steps_of(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[MessageSchedule, ...]:
     """How a joint goes on, each part on its own; nothing where its members only meet: a fence, a group of one.
 
     Raises UnsupportedError for a group that the machine cannot place.
@@ -157,16 +157,16 @@ def steps_of(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[Steps, ...
         case Permute():
             return (_permute(flow, joint, machine, op),)
         case AllGather() | ReduceScatter() | AllReduce():
-            return _rings(_Terms.of(flow, joint, machine), op)
+            return _rings(_CollectiveCosts.of(flow, joint, machine), op)
         case Broadcast() | Reduce():
-            return (_chain(_Terms.of(flow, joint, machine), op),)
+            return (_chain(_CollectiveCosts.of(flow, joint, machine), op),)
         case AllToAll():
-            return (_all_to_all(_Terms.of(flow, joint, machine), op, flow, joint),)
+            return (_all_to_all(_CollectiveCosts.of(flow, joint, machine), op, flow, joint),)
     return ()
 
 
 @dataclass(frozen=True)
-class _Terms:
+class _CollectiveCosts:
     """What all messages of a collective have in common."""
 
     flow: Dataflow
@@ -177,29 +177,29 @@ class _Terms:
     sync_ps: int
 
     @classmethod
-    def of(cls, flow: Dataflow, joint: Joint, machine: Machine) -> _Terms:
+    def of(cls, flow: Dataflow, joint: Joint, machine: Machine) -> _CollectiveCosts:
         work = work_of(flow.program, flow.op(joint.members[0]))
         assert isinstance(work, Transfer)
         kind = constants_of(work.kind)
         constants = machine.constants(work.axis, kind)
-        rate, ways = machine.rate(work.axis, kind), machine.ways(work.axis)
+        rate, ways = machine.rate(work.axis, kind), machine.num_directions(work.axis)
         return cls(flow, work, ways, rate, to_ps(constants.launch_s), to_ps(constants.sync_s))
 
     def delay_ps(self, is_first: bool) -> int:
         return self.sync_ps + (self.launch_ps if is_first else 0)
 
 
-def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> Steps:
+def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> MessageSchedule:
     """A send and its recv: a chain of one packet over one hop."""
     ends = joint.members[0][0], joint.members[1][0]
     cost = price(work_of(flow.program, flow.op(joint.members[0])), machine, ends=ends)
     recv = flow.op(joint.members[1])
     assert isinstance(recv, Recv)
     message = Message(0, 1, cost.amount, cost.rate_per_s, cost.fixed_ps, recv.update, buffered=True)
-    return Chain((0, 1), 1, lambda *_: message)
+    return PacketChain((0, 1), 1, lambda *_: message)
 
 
-def _permute(flow: Dataflow, joint: Joint, machine: Machine, op: Permute) -> Steps:
+def _permute(flow: Dataflow, joint: Joint, machine: Machine, op: Permute) -> MessageSchedule:
     assert isinstance(op.shift, int)
     shift = op.shift
 
@@ -207,10 +207,10 @@ def _permute(flow: Dataflow, joint: Joint, machine: Machine, op: Permute) -> Ste
         cost = price(work_of(flow.program, flow.op(joint.members[sender])), machine, routed=True)
         return Message(sender, receiver, cost.amount, cost.rate_per_s, cost.fixed_ps, buffered=True)
 
-    return Exchange(len(joint.members), 1, lambda step: shift, message)
+    return ShiftExchange(len(joint.members), 1, lambda step: shift, message)
 
 
-def _rings(terms: _Terms, op: AllGather | ReduceScatter | AllReduce) -> tuple[Steps, ...]:
+def _rings(terms: _CollectiveCosts, op: AllGather | ReduceScatter | AllReduce) -> tuple[MessageSchedule, ...]:
     """One exchange per direction; two-way rings cut every part in two pieces, the larger one forwards."""
     count, program = terms.work.num_ranks, terms.flow.program
     match op:
@@ -231,7 +231,7 @@ def _rings(terms: _Terms, op: AllGather | ReduceScatter | AllReduce) -> tuple[St
     )
 
 
-def _ring(terms: _Terms, kind: str, shift: int, pieces: list[int], cap: int) -> Steps:
+def _ring(terms: _CollectiveCosts, kind: str, shift: int, pieces: list[int], cap: int) -> MessageSchedule:
     count = terms.work.num_ranks
     # A gathered piece starts at its owner; a reduced one starts a place on, to end at its owner.
     ahead = 0 if kind == "all_gather" else 1
@@ -243,10 +243,10 @@ def _ring(terms: _Terms, kind: str, shift: int, pieces: list[int], cap: int) -> 
         return Message(sender, receiver, piece, cap, delay_ps, step < adding, back=shift < 0)
 
     steps = (2 if kind == "all_reduce" else 1) * (count - 1)
-    return Exchange(count, steps, lambda step: shift, message)
+    return ShiftExchange(count, steps, lambda step: shift, message)
 
 
-def _chain(terms: _Terms, op: Broadcast | Reduce) -> Steps:
+def _chain(terms: _CollectiveCosts, op: Broadcast | Reduce) -> MessageSchedule:
     count, packets = terms.work.num_ranks, terms.work.packets
     amount = -(-terms.work.part_bytes // packets)
     assert isinstance(op.root, int)
@@ -257,10 +257,10 @@ def _chain(terms: _Terms, op: Broadcast | Reduce) -> Steps:
         delay_ps = terms.delay_ps(hop == packet == 0)
         return Message(sender, receiver, amount, terms.rate, delay_ps, adds, hop=hop)
 
-    return Chain([(first + place) % count for place in range(count)], packets, message)
+    return PacketChain([(first + place) % count for place in range(count)], packets, message)
 
 
-def _all_to_all(terms: _Terms, op: AllToAll, flow: Dataflow, joint: Joint) -> Steps:
+def _all_to_all(terms: _CollectiveCosts, op: AllToAll, flow: Dataflow, joint: Joint) -> MessageSchedule:
     """In step t every member sends its part to the member t + 1 places on."""
     count = terms.work.num_ranks
     parts = []
@@ -274,4 +274,4 @@ def _all_to_all(terms: _Terms, op: AllToAll, flow: Dataflow, joint: Joint) -> St
     def message(step: int, sender: int, receiver: int) -> Message:
         return Message(sender, receiver, parts[sender][receiver], terms.rate, terms.delay_ps(step == 0))
 
-    return Exchange(count, count - 1, lambda step: step + 1, message)
+    return ShiftExchange(count, count - 1, lambda step: step + 1, message)

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.edges import exposed_buffers, local_edges, tracked_edges
-from meshweave.ir.analysis.matching import Joint, Matched, Node, match
+from meshweave.ir.analysis.matching import Joint, MatchedProgram, Node, match
 from meshweave.ir.program import BoundOp, Lane, Program
 from meshweave.ir.program.ops import Op
 
@@ -23,7 +23,7 @@ Event = tuple[Node, ...]
 class Dataflow:
     """`before[rank][i]` lists what op i of `rank` waits for on its own rank; `tracked` across ranks."""
 
-    matched: Matched
+    matched: MatchedProgram
     before: Mapping[int, tuple[tuple[int, ...], ...]]
     tracked: Mapping[Node, tuple[Node, ...]]
 

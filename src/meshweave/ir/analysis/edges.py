@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from meshweave.ir.analysis.matching import Matched, Node
+from meshweave.ir.analysis.matching import MatchedProgram, Node
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import READ, UPDATE, WRITE, Add, Call, Copy, Fence, Matmul, Mode, Op, Put
 from meshweave.ir.program.views import View
@@ -148,7 +148,7 @@ def _conflicts(ops: Sequence[BoundOp]) -> Iterator[list[tuple[Mode, list[int]]]]
             place.add(index, mode, view)
 
 
-def tracked_edges(matched: Matched) -> dict[Node, tuple[Node, ...]]:
+def tracked_edges(matched: MatchedProgram) -> dict[Node, tuple[Node, ...]]:
     """Across ranks: for each op, the released remote writes that it must wait for (track and trigger)."""
     arriving: dict[int, list[tuple[Node, Mode, View]]] = defaultdict(list)
     for rank, ops in matched.ops.items():

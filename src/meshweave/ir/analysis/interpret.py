@@ -67,7 +67,7 @@ def index_of(view: View) -> tuple[Any, ...]:
     return np.ix_(*(selector_indices(selector) for selector in view.selectors))
 
 
-class Machine:
+class Interpreter:
     """The memory of all ranks, and the meaning of each op on it."""
 
     def __init__(

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout, Partial
 from meshweave.ir.analysis.dataflow import Dataflow, Event
-from meshweave.ir.analysis.interpret import Machine, index_of
+from meshweave.ir.analysis.interpret import Interpreter, index_of
 from meshweave.ir.program import Buffer, Product, Program, Same
 from meshweave.ir.program.ops import Call
 from meshweave.ir.program.views import View
@@ -64,7 +64,7 @@ class LabelAlgebra:
     terms: list[_Term | None] = field(default_factory=lambda: [None, None])
     ids: dict[_Term, int] = field(default_factory=dict)
     writers: list[str] = field(default_factory=lambda: ["nothing"])
-    machine: Machine | None = None
+    interpreter: Interpreter | None = None
     _writer_ids: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,9 +112,9 @@ class LabelAlgebra:
         return block
 
     def write(self, block: Labels) -> Labels:
-        assert self.machine is not None
+        assert self.interpreter is not None
         block = block.copy()
-        label = self.flow.label(self.machine.current)
+        label = self.flow.label(self.interpreter.current)
         if label not in self._writer_ids:
             self._writer_ids[label] = len(self.writers)
             self.writers.append(label)
@@ -202,12 +202,14 @@ class LabelAlgebra:
         outs = []
         for view in op.outs:
             buffer = self.program.buffer_of[view.buffer]
-            assert self.machine is not None
+            assert self.interpreter is not None
             block = np.zeros(view.shape, LABEL)
             if buffer.tensor is not None:
                 block = global_labels(self, buffer, rank)[index_of(view)].copy()
             else:
-                block["term"] = self.intern(_Term(f"{op.fn}({self.flow.label(self.machine.current)})", ()))
+                block["term"] = self.intern(
+                    _Term(f"{op.fn}({self.flow.label(self.interpreter.current)})", ())
+                )
                 block["index"] = np.arange(block.size).reshape(block.shape)
             outs.append(block)
         return outs
@@ -228,8 +230,8 @@ class LabelAlgebra:
                 at = tuple(map(int, np.argwhere(wrong)[0]))
                 story = f"what is not {buffer.tensor}, first at {at} of the view"
         if story:
-            assert self.machine is not None
-            label = self.flow.label(self.machine.current)
+            assert self.interpreter is not None
+            label = self.flow.label(self.interpreter.current)
             raise ProgramError(f"gives a call {story}", op=label, rank=rank, buffer=view.buffer)
 
     def expected(self, buffer: Buffer, rank: int) -> Labels:
@@ -321,8 +323,8 @@ def check_labels(flow: Dataflow, order: Sequence[Event]) -> None:
     """Proves that the program computes what it declares. Raises ProgramError with op, rank and buffer."""
     program = flow.program
     algebra = LabelAlgebra(program, flow)
-    machine = Machine(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
-    algebra.machine = machine
+    machine = Interpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
+    algebra.interpreter = machine
     for buffer in program.buffers:
         if buffer.kind == "input":
             for rank in program.mesh_of[buffer.mesh].ranks:
@@ -357,7 +359,9 @@ def _holders(layout: Layout, rank: int) -> list[int]:
     return holders
 
 
-def _check_output(algebra: LabelAlgebra, machine: Machine, buffer: Buffer, layout: Layout, rank: int) -> None:
+def _check_output(
+    algebra: LabelAlgebra, machine: Interpreter, buffer: Buffer, layout: Layout, rank: int
+) -> None:
     assert buffer.tensor is not None
     holders = _holders(layout, rank)
     if rank != holders[0]:

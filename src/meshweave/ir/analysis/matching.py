@@ -45,7 +45,7 @@ class Joint:
 
 
 @dataclass(frozen=True)
-class Matched:
+class MatchedProgram:
     """A program's per-rank ops with their partners."""
 
     program: Program
@@ -60,7 +60,7 @@ class Matched:
         return self.ops[node[0]][node[1]].label
 
 
-def match(program: Program) -> Matched:
+def match(program: Program) -> MatchedProgram:
     """Pairs up every communication op. Raises ProgramError naming op and rank where partners disagree."""
     ops = program.instance
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
@@ -91,7 +91,7 @@ def match(program: Program) -> Matched:
     ]
     joints += _match_messages(program, ops, sends, recvs)
     joint_of = {node: number for number, joint in enumerate(joints) for node in joint.members}
-    return Matched(program, ops, tuple(joints), joint_of)
+    return MatchedProgram(program, ops, tuple(joints), joint_of)
 
 
 def _int(value: Any) -> int:

@@ -42,7 +42,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CollectiveStep:
     """Step `index` of `count` of a lowered `collective`: it runs at that collective's bandwidth and
     synchronisation cost, and only step 0 pays the launch. `axis` is the mesh axis that it runs along where
     the op does not say ("tp.row"). A ring that runs in `ways` directions at once has that bandwidth in all of
@@ -52,7 +52,7 @@ class Step:
     index: Index
     count: Index
     axis: str = ""
-    ways: int = 1
+    num_directions: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class Permute(DataCollective):
 
     kind: ClassVar[str] = "permute"
     shift: Index = 1
-    step: Step | None = None
+    step: CollectiveStep | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ class Send(Op):
     src: View
     peer: Index
     tag: Index = 0
-    step: Step | None = None
+    step: CollectiveStep | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
         return ((READ, self.src),)

@@ -17,9 +17,10 @@ from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
-from meshweave.ir.program.ops import OP_TYPES, Op, Release, Step
+from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
 from meshweave.ir.program.program import Buffer, Lane, Meaning, Product, Program, Same, Tensor
 from meshweave.ir.program.statements import On, Repeat, Statement, When
+from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
 
 _BUFFER_KINDS = ("input", "output", "temp", "scratch")
@@ -252,7 +253,7 @@ class _Reader:
             "Over": self._over,
             "Sizes": self._sizes,
             "Release | None": lambda n: self._record(Release, n),
-            "Step | None": lambda n: self._record(Step, n),
+            "CollectiveStep | None": lambda n: self._record(CollectiveStep, n),
         }
         if name == "lane":
             return self._known(node, self.lanes, "lane")
@@ -310,18 +311,18 @@ class _Reader:
         return name
 
     def _record(self, kind: type, node: ast.expr) -> Any:
-        names = tuple(item.name for item in fields(kind))
-        types = {item.name: str(item.type) for item in fields(kind)}
-        if not (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == kind.__name__.lower()
-        ):
-            raise _fail(node, f"expected {kind.__name__.lower()}({', '.join(names)})")
-        required = sum(item.default is MISSING for item in fields(kind))
-        values = self._arguments(node, names, optional=len(names) - required)
+        word, items = WORDS[kind.__name__], fields(kind)
+        names = tuple(WORDS.get(item.name, item.name) for item in items)
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == word):
+            raise _fail(node, f"expected {word}({', '.join(names)})")
+        num_optional = sum(item.default is not MISSING for item in items)
+        values = zip(items, self._arguments(node, names, optional=num_optional), strict=True)
         return kind(
-            **{n: self._field(n, types[n], v) for n, v in zip(names, values, strict=True) if v is not None}
+            **{
+                item.name: self._field(item.name, str(item.type), value)
+                for item, value in values
+                if value is not None
+            }
         )
 
     def _sizes(self, node: ast.expr) -> Any:

@@ -19,7 +19,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Expr, Index, evaluate
-from meshweave.ir.program.ops import Op, Over, Release, Step
+from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, walk
 from meshweave.ir.program.views import View
 
@@ -278,7 +278,7 @@ class Program:
                 raise ProgramError(error.message, rank=rank, buffer=value.buffer) from None
         if isinstance(value, Release):
             return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
-        if isinstance(value, Step):
+        if isinstance(value, CollectiveStep):
             return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
         if isinstance(value, tuple) and any(isinstance(item, (View, Expr)) for item in value):
             return tuple(self._value(item, env, rank) for item in value)

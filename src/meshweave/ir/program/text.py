@@ -13,10 +13,13 @@ from typing import Any
 
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Expr
-from meshweave.ir.program.ops import Op, Release, Step
+from meshweave.ir.program.ops import CollectiveStep, Op, Release
 from meshweave.ir.program.program import Buffer, Lane, Meaning, Product, Program
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, walk
 from meshweave.ir.program.views import View
+
+WORDS = {"Release": "release", "CollectiveStep": "step", "num_directions": "ways"}
+"""What records and their fields are called in the text form, where that is not their name in Python."""
 
 
 def to_text(program: Program) -> str:
@@ -123,13 +126,13 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         # JSON would write an emoji as two surrogates, which Python reads as two characters.
         return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode("utf-8")
-    if isinstance(value, (Release, Step)):
+    if isinstance(value, (Release, CollectiveStep)):
         shown = [
-            f"{item.name}={_value(getattr(value, item.name))}"
+            f"{WORDS.get(item.name, item.name)}={_value(getattr(value, item.name))}"
             for item in fields(value)
             if getattr(value, item.name) != _default(item)
         ]
-        return f"{type(value).__name__.lower()}({', '.join(shown)})"
+        return f"{WORDS[type(value).__name__]}({', '.join(shown)})"
     if isinstance(value, tuple):
         inner = ", ".join(_value(item) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"

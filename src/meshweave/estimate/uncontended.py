@@ -9,17 +9,20 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 
+from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.ir.analysis.dataflow import Dataflow
+from meshweave.estimate.recorder import TraceRecorder
+from meshweave.estimate.skeletons import Estimate
+from meshweave.ir.analysis.dataflow import Dataflow, analyse
 from meshweave.ir.analysis.matching import Joint, Node
-from meshweave.ir.program.ops import Permute, Send
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Permute, Recv, Send
 from meshweave.ir.work import Transfer, work_of
-from meshweave.simulate.record import Record
 from meshweave.trace import Trace
 
 
-class Alone(Record):
+class UncontendedSimulator(TraceRecorder):
     """A run in which ops meet nowhere."""
 
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
@@ -94,3 +97,30 @@ class Alone(Record):
         self.ended_ps[node] = self.now_ps
         for issued in self.issuer.finish(node):
             self._issue(issued)
+
+
+def estimate_program(program: Program | Dataflow, machine: Machine) -> Estimate:
+    """Return the time of a program without contention, each op at its closed form, for algorithms without a skeleton.
+
+    The parts are sums over the ops of the first rank; a message counts where it is sent.
+
+    Raises:
+        ProgramError: the program deadlocks.
+        UnsupportedError: the machine cannot place a group of ranks.
+    """
+    flow = analyse(program) if isinstance(program, Program) else program
+    total_s = UncontendedSimulator(flow, machine).run().duration_s
+    compute = copy = launch = sync = transfer = 0
+    for index in range(len(flow.program.instance[flow.program.ranks[0]])):
+        op = flow.op((flow.program.ranks[0], index))
+        if isinstance(op, Recv):
+            continue
+        work = work_of(flow.program, op)
+        cost = price(work, machine)
+        if isinstance(work, Transfer):
+            launch, sync, transfer = launch + cost.launch_ps, sync + cost.sync_ps, transfer + cost.flow_ps
+        elif work.flops:
+            compute += cost.total_ps
+        else:
+            copy += cost.total_ps
+    return Estimate(total_s, to_s(compute), to_s(copy), to_s(launch), to_s(sync), to_s(transfer))

@@ -7,7 +7,7 @@ from meshweave.ir.analysis.matching import Node
 from meshweave.trace import Span, Trace
 
 
-class Record:
+class TraceRecorder:
     """Follows the program's `Issuer`; `trace` is what came of it."""
 
     def __init__(self, flow: Dataflow) -> None:
