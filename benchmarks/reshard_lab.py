@@ -21,7 +21,8 @@ from typing import Any
 from machine import save
 from reshard_rank import problem_of
 
-from meshweave.algorithms.reshard import STRATEGIES, Fabric, plan_reshard, reshard_program
+from meshweave.algorithms.reshard import STRATEGIES, plan_reshard, reshard_program
+from meshweave.cost.fabric import HostNetwork
 from meshweave.cost.machine import Machine
 from meshweave.lab import Lab
 from meshweave.report.bars import Bar, Group, bar_chart
@@ -121,14 +122,14 @@ def main() -> None:
         ranks = running.launch(TARGET, payload, timeout_s=options.timeout, env=env)
     rows = []
     cluster = lab.cluster()
-    fabric = Fabric.of(cluster)
+    network = HostNetwork.of(cluster)
     for number, setting in enumerate(settings):
         for which, (strategy, order) in enumerate(setting["variants"]):
             parts = [rank["rows"][number] for rank in ranks]
             if not all(part["right"][which] for part in parts):
                 sys.exit(f"{setting['name']}: {strategy}, {order}: wrong values arrived")
             runs = [max(run) for run in zip(*(part["times_s"][which] for part in parts), strict=True)]
-            plan = plan_reshard(problem_of(setting), fabric, strategy=strategy, order=order)
+            plan = plan_reshard(problem_of(setting), network, strategy=strategy, order=order)
             program = reshard_program(plan)
             simulated_s = simulate(program, Machine.of(cluster, program)).duration_s
             median_s = statistics.median(runs)

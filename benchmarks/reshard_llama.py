@@ -27,7 +27,8 @@ MAX_SIMULATED_OPS = 600_000
 
 CODE = """
 import json, sys, time
-from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, plan_reshard, reshard_program
+from meshweave.algorithms.reshard import ReshardProblem, TensorMove, plan_reshard, reshard_program
+from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
@@ -38,15 +39,15 @@ model = load_model(name)
 src = Mesh.of("trainer", tuple(trainer), ("fsdp", "tp"))
 dst = Mesh.of("server", tuple(server), ("replica", "tp"), src.num_ranks)
 cluster = load_cluster("dgx-h100").with_chips(-(-(src.num_ranks + dst.num_ranks) // 8) * 8)
-fabric = Fabric.of(cluster)
+network = HostNetwork.of(cluster)
 began = time.perf_counter()
 problem = ReshardProblem(
     tuple(
-        Item(one.name, one.shape, "bfloat16", trainer_layout(one, src), server_layout(one, dst))
+        TensorMove(one.name, one.shape, "bfloat16", trainer_layout(one, src), server_layout(one, dst))
         for one in state_dict(model)
     )
 )
-plan = plan_reshard(problem, fabric)
+plan = plan_reshard(problem, network)
 planned = time.perf_counter()
 program = reshard_program(plan)
 done = time.perf_counter()
@@ -54,7 +55,7 @@ peaks = {rank: (plan.local_bytes(rank), plan.scratch_bytes(rank)) for rank in pr
 rank = max(peaks, key=lambda one: sum(peaks[one]))
 row = {
     "plan_s": planned - began, "program_s": done - planned, "wall_s": done - began,
-    "tensors": len(problem.items), "unit_tasks": len(plan.tasks), "turns": len(plan.turns),
+    "tensors": len(problem.items), "unit_tasks": len(plan.tasks), "turns": len(plan.multicasts),
     "pieces": sum(len(task.pieces) for task in plan.tasks), "messages": plan.num_messages,
     "ops": len(program.body), "bound_s": plan.bound_s, "predicted_s": plan.predicted_s,
     "bytes_across_hosts": plan.bytes_across_hosts, "least_bytes_across_hosts": plan.least_bytes_across_hosts,

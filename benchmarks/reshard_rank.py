@@ -12,15 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshweave.algorithms.reshard import Fabric, Item, ReshardProblem, plan_reshard, reshard_program
+from meshweave.algorithms.reshard import (
+    ReshardProblem,
+    TensorMove,
+    plan_reshard,
+    reshard_program,
+)
+from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
 from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
 from meshweave.execute.ranks.launch import Context
 from meshweave.execute.torch.bind import bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import quiet, start_together
-from meshweave.lab.description import load_lab
+from meshweave.lab.description_file import load_lab
 from meshweave.reproduce.alpacomm.cases import CASES, one_to_many
 
 
@@ -47,7 +53,7 @@ def llama(width: int) -> ReshardProblem:
     src, dst = Mesh.of("trainer", (4, 4), ("fsdp", "tp")), Mesh.of("server", (2, 2), ("replica", "tp"), 16)
     return ReshardProblem(
         tuple(
-            Item(one.name, one.shape, "float32", trainer_layout(one, src), server_layout(one, dst))
+            TensorMove(one.name, one.shape, "float32", trainer_layout(one, src), server_layout(one, dst))
             for one in state_dict(small)
         )
     )
@@ -61,13 +67,13 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
     rank without one), whether all that arrived was right, and late_s.
     """
     torch.set_num_threads(1)
-    fabric = Fabric.of(load_lab(payload["lab"]).cluster())
+    network = HostNetwork.of(load_lab(payload["lab"]).cluster())
     shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     rows, late_s = [], 0.0
     for number, setting in enumerate(payload["settings"]):
         problem = problem_of(setting)
         tensors, expected = {}, {}
-        for at, item in enumerate(problem.items):
+        for at, item in enumerate(problem.moves):
             # Every element is its own number, as far as float32 can tell them apart: below 2**24.
             whole = (np.arange(np.prod(item.shape), dtype=np.int64) % (1 << 24)).reshape(item.shape)
             if context.rank in item.src.mesh:
@@ -78,7 +84,7 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
         del whole
         bound = []
         for strategy, order in setting["variants"]:
-            plan = plan_reshard(problem, fabric, strategy=strategy, order=order)
+            plan = plan_reshard(problem, network, strategy=strategy, order=order)
             program = reshard_program(plan)
             start = time.monotonic()
             mine = context.rank in program.ranks

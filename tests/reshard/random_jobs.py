@@ -5,25 +5,26 @@ from __future__ import annotations
 import itertools
 from random import Random
 
-from meshweave.algorithms.reshard.order import Job, Jobs
+from meshweave.algorithms.reshard.order import JobSet, TransferJob
 
 
-def row_major(hosts: int, senders: int, sources: int, destinations: int) -> Jobs:
+def row_major(hosts: int, senders: int, sources: int, destinations: int) -> JobSet:
     """Equal jobs, one for each pair of a source slice and a destination slice, source by source.
 
     Sources and destinations are spread evenly over that many hosts of their mesh; each of the sending hosts' NICs
     is one resource and shared by its `senders` devices, which are the ways of a job and all the same here.
     """
     cells = itertools.product(range(sources), range(destinations))
-    return Jobs(
+    return JobSet(
         tuple(
-            Job(1, ((p * hosts // sources, hosts + q * hosts // destinations),) * senders) for p, q in cells
+            TransferJob(1, ((p * hosts // sources, hosts + q * hosts // destinations),) * senders)
+            for p, q in cells
         ),
         (0,) * hosts + (1,) * hosts,
     )
 
 
-def unstructured(rng: Random, most: int = 20) -> Jobs:
+def unstructured(rng: Random, most: int = 20) -> JobSet:
     """Any senders, any sets of up to three receivers."""
     senders, receivers = rng.randint(1, 8), rng.randint(1, 10)
     longest = rng.choice([1, 1, 3, 10, 1000])
@@ -32,11 +33,11 @@ def unstructured(rng: Random, most: int = 20) -> Jobs:
     for _ in range(rng.randint(1, most)):
         to = sorted(senders + r for r in rng.sample(range(receivers), rng.randint(1, fan_out)))
         holders = sorted(rng.sample(range(senders), rng.randint(1, copies)))
-        jobs.append(Job(rng.randint(1, longest), tuple((s, *to) for s in holders)))
-    return Jobs(tuple(jobs), (0,) * senders + tuple(range(1, receivers + 1)))
+        jobs.append(TransferJob(rng.randint(1, longest), tuple((s, *to) for s in holders)))
+    return JobSet(tuple(jobs), (0,) * senders + tuple(range(1, receivers + 1)))
 
 
-def reshard(rng: Random, least: int = 1, most: int = 20, loose: bool = True) -> Jobs:
+def reshard(rng: Random, least: int = 1, most: int = 20, loose: bool = True) -> JobSet:
     """A job for each pair of a source slice, held by some of the sending hosts, and a destination slice, wanted by
     up to three receiving hosts; with one NIC or two on each host. Unless `loose`, receiving hosts form disjoint
     groups, as along the axes of a mesh: only then can every NIC be kept busy."""
@@ -71,6 +72,6 @@ def reshard(rng: Random, least: int = 1, most: int = 20, loose: bool = True) -> 
         duration = rng.randint(1, 1000) if uneven == "jobs" else height[p] * width[q]
         out = [host * nics + nic for host in held_by[p] for nic in range(nics)]
         into = [[(num_from + host) * nics + nic for nic in range(nics)] for host in wanted_by[q]]
-        jobs.append(Job(duration * 1000, tuple(itertools.product(out, *into))))
+        jobs.append(TransferJob(duration * 1000, tuple(itertools.product(out, *into))))
     class_of = [0] * num_from * nics + [1 + host for host in range(num_to) for _ in range(nics)]
-    return Jobs(tuple(jobs), tuple(class_of))
+    return JobSet(tuple(jobs), tuple(class_of))

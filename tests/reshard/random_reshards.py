@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from meshweave.algorithms.reshard import Fabric, Item, ReshardPlan, ReshardProblem, plan_reshard
+from meshweave.algorithms.reshard import ReshardPlan, ReshardProblem, TensorMove, plan_reshard
 from meshweave.algorithms.reshard.plan import MESSAGE_BYTES
-from meshweave.algorithms.reshard.tasks import Piece
+from meshweave.algorithms.reshard.tasks import TensorPiece
+from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import numpy_dtype
@@ -66,12 +67,12 @@ def layouts(draw: st.DrawFn, mesh: Mesh, num_dims: int) -> Layout:
 
 
 @st.composite
-def items(draw: st.DrawFn, name: str, src: Mesh, dst: Mesh) -> Item:
+def items(draw: st.DrawFn, name: str, src: Mesh, dst: Mesh) -> TensorMove:
     """Up to three dims, of sizes that need not divide: shards may be empty, and tensors too."""
     sizes = st.one_of(st.integers(1, 9), st.sampled_from([0, 1, 4, 8, 12]))
     shape = tuple(draw(st.lists(sizes, max_size=3)))
     dtype = draw(st.sampled_from(DTYPES))
-    return Item(name, shape, dtype, draw(layouts(src, len(shape))), draw(layouts(dst, len(shape))))
+    return TensorMove(name, shape, dtype, draw(layouts(src, len(shape))), draw(layouts(dst, len(shape))))
 
 
 @st.composite
@@ -85,7 +86,7 @@ def problems(draw: st.DrawFn) -> ReshardProblem:
 
 
 @st.composite
-def fabrics(draw: st.DrawFn, num_ranks: int) -> Fabric:
+def host_networks(draw: st.DrawFn, num_ranks: int) -> HostNetwork:
     """Ranks on hosts at random or host by host, behind one NIC or several."""
     nics = draw(st.integers(1, 3))
     if draw(st.booleans()):
@@ -96,7 +97,9 @@ def fabrics(draw: st.DrawFn, num_ranks: int) -> Fabric:
         hosts = draw(st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks))
         numbers = draw(st.lists(st.integers(0, nics - 1), min_size=num_ranks, max_size=num_ranks))
     rates, latencies = st.sampled_from([1, 10**3, 10**9, 10**11]), st.sampled_from([0.0, 1e-6, 1e-3])
-    return Fabric(tuple(hosts), tuple(numbers), draw(rates), draw(rates), draw(latencies), draw(latencies))
+    return HostNetwork(
+        tuple(hosts), tuple(numbers), draw(rates), draw(rates), draw(latencies), draw(latencies)
+    )
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,14 @@ class Case:
     """`is_fine`: tensors of a few bytes are cut into chunks and divided among senders as larger ones are."""
 
     problem: ReshardProblem
-    fabric: Fabric
+    network: HostNetwork
     message_bytes: int
     is_fine: bool
 
     def plan(self, strategy: str, order: str = "best") -> ReshardPlan:
         with fine(self.is_fine):
             return plan_reshard(
-                self.problem, self.fabric, strategy=strategy, order=order, message_bytes=self.message_bytes
+                self.problem, self.network, strategy=strategy, order=order, message_bytes=self.message_bytes
             )
 
 
@@ -128,15 +131,15 @@ def fine(is_fine: bool = True) -> Iterator[None]:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     problem = draw(problems())
-    fabric = draw(fabrics(problem.ranks[-1] + 1 + draw(st.integers(0, 2))))
+    network = draw(host_networks(problem.ranks[-1] + 1 + draw(st.integers(0, 2))))
     most = draw(st.sampled_from([5, 24, 100, MESSAGE_BYTES]))
-    return Case(problem, fabric, most, draw(st.booleans()))
+    return Case(problem, network, most, draw(st.booleans()))
 
 
 # --- by global index -------------------------------------------------------------------------------------
 
 
-def values(item: Item) -> np.ndarray:
+def values(item: TensorMove) -> np.ndarray:
     """A tensor in which no two elements are alike, as far as the dtype can tell."""
     return np.arange(1, math.prod(item.shape) + 1).reshape(item.shape).astype(numpy_dtype(item.dtype))
 
@@ -151,5 +154,5 @@ def box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(lo, lo + size) for lo, size in zip(start, shape, strict=True))
 
 
-def elements(piece: Piece) -> int:
+def elements(piece: TensorPiece) -> int:
     return math.prod(piece.shape)

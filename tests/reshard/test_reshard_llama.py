@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 
 from meshweave.algorithms.reshard import (
     STRATEGIES,
-    Fabric,
-    Item,
     ReshardPlan,
     ReshardProblem,
+    TensorMove,
     plan_reshard,
     reshard_program,
 )
+from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
@@ -33,12 +33,12 @@ def planned(
     src = Mesh.of("trainer", trainer, ("fsdp", "tp"))
     dst = Mesh.of("server", server, ("replica", "tp"), src.num_ranks)
     items = (
-        Item(one.name, one.shape, "bfloat16", trainer_layout(one, src), server_layout(one, dst))
+        TensorMove(one.name, one.shape, "bfloat16", trainer_layout(one, src), server_layout(one, dst))
         for one in state_dict(model)
     )
     chips = -(-(src.num_ranks + dst.num_ranks) // 8) * 8
-    fabric = Fabric.of(load_cluster("dgx-h100").with_chips(chips))
-    return plan_reshard(ReshardProblem(tuple(items)), fabric, strategy=strategy)
+    network = HostNetwork.of(load_cluster("dgx-h100").with_chips(chips))
+    return plan_reshard(ReshardProblem(tuple(items)), network, strategy=strategy)
 
 
 def written(
@@ -46,8 +46,8 @@ def written(
 ) -> dict[tuple[int, int], NDArray[np.uint8]]:
     """How often each element of the outputs of `wanted` items is written, by item and rank."""
     counts = {
-        (number, rank): np.zeros(plan.problem.items[number].dst.local_shape(item.shape, rank), np.uint8)
-        for number, item in enumerate(plan.problem.items)
+        (number, rank): np.zeros(plan.problem.moves[number].dst.local_shape(item.shape, rank), np.uint8)
+        for number, item in enumerate(plan.problem.moves)
         if number in wanted
         for rank in item.dst.mesh.ranks
     }
@@ -72,7 +72,7 @@ def _slices(view: View) -> tuple[slice, ...]:
 def test_llama_2_7b_from_64_ranks_to_8() -> None:
     plan = planned(load_model("llama-2-7b"), (8, 8), (4, 2))
     program = reshard_program(plan)
-    names = {item.name: number for number, item in enumerate(plan.problem.items)}
+    names = {item.name: number for number, item in enumerate(plan.problem.moves)}
     looked_at = {
         names[name]
         for name in (
@@ -85,7 +85,7 @@ def test_llama_2_7b_from_64_ranks_to_8() -> None:
     counts = written(program, plan, looked_at)
     assert len(counts) == 4 * 8
     for (number, rank), found in counts.items():
-        assert (found == 1).all(), (plan.problem.items[number].name, rank)
+        assert (found == 1).all(), (plan.problem.moves[number].name, rank)
     parameters = 6_738_415_616
     assert plan.bytes_across_hosts == plan.least_bytes_across_hosts == 2 * parameters
     assert plan.predicted_s < 1.01 * plan.bound_s

@@ -12,9 +12,9 @@ from random_jobs import reshard, row_major, unstructured
 
 from meshweave.algorithms.reshard.order import (
     ORDERS,
-    Job,
-    Jobs,
+    JobSet,
     Schedule,
+    TransferJob,
     balance,
     best,
     bound,
@@ -22,7 +22,7 @@ from meshweave.algorithms.reshard.order import (
     exclusive_bound,
     greedy,
     naive,
-    place,
+    schedule_in_order,
 )
 
 SEARCHES = tuple(name for name in ORDERS if name != "exact")
@@ -32,12 +32,12 @@ seeds = st.integers(0, 2**32 - 1).map(Random)
 any_jobs = st.one_of(seeds.map(unstructured), seeds.map(reshard))
 
 
-def check(jobs: Jobs, schedule: Schedule) -> None:
+def check(jobs: JobSet, schedule: Schedule) -> None:
     """Ways that exist, no job twice, and no two jobs on a resource at a time."""
     ends = [start + job.duration for start, job in zip(schedule.starts, jobs.jobs, strict=True)]
     assert sorted(schedule.order) == list(range(len(jobs.jobs)))
     assert schedule.makespan == max(ends, default=0)
-    held = [job.ways[way] for job, way in zip(jobs.jobs, schedule.ways, strict=True)]
+    held = [job.routes[route] for job, route in zip(jobs.jobs, schedule.routes, strict=True)]
     for i, j in combinations(range(len(jobs.jobs)), 2):
         if any(r in held[i] for r in held[j]):
             assert ends[i] <= schedule.starts[j] or ends[j] <= schedule.starts[i]
@@ -48,17 +48,17 @@ def check(jobs: Jobs, schedule: Schedule) -> None:
 @pytest.mark.parametrize("name", SEARCHES)
 @quick
 @given(jobs=any_jobs)
-def test_every_order_is_legal_and_no_better_than_the_bounds(name: str, jobs: Jobs) -> None:
+def test_every_order_is_legal_and_no_better_than_the_bounds(name: str, jobs: JobSet) -> None:
     schedule = ORDERS[name](jobs)
     check(jobs, schedule)
-    assert schedule.how.startswith(name) or name == "best"
-    again = place(jobs, schedule.ways, schedule.order, serial=name == "naive")
+    assert schedule.algorithm.startswith(name) or name == "best"
+    again = schedule_in_order(jobs, schedule.routes, schedule.order, serial=name == "naive")
     assert again.starts == schedule.starts  # the ways and the order say it all
 
 
 @quick
 @given(jobs=any_jobs)
-def test_naive_runs_one_job_after_another(jobs: Jobs) -> None:
+def test_naive_runs_one_job_after_another(jobs: JobSet) -> None:
     schedule = naive(jobs)
     assert schedule.makespan == sum(job.duration for job in jobs.jobs)
     assert list(schedule.starts) == sorted(schedule.starts)
@@ -66,7 +66,7 @@ def test_naive_runs_one_job_after_another(jobs: Jobs) -> None:
 
 @quick
 @given(jobs=any_jobs)
-def test_the_default_is_no_worse_than_any_of_its_parts(jobs: Jobs) -> None:
+def test_the_default_is_no_worse_than_any_of_its_parts(jobs: JobSet) -> None:
     found = best(jobs).makespan
     assert found <= min(naive(jobs).makespan, balance(jobs).makespan, greedy(jobs).makespan)
     assert found <= dfs(jobs).makespan
@@ -74,14 +74,14 @@ def test_the_default_is_no_worse_than_any_of_its_parts(jobs: Jobs) -> None:
 
 @quick
 @given(jobs=any_jobs)
-def test_the_same_jobs_get_the_same_schedule(jobs: Jobs) -> None:
+def test_the_same_jobs_get_the_same_schedule(jobs: JobSet) -> None:
     for name in SEARCHES:
         assert ORDERS[name](jobs) == ORDERS[name](jobs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(jobs=seeds.map(lambda rng: unstructured(rng, most=7)))
-def test_a_proof_of_the_depth_first_search_holds(jobs: Jobs) -> None:
+def test_a_proof_of_the_depth_first_search_holds(jobs: JobSet) -> None:
     full = dfs(jobs, max_nodes=100_000)
     assert full.proven
     assert full.makespan <= min(best(jobs).makespan, dfs(jobs, max_nodes=3).makespan)
@@ -119,9 +119,9 @@ def test_sixty_four_jobs_of_two_hosts_keep_every_nic_busy() -> None:
 def test_many_jobs() -> None:
     rng = Random(0)
     senders = [sorted(rng.sample(range(32), rng.randint(1, 3))) for _ in range(2000)]
-    jobs = Jobs(
+    jobs = JobSet(
         tuple(
-            Job(rng.randint(1, 10**13), tuple((s, 32 + n % 32) for s in some))
+            TransferJob(rng.randint(1, 10**13), tuple((s, 32 + n % 32) for s in some))
             for n, some in enumerate(senders)
         ),
         (0,) * 32 + (1,) * 32,
@@ -133,19 +133,19 @@ def test_many_jobs() -> None:
 
 def test_bounds_by_hand() -> None:
     """Two of three senders have 9 to send, so one of them at least 5, and in whole jobs 6."""
-    jobs = Jobs((*[Job(3, ((0,), (1,)))] * 3, Job(1, ((0,), (1,), (2,)))), (0, 0, 0))
+    jobs = JobSet((*[TransferJob(3, ((0,), (1,)))] * 3, TransferJob(1, ((0,), (1,), (2,)))), (0, 0, 0))
     assert bound(jobs) == 5
     assert exclusive_bound(jobs) == 6
     assert best(jobs).makespan == 6
 
 
 def test_receivers_that_meet_in_pairs_exclude_each_other() -> None:
-    jobs = Jobs(tuple(Job(2, (pair,)) for pair in [(0, 1), (1, 2), (0, 2)]), (0, 1, 2))
+    jobs = JobSet(tuple(TransferJob(2, (pair,)) for pair in [(0, 1), (1, 2), (0, 2)]), (0, 1, 2))
     assert (bound(jobs), exclusive_bound(jobs), best(jobs).makespan) == (4, 6, 6)
 
 
 def test_jobs_that_hold_nothing_start_at_once() -> None:
-    jobs = Jobs((Job(2, ((0,),)), Job(7, ((),)), Job(3, ((0,),))), (0,))
+    jobs = JobSet((TransferJob(2, ((0,),)), TransferJob(7, ((),)), TransferJob(3, ((0,),))), (0,))
     for name in SEARCHES:
         schedule = ORDERS[name](jobs)
         assert schedule.starts[1] == 0
@@ -154,5 +154,5 @@ def test_jobs_that_hold_nothing_start_at_once() -> None:
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_no_jobs(name: str) -> None:
-    schedule = ORDERS[name](Jobs((), ()))
+    schedule = ORDERS[name](JobSet((), ()))
     assert (schedule.order, schedule.makespan) == ((), 0)

@@ -10,24 +10,33 @@ from random import Random
 import pytest
 from random_jobs import reshard, unstructured
 
-from meshweave.algorithms.reshard.order import Job, Jobs, best, bound, dfs, exact, exclusive_bound, place
+from meshweave.algorithms.reshard.order import (
+    JobSet,
+    TransferJob,
+    best,
+    bound,
+    dfs,
+    exact,
+    exclusive_bound,
+    schedule_in_order,
+)
 from meshweave.base.errors import UnsupportedError
 
 
 def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'meshweave\[exact\]'"):
-        exact(Jobs((Job(1, ((0,),)),), (0,)))
+        exact(JobSet((TransferJob(1, ((0,),)),), (0,)))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_nothing_beats_exact_or_a_complete_search(seed: int) -> None:
     pytest.importorskip("ortools")
     jobs = unstructured(Random(seed), most=5)
-    jobs = Jobs(tuple(Job(job.duration, job.ways[:3]) for job in jobs.jobs), jobs.class_of)
+    jobs = JobSet(tuple(TransferJob(job.duration, job.routes[:3]) for job in jobs.jobs), jobs.class_of)
     orders = list(permutations(range(len(jobs.jobs))))
-    everything = product(product(*(range(len(job.ways)) for job in jobs.jobs)), orders)
-    least = min(place(jobs, ways, order).makespan for ways, order in everything)
+    everything = product(product(*(range(len(job.routes)) for job in jobs.jobs)), orders)
+    least = min(schedule_in_order(jobs, routes, order).makespan for routes, order in everything)
     for found in (exact(jobs), dfs(jobs), best(jobs)):
         assert (found.makespan, found.proven) == (least, True)
     assert bound(jobs) <= exclusive_bound(jobs) <= least
@@ -36,7 +45,7 @@ def test_nothing_beats_exact_or_a_complete_search(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(120))
 @pytest.mark.parametrize("family", [unstructured, reshard])
 def test_the_default_is_within_a_twentieth_of_the_optimum(
-    family: Callable[[Random], Jobs], seed: int
+    family: Callable[[Random], JobSet], seed: int
 ) -> None:
     """Where the solver finds no proof in time the measure is the best that it met, from the default's on."""
     pytest.importorskip("ortools")
@@ -48,13 +57,15 @@ def test_long_durations_are_rounded_for_the_solver_only() -> None:
     """On a case that `best` cannot prove, or the solver would not be asked."""
     pytest.importorskip("ortools")
     jobs = _unproven()
-    long = Jobs(tuple(Job(job.duration * 10**10 + 1, job.ways) for job in jobs.jobs), jobs.class_of)
+    long = JobSet(
+        tuple(TransferJob(job.duration * 10**10 + 1, job.routes) for job in jobs.jobs), jobs.class_of
+    )
     short, found = exact(jobs, time_s=3.0), exact(long, time_s=3.0)
     assert found.makespan <= best(long).makespan
     assert found.makespan == pytest.approx(short.makespan * 10**10, rel=1e-3)
 
 
-def _unproven() -> Jobs:
+def _unproven() -> JobSet:
     return next(
         jobs
         for jobs in (reshard(Random(seed), least=9, most=12) for seed in range(10**6))

@@ -19,15 +19,14 @@ from random_reshards import Case, cases, fine, numbered, values
 
 from meshweave.algorithms.reshard import (
     STRATEGIES,
-    Fabric,
-    Item,
     ReshardPlan,
     ReshardProblem,
+    TensorMove,
     plan_reshard,
     reshard_program,
 )
-from meshweave.algorithms.reshard.fabric import Nic
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.fabric import HostNetwork, Nic
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
 from meshweave.execute.numpy import run_numpy
@@ -62,11 +61,11 @@ def turn(op: Send | Recv) -> bool:
 def test_programs_are_proven_and_move_the_shards(strategy: str, case: Case, order: str) -> None:
     program = reshard_program(case.plan(strategy, order))
     assert validate(program).skipped == ()
-    inputs = {f"X{number}": values(item) for number, item in enumerate(case.problem.items)}
+    inputs = {f"X{number}": values(item) for number, item in enumerate(case.problem.moves)}
     flow = analyse(program)
     for seed in (None, 1):
         found = run_numpy(program, inputs, seed=seed, flow=flow)
-        for number, item in enumerate(case.problem.items):
+        for number, item in enumerate(case.problem.moves):
             for rank in item.dst.mesh.ranks:
                 expected = inputs[f"X{number}"].reshape(-1)[numbered(item.dst, item.shape, rank)]
                 np.testing.assert_array_equal(found.memory[rank, f"y{number}", 0], expected)
@@ -79,7 +78,7 @@ def test_every_element_is_written_once(strategy: str, case: Case, order: str) ->
     program = reshard_program(case.plan(strategy, order))
     written = {
         (rank, f"y{number}"): np.zeros(item.dst.local_shape(item.shape, rank), int)
-        for number, item in enumerate(case.problem.items)
+        for number, item in enumerate(case.problem.moves)
         for rank in item.dst.mesh.ranks
     }
     for rank, ops in program.instance.items():
@@ -101,18 +100,18 @@ def test_programs_are_read_back_from_their_text(strategy: str, case: Case, order
 # --- bytes -----------------------------------------------------------------------------------------------
 
 
-def across_hosts(program: Program, fabric: Fabric) -> int:
+def across_hosts(program: Program, network: HostNetwork) -> int:
     """Bytes between hosts, op by op; around the ring of a gather every member takes in all parts but its own."""
     total = 0
     for rank, ops in program.instance.items():
         for bound in ops:
             match bound.op:
                 case Send(peer=int(peer)) as send if not turn(send):
-                    far = fabric.host_of[rank] != fabric.host_of[peer]
+                    far = network.host_of[rank] != network.host_of[peer]
                     total += far * program.view_bytes(send.src)
                 case AllGather(over=tuple(over)) as gather:
                     before = over[over.index(rank) - 1]
-                    far = fabric.host_of[before] != fabric.host_of[rank]
+                    far = network.host_of[before] != network.host_of[rank]
                     total += far * (program.view_bytes(gather.out) - program.view_bytes(gather.src))
     return total
 
@@ -125,7 +124,7 @@ def test_bytes_and_messages_are_those_of_the_program(strategy: str, case: Case, 
     program = reshard_program(plan)
     sends = [bound.op for ops in program.instance.values() for bound in ops if isinstance(bound.op, Send)]
     assert plan.num_messages == sum(not turn(send) for send in sends)
-    assert plan.bytes_across_hosts == across_hosts(program, case.fabric) >= plan.least_bytes_across_hosts
+    assert plan.bytes_across_hosts == across_hosts(program, case.network) >= plan.least_bytes_across_hosts
     if strategy == "broadcast":
         assert plan.bytes_across_hosts == plan.least_bytes_across_hosts
 
@@ -163,11 +162,11 @@ def test_local_bytes_are_those_of_the_tensors_before_and_after(case: Case) -> No
 
 def held_nics(plan: ReshardPlan, number: int) -> set[tuple[str, Nic]]:
     """By the turn: the senders' NICs on their way out, the NIC of the first rank of each host on its way in."""
-    cast = plan.turns[number].cast
-    if cast.is_local:
+    multicast = plan.multicasts[number].multicast
+    if multicast.is_local:
         return set()
-    out = {("out", plan.fabric.nic(rank)) for rank in cast.senders}
-    return out | {("in", plan.fabric.nic(host[0])) for host in cast.hosts}
+    out = {("out", plan.network.nic(rank)) for rank in multicast.senders}
+    return out | {("in", plan.network.nic(host[0])) for host in multicast.hosts}
 
 
 @every_strategy
@@ -176,12 +175,12 @@ def held_nics(plan: ReshardPlan, number: int) -> set[tuple[str, Nic]]:
 def test_a_nic_serves_one_turn_at_a_time(strategy: str, case: Case, order: str) -> None:
     plan = case.plan(strategy, order)
     spans: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    for number, one in enumerate(plan.turns):
+    for number, one in enumerate(plan.multicasts):
         assert one.start_s >= 0 and one.end_s <= plan.predicted_s
         nics = held_nics(plan, number)
         for nic in {"all"} if plan.serial and nics else nics:
-            spans[nic].append((one.start_s, one.start_s + one.cost.held_s))
-    tiny = 1e-12 * len(plan.turns)  # a schedule counts in picoseconds
+            spans[nic].append((one.start_s, one.start_s + one.cost.occupied_s))
+    tiny = 1e-12 * len(plan.multicasts)  # a schedule counts in picoseconds
     for held in spans.values():
         for before, after in pairwise(sorted(held)):
             assert before[1] <= after[0] * (1 + 1e-9) + tiny
@@ -192,7 +191,7 @@ def test_a_nic_serves_one_turn_at_a_time(strategy: str, case: Case, order: str) 
 @given(case=cases(), order=orders)
 def test_no_plan_is_faster_than_its_bound(strategy: str, case: Case, order: str) -> None:
     plan = case.plan(strategy, order)
-    assert plan.predicted_s >= plan.bound_s * (1 - 1e-9) - 1e-12 * len(plan.turns)
+    assert plan.predicted_s >= plan.bound_s * (1 - 1e-9) - 1e-12 * len(plan.multicasts)
 
 
 @settings(max_examples=20, deadline=None)
@@ -208,19 +207,19 @@ def overlapping() -> ReshardProblem:
     src, dst = Mesh("p", (3, 2), ("x", "y"), (5, 0, 3, 1, 4, 2)), Mesh.of("q", (2, 3), ("x", "y"), 2)
     return ReshardProblem(
         tuple(
-            Item(name, (8, 12), dtype, layout_of_spec(before, src), layout_of_spec(after, dst))
+            TensorMove(name, (8, 12), dtype, layout_of_spec(before, src), layout_of_spec(after, dst))
             for name, dtype, before, after in (("a", "float32", "S0R", "RS1"), ("b", "int64", "RR", "S01R"))
         )
     )
 
 
 def digest() -> str:
-    fabric = Fabric((0, 0, 1, 1, 2, 2, 3, 3), (0, 1) * 4, 10**6, 10**8, 1e-6)
+    network = HostNetwork((0, 0, 1, 1, 2, 2, 3, 3), (0, 1) * 4, 10**6, 10**8, 1e-6)
     texts = []
     with fine():
         for strategy in STRATEGIES:
             for order in ("naive", "best"):
-                plan = plan_reshard(overlapping(), fabric, strategy=strategy, order=order)
+                plan = plan_reshard(overlapping(), network, strategy=strategy, order=order)
                 texts.append(to_text(reshard_program(plan)))
     return hashlib.sha256("".join(texts).encode()).hexdigest()
 
@@ -246,9 +245,9 @@ def test_every_process_makes_the_same_plan() -> None:
 
 def test_what_stays_where_it_is_sends_nothing() -> None:
     layout = layout_of_spec("S01R", Mesh.of("p", (2, 2), ("x", "y")))
-    problem = ReshardProblem((Item("a", (8, 8), "float32", layout, layout),))
-    plan = plan_reshard(problem, Fabric((0, 0, 1, 1), (0,) * 4, 1, 1))
-    assert plan.turns == () and plan.predicted_s == plan.bound_s == plan.bytes_across_hosts == 0
+    problem = ReshardProblem((TensorMove("a", (8, 8), "float32", layout, layout),))
+    plan = plan_reshard(problem, HostNetwork((0, 0, 1, 1), (0,) * 4, 1, 1))
+    assert plan.multicasts == () and plan.predicted_s == plan.bound_s == plan.bytes_across_hosts == 0
     ops = [bound.op for ops in reshard_program(plan).instance.values() for bound in ops]
     assert len(ops) == 4 and all(isinstance(op, Copy) for op in ops)
 
@@ -256,20 +255,20 @@ def test_what_stays_where_it_is_sends_nothing() -> None:
 def test_hosts_that_hold_a_part_are_sent_none() -> None:
     """Rank 1 gets it from rank 0 beside it; ranks 2 and 3 of the other host get one copy together."""
     src, dst = Mesh.of("p", (1,), ("x",)), Mesh.of("q", (3,), ("x",), 1)
-    item = Item("a", (100,), "uint8", layout_of_spec("R", src), layout_of_spec("R", dst))
-    plan = plan_reshard(ReshardProblem((item,)), Fabric((0, 0, 1, 1), (0,) * 4, 10, 1000))
+    item = TensorMove("a", (100,), "uint8", layout_of_spec("R", src), layout_of_spec("R", dst))
+    plan = plan_reshard(ReshardProblem((item,)), HostNetwork((0, 0, 1, 1), (0,) * 4, 10, 1000))
     assert plan.bytes_across_hosts == plan.least_bytes_across_hosts == 100
-    assert [turn.cast.is_local for turn in plan.turns] == [True, False]
+    assert [turn.multicast.is_local for turn in plan.multicasts] == [True, False]
     assert plan.bound_s == 10 and plan.predicted_s == pytest.approx(10.1)
 
 
 def test_two_nics_of_a_host_share_what_it_sends() -> None:
     """One tensor on two ranks, each behind a NIC of its own: half leaves through either."""
     src, dst = Mesh.of("p", (2,), ("x",)), Mesh.of("q", (2,), ("x",), 2)
-    item = Item("a", (64, 4), "float64", layout_of_spec("RR", src), layout_of_spec("RR", dst))
-    fabric = Fabric((0, 0, 1, 1), (0, 1, 0, 1), 1024, 1 << 30)
+    item = TensorMove("a", (64, 4), "float64", layout_of_spec("RR", src), layout_of_spec("RR", dst))
+    network = HostNetwork((0, 0, 1, 1), (0, 1, 0, 1), 1024, 1 << 30)
     with fine():
-        plan = plan_reshard(ReshardProblem((item,)), fabric)
+        plan = plan_reshard(ReshardProblem((item,)), network)
     assert plan.bound_s == 1
     assert plan.predicted_s == pytest.approx(1, rel=0.02)
-    assert {turn.cast.senders for turn in plan.turns} == {(0,), (1,)}
+    assert {turn.multicast.senders for turn in plan.multicasts} == {(0,), (1,)}

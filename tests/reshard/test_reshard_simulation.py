@@ -14,18 +14,25 @@ from random_reshards import Case, cases
 
 from meshweave.algorithms.reshard import (
     STRATEGIES,
-    Fabric,
-    Item,
     ReshardPlan,
     ReshardProblem,
+    TensorMove,
     plan_reshard,
     reshard_program,
 )
+from meshweave.cost.fabric import HostNetwork
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
-from meshweave.describe.machine.cluster import Chip, Cluster, CommConstants, Hosts, NetworkAxis, load_cluster
+from meshweave.describe.machine.cluster import (
+    Chip,
+    Cluster,
+    CommConstants,
+    HostsNetwork,
+    NetworkAxis,
+    load_cluster,
+)
 from meshweave.simulate import engine, reference
 
 CLUSTER = load_cluster("p3.8xlarge").with_chips(20)
@@ -52,8 +59,8 @@ def one_sender(hosts: int, ranks: int, strategy: str) -> tuple[ReshardPlan, floa
     """The plan, and the seconds in which one copy crosses a NIC."""
     src, dst = mesh("p", (1, 1), 0), mesh("q", (hosts, ranks), 1)
     shape = (1536, 4096)
-    item = Item("a", shape, "float32", layout_of_spec("RR", src), layout_of_spec("RR", dst))
-    plan = plan_reshard(ReshardProblem((item,)), Fabric.of(CLUSTER), strategy=strategy)
+    item = TensorMove("a", shape, "float32", layout_of_spec("RR", src), layout_of_spec("RR", dst))
+    plan = plan_reshard(ReshardProblem((item,)), HostNetwork.of(CLUSTER), strategy=strategy)
     return plan, 4 * math.prod(shape) / 1.25e9
 
 
@@ -61,7 +68,7 @@ def one_sender(hosts: int, ranks: int, strategy: str) -> tuple[ReshardPlan, floa
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 def test_one_sender_takes_what_the_formulas_say(hosts: int, ranks: int) -> None:
     plan, t = one_sender(hosts, ranks, "broadcast")
-    (turn,) = plan.turns
+    (turn,) = plan.multicasts
     assert turn.chunks == (1 if hosts * ranks == 1 else 128)
     assert simulated_s(plan) == pytest.approx(t * (turn.chunks + hosts - 1) / turn.chunks, rel=0.001)
     for strategy, seconds in (("send_recv", hosts * ranks * t), ("local_all_gather", hosts * t)):
@@ -94,8 +101,8 @@ def case_of(number: int, order: str) -> tuple[ReshardPlan, float]:
     """Of table 2 of AlpaComm (MLSys '23), as a plan and simulated seconds."""
     before, after, src, dst, shape = TABLE_2[number]
     first, second = mesh("p", src, 0), mesh("q", dst, src[0])
-    item = Item("a", shape, "float32", layout_of_spec(before, first), layout_of_spec(after, second))
-    plan = plan_reshard(ReshardProblem((item,)), Fabric.of(CLUSTER), order=order)
+    item = TensorMove("a", shape, "float32", layout_of_spec(before, first), layout_of_spec(after, second))
+    plan = plan_reshard(ReshardProblem((item,)), HostNetwork.of(CLUSTER), order=order)
     return plan, simulated_s(plan)
 
 
@@ -127,7 +134,7 @@ def random_hosts(draw: Random, num_ranks: int) -> Cluster:
         return NetworkAxis(name, draw.choice([11, 10007, 1_000_003]), draw.choice([0, 2e-6]), 1, own)
 
     per_host = draw.randint(1, 4)
-    hosts = Hosts(-(-num_ranks // per_host), per_host, axis("intra"), draw.randint(1, 3), axis("nic"))
+    hosts = HostsNetwork(-(-num_ranks // per_host), per_host, axis("intra"), draw.randint(1, 3), axis("nic"))
     chip = Chip("c", (("float32", 1e12),), 1e12, 1 << 30, draw.choice([10007, 1e9]))
     return Cluster("random", chip, hosts, "a test", send_buffer_bytes=draw.choice([0, 20, 1 << 20]))
 
@@ -138,7 +145,7 @@ def random_hosts(draw: Random, num_ranks: int) -> Cluster:
 )
 def test_both_simulators_say_the_same(case: Case, strategy: str, order: str, seed: int) -> None:
     cluster = random_hosts(Random(seed), case.problem.ranks[-1] + 1)
-    case = replace(case, fabric=Fabric.of(cluster))
+    case = replace(case, network=HostNetwork.of(cluster))
     program = reshard_program(case.plan(strategy, order))
     machine = Machine.of(cluster, program)
     found, expected = engine.simulate(program, machine).trace(), reference.simulate(program, machine)
@@ -149,11 +156,11 @@ def test_both_simulators_say_the_same(case: Case, strategy: str, order: str, see
 def test_a_host_that_passes_on_and_sends_does_one_after_the_other() -> None:
     """Rank 0 sends to hosts 1 and 2 while rank 5, of host 1, has something for rank 1."""
     items = (
-        Item("a", (1024, 4096), "float32", at(0), at(4, 8)),
-        Item("b", (1024, 4096), "float32", at(5), at(1)),
+        TensorMove("a", (1024, 4096), "float32", at(0), at(4, 8)),
+        TensorMove("b", (1024, 4096), "float32", at(5), at(1)),
     )
-    plan = plan_reshard(ReshardProblem(items), Fabric.of(CLUSTER))
-    assert [hop for turn in plan.turns for hop in turn.cast.hosts] == [(8,), (4,), (1,)]
+    plan = plan_reshard(ReshardProblem(items), HostNetwork.of(CLUSTER))
+    assert [hop for turn in plan.multicasts for hop in turn.multicast.hosts] == [(8,), (4,), (1,)]
     assert simulated_s(plan) == pytest.approx(plan.predicted_s, rel=0.02)
 
 
@@ -164,6 +171,6 @@ def at(*ranks: int) -> Layout:
 def test_naive_runs_one_task_after_another_also_from_one_sender() -> None:
     """Rank 4 sends its half only when it has the other one."""
     src, dst = Mesh("p", (2,), ("x",), (0, 4)), Mesh("q", (2,), ("x",), (4, 8))
-    item = Item("a", (2048, 2048), "float32", Layout(src, (Shard(0),)), Layout(dst, (Shard(0),)))
-    plan = plan_reshard(ReshardProblem((item,)), Fabric.of(CLUSTER), order="naive")
+    item = TensorMove("a", (2048, 2048), "float32", Layout(src, (Shard(0),)), Layout(dst, (Shard(0),)))
+    plan = plan_reshard(ReshardProblem((item,)), HostNetwork.of(CLUSTER), order="naive")
     assert simulated_s(plan) == pytest.approx(2 * 2048 * 1024 * 4 / 1.25e9, rel=0.02)

@@ -1,23 +1,21 @@
-"""Cross-mesh resharding: tensors from one mesh to another, as many multicasts at once (AlpaComm, MLSys '23).
+"""Cross-mesh resharding: tensors move from one mesh to another as many multicasts at once (AlpaComm, MLSys '23).
 
-A problem falls into unit tasks (`tasks`), a strategy makes multicasts of them (`broadcast`, `send_recv`,
-`gather`), an order says which sender serves which one when (`order`), and the plan of all that becomes a
-program (`program`).
+A problem is cut into unit tasks (`tasks`). A strategy turns them into multicasts (`broadcast`, `send_recv`,
+`gather`). An order says which sender serves which multicast, and when (`order`). The plan of all that (`plan`)
+becomes a program (`program`).
 """
 
-from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.plan import ReshardPlan, plan_reshard
-from meshweave.algorithms.reshard.problem import Item, ReshardProblem
+from meshweave.algorithms.reshard.problem import ReshardProblem, TensorMove
 from meshweave.algorithms.reshard.program import reshard_program
 from meshweave.algorithms.reshard.strategies import STRATEGIES
 from meshweave.algorithms.reshard.tasks import UnitTask, unit_tasks
 
 __all__ = [
     "STRATEGIES",
-    "Fabric",
-    "Item",
     "ReshardPlan",
     "ReshardProblem",
+    "TensorMove",
     "UnitTask",
     "plan_reshard",
     "reshard_program",

@@ -1,9 +1,9 @@
 """Scatter and gather: each rank is sent a part, and the ranks gather the rest from one another.
 
-Local: every host is sent one copy, and gathers inside. Global: all receivers are sent one copy together and
-gather in one ring, host by host; what systems do that have the ranks of the destination mesh all-gather
-(Alpa, Megatron-LM). The ring is one of messages: in step t the rank at place p passes on the part of place
-p - t, and parts may be uneven.
+Local: every host is sent one copy, and its ranks gather inside the host. Global: all receivers together are
+sent one copy and gather in one ring, host by host. The latter is what systems do that let the ranks of the
+destination mesh all-gather (Alpa, Megatron-LM). The ring is one of messages: in step t the rank at position p
+passes on the part of position p - t. Parts may be uneven.
 """
 
 from __future__ import annotations
@@ -12,94 +12,123 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from meshweave.algorithms.reshard.fabric import Fabric
-from meshweave.algorithms.reshard.multicast import Cost, Crossing, Multicast, Rates
-from meshweave.algorithms.reshard.tasks import Piece, in_chunks
-from meshweave.algorithms.reshard.writer import FAR, GATHER, NEAR, Messages
+from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
+from meshweave.algorithms.reshard.tasks import TensorPiece, in_chunks
+from meshweave.algorithms.reshard.writer import (
+    INTER_HOST_LANES,
+    INTRA_HOST_LANES,
+    RING_LANES,
+    MessageSink,
+)
+from meshweave.cost.fabric import HostNetwork
 
 
 class GlobalAllGather:
+    """A scatter to all receivers, and one ring through all of them."""
+
     name = "global_all_gather"
     one_gateway = False
 
-    def picks_sender(self, cast: Multicast) -> bool:
-        return len(cast.hosts) == 1  # which cannot take in more than one sends
+    def picks_sender(self, multicast: Multicast) -> bool:
+        """Return whether there is one receiving host, which takes in no more than one sender sends."""
+        return len(multicast.hosts) == 1
 
-    def parts(self, whole: Multicast) -> Iterator[Multicast]:
-        yield whole
+    def split(self, multicast: Multicast) -> Iterator[Multicast]:
+        """Yield the whole multicast: all receivers gather together."""
+        yield multicast
 
-    def num_chunks(self, cast: Multicast, fabric: Fabric) -> int:
+    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
+        """Return 1: the parts of the ring are chunks already."""
         return 1
 
-    def cost(self, cast: Multicast, fabric: Fabric, chunks: int) -> Cost:
-        rates = Rates.of(cast, fabric)
-        count = len(cast.receivers)
-        across = len(cast.hosts) > 1
-        nics = len(dict.fromkeys(map(fabric.nic, cast.senders)))
-        scatter_s = rates.far_s / min(nics, len(cast.hosts)) + rates.far_latency_s
-        part_s = (rates.far_s if across else rates.near_s) / count
-        gather_s = (count - 1) * (part_s + (rates.far_latency_s if across else rates.near_latency_s))
-        return Cost(scatter_s + gather_s) if across else Cost(scatter_s, gather_s)
+    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+        """Return the time of the scatter and of the ring; a ring inside one host occupies no NIC."""
+        times = network.transfer_times(multicast.num_bytes, multicast.is_local)
+        count = len(multicast.receivers)
+        across_hosts = len(multicast.hosts) > 1
+        nics = len(dict.fromkeys(map(network.nic, multicast.senders)))
+        scatter_s = times.inter_host_s / min(nics, len(multicast.hosts)) + times.inter_host_latency_s
+        part_s = (times.inter_host_s if across_hosts else times.intra_host_s) / count
+        latency_s = times.inter_host_latency_s if across_hosts else times.intra_host_latency_s
+        gather_s = (count - 1) * (part_s + latency_s)
+        return MulticastCost(scatter_s + gather_s) if across_hosts else MulticastCost(scatter_s, gather_s)
 
-    def crossings(self, cast: Multicast) -> tuple[Crossing, ...]:
-        if cast.is_local:
+    def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
+        """Return the hop to the last rank of each host, which receives its part last."""
+        if multicast.is_local:
             return ()
-        ranks, last = cast.receivers, [host[-1] for host in cast.hosts]
+        ranks, gateways = multicast.receivers, [host[-1] for host in multicast.hosts]
         return tuple(
-            Crossing(_sender(cast, ranks.index(gateway), len(ranks)), gateway, FAR[0]) for gateway in last
+            HostHop(_sender(multicast, ranks.index(gateway), len(ranks)), gateway, INTER_HOST_LANES[0])
+            for gateway in gateways
         )
 
-    def write(self, writer: Messages, cast: Multicast, chunks: int) -> None:
-        lane = (NEAR if cast.is_local else FAR)[0]
-        ranks = cast.receivers
-        for piece in in_chunks(cast.pieces, chunks):
-            if len(ranks) == 1 or not piece.shape:
+    def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
+        """Append for each chunk the messages of the scatter and those of the ring."""
+        lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
+        ranks = multicast.receivers
+        count = len(ranks)
+        for piece in in_chunks(multicast.pieces, chunks):
+            if count == 1 or not piece.shape:
                 for number, rank in enumerate(ranks):
-                    writer.message(piece, _sender(cast, number, len(ranks)), rank, lane, from_source=True)
+                    sink.message(piece, _sender(multicast, number, count), rank, lane, from_source=True)
                 continue
-            count, dim = len(ranks), _gather_dim(piece, len(ranks))
+            dim = _gather_dim(piece, count)
             bounds = [piece.shape[dim] * number // count for number in range(count + 1)]
             parts = [_part(piece, dim, lo, hi) for lo, hi in pairwise(bounds)]
             for number, (rank, part) in enumerate(zip(ranks, parts, strict=True)):
                 if part.num_bytes:
-                    writer.message(part, _sender(cast, number, count), rank, lane, from_source=True)
-            if len(cast.hosts) > 1:  # what came first would take NICs from what is still to come
-                for place, rank in enumerate(ranks[:-1]):
-                    writer.wait(ranks[-1], rank, _ring_lane(place, count))
-            for step in range(count - 1):
-                for place, rank in enumerate(ranks):
-                    part = parts[(place - step) % count]
-                    if part.num_bytes:
-                        to, ring = ranks[(place + 1) % count], _ring_lane(place, count)
-                        writer.message(part, rank, to, ring, from_source=False, tells=len(cast.hosts) > 1)
+                    sink.message(part, _sender(multicast, number, count), rank, lane, from_source=True)
+            _write_ring(sink, ranks, parts, across_hosts=len(multicast.hosts) > 1)
+
+
+def _write_ring(
+    sink: MessageSink, ranks: tuple[int, ...], parts: list[TensorPiece], across_hosts: bool
+) -> None:
+    count = len(ranks)
+    if across_hosts:  # parts that are here early would take NICs from those that are still to come
+        for position, rank in enumerate(ranks[:-1]):
+            sink.wait_for_receiver(ranks[-1], rank, _ring_lane(position, count))
+    for step in range(count - 1):
+        for position, rank in enumerate(ranks):
+            part = parts[(position - step) % count]
+            if part.num_bytes:
+                successor, lane = ranks[(position + 1) % count], _ring_lane(position, count)
+                sink.message(part, rank, successor, lane, from_source=False, signals=across_hosts)
 
 
 class LocalAllGather(GlobalAllGather):
+    """A scatter and a ring for each receiving host on its own."""
+
     name = "local_all_gather"
 
-    def parts(self, whole: Multicast) -> Iterator[Multicast]:
-        for host in whole.hosts:
-            yield replace(whole, hosts=(host,))
+    def split(self, multicast: Multicast) -> Iterator[Multicast]:
+        """Yield a multicast per receiving host."""
+        for host in multicast.hosts:
+            yield replace(multicast, hosts=(host,))
 
 
-def _gather_dim(piece: Piece, count: int) -> int:
-    """The first dim that has a part for everybody, else the longest."""
+def _gather_dim(piece: TensorPiece, count: int) -> int:
+    """Return the first dim that has a part for everybody, else the longest."""
     dims = range(len(piece.shape))
     return next(
         (dim for dim in dims if piece.shape[dim] >= count), max(dims, key=lambda d: piece.shape[d], default=0)
     )
 
 
-def _ring_lane(place: int, count: int) -> str:
-    """In which a place of the ring sends: another one than it receives in, also where the ring is odd."""
-    return GATHER[2 if count % 2 and place == count - 1 else place % 2]
+def _ring_lane(position: int, count: int) -> str:
+    """Return the lane in which a position of the ring sends.
+
+    No rank sends in the lane in which it receives, also where the ring is odd.
+    """
+    return RING_LANES[2 if count % 2 and position == count - 1 else position % 2]
 
 
-def _sender(cast: Multicast, number: int, count: int) -> int:
-    """Who sends its part to receiver `number` of `count`: senders take equal runs of receivers."""
-    return cast.senders[number * len(cast.senders) // count]
+def _sender(multicast: Multicast, number: int, count: int) -> int:
+    """Return the sender of the part of receiver `number` of `count`; each sender serves an equal run of them."""
+    return multicast.senders[number * len(multicast.senders) // count]
 
 
-def _part(piece: Piece, dim: int, lo: int, hi: int) -> Piece:
-    start = tuple(lo if at == dim else 0 for at in range(len(piece.shape)))
-    return piece.part(start, tuple(hi - lo if at == dim else n for at, n in enumerate(piece.shape)))
+def _part(piece: TensorPiece, dim: int, lo: int, hi: int) -> TensorPiece:
+    start = tuple(lo if d == dim else 0 for d in range(len(piece.shape)))
+    return piece.part(start, tuple(hi - lo if d == dim else size for d, size in enumerate(piece.shape)))

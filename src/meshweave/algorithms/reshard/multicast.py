@@ -1,4 +1,4 @@
-"""A multicast: a unit task, or a part of one, on its way from a sender to the hosts that need it.
+"""A multicast: a unit task, or a part of one, that one or several senders spread to the hosts that need it.
 
 With t its bytes over the rate of a NIC, A receiving hosts and B ranks on each, a strategy takes (AlpaComm,
 MLSys '23, section 3.1)
@@ -8,8 +8,9 @@ MLSys '23, section 3.1)
     global_all_gather   every rank is sent a part of its own, all gather                t + t (1 - 1 / (A B))
     broadcast           a chain from host to host, in K chunks; in each host another    t (K + A - 1) / K
 
-where the paper has 2 t for the global gather (in whose ring all parts but one cross each link, and no NIC where
-there is one host: t then) and t + A t / K for the chain (whose last chunk crosses A - 1 more NICs than one).
+The paper has 2 t for the global gather; in its ring all parts but one cross each link, and no NIC where there is
+only one host, which takes t. The paper has t + A t / K for the chain; its last chunk crosses A - 1 more NICs than
+one.
 """
 
 from __future__ import annotations
@@ -18,38 +19,40 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from meshweave.algorithms.reshard.fabric import Fabric
-from meshweave.algorithms.reshard.tasks import Piece, UnitTask
+from meshweave.algorithms.reshard.tasks import TensorPiece, UnitTask
+from meshweave.cost.fabric import HostNetwork
 
 if TYPE_CHECKING:
-    from meshweave.algorithms.reshard.writer import Messages
+    from meshweave.algorithms.reshard.writer import MessageSink
 
 
 @dataclass(frozen=True)
 class Multicast:
-    """`pieces` go from `senders`, any of which has them, to the ranks in `hosts`, a tuple for each receiving
-    host.
+    """`pieces` go from `senders`, each of which has all of them, to the ranks in `hosts`.
 
-    A local one stays within a host, which sends and receives.
+    `hosts` holds one tuple of ranks per receiving host. A local multicast stays within one host, which both sends
+    and receives.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
     senders: tuple[int, ...]
     hosts: tuple[tuple[int, ...], ...]
     is_local: bool = False
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all pieces, each counted once."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     @property
     def receivers(self) -> tuple[int, ...]:
+        """Return the receiving ranks, host by host."""
         return tuple(rank for host in self.hosts for rank in host)
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A multicast on its way into a host: `upstream` sends to `gateway` in `lane`."""
+class HostHop:
+    """The hop by which a multicast enters a host: `upstream` sends to its rank `gateway` in `lane`."""
 
     upstream: int
     gateway: int
@@ -57,78 +60,70 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Seconds for which a multicast holds its NICs, and those from then until the last rank has all."""
+class MulticastCost:
+    """Seconds for which a multicast occupies its NICs, and those from then until the last rank has everything."""
 
-    held_s: float
+    occupied_s: float
     fill_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a multicast meets: seconds its bytes take between hosts (`far_s`) and inside one (`near_s`), and what
-    each message costs beside them. Of a local one both are those inside."""
-
-    far_s: float
-    near_s: float
-    far_latency_s: float
-    near_latency_s: float
-
-    @classmethod
-    def of(cls, cast: Multicast, fabric: Fabric) -> Rates:
-        near_s = cast.num_bytes / fabric.local_bytes_per_s
-        if cast.is_local:
-            return cls(near_s, near_s, fabric.local_latency_s, fabric.local_latency_s)
-        far_s = cast.num_bytes / fabric.nic_bytes_per_s
-        return cls(far_s, near_s, fabric.nic_latency_s, fabric.local_latency_s)
-
-
 class Strategy(Protocol):
-    """How a multicast is done; each in a file of its own, all in one table (`strategies`)."""
+    """How a multicast is done. Each strategy has a file of its own; the table `strategies` lists all."""
 
-    name: str
-    one_gateway: bool
-    """Whether one rank of each host takes in what the host gets; else all do, by all of its NICs."""
-
-    def picks_sender(self, cast: Multicast) -> bool:
-        """Whether one of the senders is chosen; else all take part."""
+    @property
+    def name(self) -> str:
+        """Return the name in the table."""
         ...
 
-    def parts(self, whole: Multicast) -> Iterator[Multicast]:
-        """The multicasts that are ordered on their own."""
+    @property
+    def one_gateway(self) -> bool:
+        """Return whether each host takes in its copy through one rank; else through all of them."""
         ...
 
-    def num_chunks(self, cast: Multicast, fabric: Fabric) -> int:
-        """In how many messages the bytes should cross each link."""
+    def picks_sender(self, multicast: Multicast) -> bool:
+        """Return whether one of the senders is chosen; else all of them take part."""
         ...
 
-    def cost(self, cast: Multicast, fabric: Fabric, chunks: int) -> Cost:
-        """By the formulas above, and the latency of each message that follows another."""
+    def split(self, multicast: Multicast) -> Iterator[Multicast]:
+        """Yield the multicasts into which it falls, each of which is ordered on its own."""
         ...
 
-    def crossings(self, cast: Multicast) -> tuple[Crossing, ...]:
-        """Into each host, the first one's first; a gateway is the rank that knows when its host has all."""
+    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
+        """Return the number of messages in which the bytes should cross each link."""
         ...
 
-    def write(self, writer: Messages, cast: Multicast, chunks: int) -> None:
-        """Appends the messages, each of a `chunks`-th of the bytes at most. Where one sender is chosen, it is
-        the only one there; gateways come first in hosts."""
+    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+        """Return the seconds by the formulas above, plus the latency of each message that follows another."""
+        ...
+
+    def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
+        """Return the hop into each host, in the order of hosts.
+
+        The gateway of a hop is the rank that knows when its host has everything.
+        """
+        ...
+
+    def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
+        """Append the messages, each of at most a `chunks`-th of the bytes, to `sink`.
+
+        Where one sender is chosen it is the only one in `multicast.senders`. Gateways come first in their hosts.
+        """
         ...
 
 
-def multicasts(task: UnitTask, fabric: Fabric, strategy: Strategy) -> Iterator[Multicast]:
-    """What is to be sent for a task: inside each host that holds it already, and to the others."""
-    holding: dict[int, list[int]] = {}
-    for rank in task.holders:
-        holding.setdefault(fabric.host_of[rank], []).append(rank)
+def multicasts_of(task: UnitTask, network: HostNetwork, strategy: Strategy) -> Iterator[Multicast]:
+    """Yield the multicasts of a task: one inside each host that has the data, and one to all other hosts."""
+    sources_on: dict[int, list[int]] = {}
+    for rank in task.sources:
+        sources_on.setdefault(network.host_of[rank], []).append(rank)
     local: dict[int, list[int]] = {}
     remote: dict[int, list[int]] = {}
-    held = frozenset(task.holders)
-    for rank in task.needers:
-        if rank not in held:
-            host = fabric.host_of[rank]
-            (local if host in holding else remote).setdefault(host, []).append(rank)
+    sources = frozenset(task.sources)
+    for rank in task.destinations:
+        if rank not in sources:
+            host = network.host_of[rank]
+            (local if host in sources_on else remote).setdefault(host, []).append(rank)
     for host, ranks in local.items():
-        yield from strategy.parts(Multicast(task.pieces, tuple(holding[host]), (tuple(ranks),), True))
+        yield from strategy.split(Multicast(task.pieces, tuple(sources_on[host]), (tuple(ranks),), True))
     if remote:
-        yield from strategy.parts(Multicast(task.pieces, task.holders, tuple(map(tuple, remote.values()))))
+        yield from strategy.split(Multicast(task.pieces, task.sources, tuple(map(tuple, remote.values()))))

@@ -1,216 +1,246 @@
-"""A reshard planned: which ranks send what to whom, in which order, and how long that takes.
+"""A reshard plan: which ranks send what to whom, in which order, and how long that takes.
 
-The bound. Every receiving host takes in one copy of what it needs and does not hold, whatever the strategy;
-every part leaves the hosts that hold it at least once. So no plan ends before the busiest NIC has taken in
-its share, or sent its own where holders share the sending as evenly as can be (AlpaComm, MLSys '23, eq. 4,
-with tasks that may be divided). What a plan takes beyond that is the filling of chains, the latency of
-messages, and NICs that idle because the tasks that need them wait for other NICs.
+The bound. Whatever the strategy, every receiving host takes in one copy of what it needs and does not have, and
+every piece leaves the hosts that have it at least once. So no plan ends before the busiest NIC has taken in its
+share, or has sent its own where the sources share the sending as evenly as possible (AlpaComm, MLSys '23, eq. 4,
+with tasks that may be divided). What a plan takes beyond the bound is the filling of chains, the latency of
+messages, and NICs that idle because their tasks wait for other NICs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.reshard.fabric import Fabric
-from meshweave.algorithms.reshard.multicast import Cost, Multicast, Strategy, multicasts
-from meshweave.algorithms.reshard.order import ORDERS, Jobs, Schedule
+from meshweave.algorithms.reshard.multicast import Multicast, MulticastCost, Strategy, multicasts_of
+from meshweave.algorithms.reshard.order import ORDERS, JobSet, Schedule
 from meshweave.algorithms.reshard.problem import ReshardProblem
-from meshweave.algorithms.reshard.resources import jobs_of, nic_bound_s, ways
-from meshweave.algorithms.reshard.strategies import STRATEGIES, known
-from meshweave.algorithms.reshard.tasks import UnitTask, shared_out, unit_tasks
-from meshweave.algorithms.reshard.writer import Tally
+from meshweave.algorithms.reshard.resources import jobs_of, nic_bound_s, routes_of
+from meshweave.algorithms.reshard.strategies import STRATEGIES, check_known
+from meshweave.algorithms.reshard.tasks import UnitTask, equal_shares, unit_tasks
+from meshweave.algorithms.reshard.writer import TrafficCounter
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import PS_PER_S
+from meshweave.cost.fabric import HostNetwork
 
 SPLIT_ABOVE = 1.02
-"""Tasks are divided among senders where that might save more than this factor says."""
+"""Multicasts are divided among senders while the schedule takes more than this times the bound."""
 LEAST_PART_BYTES = 1 << 18
-"""A part that a task is divided into has no fewer bytes."""
+"""The fewest bytes of a part that a multicast is divided into."""
 MESSAGE_BYTES = 64 << 20
-"""The largest message, where the caller says nothing."""
+"""The largest message by default."""
 MAX_MESSAGES = 2_000_000
 """A program of more takes minutes to write, and gigabytes."""
 MOST_ROUNDS = 4
+"""How often the larger multicasts are halved."""
 MOST_DIVIDED = 512
-"""How often the larger tasks are halved, and into how many parts in all."""
+"""The most multicasts after they are divided."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A multicast in the schedule: `cast` with its sender chosen, if one is, and each host's gateway first."""
+class ScheduledMulticast:
+    """A multicast with its route, its start and what it costs.
 
-    cast: Multicast
+    Attributes:
+        multicast: with the chosen sender alone, if one is chosen, and the gateway first in each host.
+        chunks: number of messages in which its bytes cross each link.
+        cost: seconds for which it occupies NICs and fills chains.
+        start_s: seconds from the start of the reshard.
+    """
+
+    multicast: Multicast
     chunks: int
-    cost: Cost
+    cost: MulticastCost
     start_s: float
 
     @property
     def end_s(self) -> float:
-        return self.start_s + self.cost.held_s + self.cost.fill_s
+        """Return when the last receiving rank has everything."""
+        return self.start_s + self.cost.occupied_s + self.cost.fill_s
 
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """`turns` stand in the order in which they are written. Times are those of the model, in seconds.
+    """The multicasts of a reshard in the order in which the program has them.
 
-    `serial`: each turn between hosts waits for the one before, whoever takes part in them.
+    All times are predictions of the model, in seconds. With `serial` each multicast between hosts waits for the
+    one before, whichever ranks take part in them.
     """
 
     problem: ReshardProblem
-    fabric: Fabric
+    network: HostNetwork
     strategy: Strategy
     order: str
     tasks: tuple[UnitTask, ...]
-    turns: tuple[Turn, ...]
+    multicasts: tuple[ScheduledMulticast, ...]
     serial: bool = False
 
     @cached_property
     def predicted_s(self) -> float:
-        """When the last rank has everything."""
-        return max((turn.end_s for turn in self.turns), default=0.0)
+        """Return when the last rank has everything."""
+        return max((scheduled.end_s for scheduled in self.multicasts), default=0.0)
 
     @cached_property
     def bound_s(self) -> float:
-        """See the module; no program can be faster, as long as NICs are what there is to wait for."""
-        return nic_bound_s(self.tasks, self.fabric)
+        """Return the bound of the module docstring, which no program beats while NICs are the bottleneck."""
+        return nic_bound_s(self.tasks, self.network)
 
     @cached_property
-    def _tally(self) -> Tally:
-        tally = Tally(self.fabric)
-        for turn in self.turns:
-            self.strategy.write(tally, turn.cast, turn.chunks)
-        return tally
+    def _traffic(self) -> TrafficCounter:
+        traffic = TrafficCounter(self.network)
+        for scheduled in self.multicasts:
+            self.strategy.write(traffic, scheduled.multicast, scheduled.chunks)
+        return traffic
 
     @property
     def bytes_across_hosts(self) -> int:
-        """What leaves a host for another one, over all messages of the plan."""
-        return self._tally.bytes_across_hosts
+        """Return the bytes of all messages between hosts."""
+        return self._traffic.bytes_across_hosts
 
     @property
     def num_messages(self) -> int:
-        """Of one rank to another; those that pass on turns are not counted."""
-        return self._tally.num_messages
+        """Return the number of messages from rank to rank, without completion signals."""
+        return self._traffic.num_messages
 
     def scratch_bytes(self, rank: int) -> int:
-        """What a rank needs beside the tensors, at most: room to pack what is not contiguous in memory."""
-        return self._tally.scratch_bytes(rank)
+        """Return an upper bound of what a rank needs beside the tensors, to pack what is not contiguous."""
+        return self._traffic.scratch_bytes(rank)
 
     @property
     def least_bytes_across_hosts(self) -> int:
-        """One copy of each part to each host that needs it and does not hold it."""
-        host_of = self.fabric.host_of
+        """Return the bytes of one copy of each piece to each host that needs it and does not have it."""
+        host_of = self.network.host_of
         total = 0
         for task in self.tasks:
-            there = {host_of[rank] for rank in task.holders}
-            total += task.num_bytes * len({host_of[rank] for rank in task.needers} - there)
+            source_hosts = {host_of[rank] for rank in task.sources}
+            total += task.num_bytes * len({host_of[rank] for rank in task.destinations} - source_hosts)
         return total
 
     def local_bytes(self, rank: int) -> int:
-        """What a rank holds of the problem's tensors, before and after together: its part of the peak memory."""
+        """Return the bytes of a rank's shards, those before and those after the reshard together."""
         return sum(
-            math.prod(layout.local_shape(item.shape, rank)) * item.element_bytes
-            for item in self.problem.items
-            for layout in (item.src, item.dst)
+            math.prod(layout.local_shape(move.shape, rank)) * move.element_bytes
+            for move in self.problem.moves
+            for layout in (move.src, move.dst)
             if rank in layout.mesh
         )
 
 
 def plan_reshard(
     problem: ReshardProblem,
-    fabric: Fabric,
+    network: HostNetwork,
     *,
     strategy: str = "broadcast",
     order: str = "best",
     message_bytes: int = MESSAGE_BYTES,
 ) -> ReshardPlan:
-    """Chooses senders, gateways, chunks and the order. The same arguments give the same plan everywhere, except
-    for the order "exact", which has a time limit.
+    """Choose senders, gateways, chunks and the order of multicasts.
+
+    The same arguments give the same plan in every process, except for the order "exact", which has a time limit.
 
     Args:
         strategy: one of `strategies.STRATEGIES`.
-        order: one of `order.ORDERS`; "naive" lets the first holder send, and one task run after another.
-        message_bytes: no message is larger, except that it has one element at least. What ranks need beside the
-            tensors themselves is a few messages: see `ReshardPlan.scratch_bytes`.
+        order: one of `order.ORDERS`. With "naive" the first source sends, and one task runs after another.
+        message_bytes: the largest message, except that a message has at least one element. What ranks need beside
+            the tensors is room for a few messages: see `ReshardPlan.scratch_bytes`.
 
     Raises:
-        LayoutError: the fabric does not know a rank.
-        UnsupportedError: there is no such strategy or order, or the order needs a library that is not there.
+        LayoutError: the network does not know a rank.
+        UnsupportedError: there is no such strategy or order, or the order needs a library that is not installed.
     """
-    how = STRATEGIES[known(strategy, STRATEGIES, "strategy")]
-    known(order, ORDERS, "order")
-    if len(fabric.host_of) <= problem.ranks[-1]:
+    planner = _Planner(
+        network, STRATEGIES[check_known(strategy, STRATEGIES, "strategy")], order, message_bytes
+    )
+    check_known(order, ORDERS, "order")
+    if len(network.host_of) <= problem.ranks[-1]:
         raise LayoutError(
-            f"the fabric has {len(fabric.host_of)} ranks, and rank {problem.ranks[-1]} takes part"
+            f"the host network has {len(network.host_of)} ranks, and rank {problem.ranks[-1]} takes part"
         )
     tasks = unit_tasks(problem)
-    casts = _senders_last([cast for task in tasks for cast in multicasts(task, fabric, how)], fabric)
-    casts, schedule = _ordered(casts, tasks, fabric, how, order, message_bytes)
-    turns = []
-    choices = [ways(number, cast, fabric, how) for number, cast in enumerate(casts)]
-    for number in sorted(range(len(casts)), key=lambda n: (schedule.starts[n], n)):
-        cast = choices[number][schedule.ways[number]].cast
-        chunks = _num_chunks(cast, fabric, how, message_bytes)
-        turns.append(Turn(cast, chunks, how.cost(cast, fabric, chunks), schedule.starts[number] / PS_PER_S))
-    return ReshardPlan(problem, fabric, how, order, tasks, tuple(turns), schedule.serial)
+    multicasts, serial = planner.scheduled(tasks)
+    return ReshardPlan(problem, network, planner.strategy, order, tasks, multicasts, serial)
 
 
-def _senders_last(casts: Sequence[Multicast], fabric: Fabric) -> list[Multicast]:
-    """Hosts that send something of their own come last in each chain, where they have nothing to pass on."""
-    sending = {fabric.host_of[rank] for cast in casts if not cast.is_local for rank in cast.senders}
-    return [
-        replace(cast, hosts=tuple(sorted(cast.hosts, key=lambda host: fabric.host_of[host[0]] in sending)))
-        for cast in casts
-    ]
+@dataclass(frozen=True)
+class _Planner:
+    """What every step of planning needs to know."""
 
+    network: HostNetwork
+    strategy: Strategy
+    order: str
+    message_bytes: int
 
-def _ordered(
-    casts: list[Multicast],
-    tasks: Sequence[UnitTask],
-    fabric: Fabric,
-    how: Strategy,
-    order: str,
-    message_bytes: int,
-) -> tuple[list[Multicast], Schedule]:
-    """Multicasts and their schedule; the largest ones divided while that helps."""
-    search = ORDERS["best" if order == "exact" else order]
-    aim = nic_bound_s(tasks, fabric) * PS_PER_S
-    schedule, divided = search(_jobs(casts, fabric, how, message_bytes)), casts
-    rounds = MOST_ROUNDS if not schedule.serial and all(map(how.picks_sender, casts)) else 0
-    for _ in range(rounds):
-        count = len(divided)
-        divided = _divided(divided, fabric, how)
-        if schedule.makespan <= SPLIT_ABOVE * aim or not count < len(divided) <= MOST_DIVIDED:
-            break
-        found = search(_jobs(divided, fabric, how, message_bytes))
-        if found.makespan < schedule.makespan:
-            casts, schedule = divided, found
-    if order == "exact":  # once, for it may take its time
-        schedule = ORDERS[order](_jobs(casts, fabric, how, message_bytes))
-    return casts, schedule
+    def scheduled(self, tasks: Sequence[UnitTask]) -> tuple[tuple[ScheduledMulticast, ...], bool]:
+        """Return the multicasts of all tasks in the order of their starts, and whether they run one by one."""
+        multicasts = [each for task in tasks for each in multicasts_of(task, self.network, self.strategy)]
+        multicasts, schedule = self.ordered(self.senders_last(multicasts), tasks)
+        out = []
+        for number in sorted(range(len(multicasts)), key=lambda n: (schedule.starts[n], n)):
+            routes = routes_of(number, multicasts[number], self.network, self.strategy)
+            multicast = routes[schedule.routes[number]].multicast
+            chunks = self.num_chunks(multicast)
+            cost = self.strategy.cost(multicast, self.network, chunks)
+            out.append(ScheduledMulticast(multicast, chunks, cost, schedule.starts[number] / PS_PER_S))
+        return tuple(out), schedule.serial
 
+    def senders_last(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
+        """Put hosts that send something of their own last in each chain, where they have nothing to pass on."""
+        host_of = self.network.host_of
+        sending = {host_of[rank] for each in multicasts if not each.is_local for rank in each.senders}
 
-def _num_chunks(cast: Multicast, fabric: Fabric, how: Strategy, message_bytes: int) -> int:
-    return max(how.num_chunks(cast, fabric), -(-cast.num_bytes // message_bytes))
+        def sends(host: tuple[int, ...]) -> bool:
+            return host_of[host[0]] in sending
 
+        return [replace(each, hosts=tuple(sorted(each.hosts, key=sends))) for each in multicasts]
 
-def _divided(casts: Sequence[Multicast], fabric: Fabric, how: Strategy) -> list[Multicast]:
-    """The multicasts that have a choice of NICs and are among the larger ones, in two parts each."""
-    open_ones = [len(ways(n, cast, fabric, how)) > 1 for n, cast in enumerate(casts)]
-    largest = max(
-        (cast.num_bytes for cast, is_open in zip(casts, open_ones, strict=True) if is_open), default=0
-    )
-    out = []
-    for cast, is_open in zip(casts, open_ones, strict=True):
-        if is_open and 2 * cast.num_bytes > largest and cast.num_bytes >= 2 * LEAST_PART_BYTES:
-            out += [replace(cast, pieces=lot) for lot in shared_out(cast.pieces, 2) if lot]
-        else:
-            out.append(cast)
-    return out
+    def ordered(
+        self, multicasts: list[Multicast], tasks: Sequence[UnitTask]
+    ) -> tuple[list[Multicast], Schedule]:
+        """Return multicasts and their schedule; the largest ones are divided as long as that helps."""
+        search: Callable[[JobSet], Schedule] = ORDERS["best" if self.order == "exact" else self.order]
+        bound_ps = nic_bound_s(tasks, self.network) * PS_PER_S
+        schedule, divided = search(self.jobs(multicasts)), multicasts
+        may_divide = not schedule.serial and all(map(self.strategy.picks_sender, multicasts))
+        for _ in range(MOST_ROUNDS if may_divide else 0):
+            count = len(divided)
+            divided = self.divided(divided)
+            if schedule.makespan <= SPLIT_ABOVE * bound_ps or not count < len(divided) <= MOST_DIVIDED:
+                break
+            shorter = search(self.jobs(divided))
+            if shorter.makespan < schedule.makespan:
+                multicasts, schedule = divided, shorter
+        if self.order == "exact":  # once, for it may take its time
+            schedule = ORDERS["exact"](self.jobs(multicasts))
+        return multicasts, schedule
 
+    def num_chunks(self, multicast: Multicast) -> int:
+        """Return in how many messages a multicast crosses each link."""
+        least = -(-multicast.num_bytes // self.message_bytes)
+        return max(self.strategy.num_chunks(multicast, self.network), least)
 
-def _jobs(casts: Sequence[Multicast], fabric: Fabric, how: Strategy, message_bytes: int) -> Jobs:
-    held_s = [how.cost(cast, fabric, _num_chunks(cast, fabric, how, message_bytes)).held_s for cast in casts]
-    return jobs_of(casts, held_s, fabric, how)
+    def divided(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
+        """Halve the multicasts that have a choice of NICs and are among the larger ones."""
+        has_choice = [
+            len(routes_of(number, each, self.network, self.strategy)) > 1
+            for number, each in enumerate(multicasts)
+        ]
+        largest = max(
+            (each.num_bytes for each, chooses in zip(multicasts, has_choice, strict=True) if chooses),
+            default=0,
+        )
+        out = []
+        for each, chooses in zip(multicasts, has_choice, strict=True):
+            if chooses and 2 * each.num_bytes > largest and each.num_bytes >= 2 * LEAST_PART_BYTES:
+                out += [replace(each, pieces=share) for share in equal_shares(each.pieces, 2) if share]
+            else:
+                out.append(each)
+        return out
+
+    def jobs(self, multicasts: Sequence[Multicast]) -> JobSet:
+        """Return the multicasts as jobs that occupy NICs."""
+        occupied_s = [
+            self.strategy.cost(each, self.network, self.num_chunks(each)).occupied_s for each in multicasts
+        ]
+        return jobs_of(multicasts, occupied_s, self.network, self.strategy)

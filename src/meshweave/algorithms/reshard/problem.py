@@ -1,4 +1,4 @@
-"""What is to be moved: tensors that lie on one mesh and shall lie on another."""
+"""What a reshard moves: tensors from the layout that they have on one mesh to a layout on another."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from meshweave.describe.layout import Layout, Partial
 
 
 @dataclass(frozen=True)
-class Item:
+class TensorMove:
     """A tensor of global `shape` that lies as `src` says and shall lie as `dst` says.
 
-    The meshes may share all, some or none of their ranks. Raises LayoutError for a layout that does not fit the
-    shape, or is partial: sums are for the source mesh to make, before.
+    The two meshes may share all, some or none of their ranks.
+
+    Raises:
+        LayoutError: a layout does not fit the shape, or is partial. Sums are made on the source mesh beforehand.
     """
 
     name: str
@@ -38,21 +40,26 @@ class Item:
 
     @property
     def element_bytes(self) -> int:
+        """Return the bytes of one element."""
         return dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
 class ReshardProblem:
-    """Tensors that move in one schedule. Raises LayoutError where there are none."""
+    """Tensors that move in one schedule.
 
-    items: tuple[Item, ...]
+    Raises:
+        LayoutError: there are none.
+    """
+
+    moves: tuple[TensorMove, ...]
 
     def __post_init__(self) -> None:
-        if not self.items:
+        if not self.moves:
             raise LayoutError("there is no tensor to reshard")
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks that hold or get something, ascending."""
-        meshes = dict.fromkeys(layout.mesh for item in self.items for layout in (item.src, item.dst))
+        """Return all ranks of all source and destination meshes, ascending."""
+        meshes = dict.fromkeys(layout.mesh for move in self.moves for layout in (move.src, move.dst))
         return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))

@@ -1,7 +1,8 @@
-"""Multicasts as jobs on NICs: what each of them holds while it runs, in each way that it can be done.
+"""Multicasts as jobs on NICs: which NICs a multicast occupies while it runs, for each route that it can take.
 
-A resource is a NIC in one direction. Where one of several senders is chosen, all that send are one class, and what
-a host takes in is another; where a multicast takes up all NICs that there are to choose from, each is its own.
+A resource is one direction of one NIC. Where one of several senders is chosen, all sending NICs form one class,
+and the receiving NICs of each host form another. Where a multicast takes all NICs that there are to choose
+from, each NIC is a class of its own.
 """
 
 from __future__ import annotations
@@ -9,89 +10,91 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.reshard.fabric import Fabric, Nic
 from meshweave.algorithms.reshard.multicast import Multicast, Strategy
-from meshweave.algorithms.reshard.order import Job, Jobs
-from meshweave.algorithms.reshard.order.bounds import loads
+from meshweave.algorithms.reshard.order import JobSet, TransferJob
+from meshweave.algorithms.reshard.order.bounds import resource_loads
 from meshweave.algorithms.reshard.tasks import UnitTask
 from meshweave.base.units import PS_PER_S
+from meshweave.cost.fabric import HostNetwork, Nic
 
-MOST_WAYS = 16
-"""Choices of sender and gateways per task; of more, this many evenly spread ones are looked at."""
+MOST_ROUTES = 16
+"""The most choices of sender and gateways per multicast; of more, this many evenly spread ones are considered."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A multicast with its sender chosen, if it has one, and each host's gateway first; the NICs that it holds."""
+class MulticastRoute:
+    """One choice of sender and gateways for a multicast.
 
-    cast: Multicast
+    Attributes:
+        multicast: with the chosen sender alone, if one is chosen, and the gateway first in each host.
+        out: NICs of the senders.
+        into: NICs through which the hosts take in their copies.
+        forwarding: NICs of the gateways that pass on what they receive.
+    """
+
+    multicast: Multicast
     out: tuple[Nic, ...]
     into: tuple[Nic, ...]
-    passing: tuple[Nic, ...] = ()
-    """NICs of gateways that pass on what they get."""
+    forwarding: tuple[Nic, ...] = ()
 
 
-def ways(number: int, cast: Multicast, fabric: Fabric, how: Strategy) -> list[Way]:
-    """Each choice of sender and gateways of multicast `number`: one rank for each NIC.
+def routes_of(
+    number: int, multicast: Multicast, network: HostNetwork, strategy: Strategy
+) -> list[MulticastRoute]:
+    """Return each choice of sender and gateways of multicast `number`, with one rank per NIC.
 
-    Ranks behind one NIC are as good as one another: the first sends, so that one rank's messages follow each
-    other without turns.
+    Ranks behind one NIC are equally good. The first of them sends, so that the messages of one rank follow each
+    other without completion signals.
     """
-    picks = how.picks_sender(cast)
-    if cast.is_local:
-        sender = cast.senders[number % len(cast.senders)]
-        return [Way(replace(cast, senders=(sender,)) if picks else cast, (), ())]
-    behind = _first_behind(cast.senders, fabric)
-    gateways = [_first_behind(host, fabric) for host in cast.hosts]
+    picks = strategy.picks_sender(multicast)
+    if multicast.is_local:
+        sender = multicast.senders[number % len(multicast.senders)]
+        return [MulticastRoute(replace(multicast, senders=(sender,)) if picks else multicast, (), ())]
+    sender_of = _first_rank_by_nic(multicast.senders, network)
+    gateways = [_first_rank_by_nic(host, network) for host in multicast.hosts]
     senders: list[tuple[tuple[Nic, ...], tuple[int, ...]]] = [
-        ((nic,), (rank,)) for nic, rank in behind.items()
+        ((nic,), (rank,)) for nic, rank in sender_of.items()
     ]
     if not picks:
-        senders = [(tuple(behind), tuple(behind.values()))]
-    if not how.one_gateway:
-        every = tuple(nic for found in gateways for nic in found)
-        return [Way(replace(cast, senders=ranks), nics, every) for nics, ranks in senders]
+        senders = [(tuple(sender_of), tuple(sender_of.values()))]
+    if not strategy.one_gateway:
+        every = tuple(nic for rank_of in gateways for nic in rank_of)
+        return [MulticastRoute(replace(multicast, senders=ranks), nics, every) for nics, ranks in senders]
     entries = [
-        [list(found.items())[shift % len(found)] for found in gateways]
+        [list(rank_of.items())[shift % len(rank_of)] for rank_of in gateways]
         for shift in range(max(map(len, gateways)))
     ]
-    combined = [(sender, entry) for sender in senders for entry in entries]
-    if len(combined) > MOST_WAYS:
-        combined = [
-            combined[(number + step * len(combined) // MOST_WAYS) % len(combined)]
-            for step in range(MOST_WAYS)
+    choices = [(sender, entry) for sender in senders for entry in entries]
+    if len(choices) > MOST_ROUTES:
+        choices = [
+            choices[(number + step * len(choices) // MOST_ROUTES) % len(choices)]
+            for step in range(MOST_ROUTES)
         ]
-    return [
-        Way(
-            replace(
-                cast, senders=ranks, hosts=tuple(map(_gateway_first, cast.hosts, (at for _, at in entry)))
-            ),
-            nics,
-            tuple(nic for nic, _ in entry),
-            tuple(nic for nic, _ in entry[:-1]),
-        )
-        for (nics, ranks), entry in combined
-    ]
+    routes = []
+    for (nics, ranks), entry in choices:
+        hosts = tuple(map(_gateway_first, multicast.hosts, (rank for _, rank in entry)))
+        into = tuple(nic for nic, _ in entry)
+        routes.append(MulticastRoute(replace(multicast, senders=ranks, hosts=hosts), nics, into, into[:-1]))
+    return routes
 
 
-def _first_behind(ranks: Sequence[int], fabric: Fabric) -> dict[Nic, int]:
-    """The first of the ranks that use each NIC."""
-    found: dict[Nic, int] = {}
+def _first_rank_by_nic(ranks: Sequence[int], network: HostNetwork) -> dict[Nic, int]:
+    first: dict[Nic, int] = {}
     for rank in ranks:
-        found.setdefault(fabric.nic(rank), rank)
-    return found
+        first.setdefault(network.nic(rank), rank)
+    return first
 
 
 def _gateway_first(host: tuple[int, ...], gateway: int) -> tuple[int, ...]:
-    at = host.index(gateway)
-    return (*host[at:], *host[:at])
+    index = host.index(gateway)
+    return (*host[index:], *host[:index])
 
 
 @dataclass
-class _Resources:
-    """Numbers of NICs and their classes. `apart`: each NIC of a direction is a class of its own."""
+class _NicResources:
+    """Numbers of NICs and their classes; where `separate`, each NIC of a direction is a class of its own."""
 
-    apart: dict[str, bool]
+    separate: dict[str, bool]
     class_of: list[int] = field(default_factory=list)
     _numbers: dict[tuple[str, Nic], int] = field(default_factory=dict)
     _classes: dict[object, int] = field(default_factory=dict)
@@ -100,46 +103,50 @@ class _Resources:
         key = direction, nic
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
-            of_host = nic[0] if direction == "in" else None
-            kind = direction, nic if self.apart[direction] else of_host
+            host = nic[0] if direction == "in" else None
+            kind = direction, nic if self.separate[direction] else host
             self.class_of.append(self._classes.setdefault(kind, len(self._classes)))
         return self._numbers[key]
 
 
-def jobs_of(casts: Sequence[Multicast], durations_s: Sequence[float], fabric: Fabric, how: Strategy) -> Jobs:
-    """Multicasts as the order sees them, each with the seconds for which it holds its NICs."""
-    resources = _Resources({"out": not all(map(how.picks_sender, casts)), "in": not how.one_gateway})
+def jobs_of(
+    multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostNetwork, strategy: Strategy
+) -> JobSet:
+    """Return multicasts as the jobs to be ordered; each occupies its NICs for its duration in seconds."""
+    picks_all_senders = all(map(strategy.picks_sender, multicasts))
+    resources = _NicResources({"out": not picks_all_senders, "in": not strategy.one_gateway})
     jobs = []
-    choices = [ways(number, cast, fabric, how) for number, cast in enumerate(casts)]
-    senders = {nic for found in choices for way in found for nic in way.out}
-    for found, duration_s in zip(choices, durations_s, strict=True):
-        held = []
-        for way in found:
-            out = dict.fromkeys((*way.out, *(nic for nic in way.passing if nic in senders)))
+    routes_by_job = [routes_of(number, each, network, strategy) for number, each in enumerate(multicasts)]
+    senders = {nic for routes in routes_by_job for route in routes for nic in route.out}
+    for routes, duration_s in zip(routes_by_job, durations_s, strict=True):
+        occupied = []
+        for route in routes:
+            out = dict.fromkeys((*route.out, *(nic for nic in route.forwarding if nic in senders)))
             numbers = [resources.number("out", nic) for nic in out]
-            held.append(tuple(sorted([*numbers, *(resources.number("in", nic) for nic in way.into)])))
-        jobs.append(Job(max(round(duration_s * PS_PER_S), 1), tuple(held)))
-    return Jobs(tuple(jobs), tuple(resources.class_of))
+            occupied.append(tuple(sorted([*numbers, *(resources.number("in", nic) for nic in route.into)])))
+        jobs.append(TransferJob(max(round(duration_s * PS_PER_S), 1), tuple(occupied)))
+    return JobSet(tuple(jobs), tuple(resources.class_of))
 
 
-def nic_bound_s(tasks: Sequence[UnitTask], fabric: Fabric) -> float:
-    """Seconds that the busiest NIC needs for its bytes, if all shared them as evenly as can be."""
-    resources = _Resources({"out": False, "in": False})
-    jobs: list[Job] = []
+def nic_bound_s(tasks: Sequence[UnitTask], network: HostNetwork) -> float:
+    """Return the seconds that the busiest NIC needs for its bytes, if NICs share them as evenly as possible."""
+    resources = _NicResources({"out": False, "in": False})
+    jobs: list[TransferJob] = []
 
-    def demand(num_bytes: int, direction: str, ranks: Sequence[int]) -> None:
-        nics = dict.fromkeys(map(fabric.nic, ranks))
-        jobs.append(Job(max(num_bytes, 1), tuple((resources.number(direction, nic),) for nic in nics)))
+    def add_job(num_bytes: int, direction: str, ranks: Sequence[int]) -> None:
+        nics = dict.fromkeys(map(network.nic, ranks))
+        routes = tuple((resources.number(direction, nic),) for nic in nics)
+        jobs.append(TransferJob(max(num_bytes, 1), routes))
 
     for task in tasks:
-        holding = {fabric.host_of[rank] for rank in task.holders}
+        source_hosts = {network.host_of[rank] for rank in task.sources}
         remote: dict[int, list[int]] = {}
-        for rank in task.needers:
-            if fabric.host_of[rank] not in holding:
-                remote.setdefault(fabric.host_of[rank], []).append(rank)
+        for rank in task.destinations:
+            if network.host_of[rank] not in source_hosts:
+                remote.setdefault(network.host_of[rank], []).append(rank)
         if remote:
-            demand(task.num_bytes, "out", task.holders)
+            add_job(task.num_bytes, "out", task.sources)
         for ranks in remote.values():
-            demand(task.num_bytes, "in", ranks)
-    busiest = max((load.least for load in loads(Jobs(tuple(jobs), tuple(resources.class_of)))), default=0)
-    return busiest / fabric.nic_bytes_per_s
+            add_job(task.num_bytes, "in", ranks)
+    loads = resource_loads(JobSet(tuple(jobs), tuple(resources.class_of)))
+    return network.nic_s(max((load.least for load in loads), default=0))

@@ -1,39 +1,55 @@
-"""Every rank is sent a copy of its own, one after the other: what frameworks do that know only point to
-point."""
+"""Send every rank a copy of its own, one after another: what frameworks do that know only point-to-point."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshweave.algorithms.reshard.fabric import Fabric
-from meshweave.algorithms.reshard.multicast import Cost, Crossing, Multicast, Rates
+from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
 from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, with_tail
-from meshweave.algorithms.reshard.writer import FAR, LEAD_BYTES, NEAR, Messages
+from meshweave.algorithms.reshard.writer import (
+    INTER_HOST_LANES,
+    INTRA_HOST_LANES,
+    LEAD_BYTES,
+    MessageSink,
+)
+from meshweave.cost.fabric import HostNetwork
 
 
 class SendRecv:
+    """One message, or a sequence of them, per receiving rank."""
+
     name = "send_recv"
     one_gateway = True
 
-    def picks_sender(self, cast: Multicast) -> bool:
+    def picks_sender(self, multicast: Multicast) -> bool:
+        """Return True: one sender is enough."""
         return True
 
-    def parts(self, whole: Multicast) -> Iterator[Multicast]:
-        for rank in whole.receivers:
-            yield replace(whole, hosts=((rank,),))
+    def split(self, multicast: Multicast) -> Iterator[Multicast]:
+        """Yield a multicast per receiving rank."""
+        for rank in multicast.receivers:
+            yield replace(multicast, hosts=((rank,),))
 
-    def num_chunks(self, cast: Multicast, fabric: Fabric) -> int:
+    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
+        """Return 1: nobody passes anything on, so there is no pipeline to fill."""
         return 1
 
-    def cost(self, cast: Multicast, fabric: Fabric, chunks: int) -> Cost:
-        rates = Rates.of(cast, fabric)
-        return Cost(rates.far_s + num_messages(cast.pieces, chunks) * rates.far_latency_s)
+    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+        """Return the time of one copy and the latency of its messages."""
+        times = network.transfer_times(multicast.num_bytes, multicast.is_local)
+        count = num_messages(multicast.pieces, chunks)
+        return MulticastCost(times.inter_host_s + count * times.inter_host_latency_s)
 
-    def crossings(self, cast: Multicast) -> tuple[Crossing, ...]:
-        return () if cast.is_local else (Crossing(cast.senders[0], cast.hosts[0][0], FAR[0]),)
+    def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
+        """Return the one hop into the receiver's host, if it is another host."""
+        if multicast.is_local:
+            return ()
+        return (HostHop(multicast.senders[0], multicast.hosts[0][0], INTER_HOST_LANES[0]),)
 
-    def write(self, writer: Messages, cast: Multicast, chunks: int) -> None:
-        (sender,), ((receiver,),) = cast.senders, cast.hosts
-        for piece in with_tail(in_chunks(cast.pieces, chunks), LEAD_BYTES):
-            writer.message(piece, sender, receiver, (NEAR if cast.is_local else FAR)[0], from_source=True)
+    def write(self, sink: MessageSink, multicast: Multicast, chunks: int) -> None:
+        """Append the messages from the sender to the receiver."""
+        (sender,), ((receiver,),) = multicast.senders, multicast.hosts
+        lane = (INTRA_HOST_LANES if multicast.is_local else INTER_HOST_LANES)[0]
+        for piece in with_tail(in_chunks(multicast.pieces, chunks), LEAD_BYTES):
+            sink.message(piece, sender, receiver, lane, from_source=True)

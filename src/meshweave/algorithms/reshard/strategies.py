@@ -1,25 +1,30 @@
-"""The table of strategies; what each of them takes is compared in `multicast`."""
+"""The table of multicast strategies; `multicast` compares the time that each of them takes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from meshweave.algorithms.reshard.broadcast import Broadcast
+from meshweave.algorithms.reshard.broadcast import ChainBroadcast
 from meshweave.algorithms.reshard.gather import GlobalAllGather, LocalAllGather
 from meshweave.algorithms.reshard.multicast import Strategy
 from meshweave.algorithms.reshard.send_recv import SendRecv
-from meshweave.base.errors import UnsupportedError, nearest
+from meshweave.base.errors import UnsupportedError, did_you_mean
 
 STRATEGIES: dict[str, Strategy] = {
-    strategy.name: strategy for strategy in (Broadcast(), SendRecv(), LocalAllGather(), GlobalAllGather())
+    strategy.name: strategy
+    for strategy in (ChainBroadcast(), SendRecv(), LocalAllGather(), GlobalAllGather())
 }
 
 
-def known(name: str, table: Iterable[str], what: str) -> str:
-    """The name, if the table of strategies or orders has it. Raises UnsupportedError."""
+def check_known(name: str, table: Iterable[str], what: str) -> str:
+    """Return the name if the table of strategies or orders has it.
+
+    Raises:
+        UnsupportedError: the table has no such name; the error lists those that it has.
+    """
     names = list(table)
     if name not in names:
         raise UnsupportedError(
-            f"there is no {what} '{name}'{nearest(name, names)}; known: {', '.join(names)}"
+            f"there is no {what} '{name}'{did_you_mean(name, names)}; known: {', '.join(names)}"
         )
     return name

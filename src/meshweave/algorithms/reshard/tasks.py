@@ -1,9 +1,9 @@
-"""Unit tasks: what is sent as one, from any of the ranks that hold it to all that need it.
+"""Unit tasks: what is sent as one, from any of the ranks that have it to all that need it.
 
-Where the shards of the source and those of the destination begin and end are the cut points of a tensor. Each
-part between them is held by the ranks of one source shard and needed by those of one destination shard
-(AlpaComm, MLSys '23, section 2.2). Parts with the same holders and the same needers are one unit task, also
-those of several tensors: they cannot but take the same ways.
+The ends of all source shards and of all destination shards cut a tensor into pieces. The ranks of one source shard
+have a piece, and those of one destination shard need it (AlpaComm, MLSys '23, section 2.2). Pieces with the same
+sources and the same destinations are one unit task, also those of several tensors, since they take the same
+routes.
 """
 
 from __future__ import annotations
@@ -17,27 +17,34 @@ from itertools import pairwise, product
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.describe.layout import Intervals, Layout
 
-At = tuple[int, ...]
+Offsets = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of one tensor: `shape` elements from position `src` of a source shard to `dst` of a destination
-    shard."""
+class TensorPiece:
+    """A box of one tensor, and where it lies in a source shard and in a destination shard.
 
-    item: int
-    src: At
-    dst: At
+    Attributes:
+        tensor_index: number of the tensor in the problem.
+        src_offsets: first index of the box in the source shard, one per dim.
+        dst_offsets: first index of the box in the destination shard, one per dim.
+        shape: elements per dim.
+        num_bytes: bytes of the box.
+    """
+
+    tensor_index: int
+    src_offsets: Offsets
+    dst_offsets: Offsets
     shape: tuple[int, ...]
     num_bytes: int
 
-    def part(self, start: At, shape: tuple[int, ...]) -> Piece:
-        """The box of `shape` that begins `start` further on."""
+    def part(self, start: Offsets, shape: tuple[int, ...]) -> TensorPiece:
+        """Return the box of `shape` elements that begins at index `start` of this one."""
         each = self.num_bytes // math.prod(self.shape)
-        return Piece(
-            self.item,
-            tuple(a + b for a, b in zip(self.src, start, strict=True)),
-            tuple(a + b for a, b in zip(self.dst, start, strict=True)),
+        return TensorPiece(
+            self.tensor_index,
+            tuple(a + b for a, b in zip(self.src_offsets, start, strict=True)),
+            tuple(a + b for a, b in zip(self.dst_offsets, start, strict=True)),
             shape,
             each * math.prod(shape),
         )
@@ -45,41 +52,45 @@ class Piece:
 
 @dataclass(frozen=True)
 class UnitTask:
-    """`pieces` lie on every rank of `holders` and are wanted by every rank of `needers`; a rank may be both."""
+    """Pieces that every rank of `sources` has and every rank of `destinations` needs; a rank may be in both."""
 
-    holders: tuple[int, ...]
-    needers: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    pieces: tuple[TensorPiece, ...]
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all pieces, each counted once."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
-    """The unit tasks of a problem, source shard by source shard; those of no bytes are left out."""
-    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Piece]] = {}
-    for number, item in enumerate(problem.items):
-        for holders, needers, boxes in _overlaps(item.shape, item.src, item.dst):
-            pieces = found.setdefault((holders, needers), [])
-            for src, dst, shape in boxes:
-                pieces.append(Piece(number, src, dst, shape, math.prod(shape) * item.element_bytes))
-    return tuple(UnitTask(holders, needers, tuple(pieces)) for (holders, needers), pieces in found.items())
+    """Return the unit tasks of a problem, source shard by source shard; tasks without bytes are left out."""
+    pieces_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorPiece]] = {}
+    for index, move in enumerate(problem.moves):
+        for sources, destinations, boxes in _overlaps(move.shape, move.src, move.dst):
+            pieces = pieces_of.setdefault((sources, destinations), [])
+            for src_offsets, dst_offsets, shape in boxes:
+                num_bytes = math.prod(shape) * move.element_bytes
+                pieces.append(TensorPiece(index, src_offsets, dst_offsets, shape, num_bytes))
+    return tuple(
+        UnitTask(sources, destinations, tuple(pieces))
+        for (sources, destinations), pieces in pieces_of.items()
+    )
 
 
-Box = tuple[At, At, tuple[int, ...]]
+Box = tuple[Offsets, Offsets, tuple[int, ...]]
 Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
 
 
 @lru_cache(maxsize=1024)
 def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap, ...]:
-    """(holders, needers, boxes) for each pair of a source and a destination shard that have elements in
-    common."""
-    held, wanted = _shards(src, shape), _shards(dst, shape)
-    out = []
-    for has, holders in held.items():
-        for wants, needers in wanted.items():
-            runs = [list(_common(a, b)) for a, b in zip(has, wants, strict=True)]
+    """Return (sources, destinations, boxes) for each pair of a source and a destination shard that overlap."""
+    overlaps = []
+    src_shards, dst_shards = _ranks_of_shards(src, shape), _ranks_of_shards(dst, shape)
+    for src_shard, sources in src_shards.items():
+        for dst_shard, destinations in dst_shards.items():
+            runs = [list(_common_runs(a, b)) for a, b in zip(src_shard, dst_shard, strict=True)]
             boxes = tuple(
                 (
                     tuple(run[0] for run in box),
@@ -89,40 +100,39 @@ def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap
                 for box in product(*runs)
             )
             if boxes:
-                out.append((holders, needers, boxes))
-    return tuple(out)
+                overlaps.append((sources, destinations, boxes))
+    return tuple(overlaps)
 
 
-def _shards(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Intervals, ...], tuple[int, ...]]:
-    """The ranks of each different shard."""
-    found: dict[tuple[Intervals, ...], list[int]] = {}
+def _ranks_of_shards(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Intervals, ...], tuple[int, ...]]:
+    """Return the ranks of each distinct shard."""
+    ranks_of: dict[tuple[Intervals, ...], list[int]] = {}
     for rank in layout.mesh.ranks:
-        found.setdefault(layout.intervals(shape, rank), []).append(rank)
-    return {shard: tuple(ranks) for shard, ranks in found.items()}
+        ranks_of.setdefault(layout.intervals(shape, rank), []).append(rank)
+    return {shard: tuple(ranks) for shard, ranks in ranks_of.items()}
 
 
-def _common(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:
-    """(position in a, position in b, length) of each run of indices that both index lists have in a row."""
-    i = j = at_a = at_b = 0
+def _common_runs(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:
+    """Yield (offset in a, offset in b, length) of each run of indices that both lists contain without a gap."""
+    i = j = offset_a = offset_b = 0
     while i < len(a) and j < len(b):
         (a_lo, a_hi), (b_lo, b_hi) = a[i], b[j]
         lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
         if lo < hi:
-            yield at_a + lo - a_lo, at_b + lo - b_lo, hi - lo
+            yield offset_a + lo - a_lo, offset_b + lo - b_lo, hi - lo
         if a_hi <= b_hi:
-            i, at_a = i + 1, at_a + a_hi - a_lo
+            i, offset_a = i + 1, offset_a + a_hi - a_lo
         else:
-            j, at_b = j + 1, at_b + b_hi - b_lo
+            j, offset_b = j + 1, offset_b + b_hi - b_lo
 
 
 # --- cutting pieces --------------------------------------------------------------------------------------
 
 
-def cut(piece: Piece, most: int) -> tuple[Piece, ...]:
-    """Parts of nearly equal size, of no more than `most` bytes or of one element, each as contiguous in memory as
-    it can be.
+def cut(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
+    """Return parts of nearly equal size, each of at most `most` bytes or of one element.
 
-    Leading dims are cut apart first, so that a part is a run of whole rows.
+    Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can be.
     """
     shape, dim = piece.shape, 0
     if piece.num_bytes <= most or not shape:
@@ -141,20 +151,20 @@ def cut(piece: Piece, most: int) -> tuple[Piece, ...]:
     return tuple(out)
 
 
-def in_chunks(pieces: Sequence[Piece], count: int) -> Iterator[Piece]:
-    """Pieces of no more than a `count`-th of all bytes each, or of one element."""
-    share = _share(pieces, count)
+def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece]:
+    """Yield the pieces cut into chunks of at most a `count`-th of all bytes each, or of one element."""
+    share = _chunk_bytes(pieces, count)
     for piece in pieces:
         yield from cut(piece, share)
 
 
-def _share(pieces: Sequence[Piece], count: int) -> int:
+def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
     return max(-(-sum(piece.num_bytes for piece in pieces) // count), 1)
 
 
-def with_tail(chunks: Iterable[Piece], most: int) -> Iterator[Piece]:
-    """The chunks, of which the last one is cut once more, so that it is no larger than `most` bytes or a row."""
-    last: Piece | None = None
+def with_tail(chunks: Iterable[TensorPiece], most: int) -> Iterator[TensorPiece]:
+    """Yield the chunks, of which the last is cut so that the last part has at most `most` bytes or is one row."""
+    last: TensorPiece | None = None
     for chunk in chunks:
         if last is not None:
             yield last
@@ -163,8 +173,8 @@ def with_tail(chunks: Iterable[Piece], most: int) -> Iterator[Piece]:
         yield from _heads_and_tail(last, most) if last.num_bytes > 2 * most else (last,)
 
 
-def _heads_and_tail(piece: Piece, most: int) -> Iterator[Piece]:
-    """All but the last rows, then as many of these as have at most `most` bytes; of a larger row its parts."""
+def _heads_and_tail(piece: TensorPiece, most: int) -> Iterator[TensorPiece]:
+    """Yield all but the last rows, then the last rows of at most `most` bytes; a larger row is cut in turn."""
     dim = next((dim for dim, size in enumerate(piece.shape) if size > 1), None)
     if dim is None:
         yield piece
@@ -178,49 +188,50 @@ def _heads_and_tail(piece: Piece, most: int) -> Iterator[Piece]:
     yield from _heads_and_tail(tail, most) if row > most else (tail,)
 
 
-def num_messages(pieces: Sequence[Piece], count: int) -> int:
-    """How many pieces `in_chunks` yields, where their sizes divide; else it may yield some more."""
-    share = _share(pieces, count)
+def num_messages(pieces: Sequence[TensorPiece], count: int) -> int:
+    """Return the number of chunks of `in_chunks` where sizes divide evenly; else it may yield a few more."""
+    share = _chunk_bytes(pieces, count)
     return sum(-(-piece.num_bytes // share) for piece in pieces)
 
 
-def shared_out(pieces: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
-    """Pieces in `count` lots of nearly equal bytes, in order; a piece across a border is cut. Lots may be
-    empty."""
+def equal_shares(pieces: Sequence[TensorPiece], count: int) -> list[tuple[TensorPiece, ...]]:
+    """Return the pieces in `count` shares of nearly equal bytes, in order.
+
+    A piece that reaches across the border of two shares is cut. Shares may be empty.
+    """
     total = sum(piece.num_bytes for piece in pieces)
-    lots: list[list[Piece]] = [[] for _ in range(count)]
+    shares: list[list[TensorPiece]] = [[] for _ in range(count)]
     filled = 0
     for piece in pieces:
         for part in cut(piece, max(total // count // 8, 1)):
-            lots[min((filled + part.num_bytes // 2) * count // max(total, 1), count - 1)].append(part)
+            shares[min((filled + part.num_bytes // 2) * count // max(total, 1), count - 1)].append(part)
             filled += part.num_bytes
-    return [_joined(lot) for lot in lots]
+    return [_join_all(share) for share in shares]
 
 
-def _joined(parts: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Parts that continue one another along one dim made one again, and then what these make."""
-    out: list[Piece] = []
+def _join_all(parts: Sequence[TensorPiece]) -> tuple[TensorPiece, ...]:
+    """Join parts that continue one another along one dim, and then the boxes that result."""
+    joined: list[TensorPiece] = []
     for part in parts:
-        out.append(part)
-        while len(out) > 1 and (joined := _join(out[-2], out[-1])) is not None:
-            out[-2:] = [joined]
-    return tuple(out)
+        joined.append(part)
+        while len(joined) > 1 and (box := _join(joined[-2], joined[-1])) is not None:
+            joined[-2:] = [box]
+    return tuple(joined)
 
 
-def _join(a: Piece, b: Piece) -> Piece | None:
-    if a.item != b.item:
+def _join(a: TensorPiece, b: TensorPiece) -> TensorPiece | None:
+    """Return the box of both if `b` continues `a` along one dim, else None."""
+    if a.tensor_index != b.tensor_index:
         return None
-    ahead = [
-        dim
-        for dim, (x, y) in enumerate(zip(a.src, b.src, strict=True))
-        if x != y or b.dst[dim] - a.dst[dim] != y - x
-    ]
-    if len(ahead) != 1:
+    src_steps = [y - x for x, y in zip(a.src_offsets, b.src_offsets, strict=True)]
+    dst_steps = [y - x for x, y in zip(a.dst_offsets, b.dst_offsets, strict=True)]
+    moved_dims = [dim for dim, steps in enumerate(zip(src_steps, dst_steps, strict=True)) if any(steps)]
+    if len(moved_dims) != 1:
         return None
-    dim = ahead[0]
-    follows = b.src[dim] - a.src[dim] == b.dst[dim] - a.dst[dim] == a.shape[dim]
-    same = all(x == y for at, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if at != dim)
-    if not (follows and same):
+    dim = moved_dims[0]
+    follows = src_steps[dim] == dst_steps[dim] == a.shape[dim]
+    same_sizes = all(x == y for d, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)) if d != dim)
+    if not (follows and same_sizes):
         return None
-    shape = tuple(x + b.shape[dim] if at == dim else x for at, x in enumerate(a.shape))
-    return Piece(a.item, a.src, a.dst, shape, a.num_bytes + b.num_bytes)
+    shape = tuple(x + b.shape[dim] if d == dim else x for d, x in enumerate(a.shape))
+    return TensorPiece(a.tensor_index, a.src_offsets, a.dst_offsets, shape, a.num_bytes + b.num_bytes)

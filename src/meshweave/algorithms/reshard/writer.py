@@ -1,16 +1,14 @@
 """From multicasts to the statements of a program.
 
-For tensor number i there are an input buffer "x{i}" on its source mesh and an output "y{i}" on its destination
-mesh. Whatever a rank passes on it has received into its output already, so that no buffer is needed beside
-them.
+Tensor number i has an input buffer "x{i}" on its source mesh and an output buffer "y{i}" on its destination mesh.
+A rank passes on only what it has received into its output, so no other buffer is needed.
 
-Every message stands at one place of the program, its send before its recv, and each lane takes its ops in
-program order: so the message that comes first of all open ones can always go, and no order of multicasts can
-deadlock.
+Every message stands at one place of the program, its send before its recv, and each lane runs its ops in program
+order. So of all messages that are not done the first one can always proceed, and no order of multicasts deadlocks.
 
-Turns. A NIC serves one multicast after another, but ranks of a host know nothing of one another. Where a NIC
-goes over from one sender to another, the rank that got the last of what came before sends one element of it
-to the next sender, which waits for that: a dependence in the data like any other.
+Completion signals. A NIC serves one multicast after another, but the ranks of a host know nothing of one another.
+Where a NIC changes from one sender to another, the rank that received the last piece sends one element of it to
+the next sender, which waits for it. This is a data dependence like any other.
 """
 
 from __future__ import annotations
@@ -20,85 +18,90 @@ from functools import lru_cache
 from itertools import count
 from typing import Protocol
 
-from meshweave.algorithms.reshard.fabric import Fabric
 from meshweave.algorithms.reshard.problem import ReshardProblem
-from meshweave.algorithms.reshard.tasks import Piece
+from meshweave.algorithms.reshard.tasks import TensorPiece
+from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.layout.meshes import Meshes
+from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.ir.program import Buffer, Lane, On, Program, Same, Statement, Tensor
 from meshweave.ir.program.ops import Copy, Op, Recv, Send
 from meshweave.ir.program.views import Range, View
 
-FAR = ("far0", "far1")
-NEAR = ("near0", "near1")
-"""Between hosts and inside them; hops of a chain take turns between the two."""
-GATHER = ("gather0", "gather1", "gather2")
-"""Around rings; the third is for the last hop of an odd ring."""
-TURN, COPY = "turn", "copy"
+INTER_HOST_LANES = ("far0", "far1")
+INTRA_HOST_LANES = ("near0", "near1")
+"""Successive hops of a chain use the two lanes alternately."""
+RING_LANES = ("gather0", "gather1", "gather2")
+"""The third is for the last hop of a ring with an odd number of ranks."""
+SIGNAL_LANE, COPY_LANE = "turn", "copy"
 LEAD_BYTES = 1 << 15
-"""Of a multicast, what may still be on its way when the next sender is told."""
+"""The most bytes of a multicast that may still be in flight when the next sender is signalled."""
 
 
-class Messages(Protocol):
-    """What a strategy says of a multicast."""
+class MessageSink(Protocol):
+    """What a strategy writes the messages of a multicast to."""
 
     def message(
-        self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool, tells: bool = True
+        self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        """`src` sends a piece to `dst`: as a rank of the source mesh, or passing on what it has got.
+        """Append a message of one piece from rank `src` to rank `dst`.
 
-        With `tells` a NIC is free when the last of these has arrived.
+        `from_source` says that `src` sends from its shard of the source mesh; else it passes on what it received.
+        The NIC is free when the last message with `signals` has arrived.
         """
         ...
 
-    def wait(self, at: int, to: int, lane: str) -> None:
-        """What follows in a lane of rank `to` waits until rank `at` has got what was sent to it last."""
+    def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
+        """Let all that follows in `lane` of rank `waiter` wait until `receiver` has what was sent to it last."""
         ...
 
 
-class Tally:
-    """Counts what a strategy says, without writing it."""
+class TrafficCounter:
+    """Counts the messages of multicasts without writing them."""
 
-    def __init__(self, fabric: Fabric) -> None:
-        self._host_of = fabric.host_of
+    def __init__(self, network: HostNetwork) -> None:
+        self._host_of = network.host_of
         self.bytes_across_hosts = 0
         self.num_messages = 0
         self.largest: dict[tuple[int, str, str], int] = {}
-        """Bytes of the largest view that a rank has to pack or to unpack, by rank, lane and what for."""
+        """Bytes of the largest view that a rank packs ("out") or unpacks ("in"), by rank, lane and direction."""
 
-    def _use(self, rank: int, lane: str, use: str, num_bytes: int) -> None:
-        if num_bytes > self.largest.get((rank, lane, use), 0):
-            self.largest[rank, lane, use] = num_bytes
+    def _count(self, rank: int, lane: str, direction: str, num_bytes: int) -> None:
+        if num_bytes > self.largest.get((rank, lane, direction), 0):
+            self.largest[rank, lane, direction] = num_bytes
 
     def message(
-        self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool, tells: bool = True
+        self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
+        """Count one message."""
         self.num_messages += 1
         if self._host_of[src] != self._host_of[dst]:
             self.bytes_across_hosts += piece.num_bytes
-        self._use(src, lane, "out", piece.num_bytes)
-        self._use(dst, lane, "in", piece.num_bytes)
+        self._count(src, lane, "out", piece.num_bytes)
+        self._count(dst, lane, "in", piece.num_bytes)
 
-    def wait(self, at: int, to: int, lane: str) -> None:
-        pass
+    def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
+        """Count nothing: completion signals are not messages of the tensors."""
 
     def scratch_bytes(self, rank: int) -> int:
-        """At most what an executor packs messages into: per lane one for what goes out and two for what comes in,
-        rounded up to a power of two, and the smaller ones that were there before."""
-        mine = ((use, size) for (of, _, use), size in self.largest.items() if of == rank)
-        return sum((8 if use == "in" else 4) * size for use, size in mine)
+        """Return an upper bound of the bytes that an executor of `rank` packs messages into.
+
+        Per lane there is one buffer for outgoing and two for incoming messages, each rounded up to a power of two,
+        and the smaller ones that were there before.
+        """
+        largest = ((direction, size) for (of, _, direction), size in self.largest.items() if of == rank)
+        return sum((8 if direction == "in" else 4) * size for direction, size in largest)
 
 
-class Writer:
+class ReshardWriter:
     """Collects the ops of a reshard."""
 
     def __init__(self, problem: ReshardProblem) -> None:
         self._problem = problem
         self._body: list[Statement] = []
         self._lanes: dict[str, None] = {}
-        self._arrived: dict[int, tuple[Piece, Piece | None]] = {}
-        """By rank the last piece with dims that a message of this multicast has brought, and the one before."""
-        self._turns: dict[tuple[str, int], Iterator[int]] = {}
+        self._arrived: dict[int, tuple[TensorPiece, TensorPiece | None]] = {}
+        """By rank, of this multicast: the piece with dims that arrived last, and the one before it."""
+        self._signals: dict[tuple[str, int], Iterator[int]] = {}
         self._scratch: dict[str, tuple[str, tuple[int, ...]]] = {}
 
     def _on(self, rank: int, op: Op) -> None:
@@ -106,99 +109,109 @@ class Writer:
         self._body.append(On((rank,), (op,)))
 
     @staticmethod
-    def _source(piece: Piece) -> View:
-        return View(f"x{piece.item}", _box(piece.src, piece.shape))
+    def _source(piece: TensorPiece) -> View:
+        return View(f"x{piece.tensor_index}", _box(piece.src_offsets, piece.shape))
 
     @staticmethod
-    def _target(piece: Piece) -> View:
-        return View(f"y{piece.item}", _box(piece.dst, piece.shape))
+    def _target(piece: TensorPiece) -> View:
+        return View(f"y{piece.tensor_index}", _box(piece.dst_offsets, piece.shape))
 
     def message(
-        self, piece: Piece, src: int, dst: int, lane: str, *, from_source: bool, tells: bool = True
+        self, piece: TensorPiece, src: int, dst: int, lane: str, *, from_source: bool, signals: bool = True
     ) -> None:
-        into = self._target(piece)
-        if piece.shape and tells:
+        """Append a send on `src` and the recv on `dst`."""
+        target = self._target(piece)
+        if piece.shape and signals:
             before = self._arrived.get(dst)
             self._arrived[dst] = piece, before[0] if before else None
-        self._on(src, Send(src=self._source(piece) if from_source else into, peer=dst, lane=lane))
-        self._on(dst, Recv(out=into, peer=src, lane=lane))
+        self._on(src, Send(src=self._source(piece) if from_source else target, peer=dst, lane=lane))
+        self._on(dst, Recv(out=target, peer=src, lane=lane))
 
-    def wait(self, at: int, to: int, lane: str) -> None:
-        last = self.told_by(at)
+    def wait_for_receiver(self, receiver: int, waiter: int, lane: str) -> None:
+        """Append a completion signal from `receiver` to `waiter`, and the wait for it in `lane`."""
+        last = self.completion_piece(receiver)
         if last is not None:
-            self.gate(self.turn(last, at, to), self.dtype_of(last), to, lane)
+            self.wait_for(self.send_completion(last, receiver, waiter), self.dtype_of(last), waiter, lane)
 
-    def begin(self) -> None:
-        """Before a multicast."""
+    def begin_multicast(self) -> None:
+        """Forget what arrived in the multicast before."""
         self._arrived.clear()
 
-    def told_by(self, rank: int) -> Piece | None:
-        """The piece of this multicast whose arrival at a rank lets the next one begin: the last but one, if the
-        last is short, so that the NIC is busy while word of it goes round. None of scalars, which delay nobody."""
+    def completion_piece(self, rank: int) -> TensorPiece | None:
+        """Return the piece of this multicast whose arrival at a rank lets the next multicast begin.
+
+        That is the last but one if the last is short, so that the NIC is busy while the signal travels. It is None
+        where only scalars arrived, which delay nobody.
+        """
         last, before = self._arrived.get(rank, (None, None))
         return before if last is not None and before is not None and last.num_bytes <= LEAD_BYTES else last
 
-    def dtype_of(self, piece: Piece) -> str:
-        return self._problem.items[piece.item].dtype
+    def dtype_of(self, piece: TensorPiece) -> str:
+        """Return the dtype of the piece's tensor."""
+        return self._problem.moves[piece.tensor_index].dtype
 
-    def keep(self, piece: Piece, rank: int) -> None:
-        """`rank` holds what it needs."""
-        self._on(rank, Copy(out=self._target(piece), src=self._source(piece), lane=COPY))
+    def copy_locally(self, piece: TensorPiece, rank: int) -> None:
+        """Append a copy on a rank that has what it needs."""
+        self._on(rank, Copy(out=self._target(piece), src=self._source(piece), lane=COPY_LANE))
 
-    def turn(self, last: Piece, at: int, to: int) -> View:
-        """Rank `at` tells `to` that it has got all of `last`, a piece with dims; `gate` waits for what this
-        gives."""
-        end = tuple(a + n - 1 for a, n in zip(last.dst, last.shape, strict=True))
-        element = View(f"y{last.item}", _box(end, (1,) * len(end)))
-        if at == to:
+    def send_completion(self, last: TensorPiece, receiver: int, waiter: int) -> View:
+        """Append a signal from `receiver` to `waiter` that all of `last`, a piece with dims, has arrived.
+
+        Returns the view of one element that `wait_for` waits for.
+        """
+        end = tuple(offset + size - 1 for offset, size in zip(last.dst_offsets, last.shape, strict=True))
+        element = View(f"y{last.tensor_index}", _box(end, (1,) * len(end)))
+        if receiver == waiter:
             return element
         dtype = self.dtype_of(last)
         name = f"told_{dtype}_{len(end)}d"
-        number = next(self._turns.setdefault((name, to), count()))
+        number = next(self._signals.setdefault((name, waiter), count()))
         most = max(number + 1, self._scratch[name][1][0] if name in self._scratch else 0)
         self._scratch[name] = dtype, (most, *(1,) * (len(end) - 1))
-        told = View(name, (Range(number, number + 1), *(Range(0, 1),) * (len(end) - 1)))
-        self._on(at, Send(src=element, peer=to, lane=TURN, name="turn"))
-        self._on(to, Recv(out=told, peer=at, lane=TURN, name="turn"))
-        return told
+        signal = View(name, (Range(number, number + 1), *(Range(0, 1),) * (len(end) - 1)))
+        self._on(receiver, Send(src=element, peer=waiter, lane=SIGNAL_LANE, name="turn"))
+        self._on(waiter, Recv(out=signal, peer=receiver, lane=SIGNAL_LANE, name="turn"))
+        return signal
 
-    def gate(self, told: View, dtype: str, rank: int, lane: str) -> None:
-        """What follows in a lane of `rank` waits for a turn."""
-        num_dims = len(told.selectors)
+    def wait_for(self, signal: View, dtype: str, rank: int, lane: str) -> None:
+        """Let all that follows in `lane` of `rank` wait for a signal: append a copy of its element."""
+        num_dims = len(signal.selectors)
         name = f"go_{dtype}_{num_dims}d_{lane}"
         self._scratch[name] = dtype, (1,) * num_dims
-        self._on(rank, Copy(out=View(name, (Range(0, 1),) * num_dims), src=told, lane=lane, name="gate"))
+        self._on(rank, Copy(out=View(name, (Range(0, 1),) * num_dims), src=signal, lane=lane, name="gate"))
 
     # --- the program --------------------------------------------------------------------------------------
 
     def program(self, name: str) -> Program:
-        """What was written so far."""
-        meshes = Meshes()
+        """Return the program of all that was written so far."""
+        program_meshes = ProgramMeshes()
         tensors: list[Tensor] = []
         buffers: list[Buffer] = []
-        for number, item in enumerate(self._problem.items):
-            src, dst = meshes.of(item.src), meshes.of(item.dst)
+        for index, move in enumerate(self._problem.moves):
+            src, dst = program_meshes.add_layout(move.src), program_meshes.add_layout(move.dst)
             tensors += [
-                Tensor(f"X{number}", item.shape, item.dtype),
-                Tensor(f"Y{number}", item.shape, item.dtype),
+                Tensor(f"X{index}", move.shape, move.dtype),
+                Tensor(f"Y{index}", move.shape, move.dtype),
             ]
             buffers += [
-                Buffer(f"x{number}", "input", src.mesh.name, item.dtype, f"X{number}", src),
-                Buffer(f"y{number}", "output", dst.mesh.name, item.dtype, f"Y{number}", dst),
+                Buffer(f"x{index}", "input", src.mesh.name, move.dtype, f"X{index}", src),
+                Buffer(f"y{index}", "output", dst.mesh.name, move.dtype, f"Y{index}", dst),
             ]
         if self._scratch:
             ranks = self._problem.ranks
-            everyone = meshes.add(Mesh("all", (len(ranks),), ("rank",), ranks)).name
+            everyone = program_meshes.add(Mesh("all", (len(ranks),), ("rank",), ranks)).name
             buffers += [
                 Buffer(name, "scratch", everyone, dtype, shape=shape)
                 for name, (dtype, shape) in self._scratch.items()
             ]
-        meaning = tuple(Same(f"Y{number}", f"X{number}") for number in range(len(self._problem.items)))
+        meaning = tuple(Same(f"Y{index}", f"X{index}") for index in range(len(self._problem.moves)))
         lanes = tuple(map(Lane, sorted(self._lanes)))
-        return Program(name, meshes.listed, tuple(tensors), tuple(buffers), lanes, tuple(self._body), meaning)
+        return Program(
+            name, program_meshes.meshes, tuple(tensors), tuple(buffers), lanes, tuple(self._body), meaning
+        )
 
 
 @lru_cache(maxsize=1 << 16)
 def _box(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Range, ...]:
-    """Shared: a rank passes on what it gets, and the layers of a model have the same shapes."""
+    """Return the ranges of a box. They are shared, as the layers of a model have the same shapes."""
     return tuple(Range(lo, lo + size) for lo, size in zip(start, shape, strict=True))

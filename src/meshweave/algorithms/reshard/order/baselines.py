@@ -1,34 +1,40 @@
-"""The baselines of AlpaComm (MLSys '23), section 3.2: no thought, and balanced senders without an order."""
+"""The baselines of AlpaComm (MLSys '23), section 3.2: first senders, and balanced senders without an order."""
 
 from __future__ import annotations
 
-from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, place
+from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, schedule_in_order
 
 
-def naive(jobs: Jobs) -> Schedule:
-    """Each job takes its first way, and they run one after another as given."""
-    return place(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), serial=True, how="naive")
+def naive(jobs: JobSet) -> Schedule:
+    """Run the jobs one after another as given, each by its first route."""
+    return schedule_in_order(
+        jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), serial=True, algorithm="naive"
+    )
 
 
-def in_order(jobs: Jobs) -> Schedule:
-    """Each job takes its first way, and each resource takes its jobs as given, as soon as it can."""
-    return place(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), how="in_order")
+def in_order(jobs: JobSet) -> Schedule:
+    """Let each resource serve its jobs as given as soon as it can, each job by its first route."""
+    return schedule_in_order(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), algorithm="in_order")
 
 
-def balance(jobs: Jobs) -> Schedule:
-    """Eq. 4 by its classical greedy: longest jobs first, each by the way whose most loaded resource (then all of
-    them together) stays least loaded. That order is then the schedule's."""
+def balance(jobs: JobSet) -> Schedule:
+    """Balance the load of resources (eq. 4) greedily, longest jobs first, and schedule them in that order.
+
+    Each job takes the route whose most loaded resource stays least loaded; ties go to the least total load.
+    """
     load = [0] * len(jobs.class_of)
     order = sorted(range(len(jobs.jobs)), key=lambda j: (-jobs.jobs[j].duration, j))
-    ways = [0] * len(jobs.jobs)
+    routes = [0] * len(jobs.jobs)
     for j in order:
         job = jobs.jobs[j]
 
-        def loaded(w: int, held: tuple[tuple[int, ...], ...] = job.ways) -> tuple[int, int, int]:
-            now = [load[r] for r in held[w]]
+        def loads_after(
+            w: int, routes_of_job: tuple[tuple[int, ...], ...] = job.routes
+        ) -> tuple[int, int, int]:
+            now = [load[r] for r in routes_of_job[w]]
             return max(now, default=0), sum(now), w
 
-        ways[j] = min(range(len(job.ways)), key=loaded)
-        for r in job.ways[ways[j]]:
+        routes[j] = min(range(len(job.routes)), key=loads_after)
+        for r in job.routes[routes[j]]:
             load[r] += job.duration
-    return place(jobs, ways, order, how="balance")
+    return schedule_in_order(jobs, routes, order, algorithm="balance")

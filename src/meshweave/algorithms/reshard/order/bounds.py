@@ -1,4 +1,4 @@
-"""What no order can beat: how much work must go through how few NICs.
+"""Lower bounds of every schedule: how much work must go through how few NICs.
 
 `bound` holds for any sharing of the NICs, also where tasks are cut or run at a fraction of a NIC's rate: within
 a class of resources each job takes up one of its alternatives for its duration, so a set S of them carries at
@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.reshard.order.jobs import Jobs, way_masks
+from meshweave.algorithms.reshard.order.jobs import JobSet, route_masks
 
 MOST_SETS = 4096
 MOST_STEPS = 1 << 17
@@ -25,8 +25,8 @@ MOST_IN_CLIQUE = 400
 
 
 @dataclass(frozen=True)
-class Load:
-    """Jobs that find all their alternatives of a class within `resources` (bits), and their total duration."""
+class ResourceLoad:
+    """Jobs whose alternatives of a class all lie within `resources` (bits), and their total duration."""
 
     resources: int
     size: int
@@ -35,23 +35,24 @@ class Load:
 
     @property
     def least(self) -> int:
+        """Return the least time that the busiest of the resources is occupied."""
         return -(-self.total // self.size)
 
 
-def loads(jobs: Jobs) -> list[Load]:
-    """The sets S that a bound looks at, for each class and connected component.
+def resource_loads(jobs: JobSet) -> list[ResourceLoad]:
+    """Return the sets S that a bound considers, for each class and connected component.
 
-    They are what is left when the least loaded resource is taken off again and again (among those is the densest
-    set or one nearly as dense), and unions of the jobs' own sets of alternatives, up to 4096 of them or what 2^17
-    comparisons yield. A set left out costs strength, not truth.
+    These are the sets left when the least loaded resource is removed again and again (the densest set or one
+    nearly as dense is among them), and unions of the jobs' own sets of alternatives, up to 4096 of them or what
+    2^17 comparisons yield. A set that is left out makes the bound weaker, not wrong.
     """
-    found = []
+    loads = []
     for cls in range(max(jobs.class_of, default=-1) + 1):
         members: dict[int, list[int]] = {}
         for j, job in enumerate(jobs.jobs):
-            found_in = [[r for r in way if jobs.class_of[r] == cls] for way in job.ways]
-            mask = sum(1 << r for r in {r for held in found_in for r in held})
-            if mask and all(found_in):  # a job that can do without this class need not load it
+            in_class = [[r for r in route if jobs.class_of[r] == cls] for route in job.routes]
+            mask = sum(1 << r for r in {r for resources in in_class for r in resources})
+            if mask and all(in_class):  # a job that can do without this class need not load it
                 members.setdefault(mask, []).append(j)
         for component in _components(sorted(members)):
             total = {mask: sum(jobs.jobs[j].duration for j in members[mask]) for mask in component}
@@ -59,23 +60,27 @@ def loads(jobs: Jobs) -> list[Load]:
                 inside = [mask for mask in component if not mask & ~union]
                 if inside:
                     everyone = tuple(j for mask in inside for j in members[mask])
-                    found.append(
-                        Load(union, union.bit_count(), everyone, sum(total[mask] for mask in inside))
+                    loads.append(
+                        ResourceLoad(union, union.bit_count(), everyone, sum(total[mask] for mask in inside))
                     )
-    return found
+    return loads
 
 
-def bound(jobs: Jobs) -> int:
-    """No schedule ends sooner, not even one that cuts or slows down jobs (the module says why), nor before the end
-    of the longest job."""
+def bound(jobs: JobSet) -> int:
+    """Return a time before which no schedule ends, not even one that cuts or slows down jobs.
+
+    The module docstring says why. It is at least the duration of the longest job.
+    """
     longest = max((job.duration for job in jobs.jobs), default=0)
-    return max([longest, *(load.least for load in loads(jobs))])
+    return max([longest, *(load.least for load in resource_loads(jobs))])
 
 
-def exclusive_bound(jobs: Jobs, known: Sequence[Load] | None = None) -> int:
-    """No schedule of whole jobs, one at a time on each resource, ends sooner. Beside `bound` it knows that
+def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -> int:
+    """Return a time before which no schedule of whole jobs, one at a time on each resource, ends.
 
-    - jobs of which any two exclude each other, in whatever ways, run one after another (a clique found greedily,
+    Beside `bound` it uses that
+
+    - jobs of which any two exclude each other, in whatever routes, run one after another (a clique found greedily,
       among the longest 400 jobs);
     - of k m + 1 jobs on m resources some k + 1 share one, and take at least as long as the k + 1 shortest;
     - in a schedule without needless gaps every start is a sum of durations, so it ends at a multiple of their
@@ -83,12 +88,12 @@ def exclusive_bound(jobs: Jobs, known: Sequence[Load] | None = None) -> int:
     """
     durations = [job.duration for job in jobs.jobs]
     least = max([0, *durations])
-    for load in loads(jobs) if known is None else known:
+    for load in resource_loads(jobs) if known is None else known:
         least = max(least, load.least)
-        held = sorted((durations[j] for j in load.members), reverse=True)
-        for k in range(1, (len(held) - 1) // load.size + 1):
+        longest_first = sorted((durations[j] for j in load.members), reverse=True)
+        for k in range(1, (len(longest_first) - 1) // load.size + 1):
             last = k * load.size
-            least = max(least, sum(held[last - k : last + 1]))
+            least = max(least, sum(longest_first[last - k : last + 1]))
             if k == 8:  # further on the mean load says as much
                 break
     step = math.gcd(*durations) if durations else 1
@@ -96,7 +101,7 @@ def exclusive_bound(jobs: Jobs, known: Sequence[Load] | None = None) -> int:
 
 
 def _components(masks: Sequence[int]) -> list[list[int]]:
-    """The sets in groups that have no resource in common."""
+    """Group the sets so that no two groups have a resource in common."""
     groups: list[tuple[int, list[int]]] = []
     for mask in masks:
         touching = [group for group in groups if group[0] & mask]
@@ -109,18 +114,18 @@ def _components(masks: Sequence[int]) -> list[list[int]]:
 
 
 def _unions(masks: Sequence[int]) -> list[int]:
-    found = list(masks)
-    seen = dict.fromkeys(found)
+    unions = list(masks)
+    seen = dict.fromkeys(unions)
     most = min(MOST_SETS, max(1, MOST_STEPS // len(masks)))
     at = 0
-    while at < len(found) < most:
+    while at < len(unions) < most:
         for mask in masks:
-            union = found[at] | mask
+            union = unions[at] | mask
             if union not in seen:
                 seen[union] = None
-                found.append(union)
+                unions.append(union)
         at += 1
-    return found[:most]
+    return unions[:most]
 
 
 def _peeled(total: dict[int, int]) -> list[int]:
@@ -129,9 +134,9 @@ def _peeled(total: dict[int, int]) -> list[int]:
         whole |= mask
     bits = [1 << r for r in range(whole.bit_length()) if whole >> r & 1]
     degree = {bit: sum(d for mask, d in total.items() if mask & bit) for bit in bits}
-    found, left = [], dict(total)
+    peeled, left = [], dict(total)
     while left:
-        found.append(whole)
+        peeled.append(whole)
         bit = min(degree, key=lambda b: (degree[b], b))
         whole ^= bit
         del degree[bit]
@@ -140,13 +145,13 @@ def _peeled(total: dict[int, int]) -> list[int]:
             for other in degree:
                 if mask & other:
                     degree[other] -= duration
-    return found
+    return peeled
 
 
-def _clique(jobs: Jobs) -> int:
-    """The total duration of a set of jobs of which each two share a resource in all their ways."""
+def _clique(jobs: JobSet) -> int:
+    """Return the total duration of a set of jobs of which any two share a resource in all their routes."""
     durations = [job.duration for job in jobs.jobs]
-    masks = way_masks(jobs)
+    masks = route_masks(jobs)
     longest = sorted(range(len(durations)), key=lambda j: (-durations[j], j))[:MOST_IN_CLIQUE]
     rivals = dict.fromkeys(longest, 0)
     for n, i in enumerate(longest):

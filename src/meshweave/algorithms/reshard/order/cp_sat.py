@@ -1,7 +1,7 @@
-"""The optimum by constraint programming (OR-tools CP-SAT): the yardstick for the searches.
+"""The optimum by constraint programming (OR-tools CP-SAT): what the searches are compared with.
 
-One interval per job and way, of which one is present; the intervals on a resource do not overlap (eq. 3 of
-AlpaComm, MLSys '23); the last end is least.
+The model has one interval per job and route, of which one is present. The intervals on a resource do not overlap
+(eq. 3 of AlpaComm, MLSys '23). The makespan is minimised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
-from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place
+from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
 from meshweave.algorithms.reshard.order.portfolio import best
 from meshweave.base.errors import UnsupportedError
 
@@ -18,11 +18,14 @@ MOST_UNITS = 1 << 30
 """Longest makespan, in units of the model, that the solver is trusted with. Longer ones are rounded to fit."""
 
 
-def exact(jobs: Jobs, time_s: float = 10.0) -> Schedule:
-    """The best schedule that CP-SAT finds within `time_s`, from `best`'s on; never worse than that.
+def exact(jobs: JobSet, time_s: float = 10.0) -> Schedule:
+    """Return the best schedule that CP-SAT finds within `time_s` seconds, starting from that of `best`.
 
-    `proven` if it is optimal. Where durations have to be rounded the order is placed with the true ones, and it
-    is proven only if it meets a bound. With a limit in seconds the result can differ between machines.
+    It is `proven` if it is optimal. Where durations have to be rounded the order is scheduled with the true
+    ones, and is proven only if it meets a bound. With a limit in seconds the result can differ between machines.
+
+    Raises:
+        UnsupportedError: OR-tools is not installed.
     """
     try:
         from ortools.sat.python import cp_model
@@ -31,17 +34,17 @@ def exact(jobs: Jobs, time_s: float = 10.0) -> Schedule:
             "the exact order of a resharding needs OR-tools: pip install 'meshweave[exact]'"
         ) from error
 
-    known = replace(best(jobs), how="exact")
+    known = replace(best(jobs), algorithm="exact")
     if known.proven or not jobs.jobs:
         return replace(known, proven=True)
     step = math.gcd(*(job.duration for job in jobs.jobs))
     coarse = -(-known.makespan // (step * MOST_UNITS))
     unit = step * coarse
     durations = [max(1, round(job.duration / unit)) for job in jobs.jobs]
-    rounded = Jobs(
+    rounded = JobSet(
         tuple(replace(job, duration=d) for job, d in zip(jobs.jobs, durations, strict=True)), jobs.class_of
     )
-    hint = place(rounded, known.ways, known.order)
+    hint = schedule_in_order(rounded, known.routes, known.order)
 
     model = cp_model.CpModel()
     makespan = model.new_int_var(exclusive_bound(rounded), hint.makespan, "makespan")
@@ -52,14 +55,14 @@ def exact(jobs: Jobs, time_s: float = 10.0) -> Schedule:
         start = model.new_int_var(0, hint.makespan - job.duration, f"start{j}")
         model.add_hint(start, hint.starts[j])
         model.add(start + job.duration <= makespan)
-        present = [model.new_bool_var(f"job{j}way{w}") for w in range(len(job.ways))]
+        present = [model.new_bool_var(f"job{j}route{w}") for w in range(len(job.routes))]
         model.add_exactly_one(present)
-        for w, way in enumerate(job.ways):
-            model.add_hint(present[w], hint.ways[j] == w)
+        for w, route in enumerate(job.routes):
+            model.add_hint(present[w], hint.routes[j] == w)
             interval = model.new_optional_fixed_size_interval_var(
-                start, job.duration, present[w], f"interval{j}way{w}"
+                start, job.duration, present[w], f"interval{j}route{w}"
             )
-            for r in way:
+            for r in route:
                 on[r].append(interval)
         starts.append(start)
         presences.append(present)
@@ -74,10 +77,10 @@ def exact(jobs: Jobs, time_s: float = 10.0) -> Schedule:
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return known
-    ways = [[bool(solver.value(p)) for p in present].index(True) for present in presences]
+    routes = [[bool(solver.value(p)) for p in present].index(True) for present in presences]
     order = by_start([solver.value(start) for start in starts])
-    found = place(jobs, ways, order, how="exact")
-    if found.makespan > known.makespan:
-        found = known
-    proven = (status == cp_model.OPTIMAL and coarse == 1) or found.makespan <= exclusive_bound(jobs)
-    return replace(found, proven=proven)
+    solved = schedule_in_order(jobs, routes, order, algorithm="exact")
+    if solved.makespan > known.makespan:
+        solved = known
+    proven = (status == cp_model.OPTIMAL and coarse == 1) or solved.makespan <= exclusive_bound(jobs)
+    return replace(solved, proven=proven)

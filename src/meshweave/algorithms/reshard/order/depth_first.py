@@ -1,4 +1,4 @@
-"""AlpaComm's depth-first search with pruning (MLSys '23, section 3.2): which job is next, and in which way.
+"""AlpaComm's depth-first search with pruning (MLSys '23, section 3.2): which job is next, and by which route.
 
 The tree holds the jobs in order of their starts, so that it meets a schedule once and not once per order that
 yields it. A state is what is left to do and when each resource is free again; three arguments thin out the tree
@@ -6,7 +6,7 @@ without loss of an optimum:
 
 - a job may be next only if it starts before any other could be over, else that other one fits in front of it at no
   cost (the active schedules of Giffler and Thompson, 1960);
-- of jobs alike in duration and ways the first one goes first;
+- of jobs alike in duration and routes the first one goes first;
 - a state met before, up to exchange of resources that all jobs treat alike, leads to nothing new.
 """
 
@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from meshweave.algorithms.reshard.order.baselines import balance
-from meshweave.algorithms.reshard.order.bounds import Load, exclusive_bound, loads
-from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place
+from meshweave.algorithms.reshard.order.bounds import ResourceLoad, exclusive_bound, resource_loads
+from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
 from meshweave.algorithms.reshard.order.list_greedy import greedy
 
 MAX_NODES = 2_000
@@ -26,25 +26,26 @@ MAX_NODES = 2_000
 MOST_LOADS = 24
 
 Trail: TypeAlias = "tuple[int, int, int, Trail | None]"
-"""A job, its way, its start, and what came before."""
+"""A job, its route, its start, and what came before."""
 State: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Trail | None]"
-"""When each resource is free, what is left to do, how much of it each load has, and how it came about."""
+"""When each resource is free, the jobs left, the duration left for each load, and the trail so far."""
 
 
 def dfs(
-    jobs: Jobs, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: Schedule | None = None
+    jobs: JobSet, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: Schedule | None = None
 ) -> Schedule:
-    """The best schedule met, `proven` if nothing better is left. It looks at some `max_nodes` states, and with
-    `budget_s` for no longer than that; but a limit in seconds lets ranks differ in what they find.
+    """Return the best schedule found, `proven` if nothing better is left.
 
-    It starts from `known`, by default the better one of `balance` and a first greedy pass.
+    It visits about `max_nodes` states, and with `budget_s` stops after so many seconds; with such a limit ranks
+    can differ in their results. It starts from `known`, by default the better one of `balance` and a first
+    greedy pass.
     """
     stop = None if budget_s is None else time.monotonic() + budget_s
-    found = loads(jobs)
-    goal = exclusive_bound(jobs, found)
+    loads = resource_loads(jobs)
+    goal = exclusive_bound(jobs, loads)
     if known is None:
         known = min(balance(jobs), greedy(jobs, rounds=1, goal=goal), key=lambda s: s.makespan)
-    search = _Search(jobs, found, known.makespan)
+    search = _DepthFirstSearch(jobs, loads, known.makespan)
     nodes = 0
     while search.stack and search.least > goal and nodes < max_nodes:
         if stop is not None and time.monotonic() > stop:
@@ -52,25 +53,25 @@ def dfs(
         nodes += search.step()
     best = search.schedule() or known
     proven = best.makespan <= goal or not search.stack
-    return replace(best, proven=proven, how="dfs")
+    return replace(best, proven=proven, algorithm="dfs")
 
 
-class _Search:
-    def __init__(self, jobs: Jobs, found: list[Load], least: int) -> None:
+class _DepthFirstSearch:
+    def __init__(self, jobs: JobSet, loads: list[ResourceLoad], least: int) -> None:
         self.jobs, self.least = jobs, least
         self.durations = [job.duration for job in jobs.jobs]
-        self.ways = [job.ways for job in jobs.jobs]
-        dense = sorted(found, key=lambda load: -load.total / load.size)[:MOST_LOADS]
+        self.routes = [job.routes for job in jobs.jobs]
+        dense = sorted(loads, key=lambda load: -load.total / load.size)[:MOST_LOADS]
         self.sets = [tuple(r for r in range(len(jobs.class_of)) if load.resources >> r & 1) for load in dense]
         self.loads_of: list[list[int]] = [[] for _ in jobs.jobs]
         for n, load in enumerate(dense):
             for j in load.members:
                 self.loads_of[j].append(n)
-        todo = tuple(j for j in self._longest_first() if self.ways[j][0])
+        todo = tuple(j for j in self._longest_first() if self.routes[j][0])
         self.twin: dict[int, int] = {}
         last: dict[object, int] = {}
         for j in todo:
-            kind = self.durations[j], self.ways[j]
+            kind = self.durations[j], self.routes[j]
             if kind in last:
                 self.twin[j] = last[kind]
             last[kind] = j
@@ -83,7 +84,7 @@ class _Search:
             self.stack = [(0, (free, todo, tuple(load.total for load in dense), None))]
 
     def step(self) -> int:
-        """Opens the state on top; how many it looked at."""
+        """Open the state on top of the stack; return how many states that visited."""
         bound, (free, todo, left, trail) = self.stack.pop()
         if bound >= self.least:
             return 0
@@ -92,9 +93,9 @@ class _Search:
         for n, j in enumerate(todo):
             if self.twin.get(j, -1) in todo[:n]:
                 continue
-            for w, way in enumerate(self.ways[j]):
+            for w, route in enumerate(self.routes[j]):
                 start = now
-                for r in way:
+                for r in route:
                     if free[r] > start:
                         start = free[r]
                 end = start + self.durations[j]
@@ -122,11 +123,11 @@ class _Search:
         left: tuple[int, ...],
         trail: Trail | None,
     ) -> tuple[int, State] | None:
-        """The state after that job, unless it cannot lead to anything new or better."""
+        """Return the state after that job, or None if it cannot lead to anything new or better."""
         j = todo[n]
         end = start + self.durations[j]
         then = [t if t > start else start for t in free]  # nothing starts before this job any more
-        for r in self.ways[j][w]:
+        for r in self.routes[j][w]:
             then[r] = end
         rest = list(left)
         for at in self.loads_of[j]:
@@ -154,25 +155,25 @@ class _Search:
         return bound, (tuple(then), others, tuple(rest), step)
 
     def schedule(self) -> Schedule | None:
-        """The best one met that is better than what it began with."""
+        """Return the best schedule found, or None if none is better than the one that it began with."""
         if self.best is None:
             return None
-        starts, ways = [0] * len(self.durations), [0] * len(self.durations)
+        starts, routes = [0] * len(self.durations), [0] * len(self.durations)
         trail: Trail | None = self.best
         while trail is not None:
-            j, ways[j], starts[j], trail = trail
-        return place(self.jobs, ways, by_start(starts))
+            j, routes[j], starts[j], trail = trail
+        return schedule_in_order(self.jobs, routes, by_start(starts))
 
     def _longest_first(self) -> list[int]:
         return sorted(range(len(self.durations)), key=lambda j: (-self.durations[j], j))
 
 
-def _alike(jobs: Jobs) -> list[list[int]]:
-    """Groups of resources of which any two can change places in all jobs at once, and no job is another one."""
+def _alike(jobs: JobSet) -> list[list[int]]:
+    """Return groups of resources of which any two can be exchanged in all jobs without changing the jobs."""
     users: dict[int, list[frozenset[frozenset[int]]]] = {}
-    kinds = dict.fromkeys(frozenset(frozenset(way) for way in job.ways) for job in jobs.jobs)
+    kinds = dict.fromkeys(frozenset(frozenset(route) for route in job.routes) for job in jobs.jobs)
     for kind in kinds:
-        for r in sorted({r for way in kind for r in way}):
+        for r in sorted({r for route in kind for r in route}):
             users.setdefault(r, []).append(kind)
     groups: list[list[int]] = []
     for r in sorted(users):
@@ -180,7 +181,8 @@ def _alike(jobs: Jobs) -> list[list[int]]:
             swap = {r: group[0], group[0]: r}
             touched = users[r] + users[group[0]]
             if len(users[r]) == len(users[group[0]]) and all(
-                frozenset(frozenset(swap.get(x, x) for x in way) for way in kind) == kind for kind in touched
+                frozenset(frozenset(swap.get(x, x) for x in route) for route in kind) == kind
+                for kind in touched
             ):
                 group.append(r)
                 break

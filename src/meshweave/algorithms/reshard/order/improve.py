@@ -1,4 +1,4 @@
-"""Better a schedule by taking a few jobs out and putting each back where it costs least (iterated greedy).
+"""Improve a schedule by taking a few jobs out and putting each back where it costs least (iterated greedy).
 
 Ruiz and Stuetzle (2007) for flow shops; the price of a place is that of Mastrolilli and Gambardella (2000) for
 flexible job shops: the longest path through the job there, from what must come before it (its head) and what must
@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 
-from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place, way_masks
+from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, route_masks, schedule_in_order
 
 
-def improve(jobs: Jobs, schedule: Schedule, rounds: int, seed: int = 0, goal: int = 0) -> Schedule:
-    """Up to `rounds` times; it ends early at a makespan of `goal`. Never worse than `schedule`."""
+def improve(jobs: JobSet, schedule: Schedule, rounds: int, seed: int = 0, goal: int = 0) -> Schedule:
+    """Return a schedule no worse than `schedule` after up to `rounds` rounds; it ends early at `goal`."""
     rng = random.Random(seed)
-    line = _Line(jobs, schedule)
-    best, best_ways, best_order = line.makespan, line.ways[:], line.order[:]
-    now, ways, order = best, best_ways, best_order
+    line = _JobSequence(jobs, schedule)
+    best, best_routes, best_order = line.makespan, line.routes[:], line.order[:]
+    now, routes, order = best, best_routes, best_order
     # A little worse is accepted now and then, or the search would stay where no small step helps.
     slack = sum(job.duration for job in jobs.jobs) / max(1, len(jobs.jobs)) / 8
     for _ in range(rounds):
@@ -27,54 +27,54 @@ def improve(jobs: Jobs, schedule: Schedule, rounds: int, seed: int = 0, goal: in
         line.put_back(rng)
         luck = rng.random()
         if line.makespan <= now + slack * luck * luck * luck * luck:
-            now, ways, order = line.makespan, line.ways[:], line.order[:]
+            now, routes, order = line.makespan, line.routes[:], line.order[:]
             if now < best:
-                best, best_ways, best_order = now, ways, order
+                best, best_routes, best_order = now, routes, order
         else:
-            line.reset(ways, order)
+            line.reset(routes, order)
     if best >= schedule.makespan:
         return schedule
-    found = place(jobs, best_ways, best_order)
-    return place(jobs, best_ways, by_start(found.starts), how=schedule.how)
+    first = schedule_in_order(jobs, best_routes, best_order)
+    return schedule_in_order(jobs, best_routes, by_start(first.starts), algorithm=schedule.algorithm)
 
 
-class _Line:
-    """An order, the ways in it, and for each job its end and what it leaves to come: its own time and after."""
+class _JobSequence:
+    """Jobs in order with their routes, and for each job its end and the longest path from its start to the end."""
 
-    def __init__(self, jobs: Jobs, schedule: Schedule) -> None:
+    def __init__(self, jobs: JobSet, schedule: Schedule) -> None:
         self.durations = [job.duration for job in jobs.jobs]
-        self.held = [job.ways for job in jobs.jobs]
-        self.masks = way_masks(jobs)
+        self.routes_of = [job.routes for job in jobs.jobs]
+        self.masks = route_masks(jobs)
         self.resources = len(jobs.class_of)
         self.ends, self.rests = [0] * len(self.durations), [0] * len(self.durations)
         self.out: list[int] = []
-        self.reset(list(schedule.ways), list(schedule.order))
+        self.reset(list(schedule.routes), list(schedule.order))
 
-    def reset(self, ways: list[int], order: list[int]) -> None:
-        self.ways, self.order = ways[:], order[:]
+    def reset(self, routes: list[int], order: list[int]) -> None:
+        self.routes, self.order = routes[:], order[:]
         self.measure()
 
     def measure(self) -> None:
-        held = [self.held[j][self.ways[j]] for j in self.order]
+        occupied = [self.routes_of[j][self.routes[j]] for j in self.order]
         self.makespan = 0
         for order, result in (
-            (zip(self.order, held, strict=True), self.ends),
-            (zip(reversed(self.order), reversed(held), strict=True), self.rests),
+            (zip(self.order, occupied, strict=True), self.ends),
+            (zip(reversed(self.order), reversed(occupied), strict=True), self.rests),
         ):
             free = [0] * self.resources
-            for j, way in order:
+            for j, route in order:
                 t = 0
-                for r in way:
+                for r in route:
                     if free[r] > t:
                         t = free[r]
                 t += self.durations[j]
-                for r in way:
+                for r in route:
                     free[r] = t
                 result[j] = t
         self.makespan = max([self.ends[j] for j in self.order], default=0)
 
     def take_out(self, rng: random.Random) -> None:
-        """One job of a longest path, and up to three more, mostly of such a path, too."""
+        """Take out one job of a longest path, and up to three more, mostly of such a path, too."""
         ends, rests, durations = self.ends, self.rests, self.durations
         critical = [j for j in self.order if ends[j] + rests[j] - durations[j] == self.makespan]
         self.out = []
@@ -92,11 +92,11 @@ class _Line:
         self.measure()
 
     def insert(self, j: int, rng: random.Random) -> None:
-        """Where, and in the way, that the longest path through the job is shortest; of equals one by chance."""
+        """Insert a job by the route and at the place with the shortest longest path; ties are broken at random."""
         least = -1
         choices: list[tuple[int, int]] = []
         order, ends, rests = self.order, self.ends, self.rests
-        in_use = [(n, i, self.masks[i][self.ways[i]]) for n, i in enumerate(order)]
+        in_use = [(n, i, self.masks[i][self.routes[i]]) for n, i in enumerate(order)]
         for w, mask in enumerate(self.masks[j]):
             rivals = [(n, i) for n, i, other in in_use if other & mask]
             tails, tail = [0], 0
@@ -119,6 +119,6 @@ class _Line:
                 if path != least:
                     least, choices = path, []
                 choices.append((w, at))
-        way, at = choices[int(rng.random() * len(choices))]
-        self.ways[j] = way
+        route, at = choices[int(rng.random() * len(choices))]
+        self.routes[j] = route
         order.insert(at, j)

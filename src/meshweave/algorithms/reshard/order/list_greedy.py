@@ -4,7 +4,7 @@ The paper starts jobs in rounds: a set without overlap that involves the most de
 orders yield. Rounds fit equal durations only. Here jobs start whenever resources get free (list scheduling; of
 equal jobs it makes rounds by itself): of several orders of those that could start, the one is taken that puts the
 most resources to work. Orders favour jobs on the resources with the most work ahead, as a critical resource that
-idles is time lost, and a job takes the way on which the least work is waiting.
+idles is time lost, and a job takes the route on which the least work is waiting.
 """
 
 from __future__ import annotations
@@ -15,54 +15,57 @@ import random
 from dataclasses import replace
 
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
-from meshweave.algorithms.reshard.order.jobs import Jobs, Schedule, by_start, place
+from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
 
 MOST_PASSES = 32
 PASS_WORK = 3_000
-"""Ways of the jobs that all passes look at by default: with many jobs there is one pass, for time's sake."""
+"""Routes that all passes together consider by default; with many jobs there is one pass, to save time."""
 
 
-def greedy(jobs: Jobs, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> Schedule:
-    """The best of some passes, the first without chance. It ends early where a pass meets `goal`, by default a
-    bound that no schedule beats."""
+def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> Schedule:
+    """Return the best schedule of some passes, of which the first is not random.
+
+    It ends early where a pass meets `goal`, by default a bound that no schedule beats.
+    """
     goal = exclusive_bound(jobs) if goal is None else goal
     if rounds is None:
-        rounds = max(1, min(MOST_PASSES, PASS_WORK // max(1, sum(len(job.ways) for job in jobs.jobs))))
+        rounds = max(1, min(MOST_PASSES, PASS_WORK // max(1, sum(len(job.routes) for job in jobs.jobs))))
     rng = random.Random(seed)
-    lists = Lists(jobs)
+    lists = ListScheduler(jobs)
     best = lists.run(None)
     for _ in range(rounds - 1):
         if best.makespan <= goal:
             break
-        found = lists.run(rng)
-        if found.makespan < best.makespan:
-            best = found
-    return replace(best, proven=best.makespan <= goal, how="greedy")
+        best = min(best, lists.run(rng), key=lambda schedule: schedule.makespan)
+    return replace(best, proven=best.makespan <= goal, algorithm="greedy")
 
 
-class Lists:
-    """Jobs with the same ways form a kind, of which the longest that waits comes first: what is looked at when a
-    resource gets free are the kinds that could use it."""
+class ListScheduler:
+    """List scheduling of jobs by kind.
 
-    def __init__(self, jobs: Jobs) -> None:
+    Jobs with the same routes form a kind, which starts its longest waiting job first. When a resource becomes free
+    only the kinds that could use it are considered.
+    """
+
+    def __init__(self, jobs: JobSet) -> None:
         self.jobs = jobs
         self.durations = [job.duration for job in jobs.jobs]
         queues: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for j in sorted(range(len(jobs.jobs)), key=lambda j: (-self.durations[j], j)):
-            queues.setdefault(jobs.jobs[j].ways, []).append(j)
+            queues.setdefault(jobs.jobs[j].routes, []).append(j)
         queues.pop(((),), None)  # nothing to wait for
-        self.ways, self.queues = list(queues), list(queues.values())
-        self.masks = [[sum(1 << r for r in way) for way in ways] for ways in self.ways]
+        self.routes, self.queues = list(queues), list(queues.values())
+        self.masks = [[sum(1 << r for r in route) for route in routes] for routes in self.routes]
         self.always = [functools.reduce(int.__and__, masks) for masks in self.masks]
-        self.options = [list(zip(*both, strict=True)) for both in zip(self.masks, self.ways, strict=True)]
+        self.options = [list(zip(*both, strict=True)) for both in zip(self.masks, self.routes, strict=True)]
         self.users: list[list[int]] = [[] for _ in jobs.class_of]
         self.shares: list[list[tuple[int, float]]] = []
         self.pressure = [0.0] * len(jobs.class_of)
-        for k, ways in enumerate(self.ways):
+        for k, routes in enumerate(self.routes):
             share: dict[int, float] = {}
-            for way in ways:
-                for r in way:
-                    share[r] = share.get(r, 0.0) + 1 / len(ways)
+            for route in routes:
+                for r in route:
+                    share[r] = share.get(r, 0.0) + 1 / len(routes)
             work = sum(self.durations[j] for j in self.queues[k])
             for r in share:
                 self.users[r].append(k)
@@ -70,7 +73,7 @@ class Lists:
             self.shares.append(list(share.items()))
 
     def run(self, rng: random.Random | None) -> Schedule:
-        """One pass over time. Without `rng` there is one order at each moment, by need alone."""
+        """Make one pass over time. Without `rng` the kinds at each moment are ordered by need alone."""
         starts, chosen = [0] * len(self.durations), [0] * len(self.durations)
         waiting = [len(queue) for queue in self.queues]
         pressure, busy, now = self.pressure[:], 0, 0
@@ -109,17 +112,17 @@ class Lists:
             looked_at = list(
                 dict.fromkeys([k for r in used for k in self.users[r] if not always[k] & busy and waiting[k]])
             )
-        return place(self.jobs, chosen, by_start(starts))
+        return schedule_in_order(self.jobs, chosen, by_start(starts))
 
     def _ready(self, looked_at: list[int], busy: int, pressure: list[float]) -> list[tuple[float, int]]:
-        """The kinds that could start a job now, each with the work ahead on its most loaded resource."""
+        """Return the kinds that could start a job now, each with the work ahead on its most loaded resource."""
         ready = []
         for k in looked_at:
             least = -1.0
-            for mask, way in self.options[k]:
+            for mask, route in self.options[k]:
                 if not mask & busy:
                     ahead = 0.0
-                    for r in way:
+                    for r in route:
                         if pressure[r] > ahead:
                             ahead = pressure[r]
                     if ahead < least or least < 0:
@@ -131,21 +134,21 @@ class Lists:
     def _fill(
         self, order: list[int], waiting: list[int], busy: int, pressure: list[float]
     ) -> tuple[list[tuple[int, int]], float]:
-        """Starts what it can, in that order; and the work ahead on the resources it puts to use."""
+        """Start what can start, in that order; return it and the work ahead on the resources that it occupies."""
         picked, value = [], 0.0
         for k in order:
             if self.always[k] & busy:
                 continue
             for _ in range(waiting[k]):
-                least, way = 0.0, -1
-                for w, (mask, held) in enumerate(self.options[k]):
+                least, route = 0.0, -1
+                for w, (mask, occupied) in enumerate(self.options[k]):
                     if not mask & busy:
-                        ahead = sum([pressure[r] for r in held])
-                        if way < 0 or ahead < least:
-                            least, way = ahead, w
-                if way < 0:
+                        ahead = sum([pressure[r] for r in occupied])
+                        if route < 0 or ahead < least:
+                            least, route = ahead, w
+                if route < 0:
                     break
-                picked.append((k, way))
+                picked.append((k, route))
                 value += least
-                busy |= self.masks[k][way]
+                busy |= self.masks[k][route]
         return picked, value
