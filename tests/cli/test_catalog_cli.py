@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from meshweave.cli.app import run_app
-from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model import load_model
 
 
 def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -55,9 +59,26 @@ def test_json_of_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpt3["derived"]["adam_bytes"] == 12 * gpt3["derived"]["num_parameters"]
 
 
+@pytest.mark.parametrize("args", [["gpt3"], ["models", "gpt3"], ["tpu-v4-pod"]])
+def test_toml_is_the_file_of_the_entry(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str]
+) -> None:
+    status, out, err = called(capsys, *args, "--toml")
+    assert (status, err) == (0, "")
+    kind, load = ("clusters", load_cluster) if args[-1] in cluster_names() else ("models", load_model)
+    assert out == catalog_text(kind, args[-1])
+    path = tmp_path / "mine.toml"
+    path.write_text(out)
+    assert replace(load(path), source="") == replace(load(args[-1]), source="")  # type: ignore[type-var]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["--toml"], "--toml prints one entry; give its name"),
+        (["models", "--toml"], "--toml prints one entry; give its name"),
+        (["gpt3", "--toml", "--json"], "and not --json"),
+        (["gpt33", "--toml"], "did you mean 'gpt3'"),
         (["model"], "did you mean 'models'"),
         (["gpt33"], "did you mean 'gpt3'"),
         (["models", "gpt33"], "did you mean 'gpt3'"),

@@ -21,8 +21,7 @@ import pytest
 from damage import CLUSTER, CONFIG, HOSTS, MODEL, RUBBISH, TREE, changed_json, changed_lines, changed_program
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.cli import run as run_module
-from meshweave.cli import verify as verify_module
+from meshweave.check import runner, verifier
 from meshweave.cli.app import run_app
 
 CASE_S = 10
@@ -132,8 +131,8 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise UnsupportedError("no processes in this test")
 
-    monkeypatch.setattr(run_module, "_execute", refuse)
-    monkeypatch.setattr(verify_module, "_on_processes", lambda *args: "no processes in this test")
+    monkeypatch.setattr(runner, "measure", refuse)
+    monkeypatch.setattr(verifier, "verify_on_processes", lambda *args: "no processes in this test")
 
 
 def test_damaged_plans(case: Case, no_processes: None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.base.errors import DescriptionError, nearest
+from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
@@ -31,6 +31,9 @@ def catalog(
     name: Annotated[
         str | None, typer.Argument(help="An entry: all of its numbers and their sources.")
     ] = None,
+    toml: Annotated[
+        bool, typer.Option("--toml", help="Print the file of the entry NAME, to start one of your own from.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """List the models and clusters that can be named, with their key figures and sources.
@@ -45,9 +48,14 @@ def catalog(
     if kind is not None and kind not in KINDS:
         known = (*KINDS, *model_names(), *cluster_names())
         raise DescriptionError(
-            f"the catalog has no '{printable(kind)}'{nearest(kind, known)}; it has {', '.join(KINDS)}"
+            f"the catalog has no '{printable(kind)}'{did_you_mean(kind, known)}; it has {', '.join(KINDS)}"
         )
     kinds = KINDS if kind is None else (kind,)
+    if toml:
+        if name is None or json:
+            raise DescriptionError("--toml prints one entry; give its name, and not --json")
+        typer.echo(catalog_text(kinds[0], name), nl=False)
+        return
     if name is not None:
         data = _entry(kinds[0], name)
         if json:
@@ -73,16 +81,16 @@ def _names(kind: str) -> tuple[str, ...]:
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
-    """What the file says, under "file", and what follows from it, under "derived"."""
+    """Return the content of an entry's file under "file", and what follows from it under "derived"."""
     data = tomllib.loads(catalog_text(kind, name))
     if kind == "models":
-        derived = _of_model(load_model(name))
+        derived = _model_figures(load_model(name))
     else:
-        derived = _of_cluster(load_cluster(name))
+        derived = _cluster_figures(load_cluster(name))
     return {"name": name, "derived": derived, "file": data}
 
 
-def _of_model(model: Transformer) -> dict[str, Any]:
+def _model_figures(model: Transformer) -> dict[str, Any]:
     count = model.num_parameters
     layers = ", ".join(f"{x.name} {x.in_features} x {x.out_features}" for x in model.fc_layers())
     return {
@@ -102,7 +110,7 @@ def _of_model(model: Transformer) -> dict[str, Any]:
     }
 
 
-def _of_cluster(cluster: Cluster) -> dict[str, Any]:
+def _cluster_figures(cluster: Cluster) -> dict[str, Any]:
     shapes = ["x".join(map(str, shape)) for shape in cluster.network.mesh_shapes(2)]
     chip = cluster.chip
     return {
@@ -121,12 +129,12 @@ def _print_entry(data: dict[str, Any]) -> None:
 
 
 def _print_table(table: dict[str, Any], depth: int) -> None:
-    """Nested tables as indented lines, numbers with the unit that their key ends in."""
+    """Print nested tables as indented lines, numbers with the unit that their key ends in."""
     pad = "  " * depth
     plain = {key: value for key, value in table.items() if not _is_nested(value)}
     width = max(map(len, plain), default=0)
     for key, value in plain.items():
-        typer.echo(f"{pad}{key:<{width}}  {_shown(key, value)}")
+        typer.echo(f"{pad}{key:<{width}}  {_format_number(key, value)}")
     for key, value in table.items():
         if isinstance(value, dict):
             typer.echo(f"{pad}{key}:")
@@ -141,7 +149,7 @@ def _is_nested(value: object) -> bool:
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value))
 
 
-def _shown(key: str, value: Any) -> str:
+def _format_number(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, int | float):

@@ -1,7 +1,7 @@
 """Layouts: which elements of a tensor each rank of a mesh holds."""
 
+from meshweave.describe.layout.intervals import Intervals, chunk_bounds
 from meshweave.describe.layout.layouts import (
-    Intervals,
     Layout,
     Partial,
     Placement,
@@ -9,7 +9,6 @@ from meshweave.describe.layout.layouts import (
     Shard,
     StridedShard,
     Tile,
-    chunk_bounds,
 )
 
 __all__ = [

@@ -7,14 +7,14 @@ ScaLAPACK), which with one block per rank and an offset gives any regular misali
 each of several equal chunks, as DTensor does where FSDP shards what tensor parallelism has sharded, or where
 a sharded dim was flattened into another.
 
-A layout may also say how the tensor is *seen*: with `folds`, runs of its dims count as one, such as the matrix
-(B * S, K) that a product sees in activations (B, S, K).
+A layout may also say how the tensor is *seen*: with `folds`, consecutive dims count as one, as in the matrix
+(B * S, K) that a matrix product sees in activations (B, S, K).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,16 +22,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError
+from meshweave.describe.layout.intervals import (
+    Interval,
+    Intervals,
+    blocked,
+    chunk_bounds,
+    flattened,
+    joined,
+    length,
+    select,
+)
 from meshweave.describe.layout.mesh import Mesh
-
-Intervals = tuple[tuple[int, int], ...]
-"""Half-open [start, stop) global index ranges along one dim, in local order."""
-
-
-def chunk_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of part `index` when `size` elements are cut into `parts` by torch.chunk's rule."""
-    each = -(-size // parts)
-    return min(index * each, size), min((index + 1) * each, size)
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,15 @@ Placement = Shard | Replicate | Partial | Tile | StridedShard
 
 @dataclass(frozen=True)
 class Layout:
-    """One placement per axis of `mesh`. Raises LayoutError where their number does not fit.
+    """How a tensor lies on `mesh`: one placement per mesh axis.
 
-    With `folds`, placements name the dims of the *original* tensor, and everybody else sees one dim for each
-    fold: the row-major folding of consecutive original dims, whose sizes the fold lists. An original of
-    (4, 8, 16) seen as (32, 16) has folds ((4, 8), (16,)); an empty fold is a dim of size 1. Every `shape` given
-    to the methods is the one that is seen.
+    With `folds`, placements name the dims of the *original* tensor, and every caller sees one dim per fold: the
+    row-major flattening of consecutive original dims, whose sizes the fold lists. An original of (4, 8, 16) seen
+    as (32, 16) has folds ((4, 8), (16,)); an empty fold is a dim of size 1. Every `shape` given to the methods is
+    the one that is seen.
+
+    Raises:
+        LayoutError: the number of placements is not that of mesh axes, or a placement or fold is malformed.
     """
 
     mesh: Mesh
@@ -134,9 +138,10 @@ class Layout:
         return f"fold({', '.join([placed, *map(str, self.folds)])})"
 
     def original_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Sizes of the dims that placements name: `shape` itself, or the folded sizes one after another.
+        """Return the sizes of the dims that placements name: `shape` itself, or the sizes that all folds list.
 
-        Raises LayoutError for a shape that is not that of the folds.
+        Raises:
+            LayoutError: `shape` is not that of the folds.
         """
         if self.folds is None:
             return tuple(shape)
@@ -146,15 +151,19 @@ class Layout:
         return tuple(size for fold in self.folds for size in fold)
 
     def intervals(self, shape: Sequence[int], rank: int) -> tuple[Intervals, ...]:
-        """Global index ranges that `rank` holds, per dim of a tensor of global `shape`, in local order."""
+        """Return the global index ranges that `rank` holds, per dim of a tensor of global `shape`, in local order.
+
+        Raises:
+            LayoutError: a placement names a dim that the tensor does not have.
+        """
         return _intervals(self, tuple(shape), rank)
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Shape of the shard of `rank`. Raises LayoutError for a dim that the tensor does not have."""
-        return tuple(sum(stop - start for start, stop in dim) for dim in self.intervals(shape, rank))
+        """Return the shape of the shard of `rank`. Raises LayoutError as `intervals` does."""
+        return tuple(map(length, self.intervals(shape, rank)))
 
     def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
-        """Global indices of the local elements, one array per dim."""
+        """Return the global indices of the local elements, one array per dim."""
         return tuple(
             np.concatenate([np.arange(start, stop) for start, stop in dim] or [np.arange(0)])
             for dim in self.intervals(shape, rank)
@@ -162,7 +171,7 @@ class Layout:
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """Mesh axes along which the local values are terms of a sum."""
+        """The mesh axes along which local values are partial: terms of a reduction."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         return tuple(axis for axis, placement in pairs if isinstance(placement, Partial))
 
@@ -178,81 +187,29 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
                 raise LayoutError(
                     f"{layout}: {placement} names a dim that a tensor of shape {sizes} does not have"
                 )
-            held = dims[placement.dim]
-            length = sum(stop - start for start, stop in held)
-            if isinstance(placement, Shard):
-                wanted: list[tuple[int, int]] = [chunk_bounds(length, parts, index)]
-            elif isinstance(placement, Tile):
-                wanted = _tile_ranges(placement, length, parts, index)
-            else:
-                wanted = _strided_ranges(placement, length, parts, index)
-            dims[placement.dim] = _cut(held, wanted)
+            intervals = dims[placement.dim]
+            dims[placement.dim] = select(intervals, _positions(placement, length(intervals), parts, index))
     if layout.folds is None:
         return tuple(dims)
     folded, at = [], 0
     for fold in layout.folds:
-        folded.append(_folded_intervals(fold, dims[at : at + len(fold)]))
+        folded.append(flattened(fold, dims[at : at + len(fold)]))
         at += len(fold)
     return tuple(folded)
 
 
-def _tile_ranges(tile: Tile, length: int, parts: int, index: int) -> list[tuple[int, int]]:
+def _positions(
+    placement: Shard | Tile | StridedShard, size: int, parts: int, index: int
+) -> Sequence[Interval]:
+    """Return the positions, out of `size` that `parts` ranks share, that rank number `index` holds."""
+    if isinstance(placement, Shard):
+        return (chunk_bounds(size, parts, index),)
+    if isinstance(placement, Tile):
+        tile = placement.size
+        return blocked(index * tile - placement.offset, tile, parts * tile, 0, size)
     ranges = []
-    block = index
-    while (start := block * tile.size - tile.offset) < length:
-        lo, hi = max(start, 0), min(start + tile.size, length)
-        if lo < hi:
-            ranges.append((lo, hi))
-        block += parts
-    return ranges
-
-
-def _strided_ranges(strided: StridedShard, length: int, parts: int, index: int) -> list[tuple[int, int]]:
-    ranges = []
-    for number in range(min(strided.split_factor, length)):  # chunks past the length are empty
-        start, stop = chunk_bounds(length, strided.split_factor, number)
+    for number in range(min(placement.split_factor, size)):  # chunks past the size are empty
+        start, stop = chunk_bounds(size, placement.split_factor, number)
         lo, hi = chunk_bounds(stop - start, parts, index)
         ranges.append((start + lo, start + hi))
-    return list(_merged(ranges))
-
-
-def _cut(held: Intervals, wanted: Sequence[tuple[int, int]]) -> Intervals:
-    """The parts `wanted`, ascending and counted in local positions, of the concatenation of `held`."""
-    out = []
-    at, position = 0, 0  # held[at] starts at this local position
-    for lo, hi in wanted:
-        while at < len(held) and position < hi:
-            start, stop = held[at]
-            a, b = max(lo, position), min(hi, position + stop - start)
-            if a < b:
-                out.append((start + a - position, start + b - position))
-            if position + stop - start > hi:
-                break  # the next wanted part may begin in this interval
-            position += stop - start
-            at += 1
-    return tuple(out)
-
-
-def _merged(ranges: Iterable[tuple[int, int]]) -> Intervals:
-    """Without the empty ones, and with neighbours that touch made one."""
-    out: list[tuple[int, int]] = []
-    for start, stop in ranges:
-        if out and start < stop and out[-1][1] == start:
-            out[-1] = out[-1][0], stop
-        elif start < stop:
-            out.append((start, stop))
-    return tuple(out)
-
-
-def _folded_intervals(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
-    """Where the row-major product of the index lists `dims` lies in the folding of dims of `sizes`."""
-    inner: Intervals = ((0, 1),)
-    stride = 1
-    for size, held in zip(reversed(sizes), reversed(dims), strict=True):
-        if inner == ((0, stride),):  # whole rows: a run of outer indices stays one run
-            inner = _merged((start * stride, stop * stride) for start, stop in held)
-        else:
-            rows = (row * stride for start, stop in held for row in range(start, stop))
-            inner = _merged((row + start, row + stop) for row in rows for start, stop in inner)
-        stride *= size
-    return inner
+    return joined(ranges)

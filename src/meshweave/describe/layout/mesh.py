@@ -1,6 +1,6 @@
 """Logical device meshes.
 
-A mesh names an array of ranks and its axes, as `torch.distributed.DeviceMesh` does. Of a 2D mesh, axis 0 is
+A mesh names an array of ranks and its axes, as `torch.distributed.DeviceMesh` does. In a 2D mesh, axis 0 is
 `row` and axis 1 is `col`. A group "of axis a" is the set of ranks that differ in coordinate a only: the
 group of axis `row` is one mesh *column*, and communication in it runs between rows.
 """
@@ -17,7 +17,7 @@ from meshweave.base.errors import LayoutError
 
 @lru_cache(maxsize=64)
 def _consecutive(first: int, count: int) -> tuple[int, ...]:
-    """Ranks from `first` on; shared, because a search lays hundreds of meshes over the same ranks."""
+    """Return `count` ranks from `first`; cached, because a search lays hundreds of meshes over the same ranks."""
     return tuple(range(first, first + count))
 
 
@@ -26,7 +26,10 @@ class Mesh:
     """A named array of global ranks.
 
     `shape` and `axes` have one entry per mesh axis; `ranks` lists the global ranks in row-major order
-    (the last axis varies fastest). Raises LayoutError where the three do not agree.
+    (the last axis varies fastest).
+
+    Raises:
+        LayoutError: the three do not agree, a size is below 1, or a rank or axis name repeats.
     """
 
     name: str
@@ -49,7 +52,7 @@ class Mesh:
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...], axes: tuple[str, ...], first_rank: int = 0) -> Mesh:
-        """The mesh over consecutive ranks from `first_rank`."""
+        """Return the mesh over consecutive ranks from `first_rank`."""
         return cls(name, shape, axes, _consecutive(first_rank, math.prod(shape)))
 
     def __hash__(self) -> int:
@@ -57,11 +60,12 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the mesh: the product of its sizes."""
         return len(self.ranks)
 
     @cached_property
     def _index(self) -> Mapping[int, int] | range:
-        """Where each rank stands in `ranks`; for consecutive ranks, the range of them."""
+        """The position of each rank in `ranks`; for consecutive ranks simply their range."""
         first = self.ranks[0]
         if self.ranks == _consecutive(first, len(self.ranks)):
             return range(first, first + len(self.ranks))
@@ -71,20 +75,21 @@ class Mesh:
         return rank in self._index
 
     def axis(self, name: str) -> int:
-        """Position of the axis called `name`. Raises LayoutError."""
+        """Return the position of the axis called `name`. Raises LayoutError if there is none."""
         if name not in self.axes:
             raise LayoutError(f"mesh {self.name} has axes {', '.join(self.axes)}, not '{name}'")
         return self.axes.index(name)
 
     def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis. Raises LayoutError."""
         return self.shape[self.axis(axis)]
 
     def coords(self, rank: int) -> tuple[int, ...]:
-        """Mesh coordinates of a global rank."""
-        places = self._index
-        if rank not in places:
+        """Return the mesh coordinates of a global rank. Raises KeyError for a rank that is not in the mesh."""
+        positions = self._index
+        if rank not in positions:
             raise KeyError(rank)
-        index = rank - places.start if isinstance(places, range) else places[rank]
+        index = rank - positions.start if isinstance(positions, range) else positions[rank]
         out = []
         for size in reversed(self.shape):
             index, coordinate = divmod(index, size)
@@ -92,14 +97,14 @@ class Mesh:
         return tuple(reversed(out))
 
     def rank_at(self, coords: tuple[int, ...]) -> int:
-        """Global rank at mesh coordinates; each coordinate wraps around its axis."""
+        """Return the global rank at mesh coordinates; each coordinate wraps around its axis."""
         index = 0
         for coordinate, size in zip(coords, self.shape, strict=True):
             index = index * size + coordinate % size
         return self.ranks[index]
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in coordinate `axis` only, in the order of that coordinate."""
+        """Return the ranks that differ from `rank` in coordinate `axis` only, in the order of that coordinate."""
         position = self.axis(axis)
         coords = self.coords(rank)
         return tuple(
@@ -108,7 +113,7 @@ class Mesh:
         )
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Every group of `axis`, each once."""
+        """Yield every group of `axis` once."""
         position = self.axis(axis)
         for rank in self.ranks:
             if self.coords(rank)[position] == 0:

@@ -1,4 +1,4 @@
-"""The meshes of one program: equal ones under one name, different ones under different names."""
+"""The meshes of one program: equal meshes get one name, different ones different names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from meshweave.describe.layout.mesh import Mesh
 
 
 class ProgramMeshes:
-    """Gives meshes names of its own, in the order in which they are added; what they were called does not
-    count."""
+    """Names meshes `mesh`, `mesh_2`, ... in the order in which they are added, whatever they were called."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Mesh] = {}
 
     def add(self, mesh: Mesh) -> Mesh:
+        """Return the mesh under its name here; a mesh of the same shape, axes and ranks has the same name."""
         key = mesh.shape, mesh.axes, mesh.ranks
         if key not in self._known:
             number = len(self._known) + 1
@@ -23,9 +23,10 @@ class ProgramMeshes:
         return self._known[key]
 
     def add_layout(self, layout: Layout) -> Layout:
-        """The layout on the mesh as it is named here."""
+        """Return the layout on its mesh as that is named here."""
         return replace(layout, mesh=self.add(layout.mesh))
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
+        """The meshes added so far, in order."""
         return tuple(self._known.values())

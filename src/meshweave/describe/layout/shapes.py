@@ -1,4 +1,4 @@
-"""Shapes of meshes, compared."""
+"""Comparing the shapes of meshes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from meshweave.base.errors import LayoutError
 
 
 def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape nearest in proportion to the planned one, among those with all sides over 1 if there are any.
+    """Return the shape nearest in proportion to the planned one; with all sides over 1 if there is one.
 
-    Raises LayoutError where `shapes` is empty.
+    Raises:
+        LayoutError: `shapes` is empty.
     """
     if not shapes:
         raise LayoutError("the algorithm has no mesh of that many ranks")
 
     def distance(shape: tuple[int, ...]) -> float:
-        logs = [math.log(mine / theirs) for mine, theirs in zip(shape, planned, strict=True)]
+        logs = [math.log(size / wanted) for size, wanted in zip(shape, planned, strict=True)]
         mean = sum(logs) / len(logs)
         return sum((value - mean) ** 2 for value in logs)
 

@@ -16,10 +16,10 @@ _DIM = re.compile(r"R|S\^?\{?([0-9]+)\}?")
 
 
 def layout_of_spec(spec: str, mesh: Mesh) -> Layout:
-    """The layout that a spec string names on `mesh`; a dim sharded along several axes is cut by the first one
-    first.
+    """Return the layout that a spec string names on `mesh`; several axes of one dim cut it in their order.
 
-    Raises LayoutError for what is no spec, or names an axis twice, out of order, or one that the mesh has not.
+    Raises:
+        LayoutError: the string is no spec, or names an axis twice, out of order, or one that the mesh lacks.
     """
     compact = "".join(spec.split())
     dims = list(_DIM.finditer(compact))
@@ -49,7 +49,7 @@ def layout_of_spec(spec: str, mesh: Mesh) -> Layout:
 
 
 def spec_of(layout: Layout, num_dims: int) -> str:
-    """The spec string of a layout of plain shards. Raises LayoutError for other placements."""
+    """Return the spec string of a layout of shards and replicas. Raises LayoutError for other placements."""
     axes: list[str] = [""] * num_dims
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Shard) and placement.dim < num_dims and axis < 10:

@@ -144,7 +144,10 @@ class AxisFile(FileModel):
 
 
 class TorusFile(FileModel):
-    """`kind = "torus"`: chips in a grid of 1 to 6 dimensions, each dimension a ring."""
+    """`kind = "torus"`: chips in a grid of 1 to 6 dimensions, each dimension a ring.
+
+    Give either `shape`, or `reconfigurable = true` and `chips`.
+    """
 
     axes: list[AxisFile] = Field(
         description="a list of 1 to 6 tables, one per dimension", min_length=1, max_length=6
@@ -264,7 +267,7 @@ _BufferSize = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class ClusterFile(FileModel):
-    """A cluster file."""
+    """A chip, the network between chips, and where the numbers are from."""
 
     name: Name = Field(description="the cluster's name, a string of printable characters")
     source: str = Field(description="where the numbers are from, a string", min_length=1)

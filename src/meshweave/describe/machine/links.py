@@ -13,9 +13,9 @@ COMM_KINDS = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all"),
     *("send_recv", "accumulate"),
 )
-"""`send_recv` is also of gets and puts; `accumulate` adds into another chip's memory, a kernel's work."""
+"""Kinds of communication. `send_recv` covers gets and puts; `accumulate` adds into another chip's memory."""
 
-# Whose constants stand in where a kind has none of its own, in this order; then the link itself.
+# The kinds whose constants stand in for those of a kind that has none, in this order; then the link itself.
 _FALLBACK: dict[str, tuple[str, ...]] = {
     "all_gather": ("reduce_scatter",),
     "reduce_scatter": ("all_gather",),
@@ -39,12 +39,18 @@ def require_at_least(owner: str, low: float, **values: float) -> None:
 
 @dataclass(frozen=True)
 class CommConstants:
-    """Constants of `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)`.
+    """Constants of one kind of communication: it takes `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)`.
 
-    `bytes_per_s` is the rate at which one chip takes in shard bytes during that operation, both directions
-    of a two-way ring together; of broadcast, reduce, send_recv and accumulate, which go one way, that of one
-    direction.
-    Raises DescriptionError.
+    P is the number of chips along the axis (MeshSlice, ISCA '25, section 3.2.2).
+
+    Attributes:
+        bytes_per_s: the rate at which one chip receives shard bytes during the operation. A bidirectional ring
+            counts both directions together; broadcast, reduce, send_recv and accumulate use one direction.
+        sync_s: seconds of synchronisation per step.
+        launch_s: seconds to launch the operation.
+
+    Raises:
+        DescriptionError: a value is out of range.
     """
 
     bytes_per_s: float
@@ -60,8 +66,16 @@ class CommConstants:
 class NetworkAxis:
     """The links along one axis of a network (or the port of a chip to a switch, or a NIC).
 
-    `link_bytes_per_s` is per link and direction. `ways` is the number of directions a ring collective uses.
-    `constants` holds (kind, CommConstants) pairs, kinds from `COMM_KINDS`. Raises DescriptionError.
+    Attributes:
+        link_bytes_per_s: bytes per second of one link in one direction.
+        link_latency_s: seconds of latency of one link.
+        num_directions: the number of directions that a ring collective uses, 1 or 2 (key `ways` of a file).
+        constants: (kind, CommConstants) pairs, kinds from `COMM_KINDS`.
+        launch_s: seconds to launch a collective that has no constants.
+        source: where the numbers are from.
+
+    Raises:
+        DescriptionError: a value is out of range, or a kind is unknown.
     """
 
     name: str
@@ -81,27 +95,29 @@ class NetworkAxis:
             _known_kind(kind)
 
     def comm(self, kind: str) -> CommConstants:
-        """Constants of a collective along this axis.
+        """Return the constants of a kind of communication along this axis.
 
-        A kind without its own takes those of all_gather (reduce: of reduce_scatter first; accumulate: of
-        send_recv first), then of the other of these two, and what goes one way takes one direction's share of
-        them; with neither they follow from the link: `link_bytes_per_s` (in all `ways` at once where the
-        collective is a ring; chains and messages go one way), `link_latency_s`, `launch_s`. Raises
-        DescriptionError for an unknown kind.
+        A kind without constants of its own takes those of all_gather, else of reduce_scatter; reduce asks
+        reduce_scatter first, accumulate send_recv. Broadcast, reduce, send_recv and accumulate use one direction
+        and take half the rate of a bidirectional ring. With neither, constants follow from the link:
+        `link_bytes_per_s` (times `num_directions` for a ring), `link_latency_s` and `launch_s`.
+
+        Raises:
+            DescriptionError: `kind` is unknown.
         """
         _known_kind(kind)
-        have = dict(self.constants)
+        own = dict(self.constants)
         for candidate in (kind, *_FALLBACK[kind]):
-            if candidate in have:
-                known = have[candidate]
+            if candidate in own:
+                constants = own[candidate]
                 if kind in _ONE_DIRECTION and candidate not in _ONE_DIRECTION and self.num_directions == 2:
-                    return replace(known, bytes_per_s=max(known.bytes_per_s / 2, 1.0))
-                return known
-        ways = 1 if kind in _ONE_DIRECTION else self.num_directions
-        return CommConstants(ways * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
+                    return replace(constants, bytes_per_s=max(constants.bytes_per_s / 2, 1.0))
+                return constants
+        directions = 1 if kind in _ONE_DIRECTION else self.num_directions
+        return CommConstants(directions * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 
     def has_own_constants(self, kind: str) -> bool:
-        """Whether a kind has constants of its own, and none that stand in."""
+        """Return whether a kind has constants of its own, so that none stand in."""
         return any(known == kind for known, _ in self.constants)
 
 
@@ -114,7 +130,7 @@ def _known_kind(kind: str) -> None:
 
 
 def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
-    """All ordered ways to write `count` as a product of `num_dims` sizes, in ascending order."""
+    """Return all tuples of `num_dims` sizes whose product is `count`, in ascending order."""
     if num_dims == 1:
         return ((count,),)
     small = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
@@ -123,12 +139,12 @@ def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
 
 
 def slowest(axes: Iterable[NetworkAxis]) -> NetworkAxis:
-    """The axis at whose pace a ring goes that runs over all of them; the first of equals."""
+    """Return the axis that sets the pace of a ring over all of `axes`; the first of equals."""
     return min(axes, key=lambda axis: axis.comm("all_gather").bytes_per_s)
 
 
 def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:
-    """Raise LayoutError unless a mesh of `num_dims` axes has an axis `i`, and `shape` has all the chips."""
+    """Raise LayoutError unless a mesh of `num_dims` axes has an axis `i` and `shape` uses all chips."""
     check_dims(num_dims)
     if not 0 <= i < num_dims:
         raise LayoutError(f"a mesh of {num_dims} axes has no axis {i}")
@@ -137,6 +153,6 @@ def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: 
 
 
 def check_dims(num_dims: int) -> None:
-    """Raise LayoutError unless a mesh can have so many axes."""
+    """Raise LayoutError unless `num_dims`, a number of mesh axes, is at least 1."""
     if num_dims < 1:
         raise LayoutError(f"a mesh needs at least 1 axis, not {num_dims}")

@@ -1,10 +1,14 @@
-"""Networks between chips: what a mesh axis runs over.
+"""Networks between chips: the links that each mesh axis runs over.
 
-What is here are rates and constants; the time of an operation is computed in `cost`. A collective among P
-chips of one mesh axis costs `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)` (MeshSlice, ISCA '25,
-section 3.2.2).
+A network holds rates and constants; `cost` turns them into times. A collective among P chips of one mesh axis
+takes `launch_s + (P - 1) (sync_s + shard_bytes / bytes_per_s)` (MeshSlice, ISCA '25, section 3.2.2).
 
-Every network has `num_chips`, `mesh_shapes(num_dims)`, `axis(i, num_dims, shape)` and `with_chips(chips)`.
+Every network has:
+
+- `num_chips`;
+- `mesh_shapes(num_dims)`: the shapes of the meshes of `num_dims` axes that it carries;
+- `axis(i, num_dims, shape)`: the links that mesh axis `i` runs over;
+- `with_chips(chips)`: the same network with another number of chips, or DescriptionError.
 """
 
 from __future__ import annotations
@@ -46,9 +50,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TorusNetwork:
-    """A torus of links. `shape` is its fixed shape, or None where `reconfigurable` into any.
+    """A torus: chips in a grid, each dimension of it a ring. `axes` are the links of each dimension.
 
-    A mesh axis that spans several torus axes is a ring through them at the pace of the slowest.
+    `shape` is its fixed shape, or None if it is `reconfigurable` into any shape of `min_chips` to `max_chips`. A
+    mesh axis that spans several torus axes is a ring through them at the pace of the slowest.
+
+    Raises:
+        DescriptionError: shape, axes and number of chips do not agree.
     """
 
     axes: tuple[NetworkAxis, ...]
@@ -77,10 +85,11 @@ class TorusNetwork:
 
     @property
     def num_chips(self) -> int:
+        """Chips of the whole network."""
         return self.chips
 
     def _folds(self, num_dims: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Each way to give every torus axis to a mesh axis, and the mesh shape that results."""
+        """Yield each assignment of torus axes to mesh axes, with the mesh shape that it makes."""
         assert self.shape is not None
         used = min(num_dims, len(self.shape))
         for owner in product(range(num_dims), repeat=len(self.shape)):
@@ -92,7 +101,7 @@ class TorusNetwork:
                 yield owner, tuple(shape)
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """Mesh shapes that this torus carries with neighbours next to each other. Raises LayoutError."""
+        """Return the mesh shapes in which mesh neighbours are torus neighbours. Raises LayoutError."""
         check_dims(num_dims)
         if self.shape is not None:
             return tuple(dict.fromkeys(shape for _, shape in self._folds(num_dims)))
@@ -101,9 +110,10 @@ class TorusNetwork:
         return factorisations(self.chips, num_dims)
 
     def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
-        """The links that mesh axis `i` runs over, in a mesh of `shape` (default: the torus as it stands).
+        """Return the links that mesh axis `i` runs over, in a mesh of `shape` (default: the torus as it is).
 
-        Raises LayoutError where the torus cannot carry that mesh.
+        Raises:
+            LayoutError: the torus cannot carry that mesh.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.shape is None:
@@ -112,11 +122,12 @@ class TorusNetwork:
             return self.axes[i]
         for owner, folded in self._folds(num_dims):
             if shape is None or folded == shape:
-                mine = [axis for axis, j in zip(self.axes, owner, strict=True) if j == i]
-                return slowest(mine or self.axes)
+                spanned = [axis for axis, j in zip(self.axes, owner, strict=True) if j == i]
+                return slowest(spanned or self.axes)
         raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
 
     def with_chips(self, chips: int) -> TorusNetwork:
+        """Return the torus with another number of chips. Raises DescriptionError if its shape is fixed."""
         if not self.reconfigurable and chips != self.chips:
             raise DescriptionError(
                 f"the torus has the fixed shape {self.shape}; it cannot have {chips} chips"
@@ -126,6 +137,8 @@ class TorusNetwork:
 
 @dataclass(frozen=True)
 class _OneLinkNetwork:
+    """`size` chips with equal links: every mesh axis runs over `link`."""
+
     link: NetworkAxis
     size: int
 
@@ -135,15 +148,16 @@ class _OneLinkNetwork:
 
     @property
     def num_chips(self) -> int:
+        """Chips of the whole network."""
         return self.size
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
         check_dims(num_dims)
         return factorisations(self.size, num_dims)
 
     def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
-        """The links that mesh axis `i` runs over: the same for all. Raises LayoutError."""
+        """Return the links that mesh axis `i` runs over: the same for all. Raises LayoutError."""
         check_axis(i, num_dims, shape, self.num_chips)
         return self.link
 
@@ -153,6 +167,7 @@ class RingNetwork(_OneLinkNetwork):
     """`size` chips in one ring, two links each."""
 
     def with_chips(self, chips: int) -> RingNetwork:
+        """Return the ring of another number of chips. Raises DescriptionError."""
         return replace(self, size=chips)
 
 
@@ -161,6 +176,7 @@ class SwitchNetwork(_OneLinkNetwork):
     """`size` chips, each with one full-duplex port into a switch that never blocks."""
 
     def with_chips(self, chips: int) -> SwitchNetwork:
+        """Return the switch with another number of chips. Raises DescriptionError."""
         return replace(self, size=chips)
 
 
@@ -168,8 +184,8 @@ class SwitchNetwork(_OneLinkNetwork):
 class HostsNetwork:
     """Hosts of several chips: `intra` joins the chips of a host, `nics_per_host` NICs join the hosts.
 
-    Ranks are placed host by host. `nic` is one NIC; how many transfers share it follows from the placement
-    and is counted in `cost` and `simulate`, not here.
+    Ranks are placed host by host. `nic` describes one NIC; `cost` and `simulate` count how many transfers share
+    it, which follows from the placement of ranks.
     """
 
     num_hosts: int
@@ -184,18 +200,18 @@ class HostsNetwork:
 
     @property
     def num_chips(self) -> int:
+        """Chips of the whole network."""
         return self.num_hosts * self.chips_per_host
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)
 
     def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
-        """`intra` where every group of mesh axis `i` stays within a host, else `nic`.
+        """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host. Raises
-        LayoutError.
+        Without a shape, the last of several mesh axes is taken to be the one within a host. Raises LayoutError.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.num_hosts == 1:
@@ -205,7 +221,7 @@ class HostsNetwork:
         return self.intra if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.nic
 
     def with_chips(self, chips: int) -> HostsNetwork:
-        """Whole hosts, or one host of fewer chips."""
+        """Return the network of whole hosts, or of one host of fewer chips. Raises DescriptionError."""
         if chips <= self.chips_per_host:
             return replace(self, num_hosts=1, chips_per_host=chips)
         if chips % self.chips_per_host:
@@ -217,11 +233,11 @@ class HostsNetwork:
 
 @dataclass(frozen=True)
 class FullMeshNetwork:
-    """Packages of several chips: `inner` joins any two chips of a package, `link` those at the same place of any
-    two packages. Every such pair has links of its own.
+    """Packages of several chips, with a link of its own for every pair of chips that is joined.
 
-    Chips are placed package by package. To a chip at another place of another package a message first crosses
-    its own package. With one chip to a package, every pair of chips has a link.
+    `inner` joins any two chips of a package; `link` joins the chips at the same position of any two packages. A
+    message to another position of another package crosses its own package first. With one chip to a package,
+    every pair of chips has a link. Ranks are placed package by package.
     """
 
     num_packages: int
@@ -235,17 +251,18 @@ class FullMeshNetwork:
 
     @property
     def num_chips(self) -> int:
+        """Chips of the whole network."""
         return self.num_packages * self.chips_per_package
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)
 
     def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
-        """`inner` where every group of mesh axis `i` stays within a package, else `link`.
+        """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
-        A ring of chips in order takes each link once, so that one link sets its pace. Raises LayoutError.
+        A ring of chips in order uses each link once, so that one link sets its pace. Raises LayoutError.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.num_packages == 1:
@@ -257,7 +274,7 @@ class FullMeshNetwork:
         )
 
     def with_chips(self, chips: int) -> FullMeshNetwork:
-        """Whole packages, or one package of fewer chips."""
+        """Return the network of whole packages, or of one package of fewer chips. Raises DescriptionError."""
         if chips <= self.chips_per_package:
             return replace(self, num_packages=1, chips_per_package=chips)
         if chips % self.chips_per_package:

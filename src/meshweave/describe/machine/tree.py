@@ -34,7 +34,7 @@ class TreeLevel:
 
     @property
     def child_bytes_per_s(self) -> float:
-        """Of all links of one child together, in one direction: traffic spreads over them evenly."""
+        """Bytes per second of all links of one child together, in one direction: traffic spreads evenly."""
         return self.links * self.axis.link_bytes_per_s
 
 
@@ -57,26 +57,27 @@ class TreeNetwork:
 
     @cached_property
     def num_chips(self) -> int:
+        """Chips of the whole tree: the product of its fanouts."""
         return math.prod(level.fanout for level in self.levels)
 
     @cached_property
     def chips_below(self) -> tuple[int, ...]:
-        """Chips under one child of a switch, by level; 1 at the lowest."""
+        """The number of chips under one child of a switch, by level; 1 at the lowest."""
         return tuple(accumulate((level.fanout for level in self.levels[:-1]), operator.mul, initial=1))
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
-        """All ordered factorisations of the number of chips. Raises LayoutError."""
+        """Return all ordered factorisations of the number of chips. Raises LayoutError."""
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)
 
     def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
-        """The links of the slowest level that groups of mesh axis `i` cross, all of a child's as one.
+        """Return the links of the slowest level that groups of mesh axis `i` cross, all links of a child as one.
 
-        A ring over neighbouring leaves sends one flow up and one down each link that it crosses, whatever
-        the level, so that the slowest level sets its pace. Where a group takes every n-th leaf, n groups
-        share the upper links: like the NICs of hosts, that is left to simulation. Latency is that of the
-        level alone. Without a shape, the last of several mesh axes is taken to stay below the lowest
-        switches, and any other to cross all levels. Raises LayoutError.
+        A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
+        slowest level sets its pace. If a group takes every n-th leaf, n groups share the upper links; only
+        simulation accounts for that, as for the NICs of hosts. Latency is that of the level alone. Without a
+        shape, the last of several mesh axes is taken to stay below the lowest switches, and any other to cross
+        all levels. Raises LayoutError.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if shape is None:
@@ -84,18 +85,18 @@ class TreeNetwork:
         else:
             top = self._highest(shape[i], math.prod(shape[i:]))
         return slowest(
-            replace(one.axis, link_bytes_per_s=one.child_bytes_per_s) for one in self.levels[top::-1]
+            replace(level.axis, link_bytes_per_s=level.child_bytes_per_s) for level in self.levels[top::-1]
         )
 
     def _highest(self, size: int, block: int) -> int:
-        """The highest level that groups of `size` cross, which lie in blocks of so many consecutive chips."""
+        """Return the highest level that groups of `size` cross, each within `block` consecutive chips."""
         if size == 1:
             return 0
         crossed = (n for n, below in enumerate(self.chips_below) if below < self.num_chips and below % block)
         return max(crossed, default=0)
 
     def with_chips(self, chips: int) -> TreeNetwork:
-        """More or fewer subtrees at the top."""
+        """Return the tree with more or fewer subtrees at the top. Raises DescriptionError for part of one."""
         per_child = self.chips_below[-1]
         if chips % per_child:
             raise DescriptionError(

@@ -1,8 +1,8 @@
-"""What a transformer block does besides its fully connected layers: FLOPs, and bytes through memory.
+"""Attention and element-wise operations of a transformer block: FLOPs, and bytes through memory.
 
-All of it follows the sharding of the fully connected layers and needs no communication (Korthikanti et al.,
-Reducing Activation Recomputation in Large Transformer Models, MLSys '23, section 4), so a chip has its share. What
-is counted follows from the operations themselves, and was written down before any time was compared with it:
+They follow the sharding of the fully connected layers and need no communication (Korthikanti et al.,
+Reducing Activation Recomputation in Large Transformer Models, MLSys '23, section 4), so that each chip
+does its share. The counts follow from the operations alone, and were written down before any time was compared:
 
 - Attention is full, not causal: scores over all pairs of tokens are computed and masked, as in the FLOP count of
   Narayanan et al. (SC '21, appendix): 4 b s s H forward, twice that backward. They are kept in memory (no fused
@@ -43,8 +43,10 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class BlockOp:
-    """One operation on the whole of a block's data: its FLOPs (0 where it is element-wise) and the bytes that it
-    reads and writes, over all chips together."""
+    """One operation of a block besides its fully connected layers, over all chips together.
+
+    `flops` is 0 for an element-wise operation; `bytes` counts what it reads and writes in memory.
+    """
 
     name: str
     direction: Direction
@@ -53,7 +55,7 @@ class BlockOp:
 
 
 def ops_besides_fc_layers(model: Transformer, workload: Workload) -> tuple[BlockOp, ...]:
-    """Every operation of one block besides the products of its fully connected layers, forward and backward."""
+    """Return every operation of one block except the GEMMs of its fully connected layers, forward and backward."""
     e, tokens, s = dtype_bytes(workload.dtype), workload.tokens, workload.sequence
     h, f = model.hidden, model.ffn_hidden
     q, g = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

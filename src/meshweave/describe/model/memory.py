@@ -1,4 +1,4 @@
-"""What a training step of a transformer keeps in the memory of one chip, and the FLOPs that it costs.
+"""The memory that training a transformer takes on one chip, and the FLOPs of a step.
 
 Under 2D tensor parallelism every matrix, weights and activations alike, is sharded over all chips of the mesh
 and none is replicated, so each count is the model's, divided by the number of chips. The buffers in which a
@@ -30,7 +30,7 @@ copy, which leaves momentum and variance."""
 
 
 def activation_bytes(model: Transformer, workload: Workload, recompute: Recompute = "none") -> int:
-    """Bytes that the forward pass of one block stores for its backward pass, on all chips together.
+    """Return the bytes that the forward pass of one block stores for its backward pass, on all chips together.
 
     With s tokens in each of b sequences, hidden size h, a heads of size d (g of them for keys and for values),
     inner FFN size f and e bytes per element; masks of dropout, counted for every
@@ -57,7 +57,7 @@ def activation_bytes(model: Transformer, workload: Workload, recompute: Recomput
 
 
 def step_flops(model: Transformer, workload: Workload) -> int:
-    """FLOPs of a training step, forward and backward, without recomputation; one multiply-add is 2 FLOPs.
+    """Return the FLOPs of a training step, forward and backward, without recomputation; a multiply-add is 2 FLOPs.
 
     Three products of 2 FLOPs per weight and token for each fully connected layer and for the logits (where the
     vocabulary is known), and attention's two products, `12 b s s a d` a block. For a d = h and f = 4 h that is
@@ -71,9 +71,9 @@ def step_flops(model: Transformer, workload: Workload) -> int:
 
 @dataclass(frozen=True)
 class ChipMemory:
-    """What one of `num_chips` chips holds, in bytes, and computes, in FLOPs per step.
+    """The share of one of `num_chips` chips: bytes that it holds and FLOPs that it computes per step, rounded up.
 
-    `activation_bytes` has an entry for each kind of recomputation. Shares are rounded up.
+    `activation_bytes` has an entry for each kind of recomputation.
     """
 
     num_chips: int
@@ -86,19 +86,20 @@ class ChipMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and optimiser states."""
+        """Bytes of weights, gradients and optimiser states."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     def total_bytes(self, recompute: Recompute = "none") -> int:
+        """Return the bytes of states and activations under a kind of recomputation."""
         return self.state_bytes + self.activation_bytes[recompute]
 
     def fits(self, memory_bytes: int) -> Recompute | None:
-        """The least recomputation with which all of it fits a chip's memory, or None."""
+        """Return the least recomputation with which everything fits a chip's memory, or None."""
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
-        """One line for people: bytes by kind against a chip's memory, and what it takes to fit."""
-        kept = self.activation_bytes
+        """Return one line for people: bytes by kind against a chip's memory, and the recomputation that fits."""
+        activations = self.activation_bytes
         kind = self.fits(memory_bytes)
         if kind is None:
             verdict = "does not fit, with full recomputation neither"
@@ -111,15 +112,17 @@ class ChipMemory:
         return (
             f"memory per chip: weights {format_bytes(self.weight_bytes)}, gradients "
             f"{format_bytes(self.gradient_bytes)}, Adam {format_bytes(self.optimizer_bytes)}, activations "
-            f"{format_bytes(kept['none'])} (selective recomputation {format_bytes(kept['selective'])}, full "
-            f"{format_bytes(kept['full'])}) of {format_bytes(memory_bytes)}: {verdict}"
+            f"{format_bytes(activations['none'])} (selective recomputation "
+            f"{format_bytes(activations['selective'])}, full {format_bytes(activations['full'])}) "
+            f"of {format_bytes(memory_bytes)}: {verdict}"
         )
 
 
 def chip_memory(model: Transformer, workload: Workload, num_chips: int) -> ChipMemory:
-    """The share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all of them.
+    """Return the share of one of `num_chips` chips in a whole model, under 2D tensor parallelism over all.
 
-    Raises DescriptionError for less than one chip, or a dtype that is not trained in.
+    Raises:
+        DescriptionError: there is less than one chip, or models are not trained in the dtype.
     """
     if num_chips < 1:
         raise DescriptionError(f"{num_chips} chips; give at least 1")

@@ -27,7 +27,7 @@ from meshweave.describe.model.transformer import Transformer
 
 
 class ModelFile(FileModel):
-    """A model file."""
+    """The sizes of a dense decoder-only transformer."""
 
     name: Name = Field(description="the model's name, a string of printable characters")
     source: str = Field(description="where the sizes are from, a string", min_length=1)

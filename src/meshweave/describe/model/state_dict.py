@@ -1,12 +1,12 @@
-"""The state dict of a Llama: its tensors by name, and how they lie where it is trained and where it is served.
+"""The state dict of a Llama: its tensors by name, and their layouts in training and in serving.
 
 Names and shapes are those of `LlamaForCausalLM` in Hugging Face's transformers (models/llama/modeling_llama.py):
 the weight of a linear layer is (out_features, in_features).
 
-A trainer has a mesh of axes (fsdp, tp), a server one of (replica, tp). Along tp, what makes heads, the FFN's inner
-dim or words is sharded over its rows, `o_proj` and `down_proj` over their columns, tables over the vocabulary, and
-norms not at all (Megatron-LM; PyTorch's plan of ColwiseParallel and RowwiseParallel). A trainer shards the rows of
-everything along fsdp besides. Where tp has sharded rows before, fsdp shards those of each tp rank, which torch's
+A trainer has a mesh of axes (fsdp, tp), a server one of (replica, tp). Along tp, the projections
+into heads and into the FFN are sharded by rows, `o_proj` and `down_proj` by columns, embeddings by the vocabulary,
+and norms not at all (Megatron-LM; PyTorch's plan of ColwiseParallel and RowwiseParallel). A trainer also shards
+the rows of every tensor along fsdp. If tp shards rows too, fsdp shards those of each tp rank, which torch's
 `fully_shard` calls `_StridedShard(0, split_factor=tp)`.
 """
 
@@ -21,7 +21,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.transformer import Transformer
 
 Kind = Literal["rows", "columns", "whole"]
-"""What tensor parallelism shards: dim 0, dim 1 or nothing."""
+"""The dim that tensor parallelism shards: dim 0, dim 1 or none."""
 
 TRAINER_AXES = ("fsdp", "tp")
 SERVER_AXES = ("replica", "tp")
@@ -29,7 +29,7 @@ SERVER_AXES = ("replica", "tp")
 
 @dataclass(frozen=True)
 class Parameter:
-    """A tensor of a state dict: its name, its global shape, and what tensor parallelism shards of it."""
+    """A tensor of a state dict: its name, its global shape, and the dim that tensor parallelism shards."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,9 +37,11 @@ class Parameter:
 
 
 def state_dict(model: Transformer) -> tuple[Parameter, ...]:
-    """The parameters of a model as a Llama has them, in the order of its modules; no head where it is tied.
+    """Return the parameters of a Llama of these sizes, in the order of its modules; without a head if it is tied.
 
-    Raises UnsupportedError for a model without a gated FFN, DescriptionError where the vocabulary is unknown.
+    Raises:
+        UnsupportedError: the FFN is not gated.
+        DescriptionError: the vocabulary is unknown.
     """
     if not model.gated_ffn:
         raise UnsupportedError(
@@ -74,7 +76,10 @@ def state_dict(model: Transformer) -> tuple[Parameter, ...]:
 
 
 def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
-    """How a parameter lies under FSDP and tensor parallelism, on a mesh of axes (fsdp, tp). Raises LayoutError."""
+    """Return the layout of a parameter under FSDP and tensor parallelism, on a mesh (fsdp, tp).
+
+    Raises LayoutError.
+    """
     _check(mesh, "trainer", TRAINER_AXES)
     placements: dict[Kind, tuple[Placement, Placement]] = {
         "rows": (StridedShard(0, mesh.shape[1]), Shard(0)),
@@ -85,8 +90,10 @@ def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
 
 
 def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
-    """How a parameter lies in replicas of a tensor-parallel server, on a mesh of axes (replica, tp). Raises
-    LayoutError."""
+    """Return the layout of a parameter in replicas of a tensor-parallel server, on a mesh (replica, tp).
+
+    Raises LayoutError.
+    """
     _check(mesh, "server", SERVER_AXES)
     placements: dict[Kind, Placement] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
     return Layout(mesh, (Replicate(), placements[parameter.kind]))

@@ -11,7 +11,7 @@ from meshweave.describe.files import format_value
 from meshweave.describe.model.transformer import Transformer
 
 MAX_SIZE = 2**31
-"""Sequences in a batch, and tokens in a sequence: more is a slip of the keyboard."""
+"""The most sequences in a batch, and tokens in a sequence: more is a typing mistake."""
 
 Pass = Literal["forward", "backward_data", "backward_weight"]
 
@@ -41,12 +41,13 @@ class Workload:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the global batch."""
         return self.batch * self.sequence
 
 
 @dataclass(frozen=True)
 class Gemm:
-    """C (m, n) = the product over k, in logical sizes of the whole cluster. Raises DescriptionError."""
+    """C (m, n) = A (m, k) B (k, n), in global sizes. Raises DescriptionError for a wrong size or dtype."""
 
     name: str
     pass_: Pass
@@ -64,12 +65,12 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """2 m n k: one multiply-add is 2 FLOPs."""
+        """FLOPs of the product, 2 m n k: one multiply-add is 2 FLOPs."""
         return 2 * self.m * self.n * self.k
 
 
 def block_gemms(model: Transformer, workload: Workload) -> tuple[Gemm, ...]:
-    """The 12 matrix products of one transformer block's fully connected layers, layer by layer.
+    """Return the 12 GEMMs of one transformer block's fully connected layers, layer by layer.
 
     | pass            | product      | (m, n, k)         |
     |-----------------|--------------|-------------------|
