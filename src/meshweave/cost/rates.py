@@ -62,7 +62,7 @@ class RankRates:
             ranks_per_package = network.chips_per_host
         ranks_per_package = min(ranks_per_package, cluster.num_chips)
         near, far = min(1, cluster.num_chips - 1), ranks_per_package % cluster.num_chips
-        copies, accumulates = (machine.one_sided(0, far, adds).rate for adds in (False, True))
+        copies, accumulates = (machine.one_sided_constants(0, far, adds).rate for adds in (False, True))
         return cls(
             flops_per_s=chip.effective_flops_per_s,
             link_bytes_per_s=min(constants.bytes_per_s, axis.link_bytes_per_s),
@@ -71,7 +71,9 @@ class RankRates:
             memory_bytes_per_s=chip.memory_bytes_per_s,
             accumulate_factor=accumulates / copies,
             ranks_per_package=ranks_per_package,
-            near_bytes_per_s=machine.one_sided(0, near, False).rate if ranks_per_package > 1 else math.inf,
+            near_bytes_per_s=machine.one_sided_constants(0, near, False).rate
+            if ranks_per_package > 1
+            else math.inf,
         )
 
     def compute_s(self, flops: Amount, num_products: Amount) -> Amount:

@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.universal import UniversalConfig, Slicing, UniversalProblem, universal_program
-from meshweave.algorithms.universal.problem import Operand
-from meshweave.algorithms.universal.slicing import OwnedBlock, OperandPanel
+from meshweave.algorithms.universal import Slicing, UniversalConfig, UniversalProblem, universal_program
+from meshweave.algorithms.universal.panels import OperandPanel, OwnedBlock
+from meshweave.algorithms.universal.problem import Operand, transposed_layout
 from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.cost.rates import RankRates
-from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
+from meshweave.describe.layout import Layout
 from meshweave.execute.memory import RemoteMemory, open_memory
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.bind import BoundProgram, bind
@@ -45,24 +45,7 @@ class Matrix:
     @property
     def transposed(self) -> Matrix:
         order = (1, 0) if self.order is None else None
-        return Matrix(transposed(self.layout), self.shape[::-1], order)
-
-
-def transposed(layout: Layout) -> Layout:
-    """The layout of the transpose of a matrix."""
-    rows, columns = ((0,), (0,)) if layout.folds is None else layout.folds
-    turned = {
-        dim: (dim + len(columns) if dim < len(rows) else dim - len(rows))
-        for dim in range(len(rows + columns))
-    }
-
-    def turn(placement: Placement) -> Placement:
-        if isinstance(placement, (Shard, StridedShard, Tile)):
-            return replace(placement, dim=turned[placement.dim])
-        return placement
-
-    folds = None if layout.folds is None else (columns, rows)
-    return replace(layout, placements=tuple(map(turn, layout.placements)), folds=folds)
+        return Matrix(transposed_layout(self.layout), self.shape[::-1], order)
 
 
 def problem_of(a: Matrix, b: Matrix, c: Layout, dtype: torch.dtype) -> UniversalProblem:
@@ -94,8 +77,13 @@ def cheapest(
 Product = Callable[[Tensor, Tensor], Tensor]
 """From this rank's parts of A and B to its part of C, in new memory; every rank runs it."""
 
-CACHE = "_meshweave_universal"
-"""Where a context keeps what was prepared in it: bound programs live as long as their context."""
+
+class _Products(dict[Any, Product]):
+    """The products that were prepared in a context, by problem, configuration and transport."""
+
+
+class _Memories(dict[Transport, RemoteMemory]):
+    """The remote memory that was opened in a context, by transport."""
 
 
 def prepare(
@@ -109,20 +97,21 @@ def prepare(
         RankLostError, DeadlineError: other ranks are missing or late; so does the product.
     """
     if transport not in TRANSPORTS:
-        raise UnsupportedError(f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}")
+        raise UnsupportedError(
+            f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}"
+        )
     choice = tuned.config
-    cache: dict[Any, Any] = context.__dict__.setdefault(CACHE, {})
+    products = context.cache(_Products)
     key = problem, choice, transport
-    if key not in cache:
+    if key not in products:
         program = universal_program(problem, choice)
         # Before any of them sets up what the others may not want, and where nothing moves, too: they may.
         agree(context, replace(program, name=f"{program.name}, {transport}"))
         if tuned.moved_bytes == 0 and choice.summed_a is None and choice.summed_b is None:
-            cache[key] = _alone(problem, choice, rank)
+            products[key] = _alone(problem, choice, rank)
         else:
-            cache[key] = _running(_bound(program, rank, transport, context, cache))
-    found: Product = cache[key]
-    return found
+            products[key] = _running(_bound(program, rank, transport, context))
+    return products[key]
 
 
 def _running(bound: BoundProgram) -> Product:
@@ -134,14 +123,13 @@ def _running(bound: BoundProgram) -> Product:
     return run
 
 
-def _bound(
-    program: Program, rank: int, transport: Transport, context: TorchContext, cache: dict[Any, Any]
-) -> BoundProgram:
+def _bound(program: Program, rank: int, transport: Transport, context: TorchContext) -> BoundProgram:
     if transport == "messages":
         return bind(lower_one_sided(program), rank, {}, context=context)
-    if transport not in cache:
-        cache[transport] = open_memory(transport, context)
-    memory: RemoteMemory = cache[transport]
+    memories = context.cache(_Memories)
+    if transport not in memories:
+        memories[transport] = open_memory(transport, context)
+    memory = memories[transport]
     if transport == "shared":
         program = read_in_place(program)
     return bind(program, rank, {}, context=context, memory=memory)

@@ -1,4 +1,4 @@
-"""What is left to choose about a universal product, and what may be chosen."""
+"""The configs of a universal product: how it may be computed, given its layouts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class UniversalConfig:
     """How a universal product is computed.
 
     Attributes:
-        stationary: the matrix that stays where it is; a rank does the products that its tile of it takes part in.
-        redundant: axes of C's mesh along which C is replicated and every copy is computed by its own holders.
-            Along the others the copies share the work, and C is reduced and copied at the end.
-        a, b: a layout in which a partial operand is summed up first, over some or all of its axes; None leaves it
-            as it is: each rank then multiplies its own term, and the sum is left to C.
-        split: how ranks with the same tile of the stationary matrix share its work: each the same amount, or each
-            what it has at hand.
-        slices: at least so many steps per rank, as even as tiles allow; more hide more, and cost more launches.
-        prefetch: how many steps ahead tiles are fetched.
-        schedule: the order of a rank's steps: as they are listed ("direct"), or as `schedule` finds it.
-        rates: what a schedule by costs knows of the machine; none but "direct" goes without.
+        stationary: the matrix that does not move. A rank computes the products that its tile of it takes part in.
+        redundant_axes: axes of C's mesh along which C is replicated and each replica is computed by its own
+            holders. Along the other axes the replicas share the work, and C is reduced and copied at the end.
+        summed_a, summed_b: the layout in which a partial operand is summed first, over some or all of its partial
+            axes. None leaves it as it is: each rank multiplies its own term, and the sum is left to C.
+        split: how ranks with the same tile of the stationary matrix share its work: "even" gives each the same
+            amount, "local" gives each what it has in its own memory.
+        num_slices: the least number of steps per rank, as even as the tiles allow. More steps hide more
+            communication and cost more launches.
+        prefetch: how many steps ahead panels are fetched.
+        schedule: the order of a rank's steps: "direct" is the order in which they are listed, the others are those
+            of `schedule` and `schedule_search`.
+        rates: rates of the machine, which every schedule but "direct" needs.
     """
 
     stationary: Operand = "c"
@@ -49,9 +51,8 @@ class UniversalConfig:
         parts = [f"stationary {self.stationary.upper()}"]
         if self.redundant_axes:
             parts.append(f"copies of C along axes {', '.join(map(str, self.redundant_axes))} on their own")
-        parts += [
-            f"{name.upper()} summed to {layout}" for name, layout in (("a", self.summed_a), ("b", self.summed_b)) if layout
-        ]
+        summed = (("a", self.summed_a), ("b", self.summed_b))
+        parts += [f"{name.upper()} summed to {layout}" for name, layout in summed if layout]
         if self.split == "local":
             parts.append("split by what is at hand")
         if self.schedule != "direct":
@@ -59,39 +60,47 @@ class UniversalConfig:
         return ", ".join([*parts, f"{self.num_slices} slices"])
 
 
-def replica_groups(problem: UniversalProblem, redundant: tuple[int, ...]) -> dict[int, int]:
-    """For each rank the number of its group: those that together compute a copy of C of their own."""
+def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -> dict[int, int]:
+    """Return for each rank the number of its group: the ranks that together compute one replica of C."""
     mesh = problem.c.mesh
     numbers: dict[tuple[int, ...], int] = {}
-    found = {}
+    group_of = {}
     for rank in problem.ranks:
         coords = mesh.coords(rank)
-        found[rank] = numbers.setdefault(tuple(coords[axis] for axis in redundant), len(numbers))
-    return found
+        group_of[rank] = numbers.setdefault(tuple(coords[axis] for axis in redundant_axes), len(numbers))
+    return group_of
 
 
 def variants(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[UniversalConfig]:
-    """Which matrix can stay, and which copies of C can be computed on their own; partial operands are summed where
-    they must be, in the first of the layouts that `sums` gives."""
+    """Yield one config per stationary matrix and choice of redundant axes.
+
+    Partial operands are summed where they must be, in the first layout of `summed_layouts`.
+    """
     for operand in ("c", "a", "b") if stationary is None else (stationary,):
-        for redundant in _redundant_axes(problem):
-            variant = UniversalConfig(operand, redundant)
-            variants = [summed_layouts(problem, variant, name) for name in OPERANDS[:2]]
-            if all(variants):
-                yield replace(variant, summed_a=variants[0][0], summed_b=variants[1][0])
+        for redundant_axes in _redundant_axes(problem):
+            variant = UniversalConfig(operand, redundant_axes)
+            layouts_a, layouts_b = (summed_layouts(problem, variant, name) for name in OPERANDS[:2])
+            if layouts_a and layouts_b:
+                yield replace(variant, summed_a=layouts_a[0], summed_b=layouts_b[0])
 
 
-def summed_layouts(problem: UniversalProblem, variant: UniversalConfig, operand: Operand) -> list[Layout | None]:
-    """What may be done about the terms of operand A or B: sum them up in a layout, or, None, leave them. Each
-    group must have all of a matrix that stays."""
-    found = _summed_layouts(problem.layout(operand), variant.stationary in ("c", operand))
+def summed_layouts(
+    problem: UniversalProblem, variant: UniversalConfig, operand: Operand
+) -> list[Layout | None]:
+    """Return the layouts in which operand A or B may be summed first; None among them is to leave its terms.
+
+    Where the operand is stationary, each group must have the whole of it.
+    """
+    layouts = _summed_layouts(problem.layout(operand), variant.stationary in ("c", operand))
     if variant.stationary != operand:
-        return list(found)
-    return [layout for layout in found if _complete(problem, operand, layout, variant.redundant_axes)]
+        return list(layouts)
+    return [layout for layout in layouts if _is_complete(problem, operand, layout, variant.redundant_axes)]
 
 
-def universal_configs(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[UniversalConfig]:
-    """Everything that can be computed, less slices and prefetch; the simplest first."""
+def universal_configs(
+    problem: UniversalProblem, *, stationary: Operand | None = None
+) -> Iterator[UniversalConfig]:
+    """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first."""
     for variant in variants(problem, stationary=stationary):
         for a, b in product(*(summed_layouts(problem, variant, name) for name in OPERANDS[:2])):
             config = replace(variant, summed_a=a, summed_b=b)
@@ -100,69 +109,81 @@ def universal_configs(problem: UniversalProblem, *, stationary: Operand | None =
 
 
 def _redundant_axes(problem: UniversalProblem) -> Iterator[tuple[int, ...]]:
-    copied = [
+    replicated = [
         axis
         for axis, placement in enumerate(problem.c.placements)
         if isinstance(placement, Replicate) and problem.c.mesh.shape[axis] > 1
     ]
-    for count in range(len(copied), -1, -1):
-        yield from combinations(copied, count)
+    for count in range(len(replicated), -1, -1):
+        yield from combinations(replicated, count)
 
 
-def _complete(
-    problem: UniversalProblem, operand: Operand, summed: Layout | None, redundant: tuple[int, ...]
+def _is_complete(
+    problem: UniversalProblem, operand: Operand, summed: Layout | None, redundant_axes: tuple[int, ...]
 ) -> bool:
-    """Whether each group has the whole of a matrix."""
+    """Return whether each group has the whole of a matrix."""
     holders = owners(summed or problem.layout(operand), problem.shape(operand)).holders
-    group_of = replica_groups(problem, redundant)
-    everyone = set(group_of.values())
-    return all({group_of[rank] for rank in ranks} == everyone for ranks in holders.values())
+    group_of = replica_groups(problem, redundant_axes)
+    all_groups = set(group_of.values())
+    return all({group_of[rank] for rank in ranks} == all_groups for ranks in holders.values())
 
 
-def _summed_layouts(layout: Layout, keep: bool) -> Iterator[Layout | None]:
-    """Where a partial matrix may be summed up: axes of its terms shard it instead, inside the others or in their
-    place. Where terms may be kept, those of some axes can be, too."""
-    axes = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
-    if not axes:
+def _summed_layouts(layout: Layout, may_keep: bool) -> Iterator[Layout | None]:
+    """Yield the layouts in which a partial matrix may be summed.
+
+    In each, some partial axes shard the matrix instead of holding terms, either after the other axes or in their
+    own place. Unless the terms `may_keep` standing, all partial axes are summed.
+    """
+    partial = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
+    if not partial:
         yield None
         return
-    if keep:
+    if may_keep:
         yield None
-    copied = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)]
+    replicated = [
+        axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Replicate)
+    ]
     seen: set[Layout] = set()
-    for count in range(len(axes), 0 if keep else len(axes) - 1, -1):
-        for chosen in combinations(axes, count):
-            # Copies need not all be summed: each may do a part, and whoever needs more gets it.
-            cut = [(dim,) for dim in _longest(layout)]
-            each = [cut if axis in chosen else [(), *cut] for axis in (*chosen, *copied)]
-            for dims in product(*each):
-                placements: list[Placement] = list(layout.placements)
-                turned = []
-                for axis, dim in zip((*chosen, *copied), dims, strict=True):
-                    if dim:
-                        placements[axis] = Shard(dim[0])
-                        turned.append(axis)
-                rest = [axis for axis in range(len(placements)) if axis not in turned]
-                for order in ((*rest, *turned), tuple(range(len(placements)))):
-                    found = permuted(replace(layout, placements=tuple(placements)), order)
-                    if found not in seen:
-                        seen.add(found)
-                        yield found
+    for count in range(len(partial), 0 if may_keep else len(partial) - 1, -1):
+        for summed in combinations(partial, count):
+            for candidate in _sharded_over(layout, summed, replicated):
+                if candidate not in seen:
+                    seen.add(candidate)
+                    yield candidate
 
 
-def _longest(layout: Layout) -> tuple[int, ...]:
-    """What a shard of the rows and of the columns is called; of folded dims the longest is cut, of none, none."""
+def _sharded_over(layout: Layout, summed: tuple[int, ...], replicated: list[int]) -> Iterator[Layout]:
+    """Yield the layouts in which each summed axis shards one dim, and each replicated axis one dim or none.
+
+    Replicas need not all sum the same: each may do a part, which whoever needs more of it fetches.
+    """
+    dims = _shardable_dims(layout)
+    axes = (*summed, *replicated)
+    for chosen in product(*([*dims] if axis in summed else [None, *dims] for axis in axes)):
+        placements: list[Placement] = list(layout.placements)
+        sharding = []
+        for axis, dim in zip(axes, chosen, strict=True):
+            if dim is not None:
+                placements[axis] = Shard(dim)
+                sharding.append(axis)
+        rest = [axis for axis in range(len(placements)) if axis not in sharding]
+        for order in ((*rest, *sharding), tuple(range(len(placements)))):
+            yield permuted(replace(layout, placements=tuple(placements)), order)
+
+
+def _shardable_dims(layout: Layout) -> tuple[int, ...]:
+    """Return the dims that shard the rows and the columns: of folded dims the longest, none if there is none."""
     if layout.folds is None:
         return 0, 1
     rows, columns = layout.folds
-    found = [max(range(len(rows)), key=rows.__getitem__)] if rows else []
+    dims = [max(range(len(rows)), key=rows.__getitem__)] if rows else []
     if columns:
-        found.append(len(rows) + max(range(len(columns)), key=columns.__getitem__))
-    return tuple(found)
+        dims.append(len(rows) + max(range(len(columns)), key=columns.__getitem__))
+    return tuple(dims)
 
 
 def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
-    """The layout that applies the placements of the mesh axes in another order."""
+    """Return the layout that applies the placements of the mesh axes in another order."""
     mesh = layout.mesh
     if order == tuple(range(len(order))):
         return layout
@@ -174,5 +195,5 @@ def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
             coords[axis] = coordinate
         ranks.append(mesh.rank_at(tuple(coords)))
     name = f"{mesh.name}_{''.join(map(str, order))}"
-    turned = Mesh(name, shape, tuple(mesh.axes[axis] for axis in order), tuple(ranks))
-    return replace(layout, mesh=turned, placements=tuple(layout.placements[axis] for axis in order))
+    reordered = Mesh(name, shape, tuple(mesh.axes[axis] for axis in order), tuple(ranks))
+    return replace(layout, mesh=reordered, placements=tuple(layout.placements[axis] for axis in order))

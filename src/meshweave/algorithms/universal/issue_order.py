@@ -1,9 +1,10 @@
-"""From slices to a schedule, and from a schedule to what a rank issues in which order (section 4.3).
+"""What a rank of a universal product issues in which order: from its steps to a schedule, and from that to lanes.
 
-Each step is a product, each of its panels that does not lie in one piece with the rank a tile. The order in which
-a schedule fetches, multiplies and accumulates is kept on the three lanes of the program; its stages are not
-barriers there. A panel gets the slot of its scratch buffer that is free for longest. There are as many slots as
-the order needs where every fetch comes as late as it can, and `prefetch` more, by which fetches run ahead.
+Slicing Is All You Need, section 4.3. In the graph of a schedule each step is a product, and each of its panels
+that is not one block of the rank's own memory a fetch. The order in which a schedule fetches, multiplies and
+accumulates is kept on the three lanes of the program; its stages are no barriers there. A panel gets the slot of
+its scratch buffer that is free for longest. There are as many slots as the order needs where every fetch comes as
+late as it can, and `prefetch` more, by which fetches run ahead.
 """
 
 from __future__ import annotations
@@ -13,44 +14,47 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from meshweave.algorithms.universal.config import ScheduleKind
+from meshweave.algorithms.universal.panels import ProductStep
 from meshweave.algorithms.universal.problem import OPERANDS, Operand
 from meshweave.algorithms.universal.schedule import (
     FetchNode,
-    ScheduleGraph,
-    StageLimits,
-    ProductNode,
     IssueOrder,
+    ProductNode,
+    ScheduleGraph,
     Stage,
+    StageLimits,
     cost_greedy,
     direct,
-    greedy,
     flatten_stages,
+    greedy,
 )
-from meshweave.algorithms.universal.schedule_search import exhaustive
-from meshweave.algorithms.universal.slicing import Slicing, ProductStep
+from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
+from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 
 STAGE_LIMITS = StageLimits()
 MAX_STATES = 20_000
-"""Of an exhaustive search: the best that was met within so many is taken, the same on every machine."""
+"""The most states that an exhaustive search weighs per rank. Unlike a time limit, it gives the same schedule on
+every machine."""
 
 PanelKey = tuple[int, Operand]
-"""A panel that is not at hand: the number of its step, and the matrix."""
+"""The number of a step, and one of its matrices."""
 
 
 def needs_no_accumulate(slicing: Slicing) -> bool:
-    """Whether every element of C is the result of one product of one rank, so that nothing is to be added."""
+    """Return whether every element of C is the result of one product of one rank, so that nothing is added."""
     stationary = slicing.config.stationary
-    still = slicing.matrices[stationary]
-    inner = still.dims[1 if stationary == "a" else 0]
-    filled = sum(inner.size(number) > 0 for number in range(len(inner.classes)))
-    return filled == 1 and still.num_terms * slicing.matrices["c"].num_terms == 1
+    matrix = slicing.matrices[stationary]
+    inner = matrix.dims[1 if stationary == "a" else 0]
+    num_filled = sum(inner.size(number) > 0 for number in range(len(inner.classes)))
+    return num_filled == 1 and matrix.num_terms * slicing.matrices["c"].num_terms == 1
 
 
 def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ...]:
-    """The panels of A and B that need scratch, in the order of steps."""
+    """Return the panels of A and B that a rank needs scratch for, in the order of steps."""
     return tuple(
         (number, operand)
         for number, step in enumerate(steps)
@@ -60,60 +64,91 @@ def remote_panels(steps: Sequence[ProductStep], rank: int) -> tuple[PanelKey, ..
 
 
 def schedule_graph(slicing: Slicing, rank: int, rates: RankRates, *, duplex: bool = False) -> ScheduleGraph:
-    """A rank's steps as products and the panels that they need as tiles, numbered as in `tiles`."""
-    steps = slicing.steps(rank)
-    element, adds = dtype_bytes(slicing.problem.dtype), not needs_no_accumulate(slicing)
+    """Return a rank's steps as products and the panels that they need as fetches, numbered as `remote_panels`.
 
-    def seconds(step: ProductStep, operand: Operand, *, adds: bool = False) -> float:
-        blocks = step.panels[operand].blocks
+    Args:
+        duplex: whether fetches and accumulates use the two directions of a link; see `schedule`.
+    """
+    steps = slicing.steps(rank)
+    element_bytes, adds = dtype_bytes(slicing.problem.dtype), not needs_no_accumulate(slicing)
+
+    def transfer_s(step: ProductStep, operand: Operand, *, accumulates: bool = False) -> float:
         return sum(
-            rates.transfer_s(rank, one.owner, one.num_elements * element, accumulates=adds) for one in blocks
+            rates.transfer_s(rank, block.owner, block.num_elements * element_bytes, accumulates=accumulates)
+            for block in step.panels[operand].blocks
         )
 
-    wanted = remote_panels(steps, rank)
+    panels = remote_panels(steps, rank)
     needs: list[list[int]] = [[] for _ in steps]
-    for tile, (number, _) in enumerate(wanted):
-        needs[number].append(tile)
+    for fetch, (number, _) in enumerate(panels):
+        needs[number].append(fetch)
     products = []
     for step, need in zip(steps, needs, strict=True):
         m, n, k = step.sizes
-        gives = 0.0 if slicing.config.stationary == "c" else seconds(step, "c", adds=adds)
-        products.append(ProductNode(2 * m * n * k / rates.flops_per_s, tuple(need), gives))
-    fetches = tuple(FetchNode(seconds(steps[number], operand)) for number, operand in wanted)
+        accumulate_s = 0.0
+        if slicing.config.stationary != "c":
+            accumulate_s = transfer_s(step, "c", accumulates=adds)
+        products.append(ProductNode(2 * m * n * k / rates.flops_per_s, tuple(need), accumulate_s))
+    fetches = tuple(FetchNode(transfer_s(steps[number], operand)) for number, operand in panels)
     return ScheduleGraph(fetches, tuple(products), duplex)
 
 
 def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
-    """Direct execution (section 4.2): steps as they are listed."""
+    """Return the order of direct execution (section 4.2): steps as they are listed."""
     numbers = tuple(range(len(steps)))
     return IssueOrder(tuple(range(len(remote_panels(steps, rank)))), numbers, numbers)
 
 
-def issue_order(slicing: Slicing, rank: int) -> IssueOrder:
-    """In which order a rank does its steps by the schedule that was chosen. Raises UnsupportedError for a schedule
-    by costs, of a choice without rates."""
-    choice = slicing.config
-    if choice.schedule == "direct":
-        return direct_order(slicing.steps(rank), rank)
-    if choice.rates is None:
-        raise UnsupportedError(f"schedule '{choice.schedule}' needs rates; give the choice some, too")
-    return flatten_stages(_scheduled(choice.schedule, schedule_graph(slicing, rank, choice.rates)))
+def schedule_stages(
+    kind: ScheduleKind, graph: ScheduleGraph, max_states: int = MAX_STATES
+) -> tuple[Stage, ...]:
+    """Return the stages of a schedule of one rank within `STAGE_LIMITS`.
+
+    Args:
+        max_states: the most states that the exhaustive search weighs.
+    """
+    if kind == "exhaustive":
+        return searched(graph, max_states).stages
+    return _heuristic_stages(kind, graph)
+
+
+@lru_cache(maxsize=4096)
+def searched(graph: ScheduleGraph, max_states: int = MAX_STATES) -> ScheduleSearchResult:
+    """Return the result of the exhaustive search for one rank within `STAGE_LIMITS`."""
+    return exhaustive(graph, STAGE_LIMITS, max_states=max_states)
 
 
 @lru_cache(maxsize=1024)
-def _scheduled(schedule: str, of: ScheduleGraph) -> tuple[Stage, ...]:
-    if schedule == "exhaustive":
-        return exhaustive(of, STAGE_LIMITS, max_states=MAX_STATES).stages
-    make: Mapping[str, Callable[[ScheduleGraph, StageLimits], tuple[Stage, ...]]] = {
+def _heuristic_stages(kind: ScheduleKind, graph: ScheduleGraph) -> tuple[Stage, ...]:
+    heuristics: Mapping[str, Callable[[ScheduleGraph, StageLimits], tuple[Stage, ...]]] = {
         "direct": direct, "greedy": greedy, "cost-greedy": cost_greedy
     }  # fmt: skip
-    return make[schedule](of, STAGE_LIMITS)
+    return heuristics[kind](graph, STAGE_LIMITS)
+
+
+def issue_order(slicing: Slicing, rank: int) -> IssueOrder:
+    """Return the order of a rank's steps by the schedule of its config.
+
+    Raises UnsupportedError for a schedule by costs where the config has no rates.
+    """
+    config = slicing.config
+    if config.schedule == "direct":
+        return direct_order(slicing.steps(rank), rank)
+    if config.rates is None:
+        raise UnsupportedError(f"schedule '{config.schedule}' needs rates; give the choice some, too")
+    return flatten_stages(schedule_stages(config.schedule, schedule_graph(slicing, rank, config.rates)))
 
 
 @dataclass(frozen=True)
 class IssueStep:
-    """A product, the fetches that stand before it, and the steps whose results are given after it; `slots` are
-    those of scratch in which panels lie, of all that it names."""
+    """A product with the fetches issued before it and the accumulates issued after it.
+
+    Attributes:
+        fetches: the panels that are fetched.
+        step: the number of the product's step.
+        accumulates: the steps whose results are accumulated.
+        slots: for each panel that the above name and that is in scratch, its slot.
+    """
 
     fetches: tuple[PanelKey, ...]
     step: int
@@ -121,31 +156,37 @@ class IssueStep:
     slots: Mapping[PanelKey, int]
 
 
-def issue_steps(steps: Sequence[ProductStep], rank: int, issue: IssueOrder, away: Sequence[bool], prefetch: int) -> list[IssueStep]:
-    """What a rank issues. Every order makes a right program: a fetch stands before the product that needs it, and
-    with it those that the order has before; likewise results.
+def issue_steps(
+    steps: Sequence[ProductStep], rank: int, order: IssueOrder, in_scratch: Sequence[bool], prefetch: int
+) -> list[IssueStep]:
+    """Return what a rank issues.
 
-    `away` says of each step whether its result is made in scratch.
+    Every order makes a correct program. A fetch stands before the first product that needs it, and with it all
+    fetches that the order has before it. Likewise, an accumulate stands after the product of its step.
+
+    Args:
+        in_scratch: for each step whether its result is made in scratch.
     """
-    events = _events(remote_panels(steps, rank), issue, away)
-    free = {operand: deque(range(_most(events, operand) + prefetch)) for operand in OPERANDS}
+    lifetimes = _panel_lifetimes(remote_panels(steps, rank), order, in_scratch)
+    free = {operand: deque(range(_max_in_scratch(lifetimes, operand) + prefetch)) for operand in OPERANDS}
     slots: dict[PanelKey, int] = {}
-    out: list[IssueStep] = []
-    for event in events:
-        for tile in event.begins:
-            slots[tile] = free[tile[1]].popleft()
-        named = {*event.fetches, *event.begins, *event.ends}
-        out.append(
-            IssueStep(event.fetches, event.step, event.accumulates, {tile: slots[tile] for tile in sorted(named)})
+    issued: list[IssueStep] = []
+    for step in lifetimes:
+        for panel in step.begins:
+            slots[panel] = free[panel[1]].popleft()
+        named = sorted({*step.fetches, *step.begins, *step.ends})
+        issued.append(
+            IssueStep(step.fetches, step.step, step.accumulates, {panel: slots[panel] for panel in named})
         )
-        for tile in event.ends:
-            free[tile[1]].append(slots[tile])
-    return out
+        for panel in step.ends:
+            free[panel[1]].append(slots[panel])
+    return issued
 
 
 @dataclass(frozen=True)
-class _SlotEvent:
-    """A turn, and the panels whose time in scratch begins before or with its product, and ends after."""
+class _PanelLifetimes:
+    """An issue step without slots, and the panels whose time in scratch begins before or with its product, and
+    ends after."""
 
     fetches: tuple[PanelKey, ...]
     step: int
@@ -154,34 +195,36 @@ class _SlotEvent:
     ends: tuple[PanelKey, ...]
 
 
-def _events(wanted: Sequence[PanelKey], issue: IssueOrder, away: Sequence[bool]) -> list[_SlotEvent]:
-    missing = set(wanted)
-    needed = set(wanted)
-    fetches, gives = deque(issue.fetches), deque(step for step in issue.accumulates if away[step])
-    listed, done = set(gives), set[int]()
-    out: list[_SlotEvent] = []
-    for step in issue.products:
-        operands: list[PanelKey] = [(step, operand) for operand in OPERANDS[:2] if (step, operand) in needed]
+def _panel_lifetimes(
+    panels: Sequence[PanelKey], order: IssueOrder, in_scratch: Sequence[bool]
+) -> list[_PanelLifetimes]:
+    remote, unfetched = set(panels), set(panels)
+    fetches = deque(order.fetches)
+    accumulates = deque(step for step in order.accumulates if in_scratch[step])
+    listed, done = set(accumulates), set[int]()
+    lifetimes: list[_PanelLifetimes] = []
+    for step in order.products:
+        operands: list[PanelKey] = [(step, operand) for operand in OPERANDS[:2] if (step, operand) in remote]
         before: list[PanelKey] = []
-        while missing.intersection(operands):
-            before.append(wanted[fetches.popleft()])
-            missing.remove(before[-1])
+        while unfetched.intersection(operands):
+            before.append(panels[fetches.popleft()])
+            unfetched.remove(before[-1])
         done.add(step)
-        after = [step] if away[step] and step not in listed else []
-        while gives and gives[0] in done:
-            after.append(gives.popleft())
-        begins = (*before, (step, "c")) if away[step] else tuple(before)
-        ends = (*operands, *((other, "c") for other in after))
-        out.append(_SlotEvent(tuple(before), step, tuple(after), begins, ends))
-    assert not missing and not gives
-    return out
+        after = [step] if in_scratch[step] and step not in listed else []
+        while accumulates and accumulates[0] in done:
+            after.append(accumulates.popleft())
+        begins = (*before, (step, "c")) if in_scratch[step] else tuple(before)
+        ends = (*operands, *((number, "c") for number in after))
+        lifetimes.append(_PanelLifetimes(tuple(before), step, tuple(after), begins, ends))
+    assert not unfetched and not accumulates
+    return lifetimes
 
 
-def _most(events: Sequence[_SlotEvent], operand: Operand) -> int:
-    """The most panels of a matrix that are in scratch at once, at least 1."""
-    now, most = 0, 1
-    for event in events:
-        now += sum(tile[1] == operand for tile in event.begins)
-        most = max(most, now)
-        now -= sum(tile[1] == operand for tile in event.ends)
+def _max_in_scratch(lifetimes: Sequence[_PanelLifetimes], operand: Operand) -> int:
+    """Return the most panels of a matrix that are in scratch at once, at least 1."""
+    count, most = 0, 1
+    for step in lifetimes:
+        count += sum(panel[1] == operand for panel in step.begins)
+        most = max(most, count)
+        count -= sum(panel[1] == operand for panel in step.ends)
     return most

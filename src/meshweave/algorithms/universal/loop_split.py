@@ -1,4 +1,4 @@
-"""How ranks with the same box share the loop over it."""
+"""How the ranks of a team, which have the same box of the stationary matrix, share the loop over it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from meshweave.algorithms.universal.owners import ClassPair, CommonRun
 
 @dataclass(frozen=True)
 class LoopPart:
-    """A part of the loop: runs of one class each in the two moving matrices, of one term each."""
+    """A part of the loop dim: runs of one class and one term in each of the two moving matrices.
+
+    Attributes:
+        classes: the classes of its indices in the first and the second moving matrix.
+        terms: the terms of the two matrices; 0 where a matrix is not partial.
+        runs: its indices.
+    """
 
     classes: ClassPair
     terms: tuple[int, int]
@@ -18,10 +24,11 @@ class LoopPart:
 
     @property
     def size(self) -> int:
+        """The number of indices."""
         return sum(run.size for run in self.runs)
 
     def split(self, size: int) -> tuple[LoopPart, LoopPart]:
-        """Its first `size` indices, and the rest."""
+        """Return the part of the first `size` indices, and the rest."""
         first: list[CommonRun] = []
         rest: list[CommonRun] = []
         for run in self.runs:
@@ -39,53 +46,60 @@ class LoopPart:
 
 
 def split_loop(
-    items: Sequence[LoopPart], members: int, lacking: Sequence[Sequence[int]], *, even: bool
+    parts: Sequence[LoopPart], members: int, missing: Sequence[Sequence[int]], *, even: bool
 ) -> list[tuple[LoopPart, ...]]:
-    """What each member of a team does: items that it lacks least of, up to its even share.
+    """Return for each of `members` ranks which indices of the loop it runs over.
 
-    `lacking[i][j]` is what must move per index where member j does item i. With `even` nobody does more than
-    1 / members of all indices, rounded up, as a chunk by torch's rule; else everybody does all that it lacks least
-    of, and only ties are balanced.
+    A part goes to the members that must move the fewest elements for it.
+
+    Args:
+        missing: `missing[i][j]` is how many elements member j must move per index of part i.
+        even: whether no member may do more than 1 / `members` of all indices, rounded up (torch's chunk rule). If
+            not, only parts for which several members miss equally little are balanced.
     """
     if members == 1:
-        return [tuple(items)]
-    total = sum(item.size for item in items)
+        return [tuple(parts)]
+    total = sum(part.size for part in parts)
     limit = -(-total // members) if even else total
     room = [limit] * members
     taken: list[list[tuple[int, LoopPart]]] = [[] for _ in range(members)]
-    later: list[tuple[int, LoopPart]] = []
-    # What one member alone lacks least of comes first: others may take anything else.
-    order = sorted(range(len(items)), key=lambda index: (_ties(lacking[index]), index))
-    for index in order:
-        rest = items[index]
-        least = min(lacking[index])
-        best = [member for member in range(members) if lacking[index][member] == least]
-        while rest.size:
-            if not even:
-                part = -(-rest.size // len(best))
-                member = best.pop(0)
+
+    def take(member: int, index: int, rest: LoopPart, size: int) -> LoopPart:
+        head, rest = rest.split(size)
+        taken[member].append((index, head))
+        room[member] -= head.size
+        return rest
+
+    leftover: list[tuple[int, LoopPart]] = []
+    # Parts for which one member alone misses least come first: the others may take anything else.
+    for index in sorted(range(len(parts)), key=lambda index: (_num_least(missing[index]), index)):
+        rest = parts[index]
+        least = min(missing[index])
+        best = [member for member in range(members) if missing[index][member] == least]
+        while rest.size and best:
+            if even:
+                member = max(best, key=lambda candidate: (room[candidate], -candidate))
+                size = min(room[member], -(-rest.size // len(best)))
             else:
-                member = max(best, key=lambda one: (room[one], -one))
-                part = min(room[member], -(-rest.size // len(best)))
-                best.remove(member)
-            if part:
-                head, rest = rest.split(min(part, rest.size))
-                taken[member].append((index, head))
-                room[member] -= head.size
-            if not best:
-                break
+                member = best[0]
+                size = -(-rest.size // len(best))
+            best.remove(member)
+            if size:
+                rest = take(member, index, rest, min(size, rest.size))
         if rest.size:
-            later.append((index, rest))
-    for index, rest in later:
+            leftover.append((index, rest))
+    for index, rest in leftover:
         while rest.size:
-            open_to = [member for member in range(members) if room[member] > 0]
-            member = min(open_to, key=lambda one: (lacking[index][one], -room[one], one))
-            head, rest = rest.split(min(room[member], rest.size))
-            taken[member].append((index, head))
-            room[member] -= head.size
-    return [tuple(item for _, item in sorted(mine, key=lambda entry: entry[0])) for mine in taken]
+            costs = missing[index]
+            member = min(
+                (member for member in range(members) if room[member] > 0),
+                key=lambda candidate: (costs[candidate], -room[candidate], candidate),
+            )
+            rest = take(member, index, rest, min(room[member], rest.size))
+    return [tuple(part for _, part in sorted(listed, key=lambda entry: entry[0])) for listed in taken]
 
 
-def _ties(costs: Sequence[int]) -> int:
+def _num_least(costs: Sequence[int]) -> int:
+    """Return how many costs equal the least one."""
     least = min(costs)
     return sum(cost == least for cost in costs)

@@ -1,9 +1,10 @@
-"""Who holds which part of a matrix, and where in its memory: the index arithmetic that slicing rests on.
+"""Which rank holds which part of a matrix, and where in its memory: the index arithmetic under slicing.
 
-In every layout the rows that a rank holds follow from some of its coordinates and the columns from others. So the
-indices of each dim fall into *classes*, each the index list of some ranks, and a rank holds one class of
-rows times one class of columns, of one term where the matrix is a sum of partial ones. An index has one class
-and one place in it, whatever the tile shape, the process grid and the offset were.
+In every layout the rows that a rank holds follow from some of its mesh coordinates, and the columns from others.
+So the indices of each dim fall into *classes*. A class is the list of indices of some ranks, and a rank holds one
+class of rows times one class of columns. Where the matrix is partial, the rank holds that block of one *term* of
+the sum. Every index has one class and one place in it, whatever the tile shape, the process grid and the offset
+are.
 """
 
 from __future__ import annotations
@@ -23,8 +24,15 @@ BlockKey = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ClassSegment:
-    """`size` indices in a row, of one class: from `local` on in a holder's memory, from `at` on in the list
-    that was cut, from `start` on in the whole matrix."""
+    """Consecutive indices of one class, cut from a list of indices.
+
+    Attributes:
+        index_class: number of the class.
+        local_start: where they begin in the memory of a rank that holds the class.
+        list_start: where they begin in the list that was cut.
+        size: how many indices.
+        global_start: the first index, in the whole matrix.
+    """
 
     index_class: int
     local_start: int
@@ -34,52 +42,70 @@ class ClassSegment:
 
 
 class DimTable:
-    """The classes of one dim: for any index its class and its place in the memory of those who hold that class,
-    where the class begins at `offsets`."""
+    """The classes of one dim of a matrix.
+
+    Attributes:
+        classes: the index list of each class.
+        offsets: where each class begins in the memory of the ranks that hold it.
+        segments: (start, stop, class, local start) of every run of indices, by start.
+    """
 
     def __init__(self, classes: Sequence[Intervals], offsets: Sequence[int] | None = None) -> None:
         self.classes = tuple(classes)
         self.offsets = tuple(offsets) if offsets is not None else (0,) * len(self.classes)
-        rows = []
+        segments = []
         for number, intervals in enumerate(classes):
             local = self.offsets[number]
             for start, stop in intervals:
-                rows.append((start, stop, number, local))
+                segments.append((start, stop, number, local))
                 local += stop - start
-        rows.sort()
-        self.segments = rows
-        self._starts = [row[0] for row in rows]
+        segments.sort()
+        self.segments = segments
+        self._starts = [segment[0] for segment in segments]
 
     def size(self, number: int) -> int:
+        """Return the number of indices of a class."""
         return sum(stop - start for start, stop in self.classes[number])
 
     def split(self, intervals: Iterable[tuple[int, int]]) -> list[ClassSegment]:
-        """A list of indices cut where class or memory changes; neighbours that continue each other are one
-        piece."""
+        """Return a list of indices, cut where the class or the place in memory changes."""
         out: list[ClassSegment] = []
-        at = 0
+        list_start = 0
         for start, stop in intervals:
             place = bisect_right(self._starts, start) - 1
             while start < stop:
                 lo, hi, number, local = self.segments[place]
                 size = min(stop, hi) - start
-                _extend(out, ClassSegment(number, local + start - lo, at, size, start))
-                start, at, place = start + size, at + size, place + 1
+                _extend(out, ClassSegment(number, local + start - lo, list_start, size, start))
+                start, list_start, place = start + size, list_start + size, place + 1
         return out
 
 
-def _extend(pieces: list[ClassSegment], new: ClassSegment) -> None:
-    if pieces:
-        last = pieces[-1]
-        if last.index_class == new.index_class and last.local_start + last.size == new.local_start and last.list_start + last.size == new.list_start:
-            pieces[-1] = ClassSegment(last.index_class, last.local_start, last.list_start, last.size + new.size, last.global_start)
+def _extend(segments: list[ClassSegment], new: ClassSegment) -> None:
+    """Append a segment, or lengthen the last one where the two lie together."""
+    if segments:
+        last = segments[-1]
+        if (
+            last.index_class == new.index_class
+            and last.local_start + last.size == new.local_start
+            and last.list_start + last.size == new.list_start
+        ):
+            segments[-1] = ClassSegment(
+                last.index_class, last.local_start, last.list_start, last.size + new.size, last.global_start
+            )
             return
-    pieces.append(new)
+    segments.append(new)
 
 
 @dataclass(frozen=True)
 class OwnerMap:
-    """`rows` and `columns` are the classes of the dims; `of` says which block each rank holds."""
+    """Which block of a matrix each rank holds.
+
+    Attributes:
+        rows, columns: the classes of the two dims.
+        block_of: the block of each rank.
+        num_terms: how many terms a partial matrix has; 1 where it is not partial.
+    """
 
     rows: DimTable
     columns: DimTable
@@ -88,81 +114,98 @@ class OwnerMap:
 
     @property
     def dims(self) -> tuple[DimTable, DimTable]:
+        """The classes of rows and of columns."""
         return self.rows, self.columns
 
     @cached_property
     def holders(self) -> Mapping[BlockKey, tuple[int, ...]]:
         """The ranks that hold each block, ascending."""
-        found: dict[BlockKey, list[int]] = defaultdict(list)
+        ranks_of: dict[BlockKey, list[int]] = defaultdict(list)
         for rank in sorted(self.block_of):
-            found[self.block_of[rank]].append(rank)
-        return {block: tuple(ranks) for block, ranks in found.items()}
+            ranks_of[self.block_of[rank]].append(rank)
+        return {block: tuple(ranks) for block, ranks in ranks_of.items()}
 
     def shape(self, rank: int) -> tuple[int, int]:
-        """Rows and columns that a rank holds."""
+        """Return the numbers of rows and columns that a rank holds."""
         row, column, _ = self.block_of[rank]
         return self.rows.size(row), self.columns.size(column)
 
 
 @lru_cache(maxsize=4096)
 def owners(layout: Layout, shape: tuple[int, int]) -> OwnerMap:
-    """Who holds what of a matrix of global `shape` in a layout."""
+    """Return which rank holds what of a matrix of global `shape` in a layout."""
     numbers: tuple[dict[Intervals, int], dict[Intervals, int]] = ({}, {})
-    axes = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
-    of: dict[int, BlockKey] = {}
+    partial_axes = [
+        axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)
+    ]
+    block_of: dict[int, BlockKey] = {}
     for rank in sorted(layout.mesh.ranks):
         rows, columns = layout.intervals(shape, rank)
         coords = layout.mesh.coords(rank)
         term = 0
-        for axis in axes:
+        for axis in partial_axes:
             term = term * layout.mesh.shape[axis] + coords[axis]
-        of[rank] = (
+        block_of[rank] = (
             numbers[0].setdefault(rows, len(numbers[0])),
             numbers[1].setdefault(columns, len(numbers[1])),
             term,
         )
     num_terms = 1
-    for axis in axes:
+    for axis in partial_axes:
         num_terms *= layout.mesh.shape[axis]
-    return OwnerMap(DimTable(tuple(numbers[0])), DimTable(tuple(numbers[1])), of, num_terms)
+    return OwnerMap(DimTable(tuple(numbers[0])), DimTable(tuple(numbers[1])), block_of, num_terms)
 
 
 def split_among_replicas(whole: OwnerMap, dim: int, group_of: Mapping[int, int]) -> OwnerMap:
-    """The same matrix where each block that several ranks of a group hold is dealt out among them along `dim`,
-    so that every element of a term has one owner per group; places still count in the memory of the whole
-    block."""
-    replica: dict[int, int] = {}
-    count: dict[int, int] = defaultdict(lambda: 1)
-    for block, ranks in whole.holders.items():
-        if not (whole.rows.size(block[0]) and whole.columns.size(block[1])):
-            replica.update(dict.fromkeys(ranks, 0))
-            continue
-        for group in sorted({group_of[rank] for rank in ranks}):
-            members = [rank for rank in ranks if group_of[rank] == group]
-            count[block[dim]] = max(count[block[dim]], len(members))
-            replica.update((rank, index) for index, rank in enumerate(members))
+    """Return the owners of a matrix such that every element of a term has one owner per group.
+
+    A block that several ranks of a group hold is cut among them along `dim`. Local starts still count in the
+    memory of the whole block.
+
+    Args:
+        group_of: the number of the group of each rank.
+    """
+    replica_of, num_replicas = _replicas(whole, dim, group_of)
     table = whole.dims[dim]
     classes: list[Intervals] = []
     offsets: list[int] = []
-    first: dict[int, int] = {}
+    first_part: dict[int, int] = {}
     for number, intervals in enumerate(table.classes):
-        first[number] = len(classes)
+        first_part[number] = len(classes)
         size = table.size(number)
-        for part in range(count[number]):
-            lo, hi = chunk_bounds(size, count[number], part)
+        for part in range(num_replicas[number]):
+            lo, hi = chunk_bounds(size, num_replicas[number], part)
             classes.append(_positions(intervals, lo, hi))
             offsets.append(lo)
-    dealt = DimTable(classes, offsets)
-    of: dict[int, BlockKey] = {}
+    parts = DimTable(classes, offsets)
+    block_of: dict[int, BlockKey] = {}
     for rank, block in whole.block_of.items():
-        number = first[block[dim]] + replica[rank]
-        of[rank] = (number, block[1], block[2]) if dim == 0 else (block[0], number, block[2])
-    rows, columns = (dealt, whole.columns) if dim == 0 else (whole.rows, dealt)
-    return OwnerMap(rows, columns, of, whole.num_terms)
+        number = first_part[block[dim]] + replica_of[rank]
+        block_of[rank] = (number, block[1], block[2]) if dim == 0 else (block[0], number, block[2])
+    rows, columns = (parts, whole.columns) if dim == 0 else (whole.rows, parts)
+    return OwnerMap(rows, columns, block_of, whole.num_terms)
+
+
+def _replicas(
+    whole: OwnerMap, dim: int, group_of: Mapping[int, int]
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Return for each rank its number among the holders of its block in its group, and for each class of `dim`
+    into how many parts it is cut. Empty blocks are not cut."""
+    replica_of: dict[int, int] = {}
+    num_replicas: dict[int, int] = defaultdict(lambda: 1)
+    for block, ranks in whole.holders.items():
+        if not (whole.rows.size(block[0]) and whole.columns.size(block[1])):
+            replica_of.update(dict.fromkeys(ranks, 0))
+            continue
+        for group in sorted({group_of[rank] for rank in ranks}):
+            members = [rank for rank in ranks if group_of[rank] == group]
+            num_replicas[block[dim]] = max(num_replicas[block[dim]], len(members))
+            replica_of.update((rank, index) for index, rank in enumerate(members))
+    return replica_of, num_replicas
 
 
 def _positions(intervals: Intervals, lo: int, hi: int) -> Intervals:
-    """Positions [lo, hi) of an index list."""
+    """Return the indices at positions [lo, hi) of a list of indices."""
     out, position = [], 0
     for start, stop in intervals:
         first, last = max(lo, position), min(hi, position + stop - start)
@@ -178,37 +221,47 @@ ClassPair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class CommonRun:
-    """`size` indices in a row in both of two matrices: `left` and `right` are the places in their holders'
-    memory."""
+    """`size` indices that are consecutive in the memory of the holders of two matrices, where they begin at
+    `left_start` and `right_start`."""
 
     left_start: int
     right_start: int
     size: int
 
     def split(self, size: int) -> tuple[CommonRun, CommonRun]:
-        return CommonRun(self.left_start, self.right_start, size), CommonRun(self.left_start + size, self.right_start + size, self.size - size)
+        """Return the first `size` indices, and the rest."""
+        return (
+            CommonRun(self.left_start, self.right_start, size),
+            CommonRun(self.left_start + size, self.right_start + size, self.size - size),
+        )
 
 
 def common_runs(left: DimTable, right: DimTable, total: int) -> dict[ClassPair, tuple[CommonRun, ...]]:
-    """All indices of a dim by their classes in two matrices, as runs that lie together in both memories.
+    """Return all `total` indices of a dim by their classes in two matrices, as runs.
 
-    The order in which a sum runs over them is free: sorted by class, a block-cyclic dim falls into as few runs
-    as a block one, wherever the two matrices are cut alike.
+    A sum may run over the indices in any order. Sorted by class, a block-cyclic dim falls into as few runs as a
+    block one, wherever the two matrices are cut alike.
     """
-    cuts = sorted({0, total, *(row[0] for row in left.segments), *(row[0] for row in right.segments)})
-    found: dict[ClassPair, list[CommonRun]] = defaultdict(list)
-    for start, stop in pairwise(cuts):
-        (mine,), (theirs,) = left.split([(start, stop)]), right.split([(start, stop)])
-        runs = found[mine.index_class, theirs.index_class]
+    edges = sorted({0, total, *(row[0] for row in left.segments), *(row[0] for row in right.segments)})
+    runs_of: dict[ClassPair, list[CommonRun]] = defaultdict(list)
+    for start, stop in pairwise(edges):
+        (in_left,), (in_right,) = left.split([(start, stop)]), right.split([(start, stop)])
+        runs = runs_of[in_left.index_class, in_right.index_class]
         if runs:
             last = runs[-1]
-            if last.left_start + last.size == mine.local_start and last.right_start + last.size == theirs.local_start:
+            if (
+                last.left_start + last.size == in_left.local_start
+                and last.right_start + last.size == in_right.local_start
+            ):
                 runs[-1] = CommonRun(last.left_start, last.right_start, last.size + stop - start)
                 continue
-        runs.append(CommonRun(mine.local_start, theirs.local_start, stop - start))
-    return {pair: tuple(found[pair]) for pair in sorted(found)}
+        runs.append(CommonRun(in_left.local_start, in_right.local_start, stop - start))
+    return {pair: tuple(runs_of[pair]) for pair in sorted(runs_of)}
 
 
-def nearest_holder(ranks: Sequence[int], me: int, position: Callable[[int], int], count: int) -> int:
-    """The holder to take a block from: this rank, or the next one behind it, so that requests spread."""
-    return min(ranks, key=lambda rank: (position(rank) - position(me)) % count)
+def nearest_holder(ranks: Sequence[int], rank: int, position: Callable[[int], int], count: int) -> int:
+    """Return the holder that `rank` takes a block from: itself, or the next one after it among `count` positions.
+
+    Different ranks so prefer different holders.
+    """
+    return min(ranks, key=lambda holder: (position(holder) - position(rank)) % count)

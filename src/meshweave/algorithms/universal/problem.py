@@ -1,34 +1,38 @@
-"""What the universal product is given: two operands and a result, each in a layout of its own."""
+"""The problem that the universal product solves: two operands and a result, each in a layout of its own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
-from meshweave.describe.layout import Layout
+from meshweave.describe.layout import Layout, Placement, Shard, StridedShard, Tile
 
 Operand = Literal["a", "b", "c"]
 OPERANDS: tuple[Operand, ...] = ("a", "b", "c")
 
 DIMS: dict[Operand, tuple[int, int]] = {"a": (0, 2), "b": (2, 1), "c": (0, 1)}
-"""Which of (m, n, k) the rows and columns of each matrix run over."""
+"""Which of (m, n, k) the rows and the columns of each matrix are."""
 
 LOOP: dict[Operand, int] = {"a": 1, "b": 0, "c": 2}
-"""The dim of (m, n, k) that a matrix does not have: where it is stationary, its holder runs over that one."""
+"""The dim of (m, n, k) that a matrix does not have. Where it is stationary, its holders loop over that dim."""
 
 
 @dataclass(frozen=True)
 class UniversalProblem:
-    """C (M, N) = A (M, K) B (K, N), where each matrix lies on the same ranks in a layout of its own.
+    """C (M, N) = A (M, K) B (K, N), where each matrix has a layout of its own over the same ranks.
 
-    The layouts may be on meshes of different shapes. `orders` gives the dims of A, B, C from outermost to
-    innermost in memory (None: as written), so that a transposed operand is one that lies the other way round.
+    Raises LayoutError for layouts over different ranks, for sizes or placements that do not fit, and for partial
+    placements by anything but "sum".
 
-    Raises LayoutError for layouts that are not of the same ranks, for sizes or placements that do not fit, and for
-    partial sums by anything but "sum".
+    Attributes:
+        m, n, k: global sizes.
+        a, b, c: the layouts, which may be on meshes of different shapes.
+        dtype: of all three matrices.
+        orders: the dims of A, B, C from outermost to innermost in memory; None for row-major. A transposed operand
+            is one whose order is (1, 0).
     """
 
     m: int
@@ -65,12 +69,29 @@ class UniversalProblem:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
+        """M, N, K."""
         return self.m, self.n, self.k
 
     def layout(self, operand: Operand) -> Layout:
+        """Return the layout of a matrix."""
         return {"a": self.a, "b": self.b, "c": self.c}[operand]
 
     def shape(self, operand: Operand) -> tuple[int, int]:
-        """Global shape of a matrix."""
+        """Return the global shape of a matrix."""
         rows, columns = DIMS[operand]
         return self.sizes[rows], self.sizes[columns]
+
+
+def transposed_layout(layout: Layout) -> Layout:
+    """Return the layout of the transpose of a matrix: rows are sharded as columns were, and columns as rows."""
+    rows, columns = ((0,), (0,)) if layout.folds is None else layout.folds
+    num_rows, num_columns = len(rows), len(columns)
+
+    def swap(placement: Placement) -> Placement:
+        if not isinstance(placement, (Shard, StridedShard, Tile)):
+            return placement
+        dim = placement.dim
+        return replace(placement, dim=dim + num_columns if dim < num_rows else dim - num_rows)
+
+    folds = None if layout.folds is None else (columns, rows)
+    return replace(layout, placements=tuple(map(swap, layout.placements)), folds=folds)

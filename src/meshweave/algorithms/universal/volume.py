@@ -4,66 +4,82 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from meshweave.algorithms.universal.panels import OwnedBlock
 from meshweave.algorithms.universal.problem import OPERANDS
-from meshweave.algorithms.universal.slicing import OwnedBlock, Slicing, split_counts
+from meshweave.algorithms.universal.reduction import owned_share, partial_sums, replicas_of
+from meshweave.algorithms.universal.slicing import Slicing, split_counts
 from meshweave.base.units import dtype_bytes
-from meshweave.ir.volume import Load, Phase, Volume
+from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 
-def volume(slicing: Slicing, slices: int | None = None) -> Volume:
-    """Exact counts: those of the program that `universal_program` writes, with other `slices` where they are
-    given."""
+def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
+    """Return what the program of a slicing computes and moves; the counts are exact.
+
+    Args:
+        num_slices: counts with another number of slices than the config's, where it is given.
+    """
     problem = slicing.problem
     ranks = problem.ranks
-    found = Volume(*({rank: Load() for rank in ranks} for _ in range(3)))
+    total = Volume(*({rank: RankVolume() for rank in ranks} for _ in range(3)))
     if 0 in problem.sizes:
-        return found
-    element = dtype_bytes(problem.dtype)
-    slices = slicing.config.num_slices if slices is None else slices
+        return total
+    element_bytes = dtype_bytes(problem.dtype)
+    num_slices = slicing.config.num_slices if num_slices is None else num_slices
     for rank in ranks:
         for operand in OPERANDS[:2]:
-            for _, blocks in slicing.partial_sums(operand, rank):
-                _fetch(found.before, rank, blocks, element)
-                found.before[rank].local_bytes += element * sum(block.num_elements for block in blocks[1:])
-        mine = found.during[rank]
-        counts = split_counts([run for _, run in slicing.runs(rank)], slices)
+            for _, blocks in partial_sums(slicing, operand, rank):
+                _fetch(total.before, rank, blocks, element_bytes)
+                added = sum(block.num_elements for block in blocks[1:])
+                total.before[rank].local_bytes += element_bytes * added
+        load = total.during[rank]
+        counts = split_counts([run for _, run in slicing.runs(rank)], num_slices)
         for step, count in zip(slicing.whole_steps[rank], counts, strict=True):
             m, n, k = step.sizes
-            mine.flops += 2 * m * n * k
-            mine.products += count
+            load.flops += 2 * m * n * k
+            load.products += count
             for operand in OPERANDS:
                 panel = step.panels[operand]
                 if operand != "c":
-                    _fetch(found.during, rank, panel.blocks, element, count)
-                elif slicing.config.stationary != "c":  # there the product itself adds to what it has
-                    _give(found.during, rank, panel.blocks, element, count)
-        others = [other for other in slicing.replicas_of(rank) if other != rank]
-        for other in others:
-            if slicing.config.stationary == "c":
-                share = OwnedBlock(other, *slicing.owned_share(rank))
-                _fetch(found.after, rank, (share,), element)
-                found.after[rank].local_bytes += element * share.num_elements
-            _fetch(found.after, rank, (OwnedBlock(other, *slicing.owned_share(other)),), element)
-    return found
+                    _fetch(total.during, rank, panel.blocks, element_bytes, count)
+                elif slicing.config.stationary != "c":  # a product that adds to C where it lies moves nothing
+                    _accumulate(total.during, rank, panel.blocks, element_bytes, count)
+        _merge_replicas(total.after, slicing, rank, element_bytes)
+    return total
 
 
-def _fetch(phase: Phase, rank: int, blocks: Iterable[OwnedBlock], element: int, count: int = 1) -> None:
+def _merge_replicas(phase: PhaseVolume, slicing: Slicing, rank: int, element_bytes: int) -> None:
+    """Count how a rank sums its share of C over the replicas, and fetches the shares of the others."""
+    for holder in replicas_of(slicing, rank):
+        if holder == rank:
+            continue
+        if slicing.config.stationary == "c":
+            share = OwnedBlock(holder, *owned_share(slicing, rank))
+            _fetch(phase, rank, (share,), element_bytes)
+            phase[rank].local_bytes += element_bytes * share.num_elements
+        _fetch(phase, rank, (OwnedBlock(holder, *owned_share(slicing, holder)),), element_bytes)
+
+
+def _fetch(
+    phase: PhaseVolume, rank: int, blocks: Iterable[OwnedBlock], element_bytes: int, messages: int = 1
+) -> None:
     for block in blocks:
-        size = block.num_elements * element
+        size = block.num_elements * element_bytes
         if block.owner == rank:
             continue
         phase[rank].received_bytes += size
-        phase[rank].messages += count
+        phase[rank].messages += messages
         phase[block.owner].sent_bytes += size
 
 
-def _give(phase: Phase, rank: int, blocks: Iterable[OwnedBlock], element: int, count: int) -> None:
+def _accumulate(
+    phase: PhaseVolume, rank: int, blocks: Iterable[OwnedBlock], element_bytes: int, messages: int
+) -> None:
     for block in blocks:
-        size = block.num_elements * element
+        size = block.num_elements * element_bytes
         if block.owner == rank:
             phase[rank].local_bytes += size
             continue
         phase[rank].sent_bytes += size
-        phase[rank].messages += count
+        phase[rank].messages += messages
         phase[block.owner].received_bytes += size
         phase[block.owner].local_bytes += size

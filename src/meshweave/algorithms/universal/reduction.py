@@ -1,0 +1,77 @@
+"""What a universal product sums before its local products, and which replicas of C it puts together after them."""
+
+from __future__ import annotations
+
+from meshweave.algorithms.universal.owners import owners
+from meshweave.algorithms.universal.panels import OwnedBlock, Span
+from meshweave.algorithms.universal.problem import Operand
+from meshweave.algorithms.universal.slicing import Slicing
+from meshweave.describe.layout import Layout, Partial
+
+
+def partial_sums(
+    slicing: Slicing, operand: Operand, rank: int
+) -> list[tuple[tuple[int, int], tuple[OwnedBlock, ...]]]:
+    """Return the blocks that a rank sums of a partial operand that is summed first; none of another operand.
+
+    Each is given by the row and column at which the sum begins in the rank's memory, and by its terms, the rank's
+    own first where it has one.
+    """
+    layout = slicing.summed_layout(operand)
+    if layout is None:
+        return []
+    problem, position = slicing.problem, slicing.position
+    source = owners(problem.layout(operand), problem.shape(operand))
+    target = slicing.matrices[operand]
+    row, column, _ = target.block_of[rank]
+    terms = _summed_terms(problem.layout(operand), layout, rank)
+    sums = []
+    for rows in source.rows.split(target.rows.classes[row]):
+        for columns in source.columns.split(target.columns.classes[column]):
+            row_span = rows.local_start, rows.local_start + rows.size
+            column_span = columns.local_start, columns.local_start + columns.size
+            start = rows.list_start, columns.list_start
+            holders = [source.holders[rows.index_class, columns.index_class, term] for term in terms]
+            nearest = [slicing.nearest_holder(ranks, rank) for ranks in holders]
+            nearest.sort(key=lambda holder: (position[holder] - position[rank]) % len(position))
+            blocks = tuple(OwnedBlock(holder, row_span, column_span, start) for holder in nearest)
+            sums.append((start, blocks))
+    return sums
+
+
+def _summed_terms(source: Layout, target: Layout, rank: int) -> list[int]:
+    """Return the terms of a partial matrix in `source` that make up what a rank holds of it in `target`."""
+    placement_of = dict(zip(target.mesh.axes, target.placements, strict=True))
+    terms = [0]
+    for axis, placement, coordinate, count in zip(
+        source.mesh.axes, source.placements, source.mesh.coords(rank), source.mesh.shape, strict=True
+    ):
+        if isinstance(placement, Partial):
+            coordinates = [coordinate] if isinstance(placement_of[axis], Partial) else range(count)
+            terms = [term * count + coordinate for term in terms for coordinate in coordinates]
+    return terms
+
+
+def merges_replicas(slicing: Slicing) -> bool:
+    """Return whether replicas of C are put together at the end, from what each of their holders computed."""
+    return any(len(replicas_of(slicing, rank)) > 1 for rank in slicing.problem.ranks)
+
+
+def replicas_of(slicing: Slicing, rank: int) -> tuple[int, ...]:
+    """Return the ranks of a rank's group that hold the same term of the same block of C, itself included."""
+    c, group_of = slicing.matrices["c"], slicing.group_of
+    return tuple(holder for holder in c.holders[c.block_of[rank]] if group_of[holder] == group_of[rank])
+
+
+def owned_share(slicing: Slicing, rank: int) -> tuple[Span, Span]:
+    """Return the part of its block of C that a rank owns among the replicas: rows and columns in its memory."""
+    c = slicing.matrices["c"]
+    rows, columns = c.shape(rank)
+    spans = [(0, rows), (0, columns)]
+    block = slicing.c_owners.block_of[rank]
+    for dim in (0, 1):
+        table = slicing.c_owners.dims[dim]
+        if table is not c.dims[dim]:
+            first = table.offsets[block[dim]]
+            spans[dim] = (first, first + table.size(block[dim]))
+    return spans[0], spans[1]
