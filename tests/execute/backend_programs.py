@@ -290,7 +290,7 @@ PROGRAMS = {
     "ring 4 in halves": lambda: ring(4, "bfloat16"),
     "tapered_meshslice": lambda: golden("tapered_meshslice"),
     "tapered_meshslice as rings": lambda: lower_rings(golden("tapered_meshslice")),
-    "tapered_meshslice as two-way rings": lambda: lower_rings(golden("tapered_meshslice"), ways=2),
+    "tapered_meshslice as two-way rings": lambda: lower_rings(golden("tapered_meshslice"), num_directions=2),
     "chunked_atp": lambda: golden("chunked_atp"),
     "packetised_summa": lambda: golden("packetised_summa"),
     "one_f_one_b": lambda: golden("one_f_one_b"),

@@ -4,7 +4,7 @@ import time
 from dataclasses import astuple
 
 from meshweave.execute.ranks.clocks import clock_offsets
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 
 
 def compare(context, payload):

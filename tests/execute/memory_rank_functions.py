@@ -17,7 +17,7 @@ from meshweave.execute.memory.base import Slot
 from meshweave.execute.numpy import run_numpy
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.bind import bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 

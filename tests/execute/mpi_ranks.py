@@ -9,7 +9,7 @@ from mpi4py import MPI
 from meshweave.base.errors import BindError
 from meshweave.execute.memory import open_memory
 from meshweave.execute.torch.bind import bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program.parse import parse
 
 

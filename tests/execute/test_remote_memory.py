@@ -21,7 +21,7 @@ from meshweave.execute.memory.shared import lacks  # noqa: E402
 from meshweave.execute.ranks.agreement import agree  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
-from meshweave.execute.torch.groups import TorchContext  # noqa: E402
+from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.one_sided import fence_groups, flags_of, without_fences  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
 from meshweave.ir.program.ops import Fence  # noqa: E402

@@ -19,7 +19,8 @@ from meshweave.base.errors import BindError, DeadlineError, RankLostError, Unsup
 from meshweave.execute.numpy import run_numpy  # noqa: E402
 from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
-from meshweave.execute.torch.groups import TorchContext, channels, group_keys  # noqa: E402
+from meshweave.execute.torch.context import TorchContext  # noqa: E402
+from meshweave.execute.torch.groups import assign_channels, group_keys  # noqa: E402
 from meshweave.execute.torch.lanes import Streams, cross_lane_waits  # noqa: E402
 from meshweave.execute.torch.views import Staging, Strided, empty, strided  # noqa: E402
 from meshweave.execute.torch.wire import wire_orders  # noqa: E402
@@ -204,7 +205,7 @@ def test_without_liveness_an_error_says_at_least_what_was_waited_for(said, error
 
 def test_groups_come_from_the_text_and_are_shared_by_messages():
     wang = golden("uneven_wang")
-    assert group_keys(wang, channels(wang, shared=False)) == [
+    assert group_keys(wang, assign_channels(wang, shared=False)) == [
         (0, (0, 3)),
         (0, (1, 4)),
         (0, (2, 5)),
@@ -215,11 +216,11 @@ def test_groups_come_from_the_text_and_are_shared_by_messages():
 
 def test_lanes_share_a_channel_only_where_they_never_meet_on_a_connection():
     wang, both_ways = golden("uneven_wang"), ring(2)
-    assert channels(wang) == {"row": 0, "col": 0}  # two axes of a mesh have one rank in common
-    assert channels(both_ways) == {"right": 0, "left": 1}  # one axis, in two directions
-    assert channels(golden("one_f_one_b")) == {"activations": 0, "gradients": 1}  # one pair of ranks
+    assert assign_channels(wang) == {"row": 0, "col": 0}  # two axes of a mesh have one rank in common
+    assert assign_channels(both_ways) == {"right": 0, "left": 1}  # one axis, in two directions
+    assert assign_channels(golden("one_f_one_b")) == {"activations": 0, "gradients": 1}  # one pair of ranks
     summa = ALGORITHMS["summa"].program(MatmulProblem(16, 16, 16, (4, 4)), Config(packets=2))
-    found = channels(lower_chains(summa))  # messages between neighbours of either axis
+    found = assign_channels(lower_chains(summa))  # messages between neighbours of either axis
     assert found["row"] == found["col"] != found["row_odd"] == found["col_odd"]
 
 

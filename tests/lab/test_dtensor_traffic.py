@@ -5,7 +5,12 @@ import torch.distributed as dist
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout import Partial, Replicate, Shard, Tile
-from meshweave.lab.bench.dtensor_traffic import Collective, Product, dtensor_traffic, traffics
+from meshweave.lab.bench.dtensor_traffic import (
+    DTensorCollective,
+    DTensorProduct,
+    dtensor_traffic,
+    dtensor_traffics,
+)
 
 S0, S1, R, P = Shard(0), Shard(1), Replicate(), Partial()
 CUBE = (8, 8, 8)  # 256 bytes a matrix in float32
@@ -28,8 +33,10 @@ def test_one_axis_by_hand():
         (P, S1): (P, 3 * 64, ("all_gather",)),
         (P, P): (P, 2 * 3 * 256 // 4, ("all_reduce",)),
     }
-    products = [Product((a,), (b,), CUBE) for a, b in cases]
-    for found, (out, received, collectives) in zip(traffics((4,), products), cases.values(), strict=True):
+    products = [DTensorProduct((a,), (b,), CUBE) for a, b in cases]
+    for found, (out, received, collectives) in zip(
+        dtensor_traffics((4,), products), cases.values(), strict=True
+    ):
         assert found.out_placements == (out,)
         assert found.received_bytes_per_rank == (received,) * 4
         assert found.received_bytes == 4 * received
@@ -41,7 +48,7 @@ def test_two_axes_by_hand():
     found = dtensor_traffic((2, 2), (S0, S1), (S0, S1), CUBE)
     assert found.out_placements == (S0, S1)
     assert found.received_bytes_per_rank == (128,) * 4
-    assert found.collectives == ((Collective("all_gather", 2, 64),) * 2,) * 4
+    assert found.collectives == ((DTensorCollective("all_gather", 2, 64),) * 2,) * 4
     assert dtensor_traffic((2, 2), (R, R), (R, R), CUBE).received_bytes == 0
 
 

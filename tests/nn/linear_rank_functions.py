@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 import meshweave
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 
 # --- gradients ----------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
 from meshweave.describe.layout import layouts as ours
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.placements import layout_of
 
 R, P, SS = Replicate(), Partial(), _StridedShard

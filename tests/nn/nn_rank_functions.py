@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.layout import Layout, Shard
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.matmul2d import matmul2d
 
 _SIZES = [(24, 16, 32), (13, 11, 17), (5, 40, 9), (3, 2, 7)]

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import meshweave
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.resharding import Place
 
 # --- gradients --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.launch import Context, launch
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 
 Made = TypeVar("Made", bound="Findings")
 

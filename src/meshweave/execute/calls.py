@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshweave.base.errors import BindError, nearest
+from meshweave.base.errors import BindError, did_you_mean
 from meshweave.ir.program.ops import Call
 
 Calls = Mapping[str, Callable[..., Any]]
@@ -30,7 +30,7 @@ class CallTable:
         What it returns raises BindError where shapes are not as the op declares.
         """
         if op.fn not in self._functions:
-            raise BindError(f"no function is bound to call '{op.fn}'{nearest(op.fn, self._functions)}")
+            raise BindError(f"no function is bound to call '{op.fn}'{did_you_mean(op.fn, self._functions)}")
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]
         held, key = self._held, (op.stash, *op.args)
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.base.errors import BindError, ProgramError, nearest
+from meshweave.base.errors import BindError, ProgramError, did_you_mean
 from meshweave.describe.layout import Layout, Partial
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
-from meshweave.ir.analysis.interpret import Array, Machine
+from meshweave.ir.analysis.interpret import Array, Interpreter
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call
 from meshweave.trace import Span, Trace
@@ -77,7 +77,7 @@ def run_numpy(
     """
     flow = analyse(program) if flow is None else flow
     _check_inputs(program, inputs)
-    machine = Machine(flow, _Numbers(calls or {}), poisoned)
+    machine = Interpreter(flow, _Numbers(calls or {}), poisoned)
     for rank in program.ranks:
         for name, value in local_inputs(program, inputs, rank).items():
             for slot in range(program.buffer_of[name].slots):
@@ -88,7 +88,7 @@ def run_numpy(
     return NumpyResult(outputs, machine.memory, Trace(program.name, "numpy", spans))
 
 
-def _run_timed(machine: Machine, flow: Dataflow, order: Iterable[Event]) -> tuple[Span, ...]:
+def _run_timed(machine: Interpreter, flow: Dataflow, order: Iterable[Event]) -> tuple[Span, ...]:
     spans: list[Span] = []
     began_ns = time.perf_counter_ns()
     for event in order:
@@ -119,7 +119,7 @@ class _Numbers:
 
     def reduce(self, op: str, terms: Sequence[Array]) -> Array:
         if op not in _REDUCTIONS:
-            raise ProgramError(f"there is no reduction '{op}'{nearest(op, _REDUCTIONS)}")
+            raise ProgramError(f"there is no reduction '{op}'{did_you_mean(op, _REDUCTIONS)}")
         return np.asarray(fold(_REDUCTIONS[op], terms))
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
@@ -152,7 +152,7 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
     for name in inputs:
         if name not in wanted:
             raise BindError(
-                f"program {program.name} has no input tensor '{name}'{nearest(name, sorted(wanted))}"
+                f"program {program.name} has no input tensor '{name}'{did_you_mean(name, sorted(wanted))}"
             )
 
 

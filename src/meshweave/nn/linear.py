@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.matmul import (
     Folded,
     How,
@@ -133,7 +134,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
         target = Target(torch.Size((*x.shape[:-1], weight.shape[0])), x.device_mesh, out)
         found = multiply(Folded(x), Folded(weight, turned=True), target, how)
         if bias is not None:
-            found._local_tensor.add_(_row_of(bias, found, how))
+            compat.local_tensor(found).add_(_row_of(bias, found, how))
         return found
 
     @staticmethod
@@ -160,22 +161,21 @@ def _row_of(bias: DTensor, result: DTensor, how: How) -> Tensor:
     last = result.ndim - 1
     placements = []
     for placement in result.placements:
-        if isinstance(placement, (Shard, _StridedShard)):
+        if compat.is_sharded(placement):
             if placement.dim != last:
                 placement = Replicate()
-            elif isinstance(placement, _StridedShard):
-                placement = _StridedShard(0, split_factor=placement.split_factor)
+            elif compat.is_strided_shard(placement):
+                placement = compat.strided_shard(0, placement.split_factor)
             else:
                 placement = Shard(0)
         placements.append(placement)
     target = Target(bias.shape, result.device_mesh, tuple(placements))
-    row: Tensor = multiply(Folded(_ones(1, result)), Folded(bias), target, how)._local_tensor
-    return row
+    return compat.local_tensor(multiply(Folded(_ones(1, result)), Folded(bias), target, how))
 
 
 def _ones(count: int, like: DTensor) -> DTensor:
     """A vector of ones that every rank has."""
-    ones = torch.ones(count, dtype=like.dtype, device=like._local_tensor.device)
+    ones = torch.ones(count, dtype=like.dtype, device=compat.local_tensor(like).device)
     mesh = like.device_mesh
     found: DTensor = DTensor.from_local(ones, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return found

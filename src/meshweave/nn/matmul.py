@@ -15,17 +15,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.universal import Operand
 from meshweave.base.errors import BindError, LayoutError, UnsupportedError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.placements import layout_of, layout_on, matrix_shape
 from meshweave.nn.products import DTYPES, Matrix, Order, Product, Transport, cheapest, prepare, problem_of
@@ -138,8 +137,8 @@ def placements_given(out: Sequence[Placement] | None, num_dims: int) -> tuple[Pl
 def _from_the_front(placement: Placement, num_dims: int) -> Placement:
     if type(placement) is Shard and placement.dim < 0:
         return Shard(placement.dim + num_dims)
-    if type(placement) is _StridedShard and placement.dim < 0:
-        return _StridedShard(placement.dim + num_dims, split_factor=placement.split_factor)
+    if compat.is_strided_shard(placement) and placement.dim < 0:
+        return compat.strided_shard(placement.dim + num_dims, placement.split_factor)
     return placement
 
 
@@ -201,12 +200,9 @@ class Folded:
     @property
     def local(self) -> Tensor:
         """This rank's part, of two dims."""
-        local = self.tensor._local_tensor
-        if isinstance(local, AsyncCollectiveTensor):
-            local = local.wait()
+        local = compat.local_tensor(self.tensor)
         if local.ndim != 2:
             local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
-        local = local.detach()
         return local.t() if self.turned else local
 
     @property
@@ -233,31 +229,32 @@ class Target:
     def like(cls, tensor: DTensor) -> Target:
         """Of the gradient of a tensor: as the tensor, but that of each term of a sum is the gradient of the
         sum."""
-        spec = tensor._spec
+        spec = compat.spec_of(tensor)
         placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-        usual = placements != spec.placements or spec.use_strided_shard_as_shard_order
-        return cls(tensor.shape, spec.mesh, placements, None if usual else getattr(spec, "shard_order", None))
+        order = compat.explicit_shard_order(spec) if placements == spec.placements else None
+        return cls(tensor.shape, spec.mesh, placements, order)
 
 
 def multiply(a: Folded, b: Folded, target: Target, how: How) -> DTensor:
     """The product of `matmul` outside autograd. What it takes is prepared at the first product of a kind."""
-    key = a.tensor._spec, a.turned, b.tensor._spec, b.turned, target, replace(how, context=None)
-    plans: dict[Any, tuple[Product, DTensorSpec, tuple[int, ...]]] = how.context.__dict__.setdefault(
-        _PLANS, {}
-    )
+    specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
+    key = specs, a.turned, b.turned, target, replace(how, context=None)
+    assert how.context is not None
+    plans = how.context.cache(_Plans)
     plan = plans.get(key)
     if plan is None:
         plan = plans[key] = _plan(a.matrix, b.matrix, a.tensor.dtype, target, how)
     run, spec, shape = plan
-    return DTensor(run(a.local, b.local).view(shape), spec, requires_grad=False)
+    return compat.from_spec(run(a.local, b.local).view(shape), spec)
 
 
-_PLANS = "_meshweave_matmuls"
+class _Plans(dict[Any, tuple[Product, compat.DTensorSpec, tuple[int, ...]]]):
+    """By what is multiplied how: what multiplies local parts, the spec of the result and its local shape."""
 
 
 def _plan(
     a: Matrix, b: Matrix, dtype: torch.dtype, target: Target, how: How
-) -> tuple[Product, DTensorSpec, tuple[int, ...]]:
+) -> tuple[Product, compat.DTensorSpec, tuple[int, ...]]:
     """What multiplies local parts, how the result lies, and the local shape of that."""
     shape, mesh = tuple(target.shape), target.device_mesh
     placements = _cheapest(a, b, dtype, target, how) if target.placements is None else target.placements
@@ -270,10 +267,7 @@ def _plan(
     rank = mesh.get_rank()
     assert how.context is not None
     run = prepare(problem, tuned, rank, how.transport, how.context)
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, dtype)
-    more = {} if target.order is None else {"shard_order": target.order}
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta, **more)
+    spec = compat.make_spec(mesh, placements, shape, dtype, target.order)
     return run, spec, Layout(layout.mesh, layout.placements).local_shape(shape, rank)
 
 

@@ -22,7 +22,7 @@ from meshweave.algorithms.matmul2d.common.problem import two_d_placements
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout import Layout, Shard
 from meshweave.execute.torch.bind import BoundProgram, bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_rings
 
@@ -180,14 +180,15 @@ def _run(
     return bound.outputs["c"].clone()
 
 
-_CACHE_ATTRIBUTE = "_meshweave_products"
+class _BoundProducts(dict[Any, BoundProgram]):
+    """The programs of products that were bound in a context, by what is multiplied how."""
 
 
 def _bound(
     problem: MatmulProblem, rank: int, name: str, config: Config, ring_ways: int, context: TorchContext
 ) -> BoundProgram:
     """The bound program of a product, made at its first use. It lives as long as its context."""
-    cache: dict[Any, BoundProgram] = context.__dict__.setdefault(_CACHE_ATTRIBUTE, {})
+    cache = context.cache(_BoundProducts)
     key = problem, name, config, ring_ways
     if key not in cache:
         cache[key] = bind(product_program(problem, name, config, ring_ways), rank, {}, context=context)
@@ -199,8 +200,10 @@ def product_program(problem: MatmulProblem, name: str, config: Config, ring_ways
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])
     entry = algorithm(name)
-    if entry.placements(problem) != two_d_placements(problem):
-        known = [n for n, e in ALGORITHMS.items() if e.placements(problem) == two_d_placements(problem)]
+    if entry.operand_placements(problem) != two_d_placements(problem):
+        known = [
+            n for n, e in ALGORITHMS.items() if e.operand_placements(problem) == two_d_placements(problem)
+        ]
         raise LayoutError(
             f"{name} shards otherwise than [Shard(0), Shard(1)]; take one of {', '.join(known)}"
         )

@@ -24,20 +24,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
 
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.torch import compat
 
 Side = Literal["left", "right"] | None
 """Which operand of a product a tensor is; a vector is a row on the left, a column on the right. None where it is
 none: its dims are seen as they are, also where there are none."""
-
-ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
-"""(tensor dim, mesh dims in the order in which they cut it), as `DTensorSpec.shard_order` has it."""
 
 _DEFAULT_AXES = ("row", "col", "depth")
 
@@ -61,7 +57,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     return mesh
 
 
-def layout_of(tensor: DTensor | DTensorSpec, side: Side = "left") -> Layout:
+def layout_of(tensor: DTensor | compat.DTensorSpec, side: Side = "left") -> Layout:
     """How a DTensor lies on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side` None).
 
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
@@ -71,17 +67,14 @@ def layout_of(tensor: DTensor | DTensorSpec, side: Side = "left") -> Layout:
             Partial("sum") and _StridedShard; or strided shards of an uneven size that PyTorch, which takes them
             for a shard order, would gather otherwise than it cut them.
     """
-    spec = tensor._spec if isinstance(tensor, DTensor) else tensor
+    spec = compat.spec_of(tensor) if isinstance(tensor, DTensor) else tensor
     if spec.tensor_meta is None:
         raise LayoutError("this DTensorSpec has no tensor_meta, so the global shape is unknown")
     shape = tuple(int(size) for size in spec.tensor_meta.shape)
-    order = getattr(spec, "shard_order", None)  # torch 2.9 has none
-    layout = layout_on(spec.mesh, spec.placements, shape, side, order)
-    if getattr(spec, "use_strided_shard_as_shard_order", False):
-        decoded = DTensorSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
-        if decoded is not None:
-            plain = [TorchShard(p.dim) if isinstance(p, TorchStridedShard) else p for p in spec.placements]
-            _check_readings(layout, layout_on(spec.mesh, plain, shape, side, decoded), shape)
+    layout = layout_on(spec.mesh, spec.placements, shape, side, compat.shard_order(spec))
+    if (decoded := compat.decoded_shard_order(spec)) is not None:
+        plain = [TorchShard(p.dim) if compat.is_strided_shard(p) else p for p in spec.placements]
+        _check_readings(layout, layout_on(spec.mesh, plain, shape, side, decoded), shape)
     return layout
 
 
@@ -90,7 +83,7 @@ def layout_on(
     placements: Sequence[TorchPlacement],
     shape: Sequence[int],
     side: Side = "left",
-    shard_order: ShardOrder | None = None,
+    shard_order: compat.ShardOrder | None = None,
 ) -> Layout:
     """As `layout_of`, of a tensor of global `shape` with these placements on `device_mesh`.
 
@@ -162,7 +155,7 @@ def _placement(placement: TorchPlacement, axis: str, num_dims: int) -> Placement
         return Replicate()
     if kind is TorchPartial and placement.reduce_op == "sum":
         return Partial()
-    if kind is TorchShard or kind is TorchStridedShard:
+    if kind is TorchShard or compat.is_strided_shard(placement):
         dim = int(placement.dim) + (num_dims if placement.dim < 0 else 0)
         if not 0 <= dim < num_dims:
             raise LayoutError(
@@ -180,7 +173,7 @@ def _theirs(placement: Placement) -> TorchPlacement:
         case Shard(dim=dim):
             return TorchShard(dim)
         case StridedShard(dim=dim, split_factor=factor):
-            return TorchStridedShard(dim, split_factor=factor)
+            return compat.strided_shard(dim, factor)
         case Partial(op=op):
             return TorchPartial(op)
     assert isinstance(placement, Replicate), placement
@@ -199,7 +192,11 @@ def _folds(shape: tuple[int, ...], side: Side) -> tuple[tuple[int, ...], tuple[i
 
 @lru_cache(maxsize=4096)
 def _layout(
-    mesh: Mesh, placements: tuple[Placement, ...], shape: tuple[int, ...], side: Side, order: ShardOrder
+    mesh: Mesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    side: Side,
+    order: compat.ShardOrder,
 ) -> Layout:
     folds = None if side is None else _folds(shape, side)
     applied = list(range(len(placements)))

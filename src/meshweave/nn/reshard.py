@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
-from meshweave.base.errors import LayoutError, nearest
+from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.resharding import Move, Place, Site, local_part, program_of, ranks_of, telling
 
 
@@ -101,8 +102,8 @@ def _given(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dims: i
     for one in placements:
         if type(one) is Shard and -num_dims <= one.dim < 0:
             one = Shard(one.dim + num_dims)
-        elif type(one) is _StridedShard and -num_dims <= one.dim < 0:
-            one = _StridedShard(one.dim + num_dims, split_factor=one.split_factor)
+        elif compat.is_strided_shard(one) and -num_dims <= one.dim < 0:
+            one = compat.strided_shard(one.dim + num_dims, one.split_factor)
         counted.append(one)
     return Place(device_mesh, tuple(counted))
 
@@ -241,7 +242,7 @@ def _places(name: str, tensor: Tensor, mesh: DeviceMesh, placements: Placements)
     elif name in placements:
         asked = placements[name]
     else:
-        raise LayoutError(f"there are no placements for {name}{nearest(name, placements)}")
+        raise LayoutError(f"there are no placements for {name}{did_you_mean(name, placements)}")
     try:
         return Place.of(tensor), _given(mesh, asked, tensor.ndim)
     except LayoutError as error:
@@ -279,7 +280,7 @@ def _check_into(
     ]
     for name, one in into.items():
         if name not in moves:
-            raise LayoutError(f"into has {name}, which is not in the state{nearest(name, moves)}")
+            raise LayoutError(f"into has {name}, which is not in the state{did_you_mean(name, moves)}")
         move, target = moves[name], places[name][1]
         if not isinstance(one, DTensor):
             raise LayoutError(f"into has {_a(one)} for {name}: {_DISTRIBUTE}")

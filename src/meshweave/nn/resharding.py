@@ -18,29 +18,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.reshard import (
-    Fabric,
-    Item,
     ReshardPlan,
     ReshardProblem,
+    TensorMove,
     plan_reshard,
     reshard_program,
 )
 from meshweave.algorithms.reshard.plan import MAX_MESSAGES, MESSAGE_BYTES
 from meshweave.base.errors import BindError, LayoutError, MeshweaveError
+from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.network import Hosts
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.execute.ranks.agreement import agree, exchange
 from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import torch_dtype
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.nn.placements import layout_of, layout_on
 from meshweave.nn.products import DTYPES
@@ -70,8 +69,9 @@ _MACHINES = {"cpu": ("local-cpu", "p3.8xlarge"), "cuda": ("h100-node", "dgx-h100
 _LEAST_MESSAGE_BYTES = 1 << 10
 """Smaller messages than this do not pay, whatever they save in memory."""
 
-_CACHE = "_meshweave_reshards"
-"""Where a context keeps what it has agreed upon, planned and bound: that lives as long as the context."""
+
+class _Reshards(dict[Any, Any]):
+    """What a context has agreed upon, planned and bound."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,7 @@ class Site:
 
     @property
     def known(self) -> dict[Any, Any]:
-        found: dict[Any, Any] = self.context.__dict__.setdefault(_CACHE, {})
-        return found
+        return self.context.cache(_Reshards)
 
     def nothing(self, dtype: torch.dtype) -> Tensor:
         """The local part of a DTensor on a rank outside its mesh, as torch has it."""
@@ -109,14 +108,11 @@ class Place:
 
     @classmethod
     def of(cls, tensor: DTensor) -> Place:
-        spec = tensor._spec
-        usual = getattr(spec, "use_strided_shard_as_shard_order", True)
-        return cls(spec.mesh, tuple(spec.placements), None if usual else getattr(spec, "shard_order", None))
+        spec = compat.spec_of(tensor)
+        return cls(spec.mesh, tuple(spec.placements), compat.explicit_shard_order(spec))
 
-    def spec(self, shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-        meta = TensorMeta(torch.Size(shape), torch.empty(shape, device="meta").stride(), dtype)
-        more = {} if self.order is None else {"shard_order": self.order}
-        return DTensorSpec(self.device_mesh, self.placements, tensor_meta=meta, **more)
+    def spec(self, shape: Sequence[int], dtype: torch.dtype) -> compat.DTensorSpec:
+        return compat.make_spec(self.device_mesh, self.placements, shape, dtype, self.order)
 
     def layout(self, shape: Sequence[int]) -> Layout:
         """Raises LayoutError, see `layout_of`."""
@@ -142,10 +138,8 @@ class Place:
         """Sums made where they are, in shards if some dim that the target shards divides evenly, else in full."""
         if not self.is_partial:
             return self
-        taken = [one.dim for one in self.placements if isinstance(one, (Shard, _StridedShard))]
-        wanted = dict.fromkeys(
-            one.dim for one in target.placements if isinstance(one, (Shard, _StridedShard))
-        )
+        taken = [one.dim for one in self.placements if compat.is_sharded(one)]
+        wanted = dict.fromkeys(one.dim for one in target.placements if compat.is_sharded(one))
         instead: list[Placement] = []
         for axis, placement in enumerate(self.placements):
             size = self.device_mesh.size(axis)
@@ -201,9 +195,9 @@ class Move:
         )
 
     @cached_property
-    def item(self) -> Item:
+    def item(self) -> TensorMove:
         """For the planner; a tensor without dims is one of a single element there."""
-        return Item(self.name or "x", self.shape or (1,), CARRIERS[self.dtype], self.src, self.dst)
+        return TensorMove(self.name or "x", self.shape or (1,), CARRIERS[self.dtype], self.src, self.dst)
 
     @property
     def told(self) -> str:
@@ -226,8 +220,7 @@ class Move:
 
 def local_part(tensor: DTensor) -> Tensor:
     """This rank's part, outside autograd."""
-    local = tensor._local_tensor
-    return (local.wait() if isinstance(local, AsyncCollectiveTensor) else local).detach()
+    return compat.local_tensor(tensor)
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
@@ -282,20 +275,20 @@ def _difference(told: Mapping[int, Sequence[str]]) -> str:
     return "ranks are about to reshard different tensors"
 
 
-def _fabric(site: Site, hosts: Mapping[int, str]) -> Fabric:
+def _fabric(site: Site, hosts: Mapping[int, str]) -> HostNetwork:
     """The machine as the ranks found it, with the catalog's rates: where ranks sit matters more than how fast."""
     within, between = (
         load_cluster(name) for name in _MACHINES.get(site.context.device.type, _MACHINES["cpu"])
     )
-    assert isinstance(between.network, Hosts)
-    near, far = Fabric.of(within, 1), Fabric.of(between, 1)
+    assert isinstance(between.network, HostsNetwork)
+    near, far = HostNetwork.of(within, 1), HostNetwork.of(between, 1)
     number_of = {name: number for number, name in enumerate(dict.fromkeys(hosts.values()))}
     host_of, nic_of = [0] * (max(hosts) + 1), [0] * (max(hosts) + 1)
     ranks_on = dict.fromkeys(number_of, 0)
     for rank, name in hosts.items():
         host_of[rank], nic_of[rank] = number_of[name], ranks_on[name] % between.network.nics_per_host
         ranks_on[name] += 1
-    return Fabric(
+    return HostNetwork(
         tuple(host_of),
         tuple(nic_of),
         far.nic_bytes_per_s,
@@ -329,7 +322,7 @@ def program_of(
         with telling(site, ranks):
             if site.cluster is not None:
                 cluster = load_cluster(site.cluster) if isinstance(site.cluster, str) else site.cluster
-                fabric = Fabric.of(cluster, ranks[-1] + 1)
+                fabric = HostNetwork.of(cluster, ranks[-1] + 1)
         also = note, f"extra_bytes {extra_bytes}" if extra_bytes is not None else "", _called(site.cluster)
         hosts = _hosts(site, ranks, [*(move.told for move in moves), *filter(None, also)])
         if kind not in site.known:
@@ -348,7 +341,7 @@ def _called(cluster: Cluster | str | None) -> str:
     return f"cluster {cluster if isinstance(cluster, str) else cluster.name}"
 
 
-def _planned(problem: ReshardProblem, fabric: Fabric, extra_bytes: int | None) -> ReshardPlan:
+def _planned(problem: ReshardProblem, fabric: HostNetwork, extra_bytes: int | None) -> ReshardPlan:
     """In as large messages as `extra_bytes` lets ranks pack and pass on. Raises LayoutError."""
     plan = plan_reshard(problem, fabric)
     if extra_bytes is None:

@@ -6,9 +6,9 @@ import importlib.util
 import os
 from typing import Literal
 
-from meshweave.base.errors import BindError, nearest
+from meshweave.base.errors import BindError, did_you_mean
 from meshweave.execute.memory.base import RemoteMemory, Window
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 
 __all__ = ["KINDS", "Kind", "RemoteMemory", "Window", "open_memory"]
 
@@ -31,7 +31,7 @@ def open_memory(kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20
         RankLostError, DeadlineError: see `TorchContext.guard`.
     """
     if kind not in KINDS:
-        raise BindError(f"there is no memory '{kind}'{nearest(kind, KINDS)}")
+        raise BindError(f"there is no memory '{kind}'{did_you_mean(kind, KINDS)}")
     if kind == "auto":
         kind = _fitting(context)
     if kind == "shared":

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshweave.base.errors import BindError, MeshweaveError
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import exchange
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
 
 Key = tuple[str, int]
@@ -96,6 +96,16 @@ class Window(ABC):
     def fence(self, group: int, what: str) -> Action:
         """Waits until the ranks of a group are here, and all that they did one-sidedly is done."""
 
+    def arrive(self, group: int) -> Action:
+        """The first half of a fence, which waits for nobody: tells the ranks of a group that this one is here. One
+        `await_arrivals` follows before the group's next fence."""
+        return _nothing
+
+    def await_arrivals(self, group: int, what: str) -> Action:
+        """The second half of a fence: waits until the ranks of a group have arrived as often as this one. Where a
+        memory has no halves it is all of the fence."""
+        return self.fence(group, what)
+
     @abstractmethod
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
         """Sets a flag of a rank to a value, after all that this thread has put or accumulated there."""
@@ -107,6 +117,10 @@ class Window(ABC):
     def flag_at(self, flag: int) -> int:
         """Where in `SIGNALS` a flag is."""
         return len(self.groups) + flag
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass

@@ -25,11 +25,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, nearest
+from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, did_you_mean
 from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, extent
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.ranks.agreement import waiting
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
 
 _TALK_TAG, _FENCE_TAG = 1, 2
@@ -246,7 +246,7 @@ class _MpiWindow(Window):
 
     def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
         if op not in _OPS:
-            raise UnsupportedError(f"there is no reduction '{op}'{nearest(op, _OPS)}")
+            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _OPS)}")
         if piece.dtype not in _NUMBERS:
             raise UnsupportedError(f"MPI accumulates no {str(piece.dtype).removeprefix('torch.')}")
         memory, (win, target), number = self.memory, self.memory.reach(far), _NUMBERS[piece.dtype]

@@ -32,11 +32,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, UnsupportedError, nearest
+from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
 from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, segment_size
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import lost, waiting
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action, chain
 
 _CHUNK_BYTES = 1 << 19  # of a large accumulate under one lock, so that ranks that meet take turns
@@ -252,7 +252,7 @@ class _SharedWindow(Window):
 
     def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
         if op not in COMBINE:
-            raise UnsupportedError(f"there is no reduction '{op}'{nearest(op, COMBINE)}")
+            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
         combine, locked = COMBINE[op], self.memory.locked
 
         def step(into: Tensor, term: Tensor) -> Action:
@@ -274,21 +274,30 @@ class _SharedWindow(Window):
         return chain(steps[first:] + steps[:first])
 
     def fence(self, group: int, what: str) -> Action:
+        return chain([self.arrive(group), self.await_arrivals(group, what)])
+
+    def arrive(self, group: int) -> Action:
+        mine = self.counters[self.rank]
+
+        def run() -> None:
+            _full_fence()
+            mine[group] += 1
+
+        return run
+
+    def await_arrivals(self, group: int, what: str) -> Action:
         others = [rank for rank in self.groups[group] if rank != self.rank]
         mine, theirs = self.counters[self.rank], [(rank, self.counters[rank]) for rank in others]
-        memory, num_met = self.memory, mine[group]
+        memory = self.memory
 
         def missing() -> list[int]:
-            return [rank for rank, counters in theirs if counters[group] < num_met]
+            return [rank for rank, counters in theirs if counters[group] < mine[group]]
 
         def ready() -> bool:
+            num_met = mine[group]
             return all(counters[group] >= num_met for _, counters in theirs)
 
         def run() -> None:
-            nonlocal num_met
-            num_met = mine[group] + 1
-            _full_fence()
-            mine[group] = num_met
             for _ in range(_SPINS):
                 if ready():
                     break

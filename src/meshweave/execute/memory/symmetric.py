@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.base.errors import UnsupportedError, nearest
+from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Slot, Window
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.memory.shared import COMBINE, SharedMemory
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action
 
 _BEYOND = 1 << 40  # where the locks of device memory begin in a file of the host's that is never so large
@@ -57,10 +58,7 @@ class SymmetricMemory(RemoteMemory):
             raise UnsupportedError("symmetric memory needs CUDA, and there is no device")
         if not context.is_distributed:
             raise UnsupportedError("symmetric memory needs a process group: initialise torch.distributed")
-        try:
-            from torch.distributed import _symmetric_memory  # noqa: F401
-        except ImportError as error:
-            raise UnsupportedError(f"this torch has no symmetric memory: {error}") from None
+        compat.symmetric_memory()
         host = SharedMemory.open(context, 1 << 16)
         return cls(context, host.rank, host.num_ranks, pool_bytes, host=host)
 
@@ -100,8 +98,7 @@ class SymmetricMemory(RemoteMemory):
         ranks = tuple(ranks)
 
         def grow(room: int) -> Segment:
-            from torch.distributed import _symmetric_memory as symmetric
-
+            symmetric = compat.symmetric_memory()
             name = ranks, sum(1 for others, _ in self._tensors if others == ranks)
             with self.context.guard(f"{what} to share device memory", ranks):
                 if ranks not in self._groups:
@@ -170,7 +167,7 @@ class _SymmetricWindow(Window):
 
     def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
         if op not in COMBINE:
-            raise UnsupportedError(f"there is no reduction '{op}'{nearest(op, COMBINE)}")
+            raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
         combine, (start, stop) = COMBINE[op], far.bytes_of(piece)
 
         def run() -> None:

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch.groups import PerWorld, TorchContext
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.groups import PerWorld
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
 
@@ -39,7 +39,7 @@ def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str)
         return {ranks[0]: words}
     if not context.is_distributed:
         raise BindError(f"ranks {ranks} have no way to talk ({what}): initialise torch.distributed")
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = compat.default_store()
     talks = _talks.counts()
     number = talks[ranks] = talks.get(ranks, 0) + 1
     me, folder = context.rank, f"meshweave/talk/{'-'.join(map(str, ranks))}"

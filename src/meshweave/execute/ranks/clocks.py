@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from meshweave.trace import Trace
 
 if TYPE_CHECKING:
-    from meshweave.execute.torch.groups import TorchContext
+    from meshweave.execute.torch.context import TorchContext
 
 ROUNDS = 32
 """Exchanges per rank: a few milliseconds in all on a quiet link."""

@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshweave.base.errors import BindError, ProgramError, nearest
+from meshweave.base.errors import BindError, ProgramError, did_you_mean
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.memory.base import RemoteMemory
 from meshweave.execute.torch.comm import bind_communication
 from meshweave.execute.torch.compute import Binder
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.lanes import Ahead, LaneRun, Streams, cross_lane_waits
 from meshweave.execute.torch.one_sided import OneSided, without_fences
 from meshweave.execute.torch.views import Action, Chain, Staging, empty
@@ -111,7 +111,7 @@ class BoundProgram:
     def _load(self, name: str, value: Tensor) -> None:
         if name not in self.inputs:
             raise BindError(
-                f"program {self.program.name} has no input buffer '{name}'{nearest(name, self.inputs)}"
+                f"program {self.program.name} has no input buffer '{name}'{did_you_mean(name, self.inputs)}"
             )
         target = self.inputs[name]
         if value is not target:
@@ -240,7 +240,7 @@ def _check_tensors(program: Program, rank: int, tensors: Mapping[str, Tensor], d
         if name not in bindable:
             raise BindError(
                 f"rank {rank} of program {program.name} has no input or output buffer '{name}'"
-                f"{nearest(name, bindable)}"
+                f"{did_you_mean(name, bindable)}"
             )
         _check(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
         if tensor.device.type != device.type:

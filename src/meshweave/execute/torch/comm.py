@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshweave.base.errors import BindError, UnsupportedError, nearest
+from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
 from meshweave.execute.torch.views import Action, Order, Strided, chain, from_wire
 from meshweave.execute.torch.wire import Wire
 from meshweave.ir.analysis.shapes import equal_parts
@@ -274,7 +274,7 @@ def _split(wire: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 def _reduction(op: str, what: str) -> tuple[Callable[..., Tensor], Any]:
     if op not in _COMBINE:
-        raise UnsupportedError(f"{what}: there is no reduction '{op}'{nearest(op, _COMBINE)}")
+        raise UnsupportedError(f"{what}: there is no reduction '{op}'{did_you_mean(op, _COMBINE)}")
     kinds = {
         "sum": dist.ReduceOp.SUM,
         "prod": dist.ReduceOp.PRODUCT,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 
 LEAD_S = 0.03
 """From the broadcast of the start to the start; longer than a broadcast takes among ranks that share cores."""

@@ -22,30 +22,21 @@ from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.memory.base import Far, Key, RemoteMemory, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.compute import Binder
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action, Strided, chain, natural, pair_up, strided
 from meshweave.ir.analysis.edges import exposed_buffers, is_tracked, tracked_edges
 from meshweave.ir.analysis.matching import match
-from meshweave.ir.program import BoundOp, On, Program, Repeat, Statement, When
+from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
+from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.views import Range, View
 
 _Result = TypeVar("_Result")
 
 
 def without_fences(program: Program) -> Program:
-    """The program less its fences, which need no process groups where a memory has them."""
-
-    def strip(body: Sequence[Statement]) -> tuple[Statement, ...]:
-        kept: list[Statement] = []
-        for statement in body:
-            if isinstance(statement, (On, Repeat, When)):
-                kept.append(replace(statement, body=strip(statement.body)))
-            elif not isinstance(statement, Fence):
-                kept.append(statement)
-        return tuple(kept)
-
-    return replace(program, body=strip(program.body))
+    """Return the program less its fences, which need no process groups where a memory has them."""
+    return replace(program, body=rewrite(program.body, lambda op: () if isinstance(op, Fence) else (op,)))
 
 
 def fence_groups(program: Program) -> list[tuple[int, ...]]:

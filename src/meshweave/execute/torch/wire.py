@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.execute.torch.compute import Binder
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action, Order, Strided, natural, to_wire
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import DataCollective, Op, Recv, Send

@@ -1,8 +1,8 @@
-"""What PyTorch's DTensor moves for a product: the bytes that each rank receives, counted without moving any.
+"""The bytes that each rank receives when PyTorch's DTensor computes a product, counted without moving any.
 
-Every rank is played in turn on a fake process group with tensors that have no storage. Counted is what each
-collective must deliver to a rank however well it is carried out: padding that DTensor adds to uneven shards is in
-it, an all-to-all counts as one even where DTensor on gloo gathers everything and throws most of it away.
+Each rank is run in turn on a fake process group, with tensors on the meta device. The count is the least that each
+collective must deliver to the rank. It includes the padding that DTensor adds to uneven shards. An all-to-all
+counts as an all-to-all, even where DTensor on gloo emulates it by an all-gather.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from meshweave.base.errors import LayoutError, UnsupportedError, nearest
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -38,9 +38,14 @@ _serial = itertools.count()
 
 
 @dataclass(frozen=True)
-class Collective:
-    """One collective as a rank meets it: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`, the ranks
-    in its group and the bytes this rank puts in."""
+class DTensorCollective:
+    """One collective that DTensor issues on a rank.
+
+    Attributes:
+        kind: `all_gather`, `reduce_scatter`, `all_reduce` or `all_to_all`.
+        num_ranks: the size of its group.
+        input_bytes: the bytes that this rank contributes.
+    """
 
     kind: str
     num_ranks: int
@@ -48,7 +53,7 @@ class Collective:
 
     @property
     def received_bytes(self) -> int:
-        """The least that must reach this rank, fractions of a byte dropped."""
+        """The least number of bytes that must reach this rank, rounded down."""
         others, n = self.num_ranks - 1, self.num_ranks
         if self.kind == "all_gather":
             return others * self.input_bytes
@@ -57,21 +62,25 @@ class Collective:
 
 @dataclass(frozen=True)
 class DTensorTraffic:
-    """What `a @ b` costs as a DTensor: the placements of the result, bytes received and collectives by rank."""
+    """What `a @ b` of two DTensors moves: the placements of the result, and by rank the bytes received and the
+    collectives.
+    """
 
     out_placements: tuple[Placement, ...]
     received_bytes_per_rank: tuple[int, ...]
-    collectives: tuple[tuple[Collective, ...], ...]
+    collectives: tuple[tuple[DTensorCollective, ...], ...]
 
     @property
     def received_bytes(self) -> int:
-        """Of all ranks together."""
+        """The sum over all ranks."""
         return sum(self.received_bytes_per_rank)
 
 
 @dataclass(frozen=True)
-class Product:
-    """A (m, k) times B (k, n) by their placements; with `out` the result is then redistributed to that."""
+class DTensorProduct:
+    """The product of A (m, k) and B (k, n) with these placements; the result is then redistributed to `out`, if
+    given.
+    """
 
     a: tuple[Placement, ...]
     b: tuple[Placement, ...]
@@ -87,43 +96,48 @@ def dtensor_traffic(
     dtype: str = "float32",
     out: Sequence[Placement] | None = None,
 ) -> DTensorTraffic:
-    """What DTensor moves for A (m, k) times B (k, n); `sizes` is (m, n, k). For many products see `traffics`.
-
-    Raises as `traffics` does.
+    """Return what DTensor moves for A (m, k) times B (k, n); `sizes` is (m, n, k). Raises as
+    `dtensor_traffics`.
     """
-    product = Product(tuple(a_placements), tuple(b_placements), sizes, None if out is None else tuple(out))
-    return traffics(mesh_shape, [product], dtype)[0]
+    product = DTensorProduct(
+        tuple(a_placements), tuple(b_placements), sizes, None if out is None else tuple(out)
+    )
+    return dtensor_traffics(mesh_shape, [product], dtype)[0]
 
 
-def traffics(
-    mesh_shape: tuple[int, ...], products: Sequence[Product], dtype: str = "float32"
+def dtensor_traffics(
+    mesh_shape: tuple[int, ...], products: Sequence[DTensorProduct], dtype: str = "float32"
 ) -> list[DTensorTraffic]:
-    """What DTensor moves for each product, on a mesh of CPU ranks.
+    """Return what DTensor moves for each product, on a mesh of CPU ranks.
 
-    Raises LayoutError for placements that do not fit the mesh or that DTensor does not have, and UnsupportedError
-    in a process that has a process group already, for an `out` that is partial where the result is not, for a
-    collective that is not known here, and for a torch without the parts of DTensor that are looked into.
+    Raises:
+        LayoutError: placements do not fit the mesh, or DTensor does not have them.
+        UnsupportedError: this process has a process group already; `out` is partial where the result is not;
+        DTensor
+            issues a collective that is not known here; or this torch lacks the parts of DTensor that are used.
     """
     if dtype not in DTYPES:
-        raise LayoutError(f"unknown dtype '{dtype}'{nearest(dtype, DTYPES)}")
+        raise LayoutError(f"unknown dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")
     mesh = Mesh.of("mesh", tuple(mesh_shape), tuple(f"x{i}" for i in range(len(mesh_shape))))
-    found = []
-    with _quiet():
+    by_rank = []
+    with _without_warnings():
         for rank in range(mesh.num_ranks):
-            with _playing(rank, mesh) as theirs:
-                found.append([_of_rank(product, mesh, theirs, rank, dtype) for product in products])
-    out = []
-    for each in zip(*found, strict=True):
-        placements = {placements for placements, _ in each}
+            with _fake_device_mesh(rank, mesh) as device_mesh:
+                by_rank.append(
+                    [_run_on_rank(product, mesh, device_mesh, rank, dtype) for product in products]
+                )
+    traffics = []
+    for by_product in zip(*by_rank, strict=True):
+        placements = {placements for placements, _ in by_product}
         assert len(placements) == 1, placements
-        collectives = tuple(tuple(moved) for _, moved in each)
-        received = tuple(sum(one.received_bytes for one in moved) for moved in collectives)
-        out.append(DTensorTraffic(placements.pop(), received, collectives))
-    return out
+        collectives = tuple(tuple(issued) for _, issued in by_product)
+        received = tuple(sum(issued.received_bytes for issued in of_rank) for of_rank in collectives)
+        traffics.append(DTensorTraffic(placements.pop(), received, collectives))
+    return traffics
 
 
 def to_torch(placements: Sequence[Placement]) -> tuple[Any, ...]:
-    """The same in DTensor's words. Raises LayoutError for what it does not have."""
+    """Return these placements as DTensor's. Raises LayoutError for a placement that DTensor does not have."""
     from torch.distributed import tensor as theirs
 
     out: list[Any] = []
@@ -141,7 +155,7 @@ def to_torch(placements: Sequence[Placement]) -> tuple[Any, ...]:
 
 
 def from_torch(placements: Sequence[Any]) -> tuple[Placement, ...]:
-    """DTensor's placements in our words. Raises UnsupportedError for what we do not have."""
+    """Return DTensor's placements as ours. Raises UnsupportedError for a placement that is not known here."""
     from torch.distributed import tensor as theirs
 
     out: list[Placement] = []
@@ -158,9 +172,9 @@ def from_torch(placements: Sequence[Any]) -> tuple[Placement, ...]:
     return tuple(out)
 
 
-def _of_rank(
-    product: Product, mesh: Mesh, theirs: Any, rank: int, dtype: str
-) -> tuple[tuple[Placement, ...], list[Collective]]:
+def _run_on_rank(
+    product: DTensorProduct, mesh: Mesh, device_mesh: Any, rank: int, dtype: str
+) -> tuple[tuple[Placement, ...], list[DTensorCollective]]:
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -172,7 +186,7 @@ def _of_rank(
         )
         return DTensor.from_local(
             local,
-            theirs,
+            device_mesh,
             to_torch(placements),
             run_check=False,
             shape=torch.Size(shape),
@@ -180,7 +194,7 @@ def _of_rank(
         )
 
     a, b = operand((m, k), product.a), operand((k, n), product.b)
-    with torch.no_grad(), _counting() as moved:
+    with torch.no_grad(), _count_collectives() as moved:
         c = a @ b
         out = from_torch(c.placements)
         if product.out is not None:
@@ -188,85 +202,64 @@ def _of_rank(
                 isinstance(new, Partial) and new != old for new, old in zip(product.out, out, strict=True)
             ):
                 raise UnsupportedError("DTensor lets nobody redistribute a result into sums")
-            c = c.redistribute(theirs, to_torch(product.out))
+            c = c.redistribute(device_mesh, to_torch(product.out))
     return from_torch(c.placements), moved
 
 
 @contextmanager
-def _playing(rank: int, mesh: Mesh) -> Iterator[Any]:
-    """The device mesh as `rank` sees it, among ranks that do not exist."""
+def _fake_device_mesh(rank: int, mesh: Mesh) -> Iterator[Any]:
+    """Give the device mesh as `rank` sees it, in a fake process group."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from meshweave.execute.torch import compat
 
     if dist.is_initialized():
         raise UnsupportedError(
             "traffic is counted with a process group of its own; this process has one already"
         )
     serial = next(_serial)
-    dist.init_process_group("fake", rank=rank, world_size=mesh.num_ranks, store=FakeStore())
-    try:
+    with compat.pretended_ranks(rank, mesh.num_ranks):
         names = tuple(f"{axis}_{serial}" for axis in mesh.axes)
         yield init_device_mesh("cpu", mesh.shape, mesh_dim_names=names)
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
-def _counting() -> Iterator[list[Collective]]:
-    """The collectives of the block, in the order that they are issued."""
-    from torch.distributed.tensor import DTensor, placement_types
-    from torch.utils._python_dispatch import TorchDispatchMode
+def _count_collectives() -> Iterator[list[DTensorCollective]]:
+    """Give a list that collects the collectives of the block, in the order of issue."""
+    from meshweave.execute.torch import compat
 
-    moved: list[Collective] = []
-    is_emulating = False
+    moved: list[DTensorCollective] = []
 
-    class Counting(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(
-            self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            if any(issubclass(kind, DTensor) for kind in types):
-                return NotImplemented  # DTensor makes plain calls of it first
-            if op.namespace in _FUNCTIONAL and not is_emulating:
+    def count_all_to_all(local: Any, mesh: Any, mesh_dim: int) -> None:
+        num_bytes = local.numel() * local.element_size()
+        moved.append(DTensorCollective("all_to_all", mesh.size(mesh_dim), num_bytes))
+
+    with compat.watching_shard_dim_alltoall(count_all_to_all) as is_in_all_to_all:
+
+        def count_collective(op: Any, args: tuple[Any, ...]) -> None:
+            if op.namespace in _FUNCTIONAL and not is_in_all_to_all():
                 moved.extend(_collectives(op.name().split("::")[1].split(".")[0], args))
-            return op(*args, **(kwargs or {}))
 
-    original = getattr(placement_types, "shard_dim_alltoall", None)
-    if original is None:
-        raise UnsupportedError("this torch does its all-to-all elsewhere than torch 2.9 to 2.13")
-
-    def all_to_all(local: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
-        nonlocal is_emulating
-        moved.append(Collective("all_to_all", mesh.size(mesh_dim), local.numel() * local.element_size()))
-        is_emulating = True
-        try:
-            return original(local, gather_dim, shard_dim, mesh, mesh_dim)
-        finally:
-            is_emulating = False
-
-    placement_types.shard_dim_alltoall = all_to_all
-    try:
-        with Counting():
+        with compat.watching_ops(count_collective):
             yield moved
-    finally:
-        placement_types.shard_dim_alltoall = original
 
 
-def _collectives(name: str, args: tuple[Any, ...]) -> Iterator[Collective]:
-    from torch.distributed.distributed_c10d import _resolve_process_group
+def _collectives(name: str, args: tuple[Any, ...]) -> Iterator[DTensorCollective]:
+    from meshweave.execute.torch import compat
 
     if name in _MOVE_NOTHING:
         return
     if name not in _KINDS:
         raise UnsupportedError(f"what DTensor's collective {name} moves is not known here")
-    group = _resolve_process_group(args[-1]) if isinstance(args[-1], str) else args[-1]
+    group = compat.group_by_name(args[-1]) if isinstance(args[-1], str) else args[-1]
     for tensor in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
-        yield Collective(_KINDS[name], group.size(), tensor.numel() * tensor.element_size())
+        yield DTensorCollective(_KINDS[name], group.size(), tensor.numel() * tensor.element_size())
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DTensor's advice, which would come once for every rank."""
+def _without_warnings() -> Iterator[None]:
+    """Silence the log messages of DTensor, which would come once for every rank."""
     logger = logging.getLogger("torch.distributed.tensor")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,0 +1,337 @@
+"""The private names of torch that meshweave uses, each behind one documented function.
+
+No other module touches a name of torch that begins with an underscore, or replaces a function of torch. Checked
+with torch 2.9 to 2.13: `tests/execute/test_compat.py` has a test per function, which fails on a torch where what
+the function relies on has changed. A name that is gone raises an UnsupportedError that gives the version of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshweave.base.errors import UnsupportedError
+
+if TYPE_CHECKING:  # more than a second to import, and programs run without DTensors
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+CHECKED_VERSIONS = "2.9 to 2.13"
+"""The releases of torch that the functions of this module were checked with."""
+
+DTensorSpec = Any
+"""What torch keeps with a DTensor: mesh, placements, global shape and strides. Hashable; equal specs are equal."""
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...]
+"""(tensor dim, mesh dims in the order in which they shard it), as `DTensorSpec.shard_order` has it."""
+
+
+@cache
+def _private(module: str, name: str) -> Any:
+    """Return a name of a module of torch, imported at first use. Raises UnsupportedError where there is none."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        raise _missing(f"{module}.{name}") from None
+
+
+def _missing(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"torch {torch.__version__} has no {what}; meshweave was checked with torch {CHECKED_VERSIONS}"
+    )
+
+
+# --- process groups ---------------------------------------------------------------------------------------------
+
+_C10D = "torch.distributed.distributed_c10d"
+
+
+def default_store() -> Any:
+    """Return the store that the default process group was made with, a `torch.distributed.Store`.
+
+    Relies on `distributed_c10d._get_default_store` (torch 2.9 to 2.13); torch has no public name for it.
+
+    Raises:
+        UnsupportedError: the function is gone.
+        ValueError: there is no default process group.
+    """
+    return _private(_C10D, "_get_default_store")()
+
+
+def group_by_name(name: str) -> Any:
+    """Return the process group of a name that a functional collective was given.
+
+    Relies on `distributed_c10d._resolve_process_group` (torch 2.9 to 2.13).
+
+    Raises:
+        UnsupportedError: the function is gone.
+    """
+    return _private(_C10D, "_resolve_process_group")(name)
+
+
+@contextlib.contextmanager
+def naming_groups(name_of: Callable[[Sequence[int]], str]) -> Iterator[None]:
+    """Let `name_of` name the groups that are formed inside by their own ranks alone.
+
+    torch names a group of `new_group(use_local_synchronization=True)` after its ranks and how many groups its
+    maker is in. The ranks of two meshes are in unequally many, and each would wait for the others under a name of
+    its own.
+
+    Replaces `distributed_c10d._process_group_name(ranks, use_hashed_name)` (torch 2.9 to 2.13) for the time of the
+    block. Groups that all ranks of the world form keep torch's name.
+
+    Raises:
+        UnsupportedError: the function is gone.
+    """
+    module = importlib.import_module(_C10D)
+    torch_name_of = _private(_C10D, "_process_group_name")
+
+    def group_name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+        return name_of(ranks) if use_hashed_name else torch_name_of(ranks, use_hashed_name)
+
+    module._process_group_name = group_name  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module._process_group_name = torch_name_of  # type: ignore[attr-defined]
+
+
+# --- DTensor ----------------------------------------------------------------------------------------------------
+
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """Return this rank's part of a DTensor, arrived and detached: the same memory, outside autograd.
+
+    Relies on `DTensor._local_tensor` and `_functional_collectives.AsyncCollectiveTensor.wait` (torch 2.9 to 2.13).
+    The public `to_local` costs an autograd node. Raises UnsupportedError where either is gone.
+    """
+    try:
+        local: Tensor = tensor._local_tensor
+    except AttributeError:
+        raise _missing("DTensor._local_tensor") from None
+    if type(local) is not Tensor and isinstance(
+        local, _private("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    ):
+        local = local.wait()
+    return local.detach()
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Return the DTensorSpec of a DTensor, which is hashable and equal for tensors that lie alike.
+
+    Relies on `DTensor._spec` (torch 2.9 to 2.13). Raises UnsupportedError where it is gone.
+    """
+    try:
+        return tensor._spec
+    except AttributeError:
+        raise _missing("DTensor._spec") from None
+
+
+def make_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    shard_order: ShardOrder | None = None,
+) -> DTensorSpec:
+    """Return the DTensorSpec of a row-major tensor of global `shape`.
+
+    Args:
+        shard_order: in which order mesh dims shard a tensor dim, where not from left to right.
+
+    Relies on `_dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=, shard_order=)`, `TensorMeta(shape, stride,
+    dtype)` (torch 2.9 to 2.13) and `ShardOrderEntry(tensor_dim, mesh_dims)` (2.10 to 2.13; 2.9 knows no order).
+
+    Raises:
+        UnsupportedError: one of them is gone, or this torch has no `shard_order` and it was asked for.
+    """
+    strides = torch.empty(tuple(shape), device="meta").stride()
+    meta = _private(_SPEC, "TensorMeta")(torch.Size(shape), strides, dtype)
+    options = {}
+    if shard_order is not None:
+        entry = _private(_SPEC, "ShardOrderEntry")
+        options["shard_order"] = tuple(entry(dim, mesh_dims) for dim, mesh_dims in shard_order)
+    try:
+        return _private(_SPEC, "DTensorSpec")(mesh, tuple(placements), tensor_meta=meta, **options)
+    except TypeError as error:
+        raise _missing(f"DTensorSpec(mesh, placements, tensor_meta=, shard_order=) ({error})") from None
+
+
+def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Return the DTensor of this rank's part `local`, laid out as `spec` says; nothing is checked or communicated.
+
+    Relies on `DTensor(local, spec, requires_grad=)` (torch 2.9 to 2.13); the public `DTensor.from_local`
+    knows no shard order.
+
+    Raises:
+        UnsupportedError: DTensor takes other arguments.
+    """
+    try:
+        return _private("torch.distributed.tensor", "DTensor")(local, spec, requires_grad=False)
+    except TypeError as error:
+        raise _missing(f"DTensor(local, spec, requires_grad=) ({error})") from None
+
+
+def shard_order(spec: DTensorSpec) -> ShardOrder | None:
+    """Return the order in which mesh dims shard each tensor dim; None where this torch has only left to right.
+
+    Relies on `DTensorSpec.shard_order` (torch 2.10 to 2.13; None before).
+    """
+    order: ShardOrder | None = getattr(spec, "shard_order", None)
+    return order
+
+
+def explicit_shard_order(spec: DTensorSpec) -> ShardOrder | None:
+    """Return the shard order that a copy of `spec` has to be given; None where placements alone decide it.
+
+    Relies on `DTensorSpec.use_strided_shard_as_shard_order` (torch 2.10 to 2.13; None before): torch sets it where
+    strided shards among the placements already say the order.
+    """
+    return None if getattr(spec, "use_strided_shard_as_shard_order", True) else shard_order(spec)
+
+
+def decoded_shard_order(spec: DTensorSpec) -> ShardOrder | None:
+    """Return the shard order that torch reads into the strided shards of `spec`; None where it reads none.
+
+    Relies on `DTensorSpec._maybe_convert_StridedShard_to_shard_order` and `use_strided_shard_as_shard_order`
+    (torch 2.10 to 2.13). A torch without the latter reads none.
+
+    Raises:
+        UnsupportedError: torch reads them, and the function that does is gone.
+    """
+    if not getattr(spec, "use_strided_shard_as_shard_order", False):
+        return None
+    decode = getattr(type(spec), "_maybe_convert_StridedShard_to_shard_order", None)
+    if decode is None:
+        raise _missing("DTensorSpec._maybe_convert_StridedShard_to_shard_order")
+    order: ShardOrder | None = decode(spec.placements, spec.mesh)
+    return order
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Return the placement `_StridedShard(dim, split_factor=)`.
+
+    Relies on `placement_types._StridedShard` (torch 2.9 to 2.13). Raises UnsupportedError where it is gone.
+    """
+    return _strided_shard_class()(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """Return whether a placement is a `_StridedShard`. Relies on, and raises, what `strided_shard` does."""
+    return isinstance(placement, _strided_shard_class())
+
+
+def is_sharded(placement: Placement) -> bool:
+    """Return whether a placement is a `Shard` or a `_StridedShard` (in torch 2.9 one kind of `Shard`)."""
+    return isinstance(placement, (_private("torch.distributed.tensor", "Shard"), _strided_shard_class()))
+
+
+def _strided_shard_class() -> Any:
+    return _private("torch.distributed.tensor.placement_types", "_StridedShard")
+
+
+# --- symmetric memory -------------------------------------------------------------------------------------------
+
+
+def symmetric_memory() -> Any:
+    """Return the module that has `empty(size, dtype=, device=)` and `rendezvous(tensor, group)`.
+
+    Relies on `torch.distributed._symmetric_memory` (torch 2.9 to 2.13).
+
+    Raises:
+        UnsupportedError: the module is gone.
+    """
+    try:
+        return importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        raise UnsupportedError(f"this torch has no symmetric memory: {error}") from None
+
+
+# --- counting what DTensor moves --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def pretended_ranks(rank: int, num_ranks: int) -> Iterator[None]:
+    """Make this process `rank` of a default process group whose other ranks do not exist.
+
+    Relies on `torch.testing._internal.distributed.fake_pg.FakeStore` and the backend "fake" (torch 2.9 to 2.13).
+
+    Raises:
+        UnsupportedError: the store is gone.
+    """
+    store = _private("torch.testing._internal.distributed.fake_pg", "FakeStore")()
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=store)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def watching_ops(watch: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `watch(op, args)` before each op on plain tensors inside, those that ops on DTensors become included.
+
+    Relies on `torch.utils._python_dispatch.TorchDispatchMode` and its `__torch_dispatch__` (torch 2.9 to 2.13).
+
+    Raises:
+        UnsupportedError: the class is gone.
+    """
+    base: Any = _private("torch.utils._python_dispatch", "TorchDispatchMode")
+    dtensor = _private("torch.distributed.tensor", "DTensor")
+
+    class Watching(base):  # type: ignore[misc]
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if any(issubclass(kind, dtensor) for kind in types):
+                return NotImplemented  # DTensor makes plain calls of it first
+            watch(op, args)
+            return op(*args, **(kwargs or {}))
+
+    with Watching():
+        yield
+
+
+@contextlib.contextmanager
+def watching_shard_dim_alltoall(watch: Callable[[Tensor, Any, int], None]) -> Iterator[Callable[[], bool]]:
+    """Call `watch(local, mesh, mesh_dim)` before each all-to-all by which DTensor changes the dim of a shard.
+
+    Yields a function that returns whether such an all-to-all is under way: on a CPU torch makes it of other
+    collectives.
+
+    Replaces `placement_types.shard_dim_alltoall(local, gather_dim, shard_dim, mesh, mesh_dim)` (torch 2.9 to 2.13)
+    for the time of the block.
+
+    Raises:
+        UnsupportedError: the function is gone.
+    """
+    module = importlib.import_module("torch.distributed.tensor.placement_types")
+    shard_dim_alltoall = getattr(module, "shard_dim_alltoall", None)
+    if shard_dim_alltoall is None:
+        raise UnsupportedError(f"this torch does its all-to-all elsewhere than torch {CHECKED_VERSIONS}")
+    is_running = False
+
+    def all_to_all(local: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
+        nonlocal is_running
+        watch(local, mesh, mesh_dim)
+        is_running = True
+        try:
+            return shard_dim_alltoall(local, gather_dim, shard_dim, mesh, mesh_dim)
+        finally:
+            is_running = False
+
+    module.shard_dim_alltoall = all_to_all  # type: ignore[attr-defined]
+    try:
+        yield lambda: is_running
+    finally:
+        module.shard_dim_alltoall = shard_dim_alltoall  # type: ignore[attr-defined]

@@ -1,0 +1,183 @@
+"""What bound programs of a process share: process groups, lane threads, caches, and the deadline of each wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, MutableMapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.execute.ranks.liveness import Liveness
+from meshweave.execute.torch import compat
+from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
+from meshweave.execute.torch.lanes import Crew
+from meshweave.ir.program import Program
+
+CacheT = TypeVar("CacheT", bound=MutableMapping[Any, Any])
+
+
+class Wait(Protocol):
+    """A guarded wait: what is left of its deadline."""
+
+    @property
+    def timeout(self) -> timedelta: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+class _PlainWait:
+    """The guard where nobody listens for heartbeats: it can say what was waited for, not because of whom."""
+
+    __slots__ = ("_what", "timeout")
+
+    def __init__(self, what: str, timeout: timedelta) -> None:
+        self._what, self.timeout = what, timeout
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError):
+            words = " ".join(str(error).split())
+            if "timed out" in words.lower() or "timeout" in words.lower():
+                raise DeadlineError(f"gave up waiting for {self._what} after {self.timeout}") from error
+            why = words.partition(". ")[0]
+            if any(word in words.lower() for word in ("connect", "peer", "socket", "pipe", "closed")):
+                raise RankLostError(
+                    f"the connection broke while waiting for {self._what}: {why}", ()
+                ) from error
+
+
+class TorchContext:
+    """This process among the ranks of `torch.distributed`, as bound programs see it.
+
+    Groups are made once per (channel, ranks) and shared by all programs that are bound in this context. Making
+    them is collective among the ranks of a group: all ranks of a program bind the same programs in the same
+    order. Programs on disjoint ranks, such as replicas, know nothing of each other.
+
+    Args:
+        liveness: names the ranks that are missing when a wait fails; without it an error can only say what
+            was waited for.
+        deadline_s: seconds that any one wait for other ranks may take.
+        device: where buffers live.
+    """
+
+    def __init__(
+        self,
+        *,
+        liveness: Liveness | None = None,
+        deadline_s: float = 60.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.liveness, self.deadline_s = liveness, deadline_s
+        self.device = torch.device(device)
+        self.is_distributed = dist.is_available() and dist.is_initialized()
+        self.rank: int | None = dist.get_rank() if self.is_distributed else None
+        self.num_ranks: int = dist.get_world_size() if self.is_distributed else 1
+        self.crew = Crew(deadline_s)
+        self._timeout = timedelta(seconds=deadline_s)
+        self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
+        """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""
+        self._caches: dict[type[MutableMapping[Any, Any]], MutableMapping[Any, Any]] = {}
+
+    @classmethod
+    def default(cls, device: torch.device | str = "cpu") -> TorchContext:
+        """The context of a device in the default process group, without liveness; made once and kept."""
+        world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        known = _defaults.get(str(device))
+        if known is None or known[0] is not world:
+            known = _defaults[str(device)] = (world, cls(device=device))
+        return known[1]
+
+    def prepare(self, program: Program) -> None:
+        """Makes the groups that `program` needs and that are not there yet. `bind` calls it.
+
+        A program on all ranks of the world makes its groups together. One on some of them, such as one replica
+        of several, makes them among its own ranks.
+
+        Raises BindError where the program has ranks that the world does not have.
+        """
+        among_members = self.is_distributed and len(program.ranks) < self.num_ranks
+        for key in group_keys(program, self.channels(program)):
+            channel, ranks = key
+            known = key, program.ranks
+            if known in self._groups or (among_members and self.rank not in ranks):
+                continue
+            if not self.is_distributed:
+                raise BindError(
+                    f"program {program.name} communicates over ranks {ranks}: initialise torch.distributed"
+                )
+            if ranks[-1] >= self.num_ranks:
+                raise BindError(
+                    f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
+                )
+            naming = compat.naming_groups(group_name) if among_members else contextlib.nullcontext()
+            with self.guard(f"ranks {ranks} to form a group", ranks), naming:
+                group = dist.new_group(
+                    list(ranks),
+                    timeout=self._timeout,
+                    use_local_synchronization=among_members,
+                    group_desc=f"meshweave {channel}",
+                )
+                if self.device.type == "cuda" and self.rank in ranks:
+                    # NCCL connects a group at its first use, which must be one by all of its ranks.
+                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            self._groups[known] = group
+
+    def channels(self, program: Program) -> dict[str, int]:
+        """The channel of each communicating lane: see `channels`. NCCL runs a communicator's work in one
+        order, so that there each lane has its own."""
+        return assign_channels(program, shared=self.device.type != "cuda")
+
+    def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
+        """The process group of a channel over `ranks`, in any order. `program` must have been prepared."""
+        return self._groups[(channel, tuple(sorted(ranks))), program.ranks]
+
+    def guard(self, what: str, peers: Iterable[int]) -> Wait:
+        """Wraps one wait for other ranks; its `timeout` is what the wait may take."""
+        if self.liveness is None:
+            return _PlainWait(what, self._timeout)
+        return self.liveness.guard(what, self.deadline_s, peers=peers)
+
+    def cache(self, kind: type[CacheT]) -> CacheT:
+        """Return this context's one mapping of class `kind`; the first call makes it, empty.
+
+        A module that keeps things for as long as a context lives declares a class for them, such as
+        `class BoundPrograms(dict[Key, BoundProgram])`, and alone asks for `context.cache(BoundPrograms)`.
+        `close` calls the `close` method of each value that has one, and empties the mapping.
+        """
+        cache = self._caches.get(kind)
+        if cache is None:
+            cache = self._caches[kind] = kind()
+        assert isinstance(cache, kind)
+        return cache
+
+    def close(self) -> None:
+        """End the threads, empty the caches and destroy the groups. Programs bound in this context run no more.
+
+        Collective where a cache holds memory of MPI, whose windows are freed by all of their ranks together.
+        """
+        for cache in self._caches.values():
+            for value in cache.values():
+                if callable(close := getattr(value, "close", None)):
+                    with contextlib.suppress(MeshweaveError, RuntimeError):
+                        close()
+            cache.clear()
+        self.crew.close()
+        for group in self._groups.values():
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                with contextlib.suppress(RuntimeError, ValueError):  # the world may be gone already
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+_defaults: dict[str, tuple[Any, TorchContext]] = {}  # by device, with the world that each was made for

@@ -1,0 +1,207 @@
+"""Each private name of torch that meshweave uses is there and does what `compat` says of it."""
+
+import importlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate, Shard  # noqa: E402
+
+from meshweave.base.errors import UnsupportedError  # noqa: E402
+from meshweave.execute.torch import compat  # noqa: E402
+
+VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+HAS_SHARD_ORDER = VERSION >= (2, 10)
+
+
+@pytest.fixture
+def mesh():
+    with compat.pretended_ranks(1, 4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def test_a_name_that_is_gone_is_an_error_with_the_version_of_torch():
+    with pytest.raises(UnsupportedError) as caught:
+        compat._private("torch.distributed", "_no_such_name")
+    assert str(caught.value) == (
+        f"torch {torch.__version__} has no torch.distributed._no_such_name; meshweave was checked with torch "
+        f"{compat.CHECKED_VERSIONS}"
+    )
+    with pytest.raises(UnsupportedError, match=r"has no torch\.no_such_module\.name"):
+        compat._private("torch.no_such_module", "name")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        ("distributed_c10d", "_get_default_store", compat.default_store),
+        ("distributed_c10d", "_resolve_process_group", lambda: compat.group_by_name("0")),
+        ("distributed_c10d", "_process_group_name", lambda: compat.naming_groups(str).__enter__()),
+        ("tensor._dtensor_spec", "DTensorSpec", lambda: compat.make_spec(None, (), (), torch.float32)),
+        ("tensor.placement_types", "_StridedShard", lambda: compat.strided_shard(0, 2)),
+        (
+            "tensor.placement_types",
+            "shard_dim_alltoall",
+            lambda: compat.watching_shard_dim_alltoall(print).__enter__(),
+        ),
+    ],
+)
+def test_every_function_says_so_where_its_name_is_gone(monkeypatch, module, name, call):
+    compat._private.cache_clear()
+    monkeypatch.delattr(importlib.import_module(f"torch.distributed.{module}"), name)
+    try:
+        with pytest.raises(UnsupportedError, match=r"torch"):
+            call()
+    finally:
+        compat._private.cache_clear()
+
+
+def test_default_store(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        compat.default_store().set("key", "value")
+        assert compat.default_store().get("key") == b"value"
+        assert compat.default_store().check(["key"])
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ValueError, match="not been initialized"):
+        compat.default_store()
+
+
+def test_group_by_name(mesh):
+    group = mesh.get_group("tp")
+    assert compat.group_by_name(group.group_name) is group
+
+
+def test_naming_groups():
+    """Groups that form among their own ranks take the name that is made for them, others torch's."""
+    with compat.pretended_ranks(1, 4):
+        with compat.naming_groups(lambda ranks: f"ranks {list(ranks)}"):
+            own = dist.new_group([1, 3], use_local_synchronization=True)
+            of_all = dist.new_group([0, 1])
+        after = dist.new_group([1, 3], use_local_synchronization=True)
+        assert own.group_name == "ranks [1, 3]"
+        assert not of_all.group_name.startswith("ranks")
+        assert not after.group_name.startswith("ranks")
+
+
+def test_local_tensor(mesh):
+    local = torch.ones(2, 3, requires_grad=True)
+    tensor = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+    assert compat.local_tensor(tensor).data_ptr() == local.data_ptr()
+    assert not compat.local_tensor(tensor).requires_grad
+
+
+def test_local_tensor_waits_for_what_is_still_arriving(mesh):
+    """A DTensor that was redistributed without waiting holds an AsyncCollectiveTensor."""
+    tensor = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Replicate()], run_check=False)
+    arriving = tensor.redistribute(mesh, [Replicate(), Replicate()], async_op=True)
+    kind = compat._private("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    assert isinstance(arriving._local_tensor, kind)
+    assert type(compat.local_tensor(arriving)) is torch.Tensor
+    assert compat.local_tensor(arriving).shape == (4, 3)
+
+
+def test_spec_of(mesh):
+    """Equal for tensors that lie alike, so that it serves as a key; another for another placement."""
+
+    def tensor(*placements):
+        return DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False)
+
+    spec = compat.spec_of(tensor(Shard(0), Replicate()))
+    assert (spec.mesh, tuple(spec.placements)) == (mesh, (Shard(0), Replicate()))
+    assert tuple(spec.tensor_meta.shape) == (4, 3)
+    again, another = (
+        compat.spec_of(tensor(Shard(0), Replicate())),
+        compat.spec_of(tensor(Shard(1), Replicate())),
+    )
+    assert spec == again
+    assert hash(spec) == hash(again)
+    assert spec != another
+
+
+def test_make_spec_and_from_spec(mesh):
+    spec = compat.make_spec(mesh, [Shard(0), Shard(1)], (4, 6), torch.float64)
+    local = torch.ones(2, 3, dtype=torch.float64)
+    tensor = compat.from_spec(local, spec)
+    assert isinstance(tensor, DTensor)
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((4, 6), (6, 1), torch.float64)
+    assert tensor.placements == (Shard(0), Shard(1))
+    assert compat.local_tensor(tensor).data_ptr() == local.data_ptr()
+    assert spec == compat.spec_of(DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=False))
+
+
+@pytest.mark.skipif(not HAS_SHARD_ORDER, reason="torch 2.9 shards from left to right only")
+def test_shard_order(mesh):
+    """A spec keeps the order that it was made with, and a copy of it needs that order."""
+    order = ((0, (1, 0)),)
+    spec = compat.make_spec(mesh, [Shard(0), Shard(0)], (4, 6), torch.float32, order)
+    plain = compat.make_spec(mesh, [Shard(0), Shard(0)], (4, 6), torch.float32)
+    for read in (compat.shard_order, compat.explicit_shard_order):
+        assert [(int(dim), tuple(mesh_dims)) for dim, mesh_dims in read(spec)] == [(0, (1, 0))]
+        assert [(int(dim), tuple(mesh_dims)) for dim, mesh_dims in read(plain)] == [(0, (0, 1))]
+    assert spec != plain
+    assert compat.decoded_shard_order(spec) is None
+
+
+@pytest.mark.skipif(not HAS_SHARD_ORDER, reason="torch 2.9 reads no order into strided shards")
+def test_decoded_shard_order(mesh):
+    """torch takes strided shards for a shard order: one that placements alone say."""
+    spec = compat.make_spec(mesh, [compat.strided_shard(0, 2), Shard(0)], (4, 6), torch.float32)
+    decoded = compat.decoded_shard_order(spec)
+    assert [(int(dim), tuple(mesh_dims)) for dim, mesh_dims in decoded] == [(0, (1, 0))]
+    assert compat.explicit_shard_order(spec) is None
+
+
+def test_strided_shard():
+    strided = compat.strided_shard(1, 2)
+    assert (strided.dim, strided.split_factor) == (1, 2)
+    assert [compat.is_strided_shard(one) for one in (strided, Shard(1), Replicate())] == [True, False, False]
+    assert [compat.is_sharded(one) for one in (strided, Shard(1), Replicate())] == [True, True, False]
+
+
+def test_symmetric_memory():
+    symmetric = compat.symmetric_memory()
+    assert callable(symmetric.empty)
+    assert callable(symmetric.rendezvous)
+
+
+def test_pretended_ranks():
+    with compat.pretended_ranks(2, 5):
+        assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
+        dist.all_reduce(torch.ones(3))  # returns, although nobody else is there
+    assert not dist.is_initialized()
+
+
+def test_watching_ops(mesh):
+    """The collectives of a product of DTensors are seen, with their input and the name of their group."""
+    a = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0), Replicate()], run_check=False)
+    seen = []
+    with torch.no_grad(), compat.watching_ops(lambda op, args: seen.append((op.namespace, op.name(), args))):
+        a.redistribute(mesh, [Replicate(), Replicate()])
+    gathers = [args for space, name, args in seen if space == "_c10d_functional" and "all_gather" in name]
+    assert len(gathers) == 1
+    assert gathers[0][0].shape == (2, 3)
+    group = gathers[0][-1]
+    assert (compat.group_by_name(group) if isinstance(group, str) else group).size() == 2
+
+
+def test_watching_shard_dim_alltoall(mesh):
+    """An all-to-all is told before it begins; the ops that a CPU makes it of are under it."""
+    local = torch.ones(2, 4)
+    a = DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False)
+    seen, under = [], []
+    with (
+        torch.no_grad(),
+        compat.watching_shard_dim_alltoall(lambda *args: seen.append(args)) as is_running,
+        compat.watching_ops(lambda op, args: under.append((op.namespace, is_running()))),
+    ):
+        a.redistribute(mesh, [Shard(1), Replicate()])
+    assert [(tuple(one.shape), device_mesh, mesh_dim) for one, device_mesh, mesh_dim in seen] == [
+        ((2, 4), mesh, 0)
+    ]
+    assert {running for space, running in under if "c10d" in space} == {True}
