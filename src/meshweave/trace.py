@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import to_s
@@ -29,6 +29,13 @@ class Span:
     label: str
     start_ps: int
     end_ps: int
+
+    @property
+    def activity(self) -> Literal["compute", "move", "communicate"]:
+        """Return "compute" for products and calls, "move" for copies and additions, else "communicate"."""
+        if self.kind in ("matmul", "call"):
+            return "compute"
+        return "move" if self.kind in COMPUTE_KINDS else "communicate"
 
 
 @dataclass(frozen=True)

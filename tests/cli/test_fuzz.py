@@ -1,4 +1,4 @@
-"""Thousands of damaged files and command lines: a mistake is one line a problem on stderr and status 2, never more.
+"""Thousands of damaged files and command lines: a mistake is a line a problem on stderr and status 2, no more.
 
 Each input is made from a good one by one or two random changes, the same ones in every run. What a change
 leaves right ends with status 0; nothing ends in an exception, a traceback, a hang or a file written.

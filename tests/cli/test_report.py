@@ -15,8 +15,8 @@ from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.report.chart import Series, line_chart
-from meshweave.report.curves import mesh_curve, same_local_product, slice_curve, timelines
 from meshweave.tune import Plan, plan_model
+from meshweave.tune.explain import mesh_curve, same_local_product, slice_curve, timelines
 
 POD = load_cluster("tpu-v4-pod:16")
 
@@ -133,7 +133,7 @@ def test_timelines_take_as_long_as_planned(plan: Plan) -> None:
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
 def test_a_reduced_mesh_keeps_the_local_product(name: str, dataflow: str) -> None:
     problem = MatmulProblem(1024, 2048, 512, (8, 16), dataflow)  # type: ignore[arg-type]
-    small = same_local_product(problem, (2, 8), ALGORITHMS[name].placements(problem))
+    small = same_local_product(problem, (2, 8), ALGORITHMS[name].operand_placements(problem))
     assert small.mesh_shape == (2, 8)
     assert small.flops // small.num_chips == problem.flops // problem.num_chips
     assert small.sliced_size == problem.sliced_size

@@ -14,11 +14,14 @@ import pytest
 from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
 from meshweave.algorithms.matmul2d.collective import Collective
 from meshweave.base.errors import RankLostError
-from meshweave.cli import verify as verify_module
+from meshweave.check import Verification, verifier
+from meshweave.check.reduced import reduce_products
 from meshweave.cli.app import run_app
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
+from meshweave.tune import load_plan
+from meshweave.tune.selection import select_products
 
 QUICK = ("--max-dim", "64", "--layer", "ff1")
 
@@ -33,7 +36,7 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_module, "_on_processes", lambda *args: "not in this test")
+    monkeypatch.setattr(verifier, "verify_on_processes", lambda *args: "not in this test")
 
 
 def verified(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[str, Any]]:
@@ -99,14 +102,14 @@ def test_an_unsound_program_is_status_1(
 def test_a_wrong_number_is_status_1(
     capsys: pytest.CaptureFixture[str], plan_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = verify_module.run_numpy
+    real = verifier.run_numpy
 
     def off_by_one(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
         result.outputs["C"][0, 0] += 1 if kwargs["seed"] == 2 else 0
         return result
 
-    monkeypatch.setattr(verify_module, "run_numpy", off_by_one)
+    monkeypatch.setattr(verifier, "run_numpy", off_by_one)
     assert run_app(["verify", str(plan_path), *QUICK, "--algorithm", "collective"]) == 1
     out = capsys.readouterr().out
     assert out.count("WRONG by 1") == 3 and "0 products right, 3 wrong" in out
@@ -114,15 +117,19 @@ def test_a_wrong_number_is_status_1(
 
 def test_what_ranks_logged_is_told_apart(plan_path: Path) -> None:
     """Three products: all ranks right, one rank wrong, one rank gone; what comes later did not run."""
-    plan = verify_module.load_plan(plan_path)
-    jobs = verify_module._products(plan, "ff1,ff2", "collective", 4, 64)
+    selected = select_products(load_plan(plan_path), layers=["ff1", "ff2"], algorithms=["collective"])
+    verifications = [
+        Verification(product.title, product.program, product)
+        for product in reduce_products(selected, 4, 64)
+        if product.program is not None
+    ]
     logs = [[{"number": 0, "error": 0.0}, {"number": 1, "error": 2.0 * (rank == 3)}] for rank in range(4)]
     logs[0].append({"number": 2, "error": 0.0})
-    verify_module._fill_in(jobs, logs, str(RankLostError("rank 3 was killed by SIGKILL", [3])))
-    assert [job.gloo_error for job in jobs[:2]] == [0.0, 2.0]
-    assert "rank 3 was killed" in jobs[2].failed
-    assert all("not run" in job.failed for job in jobs[3:])
-    assert [job.is_wrong for job in jobs] == [False, True, True, True, True, True]
+    verifier.fill_in(verifications, logs, str(RankLostError("rank 3 was killed by SIGKILL", [3])))
+    assert [item.error_on_processes for item in verifications[:2]] == [0.0, 2.0]
+    assert "rank 3 was killed" in verifications[2].failed
+    assert all("not run" in item.failed for item in verifications[3:])
+    assert [item.is_wrong for item in verifications] == [False, True, True, True, True, True]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +140,7 @@ def test_what_ranks_logged_is_told_apart(plan_path: Path) -> None:
         (["--algorithm", "meshslise"], "meshslice"),
         (["--ranks", "0"], "give 1 to 64"),
         (["--max-dim", "7"], "8 to 4096"),
-        (["--rings", "3"], "1 or 2 ways"),
+        (["--rings", "3"], "1 or 2 directions"),
         (["--timeout", "nan"], "positive seconds"),
     ],
 )
@@ -187,15 +194,17 @@ def test_a_rank_that_fails_is_told_by_product(
 ) -> None:
     """A program that the ranks cannot bind: the product is named, and those after it did not run."""
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    real = verify_module._rehearsal
+    real = verifier.rehearsal_of
+    programs = []
 
-    def third_is_damaged(product: Any, *args: Any) -> Any:
-        job = real(product, *args)
-        if product.item.name == "backward_data":
-            return replace(job, program=job.program.replace("output(C", "output(D"))
-        return job
+    def second_is_damaged(program: Program, *args: Any) -> Any:
+        programs.append(program)
+        rehearsal = real(program, *args)
+        if len(programs) == 2:
+            return replace(rehearsal, program=rehearsal.program.replace("output(C", "output(D"))
+        return rehearsal
 
-    monkeypatch.setattr(verify_module, "_rehearsal", third_is_damaged)
+    monkeypatch.setattr(verifier, "rehearsal_of", second_is_damaged)
     args = ["--ranks", "2", "--algorithm", "collective", *QUICK]
     status, report = verified(capsys, str(plan_path), *args)
     assert status == 1

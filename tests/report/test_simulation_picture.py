@@ -11,22 +11,26 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.program.parse import parse
 from meshweave.report.png import check_png, to_png
-from meshweave.report.simulation_picture import Piece, Strip, draw_strips, strip_of
+from meshweave.report.simulation_picture import draw_rank_timelines
 from meshweave.simulate.engine import simulate
+from meshweave.simulate.rank_timeline import RankTimeline, Stretch, rank_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 MS = 10**9
-STRIPS = [
-    Strip(
+TIMELINES = [
+    RankTimeline(
         "slow & <sure>",
         "S=2",
         (
-            ("compute", (Piece("compute", 4 * MS, 8 * MS, "matmul 0"),)),
-            ("row", (Piece("wait", 0, MS, "gather 0 waits"), Piece("communicate", MS, 4 * MS, "gather 0"))),
+            ("compute", (Stretch("compute", 4 * MS, 8 * MS, "matmul 0"),)),
+            (
+                "row",
+                (Stretch("wait", 0, MS, "gather 0 waits"), Stretch("communicate", MS, 4 * MS, "gather 0")),
+            ),
         ),
         8 * MS,
     ),
-    Strip("fast", "", (("compute", (Piece("compute", 0, 2 * MS, "matmul 1"),)),), 2 * MS),
+    RankTimeline("fast", "", (("compute", (Stretch("compute", 0, 2 * MS, "matmul 1"),)),), 2 * MS),
 ]
 
 
@@ -39,12 +43,12 @@ def boxes(svg: ElementTree.Element) -> dict[str, ElementTree.Element]:
     return found
 
 
-def drawn(strips: list[Strip], **options: object) -> ElementTree.Element:
-    return ElementTree.fromstring(draw_strips("a title", strips, **options))  # type: ignore[arg-type]
+def drawn(timelines: list[RankTimeline], **options: object) -> ElementTree.Element:
+    return ElementTree.fromstring(draw_rank_timelines("a title", timelines, **options))  # type: ignore[arg-type]
 
 
-def test_all_strips_share_one_scale_and_begin() -> None:
-    found = boxes(drawn(STRIPS))
+def test_all_timelines_share_one_scale_and_begin() -> None:
+    found = boxes(drawn(TIMELINES))
     widths = {name: float(box.attrib["width"]) for name, box in found.items()}
     assert widths["matmul 0"] == pytest.approx(2 * widths["matmul 1"], rel=1e-3)
     assert widths["gather 0"] == pytest.approx(3 * widths["gather 0 waits"], rel=1e-3)
@@ -55,7 +59,7 @@ def test_all_strips_share_one_scale_and_begin() -> None:
 
 
 def test_everything_lies_inside_and_the_times_stand_clear_of_the_lanes() -> None:
-    svg = drawn(STRIPS, subtitle="below it")
+    svg = drawn(TIMELINES, subtitle="below it")
     width, height = float(svg.attrib["width"]), float(svg.attrib["height"])
     texts = {"".join(text.itertext()): text for text in svg.iter(f"{SVG}text")}
     assert {"slow & <sure>S=2", "between rows", "compute", "below it", "8.00 ms", "2.00 ms"} <= set(texts)
@@ -67,36 +71,36 @@ def test_everything_lies_inside_and_the_times_stand_clear_of_the_lanes() -> None
 
 def test_it_brings_its_own_background() -> None:
     """So that text stays dark on light wherever it is shown."""
-    first = next(drawn(STRIPS).iter(f"{SVG}rect"))
+    first = next(drawn(TIMELINES).iter(f"{SVG}rect"))
     assert first.attrib["fill"] == "white" and float(first.attrib["width"]) == 899
 
 
 def test_the_legend_has_what_occurs() -> None:
-    texts = ["".join(text.itertext()) for text in drawn(STRIPS).iter(f"{SVG}text")]
+    texts = ["".join(text.itertext()) for text in drawn(TIMELINES).iter(f"{SVG}text")]
     assert {"product", "communication", "waiting for a partner", "idle"} <= set(texts)
     assert "copy or add" not in texts
 
 
-def test_thousands_of_small_pieces_become_few() -> None:
-    pieces = tuple(Piece("compute", n * 1000, n * 1000 + 900, f"matmul {n}") for n in range(50_000))
-    text = draw_strips("many", [Strip("many", "", (("compute", pieces),), 50_000_000)])
+def test_thousands_of_small_stretches_become_few() -> None:
+    stretches = tuple(Stretch("compute", n * 1000, n * 1000 + 900, f"matmul {n}") for n in range(50_000))
+    text = draw_rank_timelines("many", [RankTimeline("many", "", (("compute", stretches),), 50_000_000)])
     assert text.count("<rect") < 4000
 
 
-def test_of_small_pieces_the_kind_that_lasts_longest_is_shown() -> None:
-    pieces = tuple(
-        Piece(kind, n * 10 + part, n * 10 + part + took, kind)
+def test_of_small_stretches_the_kind_that_lasts_longest_is_shown() -> None:
+    stretches = tuple(
+        Stretch(kind, n * 10 + part, n * 10 + part + took, kind)
         for n in range(10)
         for part, took, kind in ((0, 6, "move"), (6, 4, "compute"))
     )
-    svg = drawn([Strip("mixed", "", (("x", pieces),), MS)])
+    svg = drawn([RankTimeline("mixed", "", (("x", stretches),), MS)])
     (box,) = boxes(svg).values()
     assert box.attrib["fill"] == "#8a97a6" and "and 19 more" in str(box.findtext(f"{SVG}title"))
 
 
 def test_nothing_to_draw_is_no_picture() -> None:
-    assert draw_strips("none", []) == ""
-    assert drawn([Strip("idle", "", (), 0)]) is not None
+    assert draw_rank_timelines("none", []) == ""
+    assert drawn([RankTimeline("idle", "", (), 0)]) is not None
 
 
 def test_a_strip_of_a_simulation() -> None:
@@ -105,9 +109,11 @@ def test_a_strip_of_a_simulation() -> None:
     for name in ("wang", "meshslice"):
         made = ALGORITHMS[name].program(problem, Config((1,) * 2))
         run = simulate(made, Machine.of(load_cluster("tpu-v4-pod:4"), made))
-        strip = strip_of(run, 3, name)
-        assert [lane for lane, _ in strip.lanes] == ["compute", "row", "col"]
-        assert strip.duration_ps == run.duration_ps == max(p.end_ps for _, ps in strip.lanes for p in ps)
+        timeline = rank_timeline(run, 3, name)
+        assert [lane for lane, _ in timeline.lanes] == ["compute", "row", "col"]
+        assert (
+            timeline.duration_ps == run.duration_ps == max(p.end_ps for _, ps in timeline.lanes for p in ps)
+        )
     made = parse("""
 program("late")
 tp = mesh((2,), ("x",))
@@ -122,12 +128,12 @@ with tp:
         recv(s, peer=1, tag=0, lane=one)
 """)
     run = simulate(made, Machine.of(load_cluster("local-cpu:2"), made))
-    (lane,) = strip_of(run, 0, "late").lanes
-    assert [piece.kind for piece in lane[1]] == ["wait", "communicate"]
+    (lane,) = rank_timeline(run, 0, "late").lanes
+    assert [stretch.activity for stretch in lane[1]] == ["wait", "communicate"]
     assert lane[1][0].end_ps == next(iter(run.spans(1))).end_ps
 
 
 def test_as_png() -> None:
     pytest.importorskip("resvg_py", reason="resvg-py is not installed: no PNG pictures here")
     check_png()
-    assert to_png(draw_strips("a title", STRIPS)).startswith(b"\x89PNG")
+    assert to_png(draw_rank_timelines("a title", TIMELINES)).startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Reading option values that several verbs share. Each mistake is a MeshweaveError of one line."""
+"""What the verbs share: option values read (each mistake is a MeshweaveError of one line), JSON, progress bars."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 import typer
 
 from meshweave.algorithms.matmul2d import ALGORITHMS
-from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
-from meshweave.describe.files import printable
-from meshweave.tune.search import Progress
+from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.describe.files import printable, read_text
+from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
 from meshweave.tune.unrolled import planned_names
 
 MAX_RANKS = 1 << 12
@@ -25,7 +28,7 @@ JSON_HELP = "Print JSON instead of text."
 
 
 def read_mesh(text: str) -> tuple[int, ...]:
-    """ "2x4" as (2, 4), "2x4x2" as (2, 4, 2)."""
+    """Return the mesh shape that "2x4" or "2x4x2" stands for. Raises LayoutError."""
     parts = text.lower().split("x")
     if len(parts) not in (2, 3) or not all(part.isdecimal() and int(part[:10]) for part in parts):
         raise LayoutError(
@@ -39,7 +42,7 @@ def read_mesh(text: str) -> tuple[int, ...]:
 
 
 def read_slices(text: str) -> tuple[int, ...]:
-    """ "4" as four equal slices, "1:2:1" as three of these relative widths."""
+    """Return relative widths of slices: "4" stands for four equal ones, "1:2:1" for three. Raises LayoutError."""
     parts = text.split(":")
     if not all(part.isdecimal() and len(part) < 10 and int(part) for part in parts):
         raise LayoutError(
@@ -54,7 +57,7 @@ def read_slices(text: str) -> tuple[int, ...]:
 
 
 def read_algorithms(text: str) -> tuple[str, ...]:
-    """ "all" or a comma-separated list of names, as table keys."""
+    """Return the algorithms that "all" or a comma-separated list names. Raises UnsupportedError."""
     if text == "all":
         return tuple(ALGORITHMS)
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -63,8 +66,27 @@ def read_algorithms(text: str) -> tuple[str, ...]:
     return planned_names(names)
 
 
+def read_program(source: str) -> Program:
+    """Return the program in a text file, or on stdin for "-". Raises DescriptionError, ProgramError."""
+    text = sys.stdin.read() if source == "-" else read_text(source)
+    try:
+        return parse(text)
+    except ProgramError as error:
+        raise ProgramError(f"{source}: {error}") from None
+
+
+def read_names(text: str) -> tuple[str, ...] | None:
+    """Return a comma-separated list of names; None for "all". Raises DescriptionError where it is empty."""
+    if text == "all":
+        return None
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise DescriptionError("the list of names is empty; give some, with commas between, or 'all'")
+    return names
+
+
 def read_ranks(text: str) -> tuple[int, ...]:
-    """ "0,5" as (0, 5), each once; nothing as none."""
+    """Return the ranks that "0,5" names, each once; none for an empty text. Raises LayoutError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if (
         not all(part.isdecimal() and part.isascii() and len(part) < 10 for part in parts)
@@ -78,7 +100,7 @@ def read_ranks(text: str) -> tuple[int, ...]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Before any work is done: raises DescriptionError where a file cannot be written there."""
+    """Raise DescriptionError where a file cannot be written to `path`: to be called before any work is done."""
     if path is None:
         return
     try:
@@ -98,31 +120,52 @@ def check_writable(path: Path | None) -> None:
 
 
 def print_json(data: Any) -> None:
+    """Print JSON values on stdout."""
     typer.echo(json.dumps(data, indent=1))
 
 
+PLAIN_LINES_EVERY_S = 5.0
+"""Seconds between lines of progress where stderr is no terminal."""
+
+
 @contextmanager
-def progress_bar(title: str) -> Iterator[Progress]:
-    """A bar on stderr that appears when the work takes over a second; nothing where stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    import time
+def progress_bar(title: str, *, plain_lines: bool = False) -> Iterator[Progress]:
+    """Show progress on stderr: on a terminal as a bar that appears when the work takes over a second.
 
-    from rich.console import Console
-    from rich.progress import Progress as Bar
+    Elsewhere nothing is shown, or with `plain_lines` a line every `PLAIN_LINES_EVERY_S` seconds.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress as Bar
 
-    began = time.monotonic()
-    with Bar(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task: Any = None
+        with Bar(console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+            yield _on_terminal(bar, title)
+    else:
+        yield _in_lines(title) if plain_lines else no_progress
 
-        def advance(done: int, total: int) -> None:
-            nonlocal task
-            if task is None:
-                if time.monotonic() - began < 1:
-                    return
-                task = bar.add_task(title, total=total)
-            bar.update(task, completed=done)
-            bar.refresh()
 
-        yield advance
+def _on_terminal(bar: Any, title: str) -> Progress:
+    began, task = time.monotonic(), None
+
+    def advance(done: int, total: int) -> None:
+        nonlocal task
+        if task is None:
+            if time.monotonic() - began < 1:
+                return
+            task = bar.add_task(title, total=total)
+        bar.update(task, completed=done)
+        bar.refresh()
+
+    return advance
+
+
+def _in_lines(title: str) -> Progress:
+    last = time.monotonic()
+
+    def advance(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_LINES_EVERY_S:
+            last = time.monotonic()
+            typer.echo(f"{title}: {done} of {total}", err=True)
+
+    return advance

@@ -56,27 +56,28 @@ def plan(
 
     Example: meshweave plan gpt3 --cluster tpu-v4-pod:256 --out plan.json
     """
-    found = load_cluster(cluster)
+    target = load_cluster(cluster)
     architecture = load_model(model)
-    workload = Workload(batch if batch is not None else max(found.num_chips // 2, 1), seq, dtype)
+    workload = Workload(batch if batch is not None else max(target.num_chips // 2, 1), seq, dtype)
     names = read_algorithms(algorithms)
-    memory = chip_memory(architecture, workload, found.num_chips)
+    memory = chip_memory(architecture, workload, target.num_chips)
     for path in (out, report):
         check_writable(path)
     with progress_bar("tuning") as progress:
-        chosen = plan_model(architecture, found, workload, names, progress)
+        chosen = plan_model(architecture, target, workload, names, progress)
     if report is not None:
-        from meshweave.report.html import html_report
+        from meshweave.report.plan_page import plan_page
+        from meshweave.tune.explain import explain
 
         with progress_bar("report") as progress:
-            page = html_report(chosen, found, memory, progress)
-        write_text(report, page)
+            explanation = explain(chosen, target, progress)
+        write_text(report, plan_page(explanation, memory))
     if out is not None:
         chosen.save(out)
     if json:
         print_json(chosen.model_dump(mode="json"))
         return
-    _print(chosen, memory.summary(found.chip.memory_bytes))
+    _print(chosen, memory.summary(target.chip.memory_bytes))
     if out is not None:
         typer.echo(
             f"written to {out}; check it with: meshweave verify {out}; execute a layer with: meshweave run {out}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from meshweave.base.errors import UnsupportedError
+from pathlib import Path
+
+from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.describe.files import printable
 
 
 def check_png() -> None:
-    """Raises UnsupportedError where PNG cannot be written."""
+    """Raise UnsupportedError where PNG cannot be written."""
     try:
         import resvg_py  # noqa: F401
     except ImportError:
@@ -16,8 +19,16 @@ def check_png() -> None:
 
 
 def to_png(svg: str) -> bytes:
-    """At twice the size of the SVG, so that text stays sharp. Raises UnsupportedError."""
+    """Return a picture at twice the size of the SVG, so that text stays sharp. Raises UnsupportedError."""
     check_png()
     import resvg_py
 
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=2, background="white"))
+
+
+def write_png(path: Path, svg: str) -> None:
+    """Write an SVG picture as PNG. Raises UnsupportedError; DescriptionError where writing fails."""
+    try:
+        path.write_bytes(to_png(svg))
+    except OSError as error:
+        raise DescriptionError(f"{printable(path)}: cannot write: {error.strerror}") from None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
+from typing import TYPE_CHECKING
 
 from meshweave.base.units import PS_PER_S, format_s
 from meshweave.lower.rings import BACK
 from meshweave.report.chart import _linear_ticks
-from meshweave.report.timeline import kind_of
-from meshweave.simulate.partners import Partners
-from meshweave.simulate.result import Simulation
+
+if TYPE_CHECKING:
+    from meshweave.simulate.rank_timeline import RankTimeline, Stretch
+    from meshweave.tune.cases import SimulatedCase
 
 _COLOUR = {"compute": "#3b6fb6", "move": "#8a97a6", "communicate": "#d9822b", "wait": "#f3d9b8"}
 _LEGEND = (
@@ -25,78 +27,29 @@ _IDLE, _GREY, _GRID, _INK, _FRAME = "#eef1f4", "#57606a", "#d5dbe1", "#1c232b", 
 _LANE, _STEP, _HEADER, _LETTER, _RIGHT = 14, 17, 24, 6.7, 88
 _LANE_NAMES = {"row": "between rows", "col": "between columns", "depth": "along depth"}
 _FINEST = 0.35
-"""Pixels. Shorter pieces of one kind are drawn together, so that a picture of many ops stays small."""
+"""Pixels. Shorter stretches of a lane are drawn together, so that a picture of many ops stays small."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of a lane; `kind` is "compute", "move", "communicate" or "wait"."""
-
-    kind: str
-    start_ps: int
-    end_ps: int
-    label: str
-
-
-@dataclass(frozen=True)
-class Strip:
-    """One run: its lanes in the order of drawing, each with its pieces in the order of time."""
-
-    title: str
-    note: str
-    lanes: tuple[tuple[str, tuple[Piece, ...]], ...]
-    duration_ps: int
-
-
-def strip_of(run: Simulation, rank: int, title: str, note: str = "") -> Strip:
-    """The lanes of one rank that do anything. Waiting for a late partner is set apart from communication."""
-    lanes: dict[str, list[Piece]] = {}
-    first, partners = int(run.starts[run.position(rank)]), Partners(run)
-    for span in run.spans(rank):
-        pieces = lanes.setdefault(span.lane, [])
-        start, kind = span.start_ps, kind_of(span)
-        waited = partners.wait_ps(first + span.index) if kind == "communicate" else 0
-        if waited:
-            pieces.append(Piece("wait", start, start + waited, f"{span.label} waits"))
-        if span.end_ps > start + waited:
-            pieces.append(Piece(kind, start + waited, span.end_ps, span.label))
-    order = {lane: (lane != "compute", number) for number, lane in enumerate(_ordered(run, lanes))}
-    named = sorted(lanes, key=order.__getitem__)
-    return Strip(
-        title,
-        note,
-        tuple((lane, tuple(sorted(lanes[lane], key=lambda p: p.start_ps))) for lane in named),
-        run.duration_ps,
-    )
-
-
-def _ordered(run: Simulation, lanes: Iterable[str]) -> list[str]:
-    """Lanes of mesh axes in the order of the axes, so that runs under each other compare; then the others."""
-    axes = [axis for mesh in run.program.meshes for axis in mesh.axes]
-    declared = [lane.name for lane in run.program.lanes if lane.name in set(lanes)]
-    return sorted(declared, key=lambda lane: axes.index(lane) if lane in axes else len(axes))
-
-
-def draw_strips(
-    title: str, strips: Sequence[Strip], *, subtitle: str = "", width: int = 900, names: bool = True
+def draw_rank_timelines(
+    title: str, timelines: Sequence[RankTimeline], *, subtitle: str = "", width: int = 900, names: bool = True
 ) -> str:
-    """An SVG of all strips on one axis of time; "" where there are none.
+    """Return an SVG of all timelines on one axis of time; "" where there are none.
 
-    It brings its own light background, so that it reads the same on light and dark pages. `names` calls lanes of
-    mesh axes by what moves along them ("between rows").
+    It brings its own light background, so that it reads the same on light and dark pages. With `names` lanes
+    of mesh axes are called by what moves along them ("between rows").
     """
-    if not strips:
+    if not timelines:
         return ""
-    shown = [_named(strip) if names else strip for strip in strips]
-    labels = [lane for strip in shown for lane, _ in strip.lanes]
+    shown = [_named(timeline) if names else timeline for timeline in timelines]
+    labels = [lane for timeline in shown for lane, _ in timeline.lanes]
     left = 24 + int(_LETTER * max(map(len, labels), default=0))
-    longest_s = max(strip.duration_ps for strip in shown) / PS_PER_S or 1e-12
+    longest_s = max(timeline.duration_ps for timeline in shown) / PS_PER_S or 1e-12
     scale = (width - left - _RIGHT) / longest_s
     y, drawn = 62.0 if subtitle else 44.0, []
     top = y
-    for strip in shown:
-        drawn += _strip(strip, y, left, width, scale)
-        y += _HEADER + _STEP * len(strip.lanes) + 8
+    for timeline in shown:
+        drawn += _timeline(timeline, y, left, width, scale)
+        y += _HEADER + _STEP * len(timeline.lanes) + 8
     axis = _axis(longest_s, left, scale, top, y)
     legend = _legend(shown, left, y + 42)
     height = int(y + 60)
@@ -111,8 +64,39 @@ def draw_strips(
     )
 
 
-def _named(strip: Strip) -> Strip:
-    return replace(strip, lanes=tuple((_lane_name(lane), pieces) for lane, pieces in strip.lanes))
+def draw_cases(cases: Sequence[SimulatedCase]) -> str:
+    """Return a picture of simulated cases: of one case all ranks to show, of several the first rank of each.
+
+    Several cases that compute the same are named by what tells them apart.
+    """
+    first = cases[0]
+    if len(cases) == 1:
+        lines = [first.timeline(rank, f"rank {rank}") for rank in first.ranks]
+        return draw_rank_timelines(first.case.title, lines, subtitle=first.case.subject)
+    # A subject ends in the mesh: one product on several meshes is still one product.
+    products, meshes = zip(*(item.case.subject.rpartition(", ")[::2] for item in cases), strict=True)
+    alike = len(set(products)) == 1 and len({item.case.name for item in cases}) == len(cases)
+    if not alike:
+        lines = [item.timeline(item.ranks[0], item.case.title) for item in cases]
+        return draw_rank_timelines(f"{len(cases)} simulated runs", lines, subtitle=first.chip)
+    title, _, sizes = products[0].partition(": ")
+    notes = [item.case.note for item in cases]
+    if len(set(meshes)) == 1:
+        where = f"{meshes[0]}; {first.chip}"
+    else:
+        shapes = [mesh.partition(" mesh of ")[0] for mesh in meshes]
+        notes = [", ".join(filter(None, pair)) for pair in zip(notes, shapes, strict=True)]
+        ranks = {item.ranks[0] for item in cases}
+        which = f"rank {ranks.pop()} of each" if len(ranks) == 1 else "on each mesh the chip in the middle"
+        where = f"{meshes[0].partition(' mesh of ')[2]}; {which}"
+    lines = [
+        item.timeline(item.ranks[0], item.case.name, note) for item, note in zip(cases, notes, strict=True)
+    ]
+    return draw_rank_timelines(title, lines, subtitle=f"{sizes}, {where}")
+
+
+def _named(timeline: RankTimeline) -> RankTimeline:
+    return replace(timeline, lanes=tuple((_lane_name(lane), stretches) for lane, stretches in timeline.lanes))
 
 
 def _lane_name(lane: str) -> str:
@@ -121,62 +105,68 @@ def _lane_name(lane: str) -> str:
     return name if lane == forwards else f"{name}, back"
 
 
-def _strip(strip: Strip, y: float, left: int, width: int, scale: float) -> list[str]:
-    """One run: a line of text, its lanes, and its duration at the right."""
+def _timeline(timeline: RankTimeline, y: float, left: int, width: int, scale: float) -> list[str]:
+    """Return one run: a line of text, its lanes, and its duration at the right."""
     # One text element with two spans: what follows the bold title then needs no measuring.
     note = (
-        f'<tspan font-weight="normal" fill="{_GREY}" dx="10">{escape(strip.note)}</tspan>'
-        if strip.note
+        f'<tspan font-weight="normal" fill="{_GREY}" dx="10">{escape(timeline.note)}</tspan>'
+        if timeline.note
         else ""
     )
-    out = [f'<text x="{left}" y="{y + 15:.0f}" font-weight="bold">{escape(strip.title)}{note}</text>']
+    out = [f'<text x="{left}" y="{y + 15:.0f}" font-weight="bold">{escape(timeline.title)}{note}</text>']
     y += _HEADER
-    whole = strip.duration_ps / PS_PER_S * scale
-    for number, (lane, pieces) in enumerate(strip.lanes):
-        at = y + _STEP * number
+    whole = timeline.duration_ps / PS_PER_S * scale
+    for number, (lane, stretches) in enumerate(timeline.lanes):
+        top = y + _STEP * number
         out.append(
-            f'<text x="{left - 8}" y="{at + 11:.0f}" text-anchor="end" fill="{_GREY}">{escape(lane)}</text>'
-            f'<rect x="{left}" y="{at:.0f}" width="{whole:.2f}" height="{_LANE}" fill="{_IDLE}"/>'
+            f'<text x="{left - 8}" y="{top + 11:.0f}" text-anchor="end" fill="{_GREY}">{escape(lane)}</text>'
+            f'<rect x="{left}" y="{top:.0f}" width="{whole:.2f}" height="{_LANE}" fill="{_IDLE}"/>'
         )
-        for piece in _joined(pieces, scale):
-            x = left + piece.start_ps / PS_PER_S * scale
-            wide = max((piece.end_ps - piece.start_ps) / PS_PER_S * scale, _FINEST)
-            edge = ' stroke="white" stroke-width="0.5"' if wide > 3 else ""
-            took = format_s((piece.end_ps - piece.start_ps) / PS_PER_S)
-            out.append(
-                f'<rect x="{x:.2f}" y="{at:.0f}" width="{wide:.2f}" height="{_LANE}" fill="{_COLOUR[piece.kind]}"'
-                f"{edge}><title>{escape(f'{piece.label}: {took}')}</title></rect>"
-            )
-    middle = y + _STEP * len(strip.lanes) / 2 + 3
+        out += [_box(stretch, left, top, scale) for stretch in _joined(stretches, scale)]
+    middle = y + _STEP * len(timeline.lanes) / 2 + 3
     out.append(
         f'<text x="{width - 14}" y="{middle:.0f}" text-anchor="end" font-size="14" font-weight="bold">'
-        f"{_time(strip.duration_ps / PS_PER_S)}</text>"
+        f"{_time(timeline.duration_ps / PS_PER_S)}</text>"
     )
     return out
 
 
-def _joined(pieces: Iterable[Piece], scale: float) -> Iterator[Piece]:
-    """Pieces too small to be seen apart as one, of the kind that lasts longest among them."""
+def _box(stretch: Stretch, left: int, top: float, scale: float) -> str:
+    x = left + stretch.start_ps / PS_PER_S * scale
+    seconds = (stretch.end_ps - stretch.start_ps) / PS_PER_S
+    wide = max(seconds * scale, _FINEST)
+    edge = ' stroke="white" stroke-width="0.5"' if wide > 3 else ""
+    return (
+        f'<rect x="{x:.2f}" y="{top:.0f}" width="{wide:.2f}" height="{_LANE}" fill="{_COLOUR[stretch.activity]}"'
+        f"{edge}><title>{escape(f'{stretch.label}: {format_s(seconds)}')}</title></rect>"
+    )
+
+
+def _joined(stretches: Iterable[Stretch], scale: float) -> Iterator[Stretch]:
+    """Yield stretches, those too small to be seen apart as one."""
     least_ps = _FINEST / scale * PS_PER_S
-    bucket: list[Piece] = []
-    for piece in pieces:
-        if bucket and piece.end_ps - bucket[0].start_ps > least_ps:
-            yield _one(bucket)
+    bucket: list[Stretch] = []
+    for stretch in stretches:
+        if bucket and stretch.end_ps - bucket[0].start_ps > least_ps:
+            yield _merged(bucket)
             bucket = []
-        bucket.append(piece)
+        bucket.append(stretch)
     if bucket:
-        yield _one(bucket)
+        yield _merged(bucket)
 
 
-def _one(bucket: Sequence[Piece]) -> Piece:
+def _merged(bucket: Sequence[Stretch]) -> Stretch:
+    """Return one stretch over all, with the activity that lasts longest among them."""
+    first = bucket[0]
     if len(bucket) == 1:
-        return bucket[0]
+        return first
     lasted: dict[str, int] = {}
-    for piece in bucket:
-        lasted[piece.kind] = lasted.get(piece.kind, 0) + piece.end_ps - piece.start_ps
-    kind = max(lasted, key=lambda name: lasted[name])
-    end_ps = max(piece.end_ps for piece in bucket)
-    return Piece(kind, bucket[0].start_ps, end_ps, f"{bucket[0].label} and {len(bucket) - 1} more")
+    for stretch in bucket:
+        lasted[stretch.activity] = lasted.get(stretch.activity, 0) + stretch.end_ps - stretch.start_ps
+    longest = max(bucket, key=lambda stretch: lasted[stretch.activity])
+    end_ps = max(stretch.end_ps for stretch in bucket)
+    label = f"{first.label} and {len(bucket) - 1} more"
+    return replace(longest, start_ps=first.start_ps, end_ps=end_ps, label=label)
 
 
 def _axis(longest_s: float, left: int, scale: float, top: float, bottom: float) -> list[str]:
@@ -203,15 +193,15 @@ def _time(seconds: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
-def _legend(strips: Iterable[Strip], left: int, y: float) -> list[str]:
-    """Of the kinds that occur."""
-    kinds = {piece.kind for strip in strips for _, pieces in strip.lanes for piece in pieces}
+def _legend(timelines: Iterable[RankTimeline], left: int, y: float) -> list[str]:
+    """Return the legend of the activities that occur."""
+    activities = {s.activity for timeline in timelines for _, stretches in timeline.lanes for s in stretches}
     out, x = [], float(left)
-    for kind, text in _LEGEND:
-        if kind not in kinds and kind != "idle":
+    for activity, text in _LEGEND:
+        if activity not in activities and activity != "idle":
             continue
         out.append(
-            f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{_COLOUR.get(kind, _IDLE)}"/>'
+            f'<rect x="{x:.0f}" y="{y - 10:.0f}" width="12" height="12" fill="{_COLOUR.get(activity, _IDLE)}"/>'
             f'<text x="{x + 18:.0f}" y="{y:.0f}">{text}</text>'
         )
         x += 18 + _LETTER * len(text) + 22

@@ -9,18 +9,10 @@ from pathlib import Path
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.units import PS_PER_S, format_s
-from meshweave.ir.program.ops import COMPUTE_KINDS
 from meshweave.trace import Span, Trace, to_chrome
 
 _GLYPH = {"compute": "█", "move": "▒", "communicate": "━"}
 _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
-
-
-def kind_of(span: Span) -> str:
-    """ "compute" (products and calls), "move" (copies and adds) or "communicate"."""
-    if span.kind in ("matmul", "call"):
-        return "compute"
-    return "move" if span.kind in COMPUTE_KINDS else "communicate"
 
 
 def to_text(trace: Trace, rank: int, width: int = 80) -> str:
@@ -47,7 +39,7 @@ def to_text(trace: Trace, rank: int, width: int = 80) -> str:
 
 
 def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -> None:
-    width, kind = len(shares), kind_of(span)
+    width, kind = len(shares), span.activity
     first = (span.start_ps - begin) * width // length
     last = min((span.end_ps - begin) * width // length, width - 1)
     for column in range(first, last + 1):
@@ -97,7 +89,7 @@ def _box(span: Span, begin: int, left: int, y: int, height: int, per_second: flo
     wide = max((span.end_ps - span.start_ps) / PS_PER_S * per_second, 0.5)
     title = f"{span.label}: {format_s((span.end_ps - span.start_ps) / PS_PER_S)}"
     return (
-        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{height}" fill="{_COLOUR[kind_of(span)]}" '
+        f'<rect x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{height}" fill="{_COLOUR[span.activity]}" '
         f'stroke="white" stroke-width="0.4"><title>{escape(title)}</title></rect>'
     )
 

@@ -4,61 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
-from meshweave.algorithms.matmul2d import ALGORITHMS
 from meshweave.base.units import format_bytes, format_s
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.memory import ChipMemory
 from meshweave.report.chart import Series, line_chart
-from meshweave.report.curves import (
-    MAX_RANKS,
-    REDUCED_RANKS,
-    Timeline,
-    largest_layer,
-    mesh_curve,
-    mesh_shapes,
-    slice_curve,
-    timelines,
-    title_of,
-)
 from meshweave.report.page import page, table
 from meshweave.report.timeline import to_svg
-from meshweave.tune import Plan
-from meshweave.tune.plan import Candidate, PassPlan
-from meshweave.tune.search import Progress
+
+if TYPE_CHECKING:
+    from meshweave.tune.explain import PlanExplanation, ProductTimeline
+    from meshweave.tune.plan import Candidate, PassPlan
 
 _SLOW = 4
 _PRODUCT, _EXPOSED, _FREE = "#3b6fb6", "#d9822b", "#e9edf2"
 
 
-def html_report(
-    plan: Plan,
-    cluster: Cluster,
-    memory: ChipMemory | None = None,
-    progress: Progress = lambda done, total: None,
-) -> str:
-    """The page of a plan made for `cluster`.
-
-    It re-tunes every mesh shape for the curves and simulates products for the timelines, which takes about
-    as long as planning did. `progress` is told (done, total). Raises UnsupportedError for an algorithm or
-    collective that the cluster has no constants for.
-    """
-    others = plan.candidates[1:]
-    best = plan.best
-    num_shapes = sum(len(mesh_shapes(c, cluster)) for c in plan.candidates)
-    num_products = sum(len(layer.passes) for layer in best.layers)
-    total = num_shapes + num_products + len(others)
-
-    def after(base: int) -> Progress:
-        return lambda done, _: progress(base + done, total)
-
-    meshes = mesh_curve(plan, cluster, after(0))
-    passes = [item.name for item in best.layers[0].passes]
-    own = timelines(plan, cluster, best, best.layers, passes, after(num_shapes))
-    compared = [line for line in own if f": {largest_layer(best).name} forward" in line.title]
-    for number, candidate in enumerate(others):
-        compared += timelines(plan, cluster, candidate, [largest_layer(candidate)])
-        progress(num_shapes + num_products + number + 1, total)
+def plan_page(explanation: PlanExplanation, memory: ChipMemory | None = None) -> str:
+    """Return the page of a plan: its tables, what it was chosen from, and the memory of a chip where given."""
+    plan, best, cluster = explanation.plan, explanation.plan.best, explanation.cluster
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
     body = "\n".join(
         [
@@ -66,14 +31,14 @@ def html_report(
             f'<p class="quiet">Batch {plan.batch} x {plan.sequence} tokens, {escape(plan.dtype)}. A plan by '
             "meshweave for the fully connected layers of one transformer block, forward and both backward "
             "products.</p>",
-            _lead(plan),
-            _algorithms(plan),
-            _layers(best),
+            _lead(explanation),
+            _algorithms(explanation),
+            _layers(explanation),
             _memory(memory, cluster, best) if memory else "",
-            _timelines(plan, compared, own),
-            _mesh_charts(plan, meshes),
-            _slice_charts(plan, cluster),
-            _sources(plan, cluster),
+            _timelines(explanation),
+            _mesh_charts(explanation),
+            _slice_charts(explanation),
+            _sources(explanation),
         ]
     )
     return page(title, body)
@@ -88,21 +53,22 @@ def _sum(candidate: Candidate, field: str) -> float:
 
 
 def peak_memory_bytes(candidate: Candidate) -> int:
-    """The most that one product of a candidate holds on a chip, operands and double buffers, in bytes."""
+    """Return the most that one product of a candidate holds on a chip, operands and double buffers, in bytes."""
     return max(item.peak_bytes for layer in candidate.layers for item in layer.passes)
 
 
-def _lead(plan: Plan) -> str:
+def _lead(explanation: PlanExplanation) -> str:
+    plan, titles = explanation.plan, explanation.titles
     best = plan.best
     text = (
-        f"<b>{escape(title_of(best))}</b> on a <b>{_shape(best.mesh_shape)}</b> mesh: "
+        f"<b>{escape(titles[best.algorithm])}</b> on a <b>{_shape(best.mesh_shape)}</b> mesh: "
         f"{format_s(best.block_s)} per block, {100 * best.utilisation:.1f} % of the chips' peak."
     )
     if len(plan.candidates) > 1:
         second = plan.candidates[1]
         gain = 100 * (second.block_s / best.block_s - 1)
         text += (
-            f" That is {gain:.1f} % faster than {escape(title_of(second))}, at its own best "
+            f" That is {gain:.1f} % faster than {escape(titles[second.algorithm])}, at its own best "
             f"on {_shape(second.mesh_shape)}."
         )
     return f'<p class="lead">{text}</p>'
@@ -122,7 +88,8 @@ def _key(colour: str, text: str) -> str:
     return f'<span class="key" style="background:{colour}"></span>{text}'
 
 
-def _algorithms(plan: Plan) -> str:
+def _algorithms(explanation: PlanExplanation) -> str:
+    plan = explanation.plan
     axes = sorted(
         {axis for c in plan.candidates for axis in c.traffic_bytes},
         key=lambda axis: ("row", "col", "depth").index(axis.split(".")[-1]),
@@ -134,7 +101,7 @@ def _algorithms(plan: Plan) -> str:
     for number, c in enumerate(plan.candidates):
         exposed = _sum(c, "exposed_s")
         cells = [
-            escape(title_of(c)),
+            escape(explanation.titles[c.algorithm]),
             _shape(c.mesh_shape),
             format_s(c.block_s),
             _bar([(c.block_s - exposed, _PRODUCT), (exposed, _EXPOSED)], c.block_s, 80),
@@ -156,7 +123,8 @@ def _algorithms(plan: Plan) -> str:
     )
 
 
-def _layers(best: Candidate) -> str:
+def _layers(explanation: PlanExplanation) -> str:
+    best = explanation.plan.best
     head = [
         "layer",
         "pass",
@@ -196,7 +164,7 @@ def _layers(best: Candidate) -> str:
         for layer in best.layers
     )
     return (
-        f"<h2>Layers with {escape(title_of(best))}</h2>"
+        f"<h2>Layers with {escape(explanation.titles[best.algorithm])}</h2>"
         + table(head, rows, ("layer", "pass", "dataflow", "", "next best"))
         + f"<p>The largest matrix of a layer stays put in all three of its products:</p><ul>{why}</ul>"
     )
@@ -228,23 +196,24 @@ def _memory(memory: ChipMemory, cluster: Cluster, best: Candidate) -> str:
     )
 
 
-def _timelines(plan: Plan, compared: Sequence[Timeline], own: Sequence[Timeline]) -> str:
+def _timelines(explanation: PlanExplanation) -> str:
+    plan, compared = explanation.plan, explanation.compared_timelines
     if not compared:
         return ""
     where = "on the planned meshes"
-    if plan.num_chips > MAX_RANKS:
+    if explanation.are_reduced:
         where = (
-            f"not on {plan.num_chips} chips but on the nearest mesh of {REDUCED_RANKS} or about as many, each "
-            "chip with a local product of the planned size; so products take as long and gathered matrices are as "
-            "large, while rings have fewer steps"
+            f"not on {plan.num_chips} chips but on the nearest mesh of {explanation.reduced_ranks} or about as "
+            "many, each chip with a local product of the planned size; so products take as long and gathered "
+            "matrices are as large, while rings have fewer steps"
         )
 
     shown = {line.title.split(":")[0] for line in compared}
-    left_out = [title_of(c) for c in plan.candidates if title_of(c) not in shown]
+    left_out = [title for title in explanation.titles.values() if title not in shown]
     fastest = min(line.trace.duration_s for line in compared)
     slow = [line for line in compared if line.trace.duration_s > _SLOW * fastest]
 
-    def drawn(lines: Sequence[Timeline]) -> str:
+    def drawn(lines: Sequence[ProductTimeline]) -> str:
         return f'<div class="wide">{to_svg([(line.title, line.trace) for line in lines])}</div>'
 
     return (
@@ -255,19 +224,18 @@ def _timelines(plan: Plan, compared: Sequence[Timeline], own: Sequence[Timeline]
         + (f"<p>Those that take over {_SLOW} times as long, on a scale of their own:</p>" if slow else "")
         + (drawn(slow) if slow else "")
         + (f"<p>Could not be simulated so: {escape(', '.join(left_out))}.</p>" if left_out else "")
-        + f"<details><summary>All products with the best algorithm</summary>{drawn(own)}</details>"
+        + "<details><summary>All products with the best algorithm</summary>"
+        + f"{drawn(explanation.own_timelines)}</details>"
     )
 
 
-MeshCurves = dict[str, list[tuple[tuple[int, ...], float]]]
-
-
-def _mesh_charts(plan: Plan, meshes: MeshCurves) -> str:
+def _mesh_charts(explanation: PlanExplanation) -> str:
+    plan, meshes = explanation.plan, explanation.mesh_curves
     flat, deep = [], []
     shapes = sorted({shape for curve in meshes.values() for shape, _ in curve if len(shape) == 2})
     rows = sorted({shape[0] for curve in meshes.values() for shape, _ in curve if len(shape) == 3})
     for c in plan.candidates:
-        title, curve = title_of(c), sorted(meshes[c.algorithm])
+        title, curve = explanation.titles[c.algorithm], sorted(meshes[c.algorithm])
         two = [(float(shapes.index(s)), t * 1e3, s) for s, t in curve if len(s) == 2]
         flat.append(_marked(title, two, c.mesh_shape))
         for depth in sorted({s[2] for s, _ in curve if len(s) == 3}):
@@ -306,16 +274,13 @@ def _ms(value: float) -> str:
     return format_s(value / 1e3)
 
 
-def _slice_charts(plan: Plan, cluster: Cluster) -> str:
-    counts = {c.algorithm: c for c in plan.candidates}
-    sliced = [c for c in plan.candidates if _is_sliced(c)]
-    candidate = counts.get("meshslice") or (sliced[0] if sliced else None)
+def _slice_charts(explanation: PlanExplanation) -> str:
+    candidate = explanation.sliced
     if candidate is None:
         return ""
     charts = []
-    all_curves = slice_curve(plan, candidate, cluster)
     for layer in candidate.layers:
-        curves = all_curves[layer.name]
+        curves = explanation.slice_curves[layer.name]
         series = []
         for item in layer.passes:
             points = tuple((float(count), seconds * 1e3) for count, seconds in curves[item.name])
@@ -332,7 +297,7 @@ def _slice_charts(plan: Plan, cluster: Cluster) -> str:
                 height=270,
             )
         )
-    title = escape(title_of(candidate))
+    title = escape(explanation.titles[candidate.algorithm])
     return (
         f"<h2>Slice counts</h2><p>{title} on its {_shape(candidate.mesh_shape)} mesh: few slices hide little, "
         "many cost a launch each. Rings mark the planned counts.</p>"
@@ -340,12 +305,10 @@ def _slice_charts(plan: Plan, cluster: Cluster) -> str:
     )
 
 
-def _is_sliced(candidate: Candidate) -> bool:
-    return any(item.config.slice_count > 1 for layer in candidate.layers for item in layer.passes)
-
-
-def _sources(plan: Plan, cluster: Cluster) -> str:
+def _sources(explanation: PlanExplanation) -> str:
+    cluster = explanation.cluster
     sources = {f"Cluster {cluster.name}": cluster.source, f"Chip {cluster.chip.name}": cluster.chip.source}
-    sources |= {ALGORITHMS[c.entry].title: ALGORITHMS[c.entry].source for c in plan.candidates}
+    sources |= explanation.sources
     rows = "".join(f"<li><b>{escape(k)}</b>: {escape(v)}</li>" for k, v in sources.items() if v)
-    return f"<h2>What this leaves out, and sources</h2><p>{escape(plan.note)}</p><ul>{rows}</ul>"
+    note = escape(explanation.plan.note)
+    return f"<h2>What this leaves out, and sources</h2><p>{note}</p><ul>{rows}</ul>"

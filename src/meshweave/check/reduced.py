@@ -1,0 +1,126 @@
+"""Products of a plan at a size that a laptop can multiply: what stays, and what shrinks.
+
+Dataflow, slices and lanes are the plan's, and so is the mesh shape as near as the number of processes allows;
+sizes shrink in proportion.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from meshweave.algorithms.matmul2d import Config, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d.common.passes import pass_problem
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout.shapes import nearest_mesh_shape
+from meshweave.ir.program import Program
+from meshweave.tune.selection import PlannedProduct
+
+SLICED_DIM_STEP = 8
+"""Reduced sizes are multiples of this times the mesh's sides, so that shards stay equal and can be sliced."""
+
+
+@dataclass(frozen=True)
+class ReducedLayer:
+    """Sizes of a layer, and the mesh to run it on."""
+
+    tokens: int
+    in_features: int
+    out_features: int
+    mesh_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReducedProduct:
+    """A product of a plan at reduced size. `program` is None where there is none; `skipped` then says why."""
+
+    planned: PlannedProduct
+    config: Config
+    problem: MatmulProblem | None = None
+    program: Program | None = None
+    skipped: str = ""
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm in the plan."""
+        return self.planned.candidate.algorithm
+
+    @property
+    def title(self) -> str:
+        """`meshslice, ff1 backward data`."""
+        return f"{self.algorithm}, {self.planned.layer.name} {self.planned.pass_plan.name.replace('_', ' ')}"
+
+
+def reduce_layer(
+    sizes: tuple[int, int, int],
+    planned_mesh: Sequence[int],
+    mesh_shapes: Sequence[tuple[int, ...]],
+    max_dim: int,
+) -> ReducedLayer:
+    """Return the sizes of a layer of (tokens, in, out) features on the nearest of the mesh shapes at hand.
+
+    First the shards keep their size (tokens follow the rows of the mesh, features its columns), then all
+    sizes shrink alike until no dim is over `max_dim`. Raises LayoutError where `mesh_shapes` is empty.
+    """
+    shape = nearest_mesh_shape(planned_mesh, mesh_shapes)
+    ratio = (shape[0] / planned_mesh[0], shape[1] / planned_mesh[1], shape[1] / planned_mesh[1])
+    kept = [size * min(factor, 1.0) for size, factor in zip(sizes, ratio, strict=True)]
+    scale = min(1.0, max_dim / max(kept))
+    step = SLICED_DIM_STEP * math.lcm(*shape)
+    tokens, ins, outs = (
+        min(size, max(round(part * scale) // step * step, step))
+        for size, part in zip(sizes, kept, strict=True)
+    )
+    return ReducedLayer(tokens, ins, outs, shape)
+
+
+def reduce_products(
+    products: Iterable[PlannedProduct],
+    num_ranks: int,
+    max_dim: int,
+    *,
+    where_too_small: Literal["grow", "drop slices"] = "grow",
+) -> Iterator[ReducedProduct]:
+    """Yield each product at reduced size, in order.
+
+    Args:
+        max_dim: sizes are reduced in proportion until no dim is larger.
+        where_too_small: what happens to a dim that became smaller than the planned slices of it. "grow": all
+            dims grow, up to `max_dim`, until the slices fit. "drop slices": the last slices are left out.
+    """
+    for planned in products:
+        config, entry = planned.pass_plan.config, algorithm(planned.candidate.entry)
+        shapes = entry.mesh_shapes(num_ranks)
+        if not shapes:
+            yield ReducedProduct(planned, config, skipped=f"{entry.name} has no mesh of {num_ranks} ranks")
+            continue
+        layer = planned.layer
+        whole = layer.tokens, layer.in_features, layer.out_features
+        small = reduce_layer(whole, planned.candidate.mesh_shape, shapes, max_dim)
+        sizes = small.tokens, small.in_features, small.out_features
+        if where_too_small == "grow":
+            step = SLICED_DIM_STEP * max(small.mesh_shape)
+            needed = min(-(-config.slice_count * config.block // step) * step, max_dim)
+            tokens, ins, outs = (
+                max(size, min(needed, most)) for size, most in zip(sizes, whole, strict=True)
+            )
+            sizes = tokens, ins, outs
+        pass_plan = planned.pass_plan
+        problem = pass_problem(
+            layer.stationary,
+            pass_plan.name,
+            *sizes,
+            small.mesh_shape,
+            "float32",
+            transposed=layer.transposed,
+        )
+        problem = replace(problem, dataflow=pass_plan.dataflow)
+        if where_too_small == "drop slices":
+            config = replace(config, slices=config.slices[: problem.sliced_size])
+        try:
+            yield ReducedProduct(planned, config, problem, entry.program(problem, config))
+        except LayoutError as error:
+            reason = f"{config} does not fit at this size ({error}); raise --max-dim"
+            yield ReducedProduct(planned, config, problem, skipped=reason)

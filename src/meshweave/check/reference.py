@@ -1,0 +1,95 @@
+"""What a program should compute: its inputs drawn at random, its outputs computed densely from what it declares.
+
+Inputs are small integers, so that every order of summation gives the same floating-point numbers and a result is
+compared with `==`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.layout import Partial
+from meshweave.execute.numpy import numpy_dtype
+from meshweave.ir.program import Program
+from meshweave.ir.program.program import Product
+
+Array = NDArray[Any]
+Tensors = Mapping[str, Array]
+"""Whole tensors by name."""
+
+_LARGEST = 4
+"""Inputs are integers of at most this size: sums of k products stay exact in float32 up to k = 2**20."""
+
+
+def random_inputs(program: Program, seed: int) -> dict[str, Array]:
+    """Return small random integers for every tensor that an input buffer holds, the same on every rank."""
+    names = dict.fromkeys(buffer.tensor for buffer in program.buffers if buffer.kind == "input")
+    inputs = {}
+    for name in names:
+        assert name is not None
+        tensor = program.tensor_of[name]
+        inputs[name] = random_tensor(name, tensor.shape, tensor.dtype, seed)
+    return inputs
+
+
+def random_tensor(name: str, shape: Sequence[int], dtype: str, seed: int) -> Array:
+    """Return small random integers in the numpy dtype of `dtype`, the same for the same arguments."""
+    generator = np.random.default_rng([seed, *name.encode()])
+    values = generator.integers(-_LARGEST, _LARGEST, tuple(shape), dtype=np.int8, endpoint=True)
+    return values.astype(numpy_dtype(dtype))
+
+
+def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
+    """Return every output tensor of a program, computed densely from what the program declares to compute.
+
+    Raises:
+        UnsupportedError: an output depends on a `call`, whose function the program does not hold.
+    """
+    tensors = dict(inputs)
+    for meaning in program.computes:
+        sources = (meaning.a, meaning.b) if isinstance(meaning, Product) else (meaning.src,)
+        if any(source not in tensors for source in sources):
+            continue
+        if isinstance(meaning, Product):
+            left, right = tensors[meaning.a], tensors[meaning.b]
+            left = left.T if meaning.transpose_a else left
+            right = right.T if meaning.transpose_b else right
+            tensors[meaning.out] = np.asarray(left @ right)
+        else:
+            tensors[meaning.out] = tensors[meaning.src]
+    outputs = {buffer.tensor for buffer in program.buffers if buffer.kind == "output"}
+    missing = sorted(str(name) for name in outputs if name not in tensors)
+    if missing:
+        raise UnsupportedError(
+            f"program {program.name} does not declare what {', '.join(missing)} is computed from; "
+            "outputs of calls cannot be checked"
+        )
+    return {name: tensors[name] for name in tensors if name in outputs}
+
+
+def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) -> Array:
+    """Return what output `buffer` should hold on `rank`, in the dtype of its tensor's inputs.
+
+    A product of two inputs is computed for this shard alone.
+
+    Raises:
+        UnsupportedError: the output depends on a `call`, or is laid out as partial sums.
+    """
+    declared = program.buffer_of[buffer]
+    assert declared.layout is not None and declared.tensor is not None
+    if any(isinstance(placement, Partial) for placement in declared.layout.placements):
+        raise UnsupportedError(f"{buffer} is laid out as partial sums: no rank's share of them is prescribed")
+    indices = declared.layout.indices(program.tensor_of[declared.tensor].shape, rank)
+    meaning = next((meaning for meaning in program.computes if meaning.out == declared.tensor), None)
+    if isinstance(meaning, Product) and meaning.a in inputs and meaning.b in inputs:
+        rows, columns = indices
+        a, b = inputs[meaning.a], inputs[meaning.b]
+        left = a[:, rows].T if meaning.transpose_a else a[rows]
+        right = b[columns].T if meaning.transpose_b else b[:, columns]
+        return np.asarray(left @ right)
+    return np.asarray(reference(program, inputs)[declared.tensor][np.ix_(*indices)])

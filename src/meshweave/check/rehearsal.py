@@ -1,0 +1,167 @@
+"""Programs on local processes: what every rank is sent, what it does, and the log from which progress is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.check.reference import expected_shard, random_inputs
+from meshweave.execute.numpy import local_inputs
+from meshweave.ir.program.parse import parse
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One program to run and check on processes.
+
+    Attributes:
+        program: the text of the program.
+        repeat: measured runs, after one to warm up.
+        seed: seed of the inputs.
+        deadline_s: seconds that a wait for another rank may take.
+    """
+
+    program: str
+    repeat: int
+    seed: int
+    deadline_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Rehearsal:
+        """Return what `to_json` was called on."""
+        return cls(**data)
+
+
+def rehearse(
+    rehearsals: Sequence[Rehearsal], num_ranks: int, timeout_s: float, log: Path | None = None
+) -> list[list[dict[str, Any]]]:
+    """Run programs one after another on one set of local processes.
+
+    Args:
+        log: a folder in which each rank notes every program that it has ended; see `read_log`.
+
+    Returns:
+        One list per rank, with {"error", "traces"} for each program; see `rehearse_on_rank`.
+
+    Raises:
+        UnsupportedError: torch is missing.
+        MeshweaveError, RankError: what a rank raised.
+    """
+    try:
+        import torch.distributed  # noqa: F401
+
+        from meshweave.execute.ranks.launch import launch
+    except ImportError:
+        raise UnsupportedError("running needs torch: pip install 'meshweave[torch]'") from None
+    payload: dict[str, Any] = {"rehearsals": [rehearsal.to_json() for rehearsal in rehearsals]}
+    if log is not None:
+        payload["log"] = str(log)
+    return launch("meshweave.check.rehearsal:rehearse_on_rank", num_ranks, payload, timeout_s=timeout_s)
+
+
+def rehearse_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run one rank of several programs, one after another in the same process.
+
+    Each program is bound, run once to warm up and `repeat` times traced. Every run must write every element of the
+    outputs anew: they are filled with NaN before it.
+
+    Args:
+        payload: "rehearsals", a list of `Rehearsal.to_json()`, all with the deadline of the first. It may
+            hold "log", a folder in which every rank appends a line to `log_path` per program: {"number",
+            "error"} when it has ended, or {"number", "failed"} before it raises. So the caller knows which
+            program went wrong even where no process lives to return.
+
+    Returns:
+        For each program "error", the largest absolute difference from the dense reference over all runs, and
+        "traces", one per measured run.
+
+    Raises:
+        BindError, RankLostError, DeadlineError: what binding and running raise.
+    """
+    import torch
+
+    from meshweave.execute.torch.context import TorchContext
+
+    rehearsals = [Rehearsal.from_json(data) for data in payload["rehearsals"]]
+    torch.set_num_threads(1)
+    shared = TorchContext(
+        liveness=context.liveness, deadline_s=rehearsals[0].deadline_s if rehearsals else 60.0
+    )
+    results = []
+    for number, rehearsal in enumerate(rehearsals):
+        try:
+            results.append(_rehearse(context, shared, rehearsal))
+        except Exception as error:
+            _log(payload, context.rank, {"number": number, "failed": " ".join(str(error).split())})
+            raise
+        _log(payload, context.rank, {"number": number, "error": results[-1]["error"]})
+    shared.close()
+    return results
+
+
+def _rehearse(context: Any, shared: Any, rehearsal: Rehearsal) -> dict[str, Any]:
+    import torch
+
+    from meshweave.execute.torch.bind import bind
+
+    rank, program = context.rank, parse(rehearsal.program)
+    whole = random_inputs(program, rehearsal.seed)
+    outputs = [
+        buffer.name
+        for buffer in program.buffers
+        if buffer.kind == "output" and rank in program.mesh_of[buffer.mesh]
+    ]
+    expected = {name: torch.from_numpy(expected_shard(program, whole, name, rank)) for name in outputs}
+    shards = {
+        name: torch.from_numpy(shard.copy()).to(getattr(torch, program.buffer_of[name].dtype))
+        for name, shard in local_inputs(program, whole, rank).items()
+    }
+    del whole
+    bound = bind(program, rank, shards, context=shared, trace=True)
+    traces, error = [], 0.0
+    for _ in range(rehearsal.repeat + 1):
+        for name in outputs:
+            _spoil(bound.outputs[name])
+        with context.liveness.guard("all ranks to start a run"):
+            torch.distributed.barrier()
+        trace = bound.run()
+        assert trace is not None
+        traces.append(trace)
+        error = max([error, *(_largest_difference(bound.outputs[name], expected[name]) for name in outputs)])
+    return {"error": error, "traces": [trace.to_json() for trace in traces[1:]]}
+
+
+def _spoil(tensor: Any) -> None:
+    """Fill a tensor with what no result holds."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+
+
+def _largest_difference(result: Any, expected: Any) -> float:
+    difference = (result.to(expected.dtype) - expected).abs().double().nan_to_num(nan=float("inf"))
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def log_path(folder: str | Path, rank: int) -> Path:
+    """Return the file in which a rank logs."""
+    return Path(folder) / f"rank-{rank}.jsonl"
+
+
+def read_log(folder: str | Path, rank: int) -> list[dict[str, Any]]:
+    """Return the complete lines that a rank has logged so far; none where it has not begun."""
+    path = log_path(folder, rank)
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _log(payload: Mapping[str, Any], rank: int, line: dict[str, Any]) -> None:
+    if "log" in payload:
+        with log_path(payload["log"], rank).open("a") as file:
+            file.write(json.dumps(line) + "\n")

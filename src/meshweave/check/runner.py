@@ -1,0 +1,218 @@
+"""Runs of a planned layer on local processes: checked, timed, and predicted beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshweave.algorithms.matmul2d import algorithm
+from meshweave.base.errors import LayoutError
+from meshweave.check.reduced import ReducedProduct, reduce_products
+from meshweave.check.rehearsal import rehearse
+from meshweave.check.verifier import NumRingDirections, check_num_ranks, rehearsal_of
+from meshweave.cost.machine import Machine
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.ir.analysis.dataflow import Dataflow, analyse
+from meshweave.ir.analysis.validate import validate
+from meshweave.lower import lower_rings
+from meshweave.simulate import simulate
+from meshweave.trace import Trace, check_order, merge
+from meshweave.tune.plan import Plan
+from meshweave.tune.selection import select_candidates, select_layers, select_passes, select_products
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """A product of a plan that ran on local processes at reduced size.
+
+    Attributes:
+        error: the largest absolute difference from the dense product over all runs.
+        runs_s: seconds of every measured run, ascending.
+        measured: the trace of the median run.
+        predicted: the trace of a simulation of the same program.
+        num_orderings: edges of the program that the measured runs were checked against, all kept.
+    """
+
+    title: str
+    product: ReducedProduct
+    error: float
+    runs_s: tuple[float, ...]
+    measured: Trace
+    predicted: Trace
+    num_orderings: int
+
+    @property
+    def median_s(self) -> float:
+        """Median of the measured runs, in seconds."""
+        return statistics.median(self.runs_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the measurement as JSON values, without the traces."""
+        problem = self.product.problem
+        assert problem is not None
+        ranks = sorted({span.rank for span in self.measured.spans})
+        return {
+            "title": self.title,
+            "mesh_shape": list(problem.mesh_shape),
+            "m_n_k": [problem.m, problem.n, problem.k],
+            "dataflow": problem.dataflow,
+            "max_abs_error": self.error,
+            "orderings_checked": self.num_orderings,
+            "measured_s": list(self.runs_s),
+            "measured_median_s": self.median_s,
+            "predicted_s": self.predicted.duration_s,
+            "overlap_s": [self.measured.overlap_s(rank) for rank in ranks],
+            "exposed_s": [self.measured.exposed_s(rank) for rank in ranks],
+        }
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What `run` measured, and the algorithms that have no mesh of so many ranks."""
+
+    products: tuple[MeasuredProduct, ...]
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreparedProduct:
+    """A product ready to run: its program with collectives lowered as wanted, proved sound."""
+
+    title: str
+    product: ReducedProduct
+    flow: Dataflow
+
+
+def run(
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    layer: str = "ff1",
+    passes: Sequence[str] | None = None,
+    algorithms: Sequence[str] | str = "best",
+    num_ranks: int = 4,
+    max_dim: int = 2048,
+    repeat: int = 3,
+    num_ring_directions: NumRingDirections = 1,
+    seed: int = 0,
+    timeout_s: float = 120.0,
+) -> RunReport:
+    """Execute a layer of a plan at reduced size on local processes, and check its numbers and its order of events.
+
+    Args:
+        cluster: the machine that the prediction beside the measurement is made for.
+        layer: name of a layer of the plan.
+        passes: of "forward", "backward_data", "backward_weight"; None for all.
+        algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
+        num_ranks: local processes.
+        max_dim: sizes are reduced in proportion until no dim is larger.
+        repeat: measured runs of each program, after one to warm up.
+        seed: seed of the operands.
+        timeout_s: seconds after which everything is stopped.
+
+    Raises:
+        DescriptionError: the plan has no such layer, pass or algorithm.
+        LayoutError: an argument is out of range, or an algorithm has no mesh of so many ranks.
+        ProgramError: a run broke the order that its program demands.
+        UnsupportedError: torch is missing.
+        RankLostError, DeadlineError: a process died or hung.
+    """
+    check_num_ranks(num_ranks)
+    if not (1 <= repeat <= 1000 and 8 <= max_dim <= 1 << 20 and 0 < timeout_s < 1e6):
+        raise LayoutError("repeat must be 1 to 1000, max-dim 8 to 2**20, timeout positive seconds")
+    if num_ring_directions not in (0, 1, 2):
+        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_ring_directions}")
+    prepared, skipped = prepare(plan, layer, passes, algorithms, num_ranks, max_dim, num_ring_directions)
+    if cluster.num_chips < num_ranks:
+        cluster = cluster.with_chips(num_ranks)
+    measured = measure(prepared, cluster, num_ranks, repeat, seed, timeout_s)
+    return RunReport(tuple(measured), skipped)
+
+
+def prepare(
+    plan: Plan,
+    layer: str,
+    passes: Sequence[str] | None,
+    algorithms: Sequence[str] | str,
+    num_ranks: int,
+    max_dim: int,
+    num_ring_directions: NumRingDirections,
+) -> tuple[list[PreparedProduct], tuple[str, ...]]:
+    """Return what is to run, and the algorithms that have no mesh of so many ranks (of "all" only)."""
+    select_layers(plan, [layer])
+    if passes is not None:
+        select_passes(passes)
+    names, skipped = _algorithms(plan, algorithms, num_ranks)
+    selected = select_products(plan, algorithms=names, layers=[layer], passes=passes)
+    prepared = []
+    for product in reduce_products(selected, num_ranks, max_dim, where_too_small="drop slices"):
+        if product.program is None:
+            raise LayoutError(f"{product.title}: {product.skipped}")
+        program = product.program
+        if num_ring_directions:
+            program = lower_rings(program, 1 if num_ring_directions == 1 else 2)
+        validate(program, labels=False)
+        title = product.planned.title(product.config)
+        prepared.append(PreparedProduct(title, product, analyse(program)))
+    if not prepared:
+        raise LayoutError(f"no algorithm of the plan has a mesh of {num_ranks} ranks")
+    return prepared, skipped
+
+
+def _algorithms(
+    plan: Plan, algorithms: Sequence[str] | str, num_ranks: int
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the names of the algorithms to run, and of "all" those that cannot."""
+    usable = {c.algorithm: bool(algorithm(c.entry).mesh_shapes(num_ranks)) for c in plan.candidates}
+    with_mesh = [name for name, has_mesh in usable.items() if has_mesh]
+    if algorithms == "all":
+        return with_mesh, tuple(name for name, has_mesh in usable.items() if not has_mesh)
+    if algorithms == "best":
+        names = with_mesh[:1] or list(usable)[:1]
+    else:
+        names = [algorithms] if isinstance(algorithms, str) else list(algorithms)
+    for candidate in select_candidates(plan, names):
+        if not usable[candidate.algorithm]:
+            raise LayoutError(
+                f"{candidate.algorithm} has no mesh of {num_ranks} ranks; give another number of --ranks"
+            )
+    return names, ()
+
+
+def measure(
+    prepared: Sequence[PreparedProduct],
+    cluster: Cluster,
+    num_ranks: int,
+    repeat: int,
+    seed: int,
+    timeout_s: float,
+) -> list[MeasuredProduct]:
+    """Run everything in one set of processes, and simulate it on `cluster`."""
+    rehearsals = [rehearsal_of(item.flow.program, 0, seed, timeout_s, repeat) for item in prepared]
+    by_rank = rehearse(rehearsals, num_ranks, timeout_s)
+    return [
+        _measured(item, [results[number] for results in by_rank], cluster, repeat)
+        for number, item in enumerate(prepared)
+    ]
+
+
+def _measured(
+    item: PreparedProduct, results: Sequence[dict[str, Any]], cluster: Cluster, repeat: int
+) -> MeasuredProduct:
+    runs = [
+        merge([Trace.from_json(result["traces"][number]) for result in results]) for number in range(repeat)
+    ]
+    num_orderings = sum(check_order(trace, item.flow) for trace in runs)
+    runs.sort(key=lambda trace: trace.duration_s)
+    program = item.flow.program
+    return MeasuredProduct(
+        item.title,
+        item.product,
+        max(result["error"] for result in results),
+        tuple(trace.duration_s for trace in runs),
+        runs[(len(runs) - 1) // 2],
+        simulate(program, Machine.of(cluster, program)).trace(),
+        num_orderings,
+    )

@@ -1,0 +1,324 @@
+"""Proof that programs compute what they declare: validated, run in this process, run on local processes."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.check.reduced import ReducedProduct, reduce_products
+from meshweave.check.reference import Tensors, random_inputs, reference
+from meshweave.check.rehearsal import Rehearsal, read_log, rehearse
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.dataflow import Dataflow
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program import Program
+from meshweave.ir.program.text import to_text
+from meshweave.lower import lower_rings
+from meshweave.tune.plan import Plan
+from meshweave.tune.selection import select_products
+
+ORDER_SEEDS = (None, 1, 2)
+"""Orders in which each program runs in process: that of the program, and two other legal ones."""
+
+NumRingDirections = Literal[0, 1, 2]
+"""Rings that collectives are lowered to on processes: of 1 or 2 directions, or 0 for gloo's own collectives."""
+
+
+@dataclass
+class Verification:
+    """One program and what came of checking it. Errors are largest absolute differences from the dense reference.
+
+    Attributes:
+        product: the product of a plan that `program` computes at reduced size; None for a program given by itself.
+        error_in_process: over all orders on numpy; None where the program did not get so far.
+        error_on_processes: over gloo; None where it was not run there.
+        failed: why the program could not be proved or run; "" where it could.
+        unproved: what `validate` left unproved.
+    """
+
+    title: str
+    program: Program
+    product: ReducedProduct | None = None
+    error_in_process: float | None = None
+    error_on_processes: float | None = None
+    failed: str = ""
+    unproved: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether a result differs from the reference or the program failed."""
+        return bool(self.failed or self.error_in_process or self.error_on_processes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields as JSON values, the program by its title."""
+        if self.product is None:
+            head: dict[str, Any] = {"title": self.title}
+        else:
+            problem = self.product.problem
+            assert problem is not None
+            head = {
+                **_product_json(self.product),
+                "dataflow": problem.dataflow,
+                "mesh_shape": list(problem.mesh_shape),
+                "m_n_k": [problem.m, problem.n, problem.k],
+                "config": str(self.product.config),
+            }
+        return head | {
+            "max_abs_error_in_process": self.error_in_process,
+            "max_abs_error_on_processes": self.error_on_processes,
+            "failed": self.failed,
+            "unproved": self.unproved,
+        }
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` checked, in order, and what it could not check.
+
+    Attributes:
+        skipped: products that have no program at this size or on so many ranks.
+        not_run: why nothing ran on processes; "" where something did.
+    """
+
+    num_ranks: int
+    verifications: tuple[Verification, ...]
+    skipped: tuple[ReducedProduct, ...] = ()
+    not_run: str = ""
+
+    @property
+    def num_wrong(self) -> int:
+        """Number of programs with a wrong result, or without one."""
+        return sum(verification.is_wrong for verification in self.verifications)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "ranks": self.num_ranks,
+            "processes": self.not_run or "ran",
+            "products": [verification.to_json() for verification in self.verifications],
+            "skipped": [_product_json(product) | {"reason": product.skipped} for product in self.skipped],
+            "wrong": self.num_wrong,
+        }
+
+
+def _product_json(product: ReducedProduct) -> dict[str, Any]:
+    planned = product.planned
+    return {"algorithm": product.algorithm, "layer": planned.layer.name, "pass": planned.pass_plan.name}
+
+
+def verify(
+    subject: Plan | Program | Sequence[Program],
+    *,
+    num_ranks: int | None = None,
+    layers: Sequence[str] | None = None,
+    algorithms: Sequence[str] | None = None,
+    max_dim: int = 512,
+    num_ring_directions: NumRingDirections = 1,
+    seed: int = 0,
+    timeout_s: float = 300.0,
+    on_processes: bool = True,
+    progress: Progress = no_progress,
+) -> VerifyReport:
+    """Check that every product of a plan, or every program given, computes exactly what it declares.
+
+    In this process each program is validated, on index labels too, and run on numpy in several legal orders and
+    lowered to rings. Then all run on local processes over gloo, started once. Inputs are small integers, so that
+    right means equal.
+
+    Args:
+        subject: a plan, whose products are checked at reduced size: forward and both backward products of
+            every layer; or programs, as they are.
+        num_ranks: local processes, and for a plan the size of its meshes. Default: 4 for a plan; for programs
+            as many as the largest has ranks.
+        layers, algorithms: of a plan, which to check; None for all.
+        max_dim: sizes of a plan are reduced in proportion until no dim is larger.
+        seed: seed of the inputs.
+        timeout_s: seconds after which the processes are stopped.
+        on_processes: whether to run on processes at all.
+        progress: told after each program, in process and then on processes.
+
+    Raises:
+        DescriptionError: the plan has no such layer or algorithm.
+        LayoutError: an argument is out of range, or nothing can be checked on so many ranks.
+        UnsupportedError: a program calls functions, whose results nothing here can predict.
+    """
+    if num_ring_directions not in (0, 1, 2):
+        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_ring_directions}")
+    if not (8 <= max_dim <= 4096 and 0 < timeout_s < 1e6 and 0 <= seed < 1 << 63):
+        raise LayoutError("max-dim must be 8 to 4096, timeout positive seconds, seed at least 0")
+    skipped: tuple[ReducedProduct, ...] = ()
+    if isinstance(subject, Plan):
+        num_ranks = check_num_ranks(4 if num_ranks is None else num_ranks)
+        verifications, skipped = _of_plan(subject, layers, algorithms, num_ranks, max_dim)
+    else:
+        programs = [subject] if isinstance(subject, Program) else list(subject)
+        verifications = [Verification(program.name, program) for program in programs]
+        needed = max((max(program.ranks) + 1 for program in programs), default=1)
+        num_ranks = check_num_ranks(max(num_ranks or 0, needed))
+    total = len(verifications) * (2 if on_processes else 1)
+    for number, verification in enumerate(verifications):
+        verify_in_process(verification, num_ring_directions, seed)
+        progress(number + 1, total)
+
+    def progress_on_processes(done: int, _: int) -> None:
+        progress(len(verifications) + done, total)
+
+    not_run = "not asked for"
+    if on_processes:
+        not_run = verify_on_processes(
+            verifications, num_ranks, num_ring_directions, seed, timeout_s, progress_on_processes
+        )
+    return VerifyReport(num_ranks, tuple(verifications), skipped, not_run)
+
+
+def check_num_ranks(num_ranks: int) -> int:
+    """Return a number of local processes. Raises LayoutError where it is out of range."""
+    if not 1 <= num_ranks <= 64:
+        raise LayoutError(f"{num_ranks} local processes: give 1 to 64")
+    return num_ranks
+
+
+def _of_plan(
+    plan: Plan,
+    layers: Sequence[str] | None,
+    algorithms: Sequence[str] | None,
+    num_ranks: int,
+    max_dim: int,
+) -> tuple[list[Verification], tuple[ReducedProduct, ...]]:
+    """Return the products that can be checked, and those that cannot. Raises LayoutError where all cannot."""
+    selected = select_products(plan, layers=layers, algorithms=algorithms)
+    products = list(reduce_products(selected, num_ranks, max_dim))
+    skipped = tuple(product for product in products if product.skipped)
+    if len(skipped) == len(products):
+        raise LayoutError(
+            f"nothing to check on {num_ranks} ranks: {products[0].algorithm}: {products[0].skipped}"
+        )
+    verifications = [
+        Verification(product.title, product.program, product)
+        for product in products
+        if product.program is not None
+    ]
+    return verifications, skipped
+
+
+# --- in this process ------------------------------------------------------------------------------------
+
+
+def verify_in_process(verification: Verification, num_ring_directions: NumRingDirections, seed: int) -> None:
+    """Validate a program and run it on numpy; fill in the error, or why there is none."""
+    program = verification.program
+    try:
+        validation = validate(program)
+        verification.unproved = "; ".join(validation.skipped)
+        lowered = lower_rings(program, 2 if num_ring_directions == 2 else 1)
+        lowered_flow = validate(lowered, labels=False).flow
+        inputs = random_inputs(program, seed)
+        expected = reference(program, inputs)
+        runs = [(program, validation.flow, order) for order in ORDER_SEEDS] + [(lowered, lowered_flow, 3)]
+        verification.error_in_process = max(
+            _numpy_error(version, inputs, expected, flow, order) for version, flow, order in runs
+        )
+    except UnsupportedError:
+        raise
+    except MeshweaveError as error:
+        verification.failed = f"in process: {error}"
+
+
+def _numpy_error(
+    program: Program, inputs: Tensors, expected: Tensors, flow: Dataflow, order: int | None
+) -> float:
+    outputs = run_numpy(program, inputs, seed=order, flow=flow).outputs
+    return max(
+        (
+            float(np.nan_to_num(np.abs(outputs[name] - whole).astype(float), nan=np.inf).max(initial=0.0))
+            for name, whole in expected.items()
+        ),
+        default=0.0,
+    )
+
+
+# --- on processes ---------------------------------------------------------------------------------------
+
+
+def verify_on_processes(
+    verifications: Sequence[Verification],
+    num_ranks: int,
+    num_ring_directions: NumRingDirections,
+    seed: int,
+    timeout_s: float,
+    progress: Progress = no_progress,
+) -> str:
+    """Run what is sound in process on local processes and fill in the errors. Return why nothing ran, or ""."""
+    sound = [verification for verification in verifications if not verification.failed]
+    if not sound:
+        return "no product is sound in process"
+    try:
+        import torch.distributed  # noqa: F401
+
+        from meshweave.execute.ranks.launch import RankError
+    except ImportError:
+        return "torch is missing: pip install 'meshweave[torch]'"
+    deadline_s = max(timeout_s - 10, timeout_s / 2)
+    rehearsals = [rehearsal_of(item.program, num_ring_directions, seed, deadline_s) for item in sound]
+    with tempfile.TemporaryDirectory(prefix="meshweave-verify-") as folder:
+        failure = ""
+        try:
+            with _followed(folder, len(sound), progress):
+                rehearse(rehearsals, num_ranks, timeout_s, Path(folder))
+        except (MeshweaveError, RankError) as error:
+            failure = " ".join(str(error).split())
+        logs = [read_log(folder, rank) for rank in range(num_ranks)]
+    fill_in(sound, logs, failure)
+    return ""
+
+
+def rehearsal_of(
+    program: Program, num_ring_directions: NumRingDirections, seed: int, deadline_s: float, repeat: int = 0
+) -> Rehearsal:
+    """Return what ranks are sent to run a program, its collectives as rings where wanted."""
+    if num_ring_directions:
+        program = lower_rings(program, 2 if num_ring_directions == 2 else 1)
+    return Rehearsal(to_text(program), repeat, seed, deadline_s)
+
+
+def fill_in(
+    verifications: Sequence[Verification], logs: Sequence[Sequence[dict[str, Any]]], failure: str
+) -> None:
+    """Fill in what the ranks logged. The first program that not all ranks ended is the one that failed."""
+    for number, verification in enumerate(verifications):
+        lines = [line for log in logs for line in log if line["number"] == number]
+        errors = [line["error"] for line in lines if "error" in line]
+        if errors:
+            verification.error_on_processes = max(errors)
+        if len(errors) < len(logs):
+            verification.failed = f"on processes: {failure or 'a rank gave no result'}"
+            for later in verifications[number + 1 :]:
+                later.failed = f"on processes: not run, for {verification.title} failed"
+            return
+
+
+@contextmanager
+def _followed(folder: str, total: int, progress: Progress) -> Iterator[None]:
+    """Report progress by what rank 0 has logged."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(0.25):
+            progress(len(read_log(folder, 0)), total)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

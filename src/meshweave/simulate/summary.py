@@ -1,0 +1,56 @@
+"""What stands out in a simulated run: its links by kind, the busiest of them, the parts of a mean rank's time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshweave.simulate.result import PARTS, LinkUse, Simulation
+
+
+@dataclass(frozen=True)
+class LinkClass:
+    """All links of one kind and direction together; utilisations are shares of what a link could have carried."""
+
+    name: str
+    count: int
+    mean_utilisation: float
+    max_utilisation: float
+    carried_bytes: int
+
+
+def link_classes(run: Simulation) -> list[LinkClass]:
+    """Return the links by axis (level, NIC or port) and direction, the busiest first."""
+    uses_of: dict[str, list[LinkUse]] = defaultdict(list)
+    for use in run.links:
+        kind, _, axis, direction = use.link
+        if kind == "link":
+            name = f"axis {axis}, {'forwards' if direction == 1 else 'backwards'}"
+        else:
+            name = f"{kind} level {axis}" if kind in ("up", "down") else kind
+        uses_of[name].append(use)
+    classes = [
+        LinkClass(
+            name,
+            len(uses),
+            sum(use.utilisation for use in uses) / len(uses),
+            max(use.utilisation for use in uses),
+            sum(use.carried_bytes for use in uses),
+        )
+        for name, uses in uses_of.items()
+    ]
+    return sorted(classes, key=lambda links: (-links.max_utilisation, links.name))
+
+
+def busiest_links(run: Simulation, count: int) -> list[LinkUse]:
+    """Return the links with the largest utilisation; equal ones in the order of chips."""
+    return sorted(run.links, key=lambda use: (-use.utilisation, use.link))[:count]
+
+
+def mean_parts(run: Simulation) -> dict[str, float]:
+    """Return the seconds of each part of a rank's time, averaged over all ranks."""
+    rows = run.outputs["parts_ps"].reshape(-1, len(PARTS))
+    mean = rows.mean(axis=0) if len(rows) else np.zeros(len(PARTS))
+    return {name: float(value) / 1e12 for name, value in zip(PARTS, mean, strict=True)}

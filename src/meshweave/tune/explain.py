@@ -1,0 +1,280 @@
+"""What a plan was chosen from, for reports to draw: times by mesh shape and slice count, simulated timelines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Placements
+from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.describe.layout.shapes import nearest_mesh_shape
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.ir.program import Program
+from meshweave.simulate import simulate
+from meshweave.trace import Trace
+from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
+from meshweave.tune.product import tune_product
+from meshweave.tune.unrolled import FOLLOWERS, follower
+
+MAX_RANKS = 64
+"""Meshes of more ranks are simulated at `REDUCED_RANKS`."""
+REDUCED_RANKS = 16
+
+
+MeshCurve = list[tuple[tuple[int, ...], float]]
+"""(mesh shape, seconds of one block's products, each at its best slice count)."""
+SliceCurve = list[tuple[int, float]]
+"""(slice count, estimated seconds), ascending."""
+
+
+@dataclass(frozen=True)
+class ProductTimeline:
+    """A simulated product; the title names algorithm, layer, pass, slices and the mesh that it ran on."""
+
+    title: str
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class PlanExplanation:
+    """A plan, and what it was chosen from.
+
+    Attributes:
+        titles: name of every candidate in tables and pictures, by algorithm.
+        sources: where every algorithm is published, by its title.
+        mesh_curves: by algorithm, over all mesh shapes of the cluster.
+        sliced: the candidate that `slice_curves` are for; None where no candidate slices anything.
+        slice_curves: by layer and pass of `sliced`, on its mesh.
+        own_timelines: all products of the best candidate.
+        compared_timelines: the forward product of the largest layer with every candidate that can be simulated.
+        are_reduced: whether timelines ran on meshes of about `reduced_ranks` ranks instead of the planned ones.
+    """
+
+    plan: Plan
+    cluster: Cluster
+    titles: dict[str, str]
+    sources: dict[str, str]
+    mesh_curves: dict[str, MeshCurve]
+    sliced: Candidate | None
+    slice_curves: dict[str, dict[str, SliceCurve]]
+    own_timelines: list[ProductTimeline]
+    compared_timelines: list[ProductTimeline]
+    are_reduced: bool
+    reduced_ranks: int
+
+
+def explain(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> PlanExplanation:
+    """Return what a plan made for `cluster` was chosen from.
+
+    Every mesh shape is tuned again for the curves and products are simulated for the timelines, which takes
+    about as long as planning did. Raises UnsupportedError for an algorithm or collective that the cluster has
+    no constants for.
+    """
+    best, others = plan.best, plan.candidates[1:]
+    num_shapes = sum(len(mesh_shapes(candidate, cluster)) for candidate in plan.candidates)
+    num_products = sum(len(layer.passes) for layer in best.layers)
+    total = num_shapes + num_products + len(others)
+
+    def after(base: int) -> Progress:
+        return lambda done, _: progress(base + done, total)
+
+    mesh_curves = mesh_curve(plan, cluster, after(0))
+    passes = [pass_plan.name for pass_plan in best.layers[0].passes]
+    own = timelines(plan, cluster, best, best.layers, passes, after(num_shapes))
+    compared = [line for line in own if f": {largest_layer(best).name} forward" in line.title]
+    for number, candidate in enumerate(others):
+        compared += timelines(plan, cluster, candidate, [largest_layer(candidate)])
+        progress(num_shapes + num_products + number + 1, total)
+    sliced = _sliced_candidate(plan)
+    return PlanExplanation(
+        plan=plan,
+        cluster=cluster,
+        titles={candidate.algorithm: title_of(candidate) for candidate in plan.candidates},
+        sources={ALGORITHMS[c.entry].title: ALGORITHMS[c.entry].source for c in plan.candidates},
+        mesh_curves=mesh_curves,
+        sliced=sliced,
+        slice_curves={} if sliced is None else slice_curve(plan, sliced, cluster),
+        own_timelines=own,
+        compared_timelines=compared,
+        are_reduced=plan.num_chips > MAX_RANKS,
+        reduced_ranks=REDUCED_RANKS,
+    )
+
+
+def _sliced_candidate(plan: Plan) -> Candidate | None:
+    """Return MeshSlice where the plan has it, else the best candidate that slices anything."""
+    for candidate in plan.candidates:
+        if candidate.algorithm == "meshslice":
+            return candidate
+    for candidate in plan.candidates:
+        if any(item.config.slice_count > 1 for layer in candidate.layers for item in layer.passes):
+            return candidate
+    return None
+
+
+def title_of(candidate: Candidate) -> str:
+    """Return what tables and pictures call a candidate: "Wang", or "Wang[S=meshslice]" for a follower."""
+    return ALGORITHMS[candidate.entry].title + candidate.algorithm.removeprefix(candidate.entry)
+
+
+def entry_of(candidate: Candidate) -> Matmul2d:
+    """Return the algorithm of a candidate; one that follows another's slice counts offers those of the plan."""
+    if candidate.algorithm not in FOLLOWERS:
+        return ALGORITHMS[candidate.entry]
+    items = [item for layer in candidate.layers for item in layer.passes]
+    return follower(candidate.algorithm, {(i.m, i.n, i.k, i.dataflow): i.config.slice_count for i in items})
+
+
+def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]:
+    """Return every mesh shape of the whole cluster that an algorithm can use, flat ones included."""
+    network, out = cluster.network, []
+    for shape in ALGORITHMS[candidate.entry].mesh_shapes(cluster.num_chips):
+        try:
+            formed = network.mesh_shapes(len(shape))
+        except LayoutError:
+            continue
+        if shape in formed:
+            out.append(shape)
+    return out
+
+
+def mesh_curve(plan: Plan, cluster: Cluster, progress: Progress = no_progress) -> dict[str, MeshCurve]:
+    """Return by algorithm the time of one block over all mesh shapes of the cluster."""
+    shapes = {c.algorithm: mesh_shapes(c, cluster) for c in plan.candidates}
+    total, done = sum(map(len, shapes.values())), 0
+    out: dict[str, MeshCurve] = {}
+    for candidate in plan.candidates:
+        entry = entry_of(candidate)
+        curve = out[candidate.algorithm] = []
+        for shape in shapes[candidate.algorithm]:
+            machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
+            problems = [_problem(plan, item, shape) for layer in candidate.layers for item in layer.passes]
+            done += 1
+            progress(done, total)
+            try:
+                tuned = [tune_product(entry, problem, machine) for problem in problems]
+            except (LayoutError, UnsupportedError):  # sizes or slices that this mesh cannot cut
+                continue
+            curve.append((shape, sum(product.estimate.total_s for product in tuned)))
+    return out
+
+
+def slice_curve(plan: Plan, candidate: Candidate, cluster: Cluster) -> dict[str, dict[str, SliceCurve]]:
+    """Return by layer and pass the time over slice counts, on the mesh of a candidate."""
+    entry, shape = ALGORITHMS[candidate.entry], candidate.mesh_shape
+    machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
+    out: dict[str, dict[str, SliceCurve]] = {}
+    for layer in candidate.layers:
+        passes = out[layer.name] = {}
+        for item in layer.passes:
+            problem = _problem(plan, item, shape)
+            best: dict[int, float] = {}
+            for config in entry.candidates(problem):
+                seconds = entry.estimate(problem, config, machine).total_s
+                count = config.slice_count
+                best[count] = min(seconds, best.get(count, seconds))
+            passes[item.name] = sorted(best.items())
+    return out
+
+
+def _problem(plan: Plan, item: PassPlan, shape: tuple[int, ...]) -> MatmulProblem:
+    return MatmulProblem(item.m, item.n, item.k, shape, item.dataflow, plan.dtype)
+
+
+# --- timelines ------------------------------------------------------------------------------------------
+
+
+def largest_layer(candidate: Candidate) -> LayerPlan:
+    """Return the layer with the most FLOPs; the first of equals."""
+    return max(candidate.layers, key=lambda layer: layer.in_features * layer.out_features)
+
+
+def timelines(
+    plan: Plan,
+    cluster: Cluster,
+    candidate: Candidate,
+    layers: Sequence[LayerPlan],
+    passes: Sequence[str] = ("forward",),
+    progress: Progress = no_progress,
+) -> list[ProductTimeline]:
+    """Return simulated timelines, contention included, of the products of a candidate.
+
+    They run at the planned mesh shape where it has at most `MAX_RANKS` ranks, and otherwise at the nearest
+    shape of `REDUCED_RANKS` (or about as many), each rank with a local product of the planned size. A product
+    that cannot be reduced so is left out.
+    """
+    wanted = [(layer, item) for layer in layers for item in layer.passes if item.name in passes]
+    out = []
+    for number, (layer, item) in enumerate(wanted):
+        timeline = _timeline(plan, cluster, candidate, layer, item)
+        if timeline is not None:
+            out.append(timeline)
+        progress(number + 1, len(wanted))
+    return out
+
+
+def _timeline(
+    plan: Plan, cluster: Cluster, candidate: Candidate, layer: LayerPlan, item: PassPlan
+) -> ProductTimeline | None:
+    entry = ALGORITHMS[candidate.entry]
+    problem = _problem(plan, item, candidate.mesh_shape)
+    try:
+        if problem.num_chips > MAX_RANKS:
+            shape = nearest_mesh_shape(problem.mesh_shape, _reduced_meshes(entry))
+            problem = same_local_product(problem, shape, entry.operand_placements(problem))
+        program = entry.program(problem, item.config)
+        trace = simulate(program, _machine(cluster, program)).trace()
+    except MeshweaveError:
+        return None
+    config = f", {item.config}" if item.config.slice_count > 1 else ""
+    mesh = "x".join(map(str, problem.mesh_shape))
+    product = f"{layer.name} {item.name.replace('_', ' ')}{config}"
+    return ProductTimeline(f"{title_of(candidate)}: {product}, {mesh} mesh", trace)
+
+
+def _reduced_meshes(entry: Matmul2d) -> tuple[tuple[int, ...], ...]:
+    """Return meshes of `REDUCED_RANKS`, or of the nearest number of ranks that the algorithm has a mesh of."""
+    counts = sorted(range(2, MAX_RANKS + 1), key=lambda count: abs(math.log(count / REDUCED_RANKS)))
+    return next((shapes for count in counts if (shapes := entry.mesh_shapes(count))), ())
+
+
+def same_local_product(
+    problem: MatmulProblem, shape: tuple[int, ...], placements: Placements
+) -> MatmulProblem:
+    """Return the problem on a mesh of another shape in which each rank multiplies matrices of the size it did.
+
+    A dim shrinks with the mesh axes over which it is sharded in both matrices that have it. One that the
+    matrices shard over different axes, or that one of them does not shard, is gathered, and keeps its size.
+    Raises LayoutError as MatmulProblem does.
+    """
+    letters = {
+        "a": ("k", "m") if problem.dataflow == "rs" else ("m", "k"),
+        "b": ("n", "k") if problem.dataflow == "ls" else ("k", "n"),
+        "c": ("m", "n"),
+    }
+    over: dict[str, list[set[int]]] = {letter: [] for letter in "mnk"}
+    for operand, dims in letters.items():
+        for dim, letter in enumerate(dims):
+            placed = placements[operand]
+            over[letter].append({i for i, p in enumerate(placed) if getattr(p, "dim", None) == dim})
+    sizes = {}
+    for letter, sets in over.items():
+        size = getattr(problem, letter)
+        for i in set.intersection(*sets):
+            size = size * shape[i] // problem.mesh_shape[i]
+        sizes[letter] = max(size, 1)
+    return replace(problem, **sizes, mesh_shape=shape)
+
+
+def _machine(cluster: Cluster, program: Program) -> Machine:
+    """Return a machine of as many chips as the program has ranks, where the cluster comes in that size."""
+    if len(program.ranks) == cluster.num_chips:
+        return Machine.of(cluster, program)
+    try:
+        return Machine.of(cluster.with_chips(len(program.ranks)), program)
+    except DescriptionError:
+        return Machine.of(cluster, program)

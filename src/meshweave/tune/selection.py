@@ -1,0 +1,91 @@
+"""Which products of a plan to look at: by algorithm, layer and pass, each by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshweave.algorithms.matmul2d import Config
+from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
+from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
+
+
+@dataclass(frozen=True)
+class PlannedProduct:
+    """One product of a plan, with the candidate and the layer that it belongs to."""
+
+    candidate: Candidate
+    layer: LayerPlan
+    pass_plan: PassPlan
+
+    def title(self, config: Config | None = None) -> str:
+        """Return `ff1 backward data, meshslice S=8`; `config` stands in for the planned one where given."""
+        return product_title(
+            self.layer.name, self.pass_plan.name, self.candidate.algorithm, config or self.pass_plan.config
+        )
+
+
+def product_title(layer: str, name: str, algorithm: str, config: Config) -> str:
+    """Return `ff1 backward data, meshslice S=8`, without the configuration where nothing is sliced."""
+    title = f"{layer} {name.replace('_', ' ')}, {algorithm}"
+    return f"{title} {config}" if config.slice_count > 1 else title
+
+
+def select_layers(plan: Plan, names: Iterable[str]) -> tuple[str, ...]:
+    """Return `names`, all of them layers of the plan. Raises DescriptionError that names the nearest one."""
+    known, names = [layer.name for layer in plan.best.layers], tuple(names)
+    for name in names:
+        if name not in known:
+            raise DescriptionError(
+                f"the plan has no layer '{name}'{did_you_mean(name, known)}; it has {', '.join(known)}"
+            )
+    return names
+
+
+def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
+    """Return the passes of these names, in the order of training. Raises DescriptionError."""
+    names = tuple(names)
+    for name in names:
+        if name not in PASSES:
+            raise DescriptionError(
+                f"there is no pass '{name}'{did_you_mean(name, PASSES)}; give all or {', '.join(PASSES)}"
+            )
+    return tuple(name for name in PASSES if name in names)
+
+
+def select_candidates(plan: Plan, algorithms: Sequence[str] | None) -> list[Candidate]:
+    """Return the candidates of these algorithms, or all. Raises DescriptionError that names the nearest one."""
+    if algorithms is None:
+        return list(plan.candidates)
+    known = [candidate.algorithm for candidate in plan.candidates]
+    for name in algorithms:
+        if name not in known:
+            raise DescriptionError(
+                f"the plan has no algorithm '{name}'{did_you_mean(name, known)}; it has {', '.join(known)}"
+            )
+    return [plan.candidate(name) for name in algorithms]
+
+
+def select_products(
+    plan: Plan,
+    *,
+    algorithms: Sequence[str] | None = None,
+    layers: Sequence[str] | None = None,
+    passes: Sequence[str] | None = None,
+) -> list[PlannedProduct]:
+    """Return the products of a plan by algorithm, then layer, then pass; None selects all of a kind.
+
+    Raises:
+        DescriptionError: the plan has no such algorithm or layer, or there is no such pass.
+    """
+    wanted_passes = PASSES if passes is None else select_passes(passes)
+    wanted_layers = None if layers is None else select_layers(plan, layers)
+    return [
+        PlannedProduct(candidate, layer, pass_plan)
+        for candidate in select_candidates(plan, algorithms)
+        for layer in candidate.layers
+        if wanted_layers is None or layer.name in wanted_layers
+        for pass_plan in layer.passes
+        if pass_plan.name in wanted_passes
+    ]
