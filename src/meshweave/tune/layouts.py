@@ -1,4 +1,4 @@
-"""Which layouts of A, B and C, beside which way to compute: the least time of a product within a memory budget.
+"""Search: the layouts of A, B and C in which a universal product takes the least time within a memory budget.
 
 Slicing Is All You Need, section 5.2, tries row blocks, column blocks and 2D blocks with all valid replication
 factors; so does this, with every process grid, for the matrices whose layouts are free.
@@ -7,6 +7,7 @@ factors; so does this, with every process grid, for the matrices whose layouts a
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,13 +24,20 @@ from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.universal import TunedUniversal, extra_bytes, tune_universal
 
 Key = tuple[float, float, int, int]
-"""Seconds, bytes that all ranks together receive, bytes of the matrices on a rank, number: the less the better."""
+"""What layouts are compared by, less is better: seconds, bytes that all ranks together receive, bytes of the
+matrices on a rank, and the number of the combination."""
 
 
 @dataclass(frozen=True)
 class TunedLayouts:
-    """Layouts with the best way to multiply in them: a problem, and the most bytes that a rank needs for its parts
-    of the matrices and beside them."""
+    """Layouts, and the best config of a product in them.
+
+    Attributes:
+        problem: the product in these layouts.
+        tuned: the config and its estimate.
+        matrix_bytes: the most bytes of the three matrices on a rank.
+        extra_bytes: the most bytes that a rank needs besides.
+    """
 
     problem: UniversalProblem
     tuned: TunedUniversal
@@ -38,16 +46,16 @@ class TunedLayouts:
 
 
 def grid_layouts(ranks: Sequence[int]) -> tuple[Layout, ...]:
-    """Blocks on every process grid with every number of copies; row and column blocks among them."""
-    found = []
+    """Return blocks on every process grid with every number of replicas; row and column blocks among them."""
+    layouts = []
     for replicas in _divisors(len(ranks)):
         each = len(ranks) // replicas
         for rows in _divisors(each):
             layout = ProcessGrid(rows, each // rows, replicas).blocks()
             mesh = layout.mesh
             placed = tuple(ranks[place] for place in mesh.ranks)
-            found.append(Layout(type(mesh)(mesh.name, mesh.shape, mesh.axes, placed), layout.placements))
-    return tuple(found)
+            layouts.append(Layout(type(mesh)(mesh.name, mesh.shape, mesh.axes, placed), layout.placements))
+    return tuple(layouts)
 
 
 def tune_layouts(
@@ -64,16 +72,19 @@ def tune_layouts(
     memory_bytes: int | None = None,
     count: int = 1,
 ) -> tuple[TunedLayouts, ...]:
-    """The `count` best combinations of layouts and ways for C (m, n) = A (m, k) B (k, n), best first.
+    """Return the `count` best combinations of layouts for C (m, n) = A (m, k) B (k, n), best first.
 
-    By estimated time, of equal ones by bytes moved, then by bytes held. Layouts that are given are kept; the
-    others lie on the same ranks.
-
-    Args:
-        memory_bytes: the most that a rank may hold of the matrices and beside them; None for no limit.
+    They are compared by estimated time, then by bytes moved, then by bytes of the matrices on a rank. Every
+    combination that a lower bound does not rule out is tuned. `table` turns the result into rows.
 
     Raises LayoutError where given layouts do not fit the sizes or each other, UnsupportedError where nothing fits
     the memory.
+
+    Args:
+        num_ranks: the number of ranks; 0, 1, 2, ... unless a given layout is over others.
+        rates: rates of the ranks; `RankRates.of(cluster)` for a described cluster.
+        a, b, c: layouts that are kept. The others are chosen over the same ranks.
+        memory_bytes: the most that a rank may hold of the matrices and besides; None for no limit.
     """
     given: dict[Operand, Layout | None] = {"a": a, "b": b, "c": c}
     ranks = _ranks(given.values(), num_ranks)
@@ -81,32 +92,32 @@ def tune_layouts(
     options: dict[Operand, Sequence[Layout]] = {
         operand: free if (layout := given[operand]) is None else (layout,) for operand in OPERANDS
     }
-    search = _Search((m, n, k), options, rates, dtype, memory_bytes, count)
-    found = search.run()
-    if not found:
+    search = _LayoutSearch((m, n, k), options, rates, dtype, memory_bytes, count)
+    best = search.run()
+    if not best:
         raise UnsupportedError(
             f"no layouts of {m} x {k} by {k} x {n} on {len(ranks)} ranks need at most {memory_bytes} bytes a "
             f"rank; the matrices alone take {search.least_bytes}"
         )
-    return found
+    return best
 
 
-def table(found: Iterable[TunedLayouts]) -> list[dict[str, str | float]]:
-    """One row each, in plain words and numbers."""
+def table(tuned: Iterable[TunedLayouts]) -> list[dict[str, str | float]]:
+    """Return one row per result of `tune_layouts`: layouts and config in words, times in seconds, bytes."""
     return [
         {
-            **{operand: layout_words(one.problem.layout(operand)) for operand in OPERANDS},
-            "way": str(one.tuned.config),
-            "seconds": one.tuned.estimate.total_s,
-            "moved_bytes": one.tuned.moved_bytes,
-            "rank_bytes": one.matrix_bytes + one.extra_bytes,
+            **{operand: layout_words(result.problem.layout(operand)) for operand in OPERANDS},
+            "way": str(result.tuned.config),
+            "seconds": result.tuned.estimate.total_s,
+            "moved_bytes": result.tuned.moved_bytes,
+            "rank_bytes": result.matrix_bytes + result.extra_bytes,
         }
-        for one in found
+        for result in tuned
     ]
 
 
 def layout_words(layout: Layout) -> str:
-    """ "2 x (3 x 2)" for two copies on a grid of 3 x 2; of other layouts what they say themselves."""
+    """Return "2 x (3 x 2)" for two replicas on a grid of 3 x 2, the layout's own text for other layouts."""
     if layout.mesh.axes != ("replica", "row", "col"):
         return str(layout)
     copies, rows, cols = layout.mesh.shape
@@ -115,79 +126,79 @@ def layout_words(layout: Layout) -> str:
 
 
 @dataclass
-class _Search:
+class _LayoutSearch:
     sizes: tuple[int, int, int]
     options: dict[Operand, Sequence[Layout]]
     rates: RankRates
     dtype: str
     memory_bytes: int | None
     count: int
-    tried: int = 0
+    num_tried: int = 0
 
     def __post_init__(self) -> None:
         assert self.count >= 1
         first = self._problem((0, 0, 0))
         ranks, element = first.ranks, dtype_bytes(self.dtype)
-        self.held_bytes = {
-            operand: np.array(
+        a_bytes, b_bytes, c_bytes = (
+            np.array(
                 [
-                    [element * int(np.prod(one.local_shape(first.shape(operand), rank))) for rank in ranks]
-                    for one in self.options[operand]
+                    [element * math.prod(layout.local_shape(first.shape(operand), rank)) for rank in ranks]
+                    for layout in self.options[operand]
                 ]
             )
             for operand in OPERANDS
-        }
-        each = [self.held_bytes[operand] for operand in OPERANDS]
-        together = each[0][:, None, None] + each[1][None, :, None] + each[2][None, None, :]
-        self.matrix_bytes = together.max(-1)
+        )
+        all_bytes = a_bytes[:, None, None] + b_bytes[None, :, None] + c_bytes[None, None, :]
+        self.matrix_bytes = all_bytes.max(-1)
         self.least_bytes = int(self.matrix_bytes.min())
 
     def run(self) -> tuple[TunedLayouts, ...]:
-        """Best bound first, until no bound is better than the worst of those to be returned."""
+        """Tune the combination of the best bound, until no bound is better than the worst result to return."""
         seconds, moved = LayoutBounds(self.sizes, self.options, self.rates, self.dtype).least()
         keys: list[Key] = [
-            (_rounded(time), _rounded(size), int(held), number)
-            for number, (time, size, held) in enumerate(
+            (_rounded(time_s), _rounded(moved_bytes), int(matrix_bytes), number)
+            for number, (time_s, moved_bytes, matrix_bytes) in enumerate(
                 zip(seconds.flat, moved.flat, self.matrix_bytes.flat, strict=True)
             )
-            if self.memory_bytes is None or held <= self.memory_bytes
+            if self.memory_bytes is None or matrix_bytes <= self.memory_bytes
         ]
         heapq.heapify(keys)
         best: list[tuple[Key, TunedLayouts]] = []
         while keys and (len(best) < self.count or keys[0] < best[-1][0]):
-            found = self._tried(heapq.heappop(keys), best)
-            if found is not None:
-                best = sorted([*best, found], key=lambda one: one[0])[: self.count]
-        return tuple(one for _, one in best)
+            tuned = self._tune(heapq.heappop(keys), best)
+            if tuned is not None:
+                best = sorted([*best, tuned], key=lambda entry: entry[0])[: self.count]
+        return tuple(tuned for _, tuned in best)
 
-    def _tried(self, bound: Key, best: Sequence[tuple[Key, TunedLayouts]]) -> tuple[Key, TunedLayouts] | None:
-        number, held = bound[3], bound[2]
-        problem = self._problem([int(at) for at in np.unravel_index(number, self.matrix_bytes.shape)])
-        self.tried += 1
+    def _tune(self, bound: Key, best: Sequence[tuple[Key, TunedLayouts]]) -> tuple[Key, TunedLayouts] | None:
+        """Return the result for one combination, or None where it is none of the best or fits no memory."""
+        _, _, matrix_bytes, number = bound
+        problem = self._problem([int(index) for index in np.unravel_index(number, self.matrix_bytes.shape)])
+        self.num_tried += 1
         tuned = tune_universal(problem, self.rates)
-        # A limit only takes choices away; it is costly to keep, for it asks for programs.
-        if len(best) == self.count and _key(tuned, held, number) >= best[-1][0]:
+        # A memory limit only rules configs out. It is checked last, since that takes the program.
+        if len(best) == self.count and _key(tuned, matrix_bytes, number) >= best[-1][0]:
             return None
         extra = extra_bytes(problem, tuned.config)
-        if self.memory_bytes is not None and held + extra > self.memory_bytes:
+        if self.memory_bytes is not None and matrix_bytes + extra > self.memory_bytes:
             try:
-                tuned = tune_universal(problem, self.rates, memory_bytes=self.memory_bytes - held)
+                tuned = tune_universal(problem, self.rates, memory_bytes=self.memory_bytes - matrix_bytes)
             except UnsupportedError:
                 return None
             extra = extra_bytes(problem, tuned.config)
-        return _key(tuned, held, number), TunedLayouts(problem, tuned, held, extra)
+        return _key(tuned, matrix_bytes, number), TunedLayouts(problem, tuned, matrix_bytes, extra)
 
-    def _problem(self, places: Sequence[int]) -> UniversalProblem:
-        a, b, c = (self.options[operand][at] for operand, at in zip(OPERANDS, places, strict=True))
+    def _problem(self, indices: Sequence[int]) -> UniversalProblem:
+        a, b, c = (self.options[operand][index] for operand, index in zip(OPERANDS, indices, strict=True))
         return UniversalProblem(*self.sizes, a, b, c, self.dtype)
 
 
-def _key(tuned: TunedUniversal, held_bytes: int, number: int) -> Key:
-    return _rounded(tuned.estimate.total_s), _rounded(tuned.moved_bytes), held_bytes, number
+def _key(tuned: TunedUniversal, matrix_bytes: int, number: int) -> Key:
+    return _rounded(tuned.estimate.total_s), _rounded(tuned.moved_bytes), matrix_bytes, number
 
 
 def _rounded(value: float) -> float:
-    """To nine digits, so that a bound and what reaches it are equal however they were summed up."""
+    """Return a value to nine digits, so that a bound equals what reaches it in whatever order both were summed."""
     return float(f"{value:.9g}")
 
 

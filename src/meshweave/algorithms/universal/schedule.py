@@ -1,21 +1,22 @@
 """The order in which a rank fetches tiles, multiplies them, and accumulates what it made for others.
 
 Slicing Is All You Need, section 4.3: the local products of a rank and the remote tiles that they need are a
-bipartite graph, lowered to stages, each some products beside some transfers. A product needs fetches of
-EARLIER stages, and its result is accumulated in a LATER one, so all of a stage runs at once and it takes
-max(compute, communication). The sum over all stages is compute plus what communication sticks out of it:
-reordering gains where tiles are misaligned, so that long products may hide long fetches. Section 4.2 has no
-stages: it runs the given order and waits for data only, so that nothing is a barrier. `pipelined` is its time, to
-be compared with the `cost` of stages; the paper found it almost always as good as their optimum.
+bipartite graph. A schedule divides it into stages, each with some products and some transfers. A product needs
+fetches of earlier stages, and its result is accumulated in a later one. So all of a stage runs at once, and it
+takes max(compute, communication). The time of all stages is compute plus the communication that compute does not
+hide. Reordering helps where tiles are misaligned, since long products may then hide long fetches. Direct
+execution (section 4.2) has no stages: it runs the given order and waits for data only, not at barriers.
+`pipelined_s` is its time, to be compared with `staged_s`. The paper found it almost always as good as the best
+stages.
 
-Communication of a stage is the SUM of its fetches and accumulations. A rank fetches inwards and accumulates
-outwards, but all ranks do alike: what others accumulate comes in where this rank fetches, and they fetch
-where it accumulates, so each direction carries both. A `duplex` graph counts the longer of the two instead,
-which is right where the other ranks do not. Either way a fetched tile is kept until its last product, and no
-stage counts memory.
+The communication of a stage is the sum of its fetches and accumulates. A rank fetches inwards and accumulates
+outwards, but all ranks do alike: what others accumulate comes in beside what this rank fetches, and they fetch
+beside what it accumulates, so each direction of its link carries both. A `duplex` graph counts the longer of the
+two instead, which is right where the other ranks do neither. A fetched tile is kept until its last product;
+memory is not counted.
 
-Pure combinatorics: tiles and products are numbers, all times are seconds, and the same input gives the same
-output. Numbers and limits that make no sense are mistakes of the caller's code, and asserted.
+This is pure combinatorics: tiles and products are numbers, all times are seconds, and the same input gives the
+same output. Arguments out of range are mistakes of the calling code, and asserted.
 """
 
 from __future__ import annotations
@@ -28,22 +29,28 @@ from itertools import accumulate, combinations
 from itertools import product as cartesian
 
 ScheduleState = tuple[int, int, int]
-"""Bit sets: products done, tiles fetched, products whose results are accumulated."""
+"""Three bit sets: products done, tiles fetched, products whose results are accumulated."""
 
 Selection = tuple[int, ...]
+"""Numbers of products, or of fetches."""
 
 
 @dataclass(frozen=True)
 class FetchNode:
-    """A remote tile that some products need: its bytes over the bandwidth between the two ranks."""
+    """A remote tile that some products need, and the seconds to fetch it."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class ProductNode:
-    """`needs` are numbers of fetches; local operands are not listed. `gives` is how long its result takes to
-    be accumulated into a remote tile; 0 where it stays here."""
+    """A local product.
+
+    Attributes:
+        seconds: its compute time.
+        needs: the numbers of the fetches that it needs; operands in the rank's own memory are not listed.
+        accumulate_s: the time to accumulate its result into a remote tile; 0 where the result is local.
+    """
 
     seconds: float
     needs: tuple[int, ...]
@@ -52,7 +59,7 @@ class ProductNode:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The most of each that one stage may hold, at least 1. Two fetches are the operands of one product."""
+    """The most products, fetches and accumulates of one stage, each at least 1. A product has two operands."""
 
     products: int = 1
     fetches: int = 2
@@ -64,7 +71,11 @@ class StageLimits:
 
 @dataclass(frozen=True)
 class ScheduleGraph:
-    """The local products of one rank, in the order in which they were generated, and their remote tiles."""
+    """The local products of one rank, in the given order, and the remote tiles that they need.
+
+    Attributes:
+        duplex: whether fetches and accumulates of a stage run at the same time; see the module.
+    """
 
     fetches: tuple[FetchNode, ...]
     products: tuple[ProductNode, ...]
@@ -78,37 +89,39 @@ class ScheduleGraph:
 
     @cached_property
     def needed_fetches(self) -> Selection:
-        """The tiles that some product needs, by first use in the given order."""
+        """The tiles that some product needs, in the order of first use."""
         return tuple(dict.fromkeys(tile for product in self.products for tile in product.needs))
 
     @cached_property
     def accumulating(self) -> Selection:
-        """The products whose results go elsewhere."""
+        """The products whose results are accumulated into remote tiles."""
         return tuple(i for i, product in enumerate(self.products) if product.accumulate_s > 0)
 
     @cached_property
     def needs(self) -> tuple[int, ...]:
-        """Of each product the bit set of tiles."""
+        """For each product the bit set of the tiles that it needs."""
         return tuple(bit_set(product.needs) for product in self.products)
 
     def ready(self, state: ScheduleState) -> list[int]:
-        """Products to do whose tiles are here, in the given order."""
+        """Return the products not done whose tiles are all fetched, in the given order."""
         return [i for i, need in enumerate(self.needs) if not (state[0] >> i & 1 or need & ~state[1])]
 
     def unfetched(self, state: ScheduleState) -> list[int]:
+        """Return the tiles that are still to be fetched, in the order of first use."""
         return [tile for tile in self.needed_fetches if not state[1] >> tile & 1]
 
     def unaccumulated(self, state: ScheduleState) -> list[int]:
-        """Products done whose results are still to be accumulated."""
+        """Return the products done whose results are still to be accumulated."""
         return [i for i in self.accumulating if state[0] >> i & 1 and not state[2] >> i & 1]
 
-    def communication_s(self, fetches: float, gives: float) -> float:
-        return max(fetches, gives) if self.duplex else fetches + gives
+    def communication_s(self, fetch_s: float, accumulate_s: float) -> float:
+        """Return the seconds of fetches and accumulates in one stage."""
+        return max(fetch_s, accumulate_s) if self.duplex else fetch_s + accumulate_s
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Numbers of products, of fetches, and of products whose results are accumulated, all of which run at once."""
+    """Products, fetches and accumulates that run at once. An accumulate has the number of its product."""
 
     products: Selection
     fetches: Selection
@@ -117,7 +130,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class IssueOrder:
-    """What a program issues on each of its three lanes, first to last."""
+    """What a rank issues on each of its three lanes. An accumulate has the number of its product."""
 
     fetches: Selection
     products: Selection
@@ -125,19 +138,20 @@ class IssueOrder:
 
 
 def stage_s(stage: Stage, graph: ScheduleGraph) -> float:
-    """Seconds of one stage."""
-    fetches = sum(graph.fetches[i].seconds for i in stage.fetches)
-    gives = sum(graph.products[i].accumulate_s for i in stage.accumulates)
-    return max(sum(graph.products[i].seconds for i in stage.products), graph.communication_s(fetches, gives))
+    """Return the seconds of one stage."""
+    fetch_s = sum(graph.fetches[i].seconds for i in stage.fetches)
+    accumulate_s = sum(graph.products[i].accumulate_s for i in stage.accumulates)
+    compute_s = sum(graph.products[i].seconds for i in stage.products)
+    return max(compute_s, graph.communication_s(fetch_s, accumulate_s))
 
 
 def staged_s(stages: Iterable[Stage], graph: ScheduleGraph) -> float:
-    """Seconds of stages one after another."""
+    """Return the seconds of stages one after another."""
     return math.fsum(stage_s(stage, graph) for stage in stages)
 
 
 def flatten_stages(stages: Sequence[Stage]) -> IssueOrder:
-    """The linear issue order of a schedule: stage after stage, without the barriers between them."""
+    """Return the issue order of a schedule: stage after stage, without the barriers between them."""
     return IssueOrder(
         tuple(tile for stage in stages for tile in stage.fetches),
         tuple(product for stage in stages for product in stage.products),
@@ -146,7 +160,7 @@ def flatten_stages(stages: Sequence[Stage]) -> IssueOrder:
 
 
 def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
-    """The given order: beside the next products the next tiles to be needed (section 4.2)."""
+    """Return stages in the given order: the next products, and the next tiles to be needed (section 4.2)."""
 
     def pick(state: ScheduleState) -> Stage:
         ready, following = graph.ready(state), unset(state[0], len(graph.products))
@@ -158,19 +172,19 @@ def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
 
 
 def greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
-    """First any product that can be done, then any transfer, up to the limits (section 4.3)."""
+    """Return stages of the first ready products and the first transfers, up to the limits (section 4.3)."""
     return _stages(graph, lambda state: _filled(graph, state, graph.ready(state)[: limits.products], limits))
 
 
 MAX_SELECTIONS = 2000
-"""Selections that `cost_greedy` weighs per stage: where there are more, it looks at the earliest items only."""
+"""The most selections that `cost_greedy` weighs per stage; if there are more, it takes the first items only."""
 
 
 def cost_greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
-    """Fills each stage to the limits with what leaves least of it exposed (section 4.3).
+    """Return stages filled up to the limits so that each exposes the least communication (section 4.3).
 
-    Of the full selections first those after which there is something to multiply, then those whose compute and
-    communication differ least, then those whose stage is longest: work that is well hidden.
+    It prefers selections after which some product is ready, then those whose compute and communication differ
+    least, then those whose stage is longest.
     """
 
     def pick(state: ScheduleState) -> Stage:
@@ -180,16 +194,15 @@ def cost_greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
         while width > max(sizes) and _num_selections(pools, sizes, width) > MAX_SELECTIONS:
             width -= 1
         best: tuple[tuple[bool, float, float], Stage] | None = None
-        for products, fetches, gives in cartesian(
+        for products, fetches, accumulates in cartesian(
             *(list(combinations(pool[:width], size)) for pool, size in zip(pools, sizes, strict=True))
         ):
-            stage = Stage(products, fetches, gives)
-            then = next_state(state, stage)
-            compute = sum(graph.products[i].seconds for i in products)
-            whole = stage_s(stage, graph)
-            transfer = stage_s(Stage((), fetches, gives), graph)
-            stalls = then[0].bit_count() < len(graph.products) and not graph.ready(then)
-            score = (stalls, abs(compute - transfer), -whole)
+            stage = Stage(products, fetches, accumulates)
+            following = next_state(state, stage)
+            compute_s = sum(graph.products[i].seconds for i in products)
+            transfer_s = stage_s(Stage((), fetches, accumulates), graph)
+            stalls = following[0].bit_count() < len(graph.products) and not graph.ready(following)
+            score = (stalls, abs(compute_s - transfer_s), -stage_s(stage, graph))
             if best is None or score < best[0]:
                 best = score, stage
         assert best is not None
@@ -199,49 +212,56 @@ def cost_greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
 
 
 def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float:
-    """Seconds of direct execution with asynchrony between iterations (section 4.2), without stages.
+    """Return the seconds of direct execution with asynchrony between iterations (section 4.2), without stages.
 
-    Three lanes, each first-in-first-out and waiting for data only. A tile that the i-th product is the first to
-    use is not fetched before product i - 1 - `prefetch` is done, as in a program with `prefetch` + 1 sets of
-    buffers; a tile issued ahead of a more urgent one is as urgent as that. Unless the graph is `duplex` one
-    transfer runs at a time: whichever can start first, a fetch where both can.
+    Fetches, products and accumulates have a lane each, which is first-in-first-out and waits for data only. A tile
+    that the i-th product is the first to use is not fetched before product i - 1 - `prefetch` is done, as in a
+    program with `prefetch` + 1 sets of buffers. A tile issued ahead of a more urgent one is as urgent as that one.
+    Unless the graph is `duplex`, one transfer runs at a time: the one that can start first, a fetch if both can.
     """
     assert prefetch >= 0
-    at = {product: i for i, product in enumerate(issue.products)}
-    uses = [min(at[i] for i, need in enumerate(graph.needs) if need >> tile & 1) for tile in issue.fetches]
-    gates = list(accumulate(reversed(uses), min))[::-1]
-    here: dict[int, float] = {}
-    done: list[float] = []
-    free_in = free_out = 0.0
-    fetch = give = 0
+    position = {product: i for i, product in enumerate(issue.products)}
+    first_uses = [
+        min(position[i] for i, need in enumerate(graph.needs) if need >> tile & 1) for tile in issue.fetches
+    ]
+    # For each fetch the position of the first product that needs it, or a fetch issued after it.
+    deadlines = list(accumulate(reversed(first_uses), min))[::-1]
+    arrived_s: dict[int, float] = {}
+    done_s: list[float] = []
+    fetch_lane_s = accumulate_lane_s = 0.0
+    num_fetched = num_accumulated = 0
     while True:
-        while len(done) < len(issue.products):
-            local = graph.products[issue.products[len(done)]]
-            if any(tile not in here for tile in local.needs):
+        while len(done_s) < len(issue.products):
+            product = graph.products[issue.products[len(done_s)]]
+            if any(tile not in arrived_s for tile in product.needs):
                 break
-            start = max([done[-1] if done else 0.0, *(here[tile] for tile in local.needs)])
-            done.append(start + local.seconds)
-        get = put = math.inf
-        if fetch < len(gates):
-            before = gates[fetch] - 1 - prefetch
-            get = max(free_in, done[before] if before >= 0 else 0.0)
-        if give < len(issue.accumulates) and at[issue.accumulates[give]] < len(done):
-            put = max(free_out, done[at[issue.accumulates[give]]])
-        if get == put == math.inf:
-            assert len(done) == len(issue.products) and give == len(issue.accumulates)
-            return max([0.0, free_in, free_out, *done[-1:]])
-        if get <= put:
-            free_in = here[issue.fetches[fetch]] = get + graph.fetches[issue.fetches[fetch]].seconds
-            free_out = free_out if graph.duplex else free_in
-            fetch += 1
+            start_s = max([done_s[-1] if done_s else 0.0, *(arrived_s[tile] for tile in product.needs)])
+            done_s.append(start_s + product.seconds)
+        fetch_s = accumulate_s = math.inf
+        if num_fetched < len(deadlines):
+            awaited = deadlines[num_fetched] - 1 - prefetch
+            fetch_s = max(fetch_lane_s, done_s[awaited] if awaited >= 0 else 0.0)
+        if num_accumulated < len(issue.accumulates):
+            source = position[issue.accumulates[num_accumulated]]
+            if source < len(done_s):
+                accumulate_s = max(accumulate_lane_s, done_s[source])
+        if fetch_s == accumulate_s == math.inf:
+            assert len(done_s) == len(issue.products) and num_accumulated == len(issue.accumulates)
+            return max([0.0, fetch_lane_s, accumulate_lane_s, *done_s[-1:]])
+        if fetch_s <= accumulate_s:
+            tile = issue.fetches[num_fetched]
+            fetch_lane_s = arrived_s[tile] = fetch_s + graph.fetches[tile].seconds
+            accumulate_lane_s = accumulate_lane_s if graph.duplex else fetch_lane_s
+            num_fetched += 1
         else:
-            free_out = put + graph.products[issue.accumulates[give]].accumulate_s
-            free_in = free_in if graph.duplex else free_out
-            give += 1
+            product = graph.products[issue.accumulates[num_accumulated]]
+            accumulate_lane_s = accumulate_s + product.accumulate_s
+            fetch_lane_s = fetch_lane_s if graph.duplex else accumulate_lane_s
+            num_accumulated += 1
 
 
 def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], Stage]) -> tuple[Stage, ...]:
-    """Stage after stage as `pick` chooses, until all is done."""
+    """Return stage after stage as `pick` chooses, until all is done."""
     state, stages = (0, 0, 0), []
     while unset(state[0], len(graph.products)) or graph.unaccumulated(state):
         stage = pick(state)
@@ -251,18 +271,22 @@ def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], Stage]) -> tup
     return tuple(stages)
 
 
-def _filled(graph: ScheduleGraph, state: ScheduleState, products: Sequence[int], limits: StageLimits) -> Stage:
-    """These products beside the earliest transfers."""
-    missing, owed = graph.unfetched(state)[: limits.fetches], graph.unaccumulated(state)[: limits.accumulates]
-    return Stage(tuple(products), tuple(missing), tuple(owed))
+def _filled(
+    graph: ScheduleGraph, state: ScheduleState, products: Sequence[int], limits: StageLimits
+) -> Stage:
+    """Return a stage of these products and the earliest transfers."""
+    fetches = graph.unfetched(state)[: limits.fetches]
+    accumulates = graph.unaccumulated(state)[: limits.accumulates]
+    return Stage(tuple(products), tuple(fetches), tuple(accumulates))
 
 
 def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width: int) -> int:
-    """Full selections of the first `width` of each pool."""
+    """Return how many full selections there are of the first `width` items of each pool."""
     return math.prod(math.comb(min(len(pool), width), size) for pool, size in zip(pools, sizes, strict=True))
 
 
 def next_state(state: ScheduleState, stage: Stage) -> ScheduleState:
+    """Return the state after a stage."""
     return (
         state[0] | bit_set(stage.products),
         state[1] | bit_set(stage.fetches),
@@ -271,6 +295,7 @@ def next_state(state: ScheduleState, stage: Stage) -> ScheduleState:
 
 
 def bit_set(numbers: Iterable[int]) -> int:
+    """Return an integer whose bits of these numbers are set."""
     bits = 0
     for number in numbers:
         bits |= 1 << number
@@ -278,4 +303,5 @@ def bit_set(numbers: Iterable[int]) -> int:
 
 
 def unset(bits: int, count: int) -> list[int]:
+    """Return which of the lowest `count` bits are not set."""
     return [i for i in range(count) if not bits >> i & 1]

@@ -1,7 +1,7 @@
 """The best schedule of a rank's local products: exhaustive search over stages, by branch and bound.
 
-Slicing Is All You Need, section 4.3: of every possible selection of stages the one of least cost. See `schedule`
-for what a stage is and what it costs.
+Slicing Is All You Need, section 4.3: of all possible sequences of stages the one of least cost. See `schedule` for
+what a stage is and what it costs.
 """
 
 from __future__ import annotations
@@ -15,28 +15,38 @@ from itertools import combinations
 
 from meshweave.algorithms.universal.schedule import (
     ScheduleGraph,
-    StageLimits,
+    ScheduleState,
     Selection,
     Stage,
-    ScheduleState,
-    next_state,
+    StageLimits,
     bit_set,
-    staged_s,
     cost_greedy,
     direct,
     greedy,
+    next_state,
     stage_s,
+    staged_s,
     unset,
 )
 
 EPS = 1e-9
-"""Relative difference of two sums of the same times in different orders, and far below any that matters."""
+"""The relative difference up to which two times are equal: sums of the same times in different orders are."""
+
+KnownStates = dict[ScheduleState, tuple[float, ScheduleState, Stage | None]]
+"""For each state the least seconds that lead to it, the state before it, and the stage in between."""
 
 
 @dataclass(frozen=True)
 class ScheduleSearchResult:
-    """The best schedule that a search met. No schedule takes under `bound_seconds`; `proven` where the two agree
-    (to 1e-9). `states` were weighed."""
+    """The best schedule that a search met.
+
+    Attributes:
+        stages: its stages.
+        seconds: what they take.
+        bound_seconds: no schedule takes less.
+        proven: whether `seconds` equals the bound, to 1e-9.
+        states: the number of states that were weighed.
+    """
 
     stages: tuple[Stage, ...]
     seconds: float
@@ -51,161 +61,184 @@ def exhaustive(
     budget_s: float = math.inf,
     max_states: int = 200_000,
 ) -> ScheduleSearchResult:
-    """Searches all selections of all stages for the least `cost` (section 4.3), by branch and bound.
+    """Search all sequences of stages for the one of least `staged_s` (section 4.3), by branch and bound.
 
-    What may follow depends on the state only, so each is kept once, with the least that leads to it. Depths
-    take turns at extending their most promising state, which soon meets good schedules and raises the bound, too.
-    It ends after `budget_s` seconds or `max_states` states; where the latter stops it first, the same input gives
-    the same result.
+    What may follow depends on the state only, so each state is kept once, with the least seconds that lead to it.
+    Each depth in turn extends its most promising state. That soon meets good schedules, and raises the bound, too.
+
+    Args:
+        budget_s: seconds after which the search ends.
+        max_states: states after which it ends. Where this limit stops it, equal input gives equal results.
     """
     stop = time.monotonic() + budget_s
-    best = min((make(graph, limits) for make in (direct, greedy, cost_greedy)), key=lambda s: staged_s(s, graph))
-    least, bound = staged_s(best, graph), _LowerBound(graph, limits)
+    heuristics = [heuristic(graph, limits) for heuristic in (direct, greedy, cost_greedy)]
+    best = min(heuristics, key=lambda stages: staged_s(stages, graph))
+    best_s, lower_bound = staged_s(best, graph), _LowerBound(graph, limits)
     start: ScheduleState = (0, 0, 0)
-    goal: ScheduleState = ((1 << len(graph.products)) - 1, bit_set(graph.needed_fetches), bit_set(graph.accumulating))
-    known: dict[ScheduleState, tuple[float, ScheduleState, Stage | None]] = {start: (0.0, start, None)}
-    heaps: list[list[tuple[float, int, float, ScheduleState]]] = [[(bound(start), 0, 0.0, start)]]
-    states, spent = 0, False
-    while any(heaps) and not spent:
+    all_products = (1 << len(graph.products)) - 1
+    goal: ScheduleState = (all_products, bit_set(graph.needed_fetches), bit_set(graph.accumulating))
+    known: KnownStates = {start: (0.0, start, None)}
+    heaps: list[list[tuple[float, int, float, ScheduleState]]] = [[(lower_bound(start), 0, 0.0, start)]]
+    states, is_spent = 0, False
+    while any(heaps) and not is_spent:
         for depth in range(len(heaps)):
-            if spent or not heaps[depth]:
+            if is_spent or not heaps[depth]:
                 continue
             entry = heapq.heappop(heaps[depth])
-            guess, _, so_far, state = entry
-            if so_far > known[state][0] or guess >= least * (1 - EPS):
+            bound_s, _, state_s, state = entry
+            if state_s > known[state][0] or bound_s >= best_s * (1 - EPS):
                 continue
             if depth + 1 == len(heaps):
                 heaps.append([])
-            for stage in _selections(graph, state, limits):
+            for stage in _next_stages(graph, state, limits):
                 states += 1
                 if states > max_states or (not states % 64 and time.monotonic() > stop):
-                    heapq.heappush(heaps[depth], entry)  # not all of what follows it was weighed
-                    states, spent = min(states, max_states), True
+                    heapq.heappush(heaps[depth], entry)  # some of what may follow it was not weighed
+                    states, is_spent = min(states, max_states), True
                     break
-                child, total = next_state(state, stage), so_far + stage_s(stage, graph)
-                if child in known and known[child][0] <= total:
+                child, child_s = next_state(state, stage), state_s + stage_s(stage, graph)
+                if child in known and known[child][0] <= child_s:
                     continue
-                guess_child = total + bound(child)
-                if guess_child >= least * (1 - EPS):
+                child_bound_s = child_s + lower_bound(child)
+                if child_bound_s >= best_s * (1 - EPS):
                     continue
-                known[child] = total, state, stage
+                known[child] = child_s, state, stage
                 if child == goal:
-                    best, least = _path(known, goal), total
+                    best, best_s = _path(known, goal), child_s
                 else:
-                    heapq.heappush(heaps[depth + 1], (guess_child, states, total, child))
-    least = staged_s(best, graph)
-    floor = min([least, *(heap[0][0] for heap in heaps if heap)])
-    return ScheduleSearchResult(best, least, floor, floor >= least * (1 - EPS), states)
+                    heapq.heappush(heaps[depth + 1], (child_bound_s, states, child_s, child))
+    best_s = staged_s(best, graph)
+    least_s = min([best_s, *(heap[0][0] for heap in heaps if heap)])
+    return ScheduleSearchResult(best, best_s, least_s, least_s >= best_s * (1 - EPS), states)
 
 
 class _LowerBound:
-    """No less than this is still to come from a state.
+    """A lower bound on the seconds still to come from a state.
 
-    The stages sum to their compute and what communication sticks out, or the other way round. A transfer longer
-    than the products of any stage sticks out by the difference; before the first product its tiles come, after the
-    last one its result goes, with nothing to hide them. Alike for compute, beside fetches alone (what needs
-    the last tile comes after all of them) and beside accumulations alone (before the first comes its product).
+    The stages take their compute and the communication that it does not hide, or the other way round. A transfer
+    longer than the products of any stage exposes at least the difference. Nothing hides the fetches of the first
+    product or the accumulate of the last. The same holds for compute, beside fetches alone (whatever needs the
+    last tile comes after all of them) and beside accumulates alone (the product of the first comes before it).
     """
 
     def __init__(self, graph: ScheduleGraph, limits: StageLimits) -> None:
         self.graph = graph
-        self.kinds = ((1, 0), (0, 1)) if graph.duplex else ((1, 1), (1, 0), (0, 1))
+        # Weights of fetches and accumulates in the communication that a bound counts.
+        self.weights = ((1, 0), (0, 1)) if graph.duplex else ((1, 1), (1, 0), (0, 1))
         self.users = [
-            [i for i, p in enumerate(graph.products) if t in p.needs] for t in range(len(graph.fetches))
+            [i for i, product in enumerate(graph.products) if tile in product.needs]
+            for tile in range(len(graph.fetches))
         ]
         compute = [product.seconds for product in graph.products]
         fetches = [fetch.seconds for fetch in graph.fetches]
-        gives = [product.accumulate_s for product in graph.products]
-        top = _top(compute, limits.products)
-        self.fetch_out = [max(0.0, t - top) for t in fetches]
-        self.give_out = [max(0.0, t - top) for t in gives]
-        self.compute_out = []
-        for f, g in self.kinds:
-            top = f * _top(fetches, limits.fetches) + g * _top(gives, limits.accumulates)
-            self.compute_out.append([max(0.0, t - top) for t in compute])
+        accumulates = [product.accumulate_s for product in graph.products]
+        longest = _sum_of_largest(compute, limits.products)
+        self.exposed_fetch_s = [max(0.0, seconds - longest) for seconds in fetches]
+        self.exposed_accumulate_s = [max(0.0, seconds - longest) for seconds in accumulates]
+        self.exposed_compute_s = []
+        for fetch_weight, accumulate_weight in self.weights:
+            longest = fetch_weight * _sum_of_largest(fetches, limits.fetches)
+            longest += accumulate_weight * _sum_of_largest(accumulates, limits.accumulates)
+            self.exposed_compute_s.append([max(0.0, seconds - longest) for seconds in compute])
 
     def __call__(self, state: ScheduleState) -> float:
         graph, products = self.graph, self.graph.products
         todo = unset(state[0], len(products))
         fetches = graph.unfetched(state)
-        gives = [i for i in graph.accumulating if not state[2] >> i & 1]
-        compute = sum(products[i].seconds for i in todo)
-        fetch_s, give_s = (
-            sum(graph.fetches[t].seconds for t in fetches),
-            sum(products[i].accumulate_s for i in gives),
-        )
-        fetch_out, give_out = sum(self.fetch_out[t] for t in fetches), sum(self.give_out[i] for i in gives)
-        lead = tail = 0.0
+        accumulates = [i for i in graph.accumulating if not state[2] >> i & 1]
+        compute_s = sum(products[i].seconds for i in todo)
+        fetch_s = sum(graph.fetches[tile].seconds for tile in fetches)
+        accumulate_s = sum(products[i].accumulate_s for i in accumulates)
+        exposed_fetch_s = sum(self.exposed_fetch_s[tile] for tile in fetches)
+        exposed_accumulate_s = sum(self.exposed_accumulate_s[i] for i in accumulates)
+        first_s = last_s = 0.0
         if todo:
-            hidden = {t: graph.fetches[t].seconds - self.fetch_out[t] for t in fetches}
-            lead = min(sum(hidden.get(t, 0.0) for t in set(products[i].needs)) for i in todo)
-            tail = min(products[i].accumulate_s - self.give_out[i] for i in todo)
-        found = 0.0
-        for (f, g), out in zip(self.kinds, self.compute_out, strict=True):
-            rest = f * fetch_s + g * give_s + sum(out[i] for i in todo)
-            if not g and fetches:
-                rest += min(sum(products[i].seconds - out[i] for i in self.users[t]) for t in fetches)
-            if not f and gives and not any(state[0] >> i & 1 for i in gives):
-                rest += min(products[i].seconds - out[i] for i in gives)
-            found = max(found, rest, compute + f * (fetch_out + lead) + g * (give_out + tail))
-        return found
-
-
-def _selections(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits) -> Iterator[Stage]:
-    """Every stage that may be next, but none to which more could be added at no cost (whatever is done sooner
-    only helps later), and of items that are alike the first ones only."""
-    ready, missing, owed = graph.ready(state), graph.unfetched(state), graph.unaccumulated(state)
-    products, tiles = graph.products, graph.fetches
-    users = {t: tuple(i for i, need in enumerate(graph.needs) if need >> t & 1) for t in missing}
-    fetch_s, give_s = {t: tiles[t].seconds for t in missing}, {i: products[i].accumulate_s for i in owed}
-    compute_s = {i: products[i].seconds for i in ready}
-    fetch_sets = _subsets(missing, limits.fetches, {t: (tiles[t].seconds, users[t]) for t in missing})
-    give_sets = _subsets(owed, limits.accumulates, give_s)
-    for chosen in _subsets(ready, limits.products, {i: (compute_s[i], products[i].accumulate_s) for i in ready}):
-        compute = sum(compute_s[i] for i in chosen)
-        room = _least(compute_s, chosen, limits.products)
-        for fetches in fetch_sets:
-            inward = sum(fetch_s[t] for t in fetches)
-            fetch_room = _least(fetch_s, fetches, limits.fetches)
-            for gives in give_sets:
-                outward = sum(give_s[i] for i in gives)
-                give_room = _least(give_s, gives, limits.accumulates)
-                whole = max(compute, graph.communication_s(inward, outward))
-                more = (
-                    compute + room,
-                    graph.communication_s(inward + fetch_room, outward),
-                    graph.communication_s(inward, outward + give_room),
+            hidden = {tile: graph.fetches[tile].seconds - self.exposed_fetch_s[tile] for tile in fetches}
+            first_s = min(sum(hidden.get(tile, 0.0) for tile in set(products[i].needs)) for i in todo)
+            last_s = min(products[i].accumulate_s - self.exposed_accumulate_s[i] for i in todo)
+        bound_s = 0.0
+        for (fetch_weight, accumulate_weight), exposed_s in zip(
+            self.weights, self.exposed_compute_s, strict=True
+        ):
+            by_transfers_s = fetch_weight * fetch_s + accumulate_weight * accumulate_s
+            by_transfers_s += sum(exposed_s[i] for i in todo)
+            if not accumulate_weight and fetches:
+                by_transfers_s += min(
+                    sum(products[i].seconds - exposed_s[i] for i in self.users[tile]) for tile in fetches
                 )
-                if min(more) > whole and (chosen or fetches or gives):
-                    yield Stage(chosen, fetches, gives)
+            if not fetch_weight and accumulates and not any(state[0] >> i & 1 for i in accumulates):
+                by_transfers_s += min(products[i].seconds - exposed_s[i] for i in accumulates)
+            by_compute_s = (
+                compute_s
+                + fetch_weight * (exposed_fetch_s + first_s)
+                + accumulate_weight * (exposed_accumulate_s + last_s)
+            )
+            bound_s = max(bound_s, by_transfers_s, by_compute_s)
+        return bound_s
+
+
+def _next_stages(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits) -> Iterator[Stage]:
+    """Yield every stage that may be next and to which nothing can be added at no cost.
+
+    What can be done at no cost is best done now. Of items that are alike only the first ones are taken.
+    """
+    ready, unfetched, unaccumulated = graph.ready(state), graph.unfetched(state), graph.unaccumulated(state)
+    compute_s = {i: graph.products[i].seconds for i in ready}
+    fetch_s = {tile: graph.fetches[tile].seconds for tile in unfetched}
+    accumulate_s = {i: graph.products[i].accumulate_s for i in unaccumulated}
+    users = {tile: tuple(i for i, need in enumerate(graph.needs) if need >> tile & 1) for tile in unfetched}
+    product_kinds = {i: (compute_s[i], graph.products[i].accumulate_s) for i in ready}
+    fetch_kinds = {tile: (fetch_s[tile], users[tile]) for tile in unfetched}
+    fetch_sets = _subsets(unfetched, limits.fetches, fetch_kinds)
+    accumulate_sets = _subsets(unaccumulated, limits.accumulates, accumulate_s)
+    for products in _subsets(ready, limits.products, product_kinds):
+        products_s = sum(compute_s[i] for i in products)
+        next_product_s = _shortest_other(compute_s, products, limits.products)
+        for fetches in fetch_sets:
+            fetches_s = sum(fetch_s[tile] for tile in fetches)
+            next_fetch_s = _shortest_other(fetch_s, fetches, limits.fetches)
+            for accumulates in accumulate_sets:
+                accumulates_s = sum(accumulate_s[i] for i in accumulates)
+                next_accumulate_s = _shortest_other(accumulate_s, accumulates, limits.accumulates)
+                duration_s = max(products_s, graph.communication_s(fetches_s, accumulates_s))
+                lengthened_s = min(
+                    products_s + next_product_s,
+                    graph.communication_s(fetches_s + next_fetch_s, accumulates_s),
+                    graph.communication_s(fetches_s, accumulates_s + next_accumulate_s),
+                )
+                if lengthened_s > duration_s and (products or fetches or accumulates):
+                    yield Stage(products, fetches, accumulates)
 
 
 def _subsets(items: Sequence[int], most: int, kinds: Mapping[int, Hashable]) -> list[Selection]:
-    """Of up to `most` items, larger ones first. Items of one kind are taken in order."""
+    """Return the subsets of up to `most` items, larger ones first. Items of one kind are taken in order."""
     twin = {
-        item: next((j for j in reversed(items[:n]) if kinds[j] == kinds[item]), None)
+        item: next((other for other in reversed(items[:n]) if kinds[other] == kinds[item]), None)
         for n, item in enumerate(items)
     }
     sizes = range(min(most, len(items)), -1, -1)
-    chosen = (chosen for size in sizes for chosen in combinations(items, size))
-    return [c for c in chosen if all(twin[item] is None or twin[item] in c for item in c)]
+    subsets = (subset for size in sizes for subset in combinations(items, size))
+    return [
+        subset for subset in subsets if all(twin[item] is None or twin[item] in subset for item in subset)
+    ]
 
 
-def _least(times: Mapping[int, float], chosen: Selection, most: int) -> float:
-    """Seconds of the shortest item that could be chosen, too."""
-    if len(chosen) == most:
+def _shortest_other(times: Mapping[int, float], selected: Selection, most: int) -> float:
+    """Return the seconds of the shortest item that could be selected as well."""
+    if len(selected) == most:
         return math.inf
-    return min((t for item, t in times.items() if item not in chosen), default=math.inf)
+    return min((seconds for item, seconds in times.items() if item not in selected), default=math.inf)
 
 
-def _path(known: Mapping[ScheduleState, tuple[float, ScheduleState, Stage | None]], goal: ScheduleState) -> tuple[Stage, ...]:
+def _path(known: KnownStates, goal: ScheduleState) -> tuple[Stage, ...]:
+    """Return the stages that lead to a known state."""
     stages: list[Stage] = []
-    _, before, stage = known[goal]
+    _, state, stage = known[goal]
     while stage is not None:
         stages.append(stage)
-        _, before, stage = known[before]
+        _, state, stage = known[state]
     return tuple(reversed(stages))
 
 
-def _top(times: Sequence[float], count: int) -> float:
+def _sum_of_largest(times: Sequence[float], count: int) -> float:
     return sum(sorted(times)[-count:])
