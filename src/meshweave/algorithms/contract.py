@@ -36,7 +36,7 @@ from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import Estimate
+from meshweave.estimate import Estimate, estimate_program
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.program import Program
 from meshweave.ir.work import traffic
@@ -112,8 +112,11 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         """Return the layout of every input and output tensor, by name."""
 
     def estimate(self, problem: ProblemT, config: ConfigT, machine: Machine) -> Estimate:
-        """Return the time of the program on a machine without contention, in parts."""
-        raise UnsupportedError(f"{self.name} has no closed form of its time; simulate it")
+        """Return the time of the program on a machine without contention, in parts.
+
+        The program itself is followed here; an algorithm that a planner asks often has a closed form.
+        """
+        return estimate_program(self.program(problem, config), machine)
 
     def refusal(self, problem: ProblemT) -> str | None:
         """Return in a few words why the algorithm cannot solve a problem of its type, or None where it can."""

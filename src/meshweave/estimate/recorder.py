@@ -20,7 +20,7 @@ class TraceRecorder:
     def trace(self) -> Trace:
         """The spans of all ops. Raises ProgramError where some have not ended: the program deadlocks."""
         if any(node not in self.ended_ps for node in self.flow.nodes()):
-            raise self.issuer.stuck()
+            raise self.issuer.deadlock_error()
         spans = []
         for node in self.flow.nodes():
             op = self.flow.op(node)

@@ -232,10 +232,10 @@ def estimate(skeleton: Skeleton, machine: Machine) -> Estimate:
     prices: dict[Work, Price] = {}
 
     def priced(work: Work) -> Price:
-        found = prices.get(work)
-        if found is None:
-            found = prices[work] = price(work, machine)
-        return found
+        known = prices.get(work)
+        if known is None:
+            known = prices[work] = price(work, machine)
+        return known
 
     total = skeleton_ps(skeleton, lambda work: priced(work).total_ps)
     compute = copy = launch = sync = transfer = 0

@@ -15,8 +15,7 @@ from meshweave.algorithms.matmul2d.tapered import MESHSLICE_TAPERED
 from meshweave.algorithms.matmul2d.two_half_d import TWO_HALF_D
 from meshweave.algorithms.matmul2d.wang import WANG
 
-ALGORITHMS: dict[str, Matmul2d] = table(
-    Matmul2d,  # type: ignore[type-abstract]
+ENTRIES: tuple[Matmul2d, ...] = (
     COLLECTIVE,
     MESHSLICE,
     MESHSLICE_TAPERED,
@@ -28,7 +27,10 @@ ALGORITHMS: dict[str, Matmul2d] = table(
     TWO_HALF_D,
     MESHSLICE_DP,
 )
-"""2D products by name. Listing an entry here gives it its tests and a place in every plan."""
+"""Listing an entry here gives it its tests and a place in every plan."""
+
+ALGORITHMS: dict[str, Matmul2d] = table(Matmul2d, *ENTRIES)  # type: ignore[type-abstract]
+"""2D products by name, those of installed packages included."""
 
 
 def algorithm(name: str) -> Matmul2d:
@@ -36,4 +38,13 @@ def algorithm(name: str) -> Matmul2d:
     return lookup(name, ALGORITHMS)
 
 
-__all__ = ["ALGORITHMS", "DATAFLOWS", "Config", "Dataflow", "Matmul2d", "MatmulProblem", "algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "DATAFLOWS",
+    "ENTRIES",
+    "Config",
+    "Dataflow",
+    "Matmul2d",
+    "MatmulProblem",
+    "algorithm",
+]

@@ -7,15 +7,18 @@ arithmetic and `program` for what comes of it.
 
 from __future__ import annotations
 
+from meshweave.algorithms.universal.algorithm import ENTRIES, AnyLayoutProduct
 from meshweave.algorithms.universal.config import UniversalConfig, universal_configs
 from meshweave.algorithms.universal.problem import Operand, UniversalProblem
 from meshweave.algorithms.universal.program import universal_program
 from meshweave.algorithms.universal.slicing import Slicing
 
 __all__ = [
-    "UniversalConfig",
+    "ENTRIES",
+    "AnyLayoutProduct",
     "Operand",
     "Slicing",
+    "UniversalConfig",
     "UniversalProblem",
     "universal_configs",
     "universal_program",

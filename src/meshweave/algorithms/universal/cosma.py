@@ -9,6 +9,7 @@ hold are gathered, there is one product, and C is summed over the boxes that dif
 from __future__ import annotations
 
 from meshweave.algorithms.universal.config import permuted
+from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -43,20 +44,36 @@ def chosen_grid(m: int, n: int, k: int, num_ranks: int) -> Grid:
     return min(grids, key=lambda grid: (face_elements(m, n, k, grid), -grid[2], grid))
 
 
-def cosma_program(
+def cosma_problem(
     m: int, n: int, k: int, grid: Grid, dtype: str = "float32", *, all_reduce: bool = False
-) -> Program:
-    """C = A B on a mesh of that grid. Every matrix lies in equal parts; with `all_reduce` C ends as a copy on each
-    rank of its sum instead. Raises LayoutError where the grid does not cut the matrices into equal parts."""
+) -> UniversalProblem:
+    """Return C = A B with every matrix in equal parts on a mesh of that grid.
+
+    With `all_reduce`, C is replicated over the ranks that share its sum.
+
+    Raises:
+        LayoutError: the grid does not cut the matrices into equal parts.
+    """
     pm, pn, pk = grid
     if m % (pm * pn) or m % (pm * pk) or n % (pn * pm) or k % pk:
         raise LayoutError(f"grid {pm} x {pn} x {pk} does not cut M, N, K = {m}, {n}, {k} into equal parts")
     base = Mesh.of("tp", grid, _AXES)
     layouts = {}
     for name, (order, placements) in _SHARED.items():
-        turned = permuted(Layout(base, (Replicate(),) * 3), order)
+        reordered = permuted(Layout(base, (Replicate(),) * 3), order)
         last = Replicate() if name == "c" and all_reduce else placements[2]
-        layouts[name] = Layout(turned.mesh, (*placements[:2], last))
+        layouts[name] = Layout(reordered.mesh, (*placements[:2], last))
+    return UniversalProblem(m, n, k, layouts["a"], layouts["b"], layouts["c"], dtype)
+
+
+def cosma_program(
+    m: int, n: int, k: int, grid: Grid, dtype: str = "float32", *, all_reduce: bool = False
+) -> Program:
+    """Return the program of `cosma_problem`, which raises what it raises: gather A and B, multiply, reduce C."""
+    problem = cosma_problem(m, n, k, grid, dtype, all_reduce=all_reduce)
+    pm, pn, pk = grid
+    base = Mesh.of("tp", grid, _AXES)
+    layouts = {"a": problem.a, "b": problem.b, "c": problem.c}
     shapes = {"a": (m, k), "b": (k, n), "c": (m, n)}
     buffers = [
         Buffer(name, "output" if name == "c" else "input", layout.mesh.name, dtype, name.upper(), layout)

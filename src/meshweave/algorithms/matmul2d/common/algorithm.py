@@ -107,8 +107,8 @@ class Matmul2d(Algorithm[MatmulProblem, Config]):
 
     def examples(self) -> Iterator[MatmulProblem]:
         """Yield an even product on the squarest mesh of few chips, then uneven ones in every dataflow."""
-        shapes = [shape for chips in (4, 8, 2, 3) for shape in self.mesh_shapes(chips)]
-        shape = max(shapes, key=lambda sides: (min(sides), -sum(sides)))
+        shapes = next(shapes for chips in (4, 8, 6, 9, 2, 1) if (shapes := self.mesh_shapes(chips)))
+        shape = max(shapes, key=min)
         yield MatmulProblem(32, 32, 32, shape, self.dataflows[0])
         for dataflow in self.dataflows:
             yield MatmulProblem(33, 14, 21, shape, dataflow, "int64")

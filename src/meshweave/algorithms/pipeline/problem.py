@@ -1,0 +1,106 @@
+"""What a pipeline computes: two stages of one squared product each, trained on a squared error, and its gradients.
+
+With a batch X and targets T, H = (X W0)^2 and Y = (H W1)^2, element by element; the loss is |Y - T|^2 / 2. Outputs
+are Y and the gradients of X, W0 and W1. A stage is a `call`, so what stands in it does not matter to a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshweave.algorithms.contract import Algorithm, Array, Arrays
+from meshweave.base.errors import LayoutError
+from meshweave.describe.layout import Layout, Replicate
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class PipelineProblem:
+    """A batch of `rows` through two stages: rows x features -> rows x hidden -> rows x out. Stage i is rank i.
+
+    Raises LayoutError for sizes under 1.
+    """
+
+    rows: int
+    features: int
+    hidden: int
+    out: int
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.features, self.hidden, self.out) < 1:
+            raise LayoutError("rows and widths of a pipeline must be positive")
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The number of equal parts into which the batch is cut."""
+
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} micro-batches"
+
+
+class PipelineAlgorithm(Algorithm[PipelineProblem, MicroBatches]):
+    """A schedule of forwards and backwards over the stages."""
+
+    problem_type = PipelineProblem
+
+    def examples(self) -> Iterator[PipelineProblem]:
+        """Yield a batch of eight rows and one of six."""
+        yield PipelineProblem(8, 3, 5, 2)
+        yield PipelineProblem(6, 2, 4, 3)
+
+    def candidates(self, problem: PipelineProblem, cluster: Cluster | None = None) -> Iterator[MicroBatches]:
+        """Yield the counts that divide the batch, from one row each down to the whole batch at once."""
+        return (MicroBatches(n) for n in range(problem.rows, 0, -1) if problem.rows % n == 0)
+
+    def placements(self, problem: PipelineProblem) -> dict[str, Layout]:
+        stages = [Layout(Mesh(f"s{rank}", (1,), ("x",), (rank,)), (Replicate(),)) for rank in range(2)]
+        tensors = (("X", "W0", "DX", "DW0"), ("W1", "T", "Y", "DW1"))
+        return {name: stage for stage, names in zip(stages, tensors, strict=True) for name in names}
+
+    def reference(self, problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
+        x, w0, w1, t = (inputs[name] for name in ("X", "W0", "W1", "T"))
+        h = (x @ w0) ** 2
+        y = (h @ w1) ** 2
+        inner = 2 * (y - t) * (h @ w1)
+        outer = 2 * (inner @ w1.T) * (x @ w0)
+        return {"Y": y, "DW1": h.T @ inner, "DX": outer @ w0.T, "DW0": x.T @ outer}
+
+    def inputs(self, problem: PipelineProblem, seed: int = 0) -> dict[str, Array]:
+        """Return values in -1, 0, 1: squares of squares of larger ones are not exact in float32."""
+        draw = np.random.default_rng(seed)
+        shapes = {
+            "X": (problem.rows, problem.features),
+            "W0": (problem.features, problem.hidden),
+            "W1": (problem.hidden, problem.out),
+            "T": (problem.rows, problem.out),
+        }
+        return {name: draw.integers(-1, 2, shape).astype("float32") for name, shape in shapes.items()}
+
+    def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
+        return {
+            "stage": _stage,
+            "stage_input_grad": _stage_input_grad,
+            "stage_weight_grad": _stage_weight_grad,
+            "loss_grad": lambda y, t, *_: [y - t],
+        }
+
+
+def _stage(stash: dict[str, Array], x: Array, w: Array, *_: int) -> list[Array]:
+    stash.update(x=x + 0, product=x @ w)
+    return [stash["product"] ** 2]
+
+
+def _stage_input_grad(stash: dict[str, Array], grad: Array, w: Array, *_: int) -> list[Array]:
+    return [2 * grad * stash["product"] @ w.T]
+
+
+def _stage_weight_grad(stash: dict[str, Array], grad: Array, total: Array, *_: int) -> list[Array]:
+    return [total + stash["x"].T @ (2 * grad * stash["product"])]

@@ -1,0 +1,250 @@
+"""Entries that solve a `UniversalProblem`: the universal product, and what COSMA and DTensor do beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.contract import Algorithm, Array, Arrays, ConfigT, Gradient
+from meshweave.algorithms.universal.config import UniversalConfig, universal_configs
+from meshweave.algorithms.universal.cosma import Grid, cosma_problem, cosma_program
+from meshweave.algorithms.universal.dtensor import (
+    STRATEGIES,
+    Collectives,
+    Strategy,
+    chosen_strategy,
+    resharded_program,
+)
+from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
+from meshweave.algorithms.universal.program import universal_program
+from meshweave.algorithms.universal.slicing import Slicing
+from meshweave.algorithms.universal.volume import volume
+from meshweave.base.errors import LayoutError
+from meshweave.cost.machine import Machine
+from meshweave.cost.rates import RankRates
+from meshweave.describe.layout import Layout, Partial, Replicate, Shard
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import factorisations
+from meshweave.estimate import Estimate
+from meshweave.estimate.universal import estimate_universal
+from meshweave.ir.program import Program
+
+
+class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
+    """A product of matrices that lie in any layouts."""
+
+    problem_type = UniversalProblem
+
+    def reference(self, problem: UniversalProblem, inputs: Arrays) -> dict[str, Array]:
+        return {"C": inputs["A"] @ inputs["B"]}
+
+    def placements(self, problem: UniversalProblem) -> dict[str, Layout]:
+        return {"A": problem.a, "B": problem.b, "C": problem.c}
+
+    def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
+        """Return dA = dC B^T and dB = A^T dC, each in the layout of its operand.
+
+        A term of a partial sum has the gradient of the sum, so what is partial forward is replicated backward.
+        """
+        m, n, k = problem.sizes
+        a, b, c = (_whole_sums(layout) for layout in (problem.a, problem.b, problem.c))
+        order_a, order_b, order_c = problem.orders
+        return (
+            Gradient(
+                "A",
+                UniversalProblem(
+                    m,
+                    k,
+                    n,
+                    c,
+                    transposed_layout(problem.b),
+                    a,
+                    problem.dtype,
+                    (order_c, _flip(order_b), order_a),
+                ),
+                {"A": "C", "B": "B"},
+                "C",
+                frozenset("B"),
+            ),
+            Gradient(
+                "B",
+                UniversalProblem(
+                    k,
+                    n,
+                    m,
+                    transposed_layout(problem.a),
+                    c,
+                    b,
+                    problem.dtype,
+                    (_flip(order_a), order_c, order_b),
+                ),
+                {"A": "A", "B": "C"},
+                "C",
+                frozenset("A"),
+            ),
+        )
+
+
+def _whole_sums(layout: Layout) -> Layout:
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    return replace(layout, placements=placements)
+
+
+def _flip(order: tuple[int, int] | None) -> tuple[int, int] | None:
+    return (1, 0) if order is None else None
+
+
+class Universal(AnyLayoutProduct[UniversalConfig]):
+    """One matrix stays, panels of the others are fetched one-sided, results accumulate where they belong."""
+
+    name = "universal"
+    title = "Universal"
+    source = "Brock, Golin: Slicing Is All You Need"
+    estimate_is = "rough"
+
+    def examples(self) -> Iterator[UniversalProblem]:
+        """Yield products of unlike layouts: shards, replicas and partial sums, on one mesh and on two."""
+        square = Mesh.of("tp", (2, 2), ("row", "col"))
+        sharded = Layout(square, (Shard(0), Shard(1)))
+        yield UniversalProblem(8, 8, 8, sharded, sharded, sharded)
+        yield UniversalProblem(
+            7,
+            9,
+            10,
+            Layout(square, (Replicate(), Partial())),
+            Layout(square, (Shard(1), Replicate())),
+            Layout(square, (Shard(0), Replicate())),
+            "int64",
+        )
+        wide, flat = Mesh.of("tp", (2, 3), ("row", "col")), Mesh.of("flat", (6,), ("x",))
+        yield UniversalProblem(
+            11,
+            13,
+            5,
+            Layout(wide, (Shard(0), Shard(1))),
+            Layout(flat, (Shard(1),)),
+            Layout(wide, (Partial(), Shard(1))),
+        )
+
+    def candidates(
+        self, problem: UniversalProblem, cluster: Cluster | None = None
+    ) -> Iterator[UniversalConfig]:
+        """Yield the configs whose replicas of C agree; a tuner varies slices and prefetch besides."""
+        return (config for config in universal_configs(problem) if Slicing(problem, config).replicas_agree)
+
+    def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
+        return universal_program(problem, config)
+
+    def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:
+        """Return the roofline per phase of `estimate.universal`."""
+        if not math.prod(problem.sizes):
+            return Estimate(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        parts = estimate_universal(volume(Slicing(problem, config)), RankRates.of(machine.cluster))
+        transfer_s = parts.before_s + parts.transfer_s + parts.after_s
+        return Estimate(parts.total_s, parts.compute_s, 0.0, 0.0, 0.0, transfer_s)
+
+
+@dataclass(frozen=True)
+class CosmaConfig:
+    """The number of parts into which M, N and K are cut, and whether C ends whole on every rank of its sum."""
+
+    grid: Grid
+    all_reduce: bool = False
+
+    def __str__(self) -> str:
+        return f"grid {'x'.join(map(str, self.grid))}{', all-reduce' if self.all_reduce else ''}"
+
+
+class Cosma(AnyLayoutProduct[CosmaConfig]):
+    """Gather, multiply once, reduce; operands lie in the layouts of the grid that communicates least."""
+
+    name = "cosma"
+    title = "COSMA"
+    source = "Kwasniewski et al., SC '19"
+
+    def examples(self) -> Iterator[UniversalProblem]:
+        """Yield a product that is cut in all three dims, and one whose C every rank gets whole."""
+        yield cosma_problem(16, 16, 16, (2, 2, 2), "float32")
+        yield cosma_problem(12, 8, 12, (2, 1, 3), "int64", all_reduce=True)
+
+    def candidates(self, problem: UniversalProblem, cluster: Cluster | None = None) -> Iterator[CosmaConfig]:
+        """Yield the grids whose layouts are those of the problem."""
+        for pm, pn, pk in factorisations(len(problem.ranks), 3):
+            grid = pm, pn, pk
+            for all_reduce in (False, True):
+                if _fits(problem, grid, all_reduce):
+                    yield CosmaConfig(grid, all_reduce)
+
+    def refusal(self, problem: UniversalProblem) -> str | None:
+        if next(self.candidates(problem), None) is None:
+            return "its operands lie in equal parts on a grid of its own"
+        return None
+
+    def program(self, problem: UniversalProblem, config: CosmaConfig) -> Program:
+        if not _fits(problem, config.grid, config.all_reduce):
+            raise LayoutError(f"these layouts are not those of COSMA's {config}")
+        return cosma_program(*problem.sizes, config.grid, problem.dtype, all_reduce=config.all_reduce)
+
+    def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
+        """Return none: the gradients' operands do not lie on a grid of COSMA's."""
+        return ()
+
+
+def _fits(problem: UniversalProblem, grid: Grid, all_reduce: bool) -> bool:
+    try:
+        own = cosma_problem(*problem.sizes, grid, problem.dtype, all_reduce=all_reduce)
+    except LayoutError:
+        return False
+    return own == problem
+
+
+@dataclass(frozen=True)
+class RedistributionConfig:
+    """Which operands are redistributed, and whether a collective is a ring or reads from all ranks at once."""
+
+    strategy: Strategy
+    collectives: Collectives = "ring"
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.collectives} collectives"
+
+
+class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
+    """Redistribute the operands by collectives, multiply once, reduce the result, as DTensor does."""
+
+    name = "dtensor"
+    title = "DTensor"
+    source = "PyTorch, torch.distributed.tensor; Slicing Is All You Need, section 5.2.1"
+
+    def examples(self) -> Iterator[UniversalProblem]:
+        """Yield products of sharded matrices on one axis."""
+        mesh = Mesh.of("tp", (4,), ("x",))
+        rows, columns = Layout(mesh, (Shard(0),)), Layout(mesh, (Shard(1),))
+        yield UniversalProblem(8, 8, 8, rows, rows, rows)
+        yield UniversalProblem(9, 7, 10, columns, rows, columns, "int64")
+
+    def candidates(
+        self, problem: UniversalProblem, cluster: Cluster | None = None
+    ) -> Iterator[RedistributionConfig]:
+        """Yield what DTensor would choose first, then the other strategies that end in the layout of C."""
+        chosen = chosen_strategy(problem)
+        for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != chosen):
+            if strategy != "outer" and STRATEGIES[strategy][2] not in problem.c.placements:
+                continue
+            yield RedistributionConfig(strategy)
+            yield RedistributionConfig(strategy, "direct")
+
+    def refusal(self, problem: UniversalProblem) -> str | None:
+        try:
+            chosen_strategy(problem)
+        except LayoutError as error:
+            return str(error)
+        return None
+
+    def program(self, problem: UniversalProblem, config: RedistributionConfig) -> Program:
+        return resharded_program(problem, config.strategy, config.collectives)
+
+
+ENTRIES = (Universal(), Cosma(), DTensorProduct())
