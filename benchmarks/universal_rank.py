@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import Context
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import quiet, start_together
-from meshweave.lab.description import load_lab
 from meshweave.lab.bench.dtensor_traffic import from_torch, to_torch
+from meshweave.lab.description_file import load_lab
 from meshweave.lab.pace import paced
 
 WORDS: dict[str, Placement] = {"S0": Shard(0), "S1": Shard(1), "R": Replicate(), "P": Partial()}

@@ -16,9 +16,9 @@ from dataclasses import replace
 from itertools import product
 
 from meshweave.describe.machine.cluster import Cluster, CommConstants, TorusNetwork, load_cluster
-from meshweave.reproduce.meshslice.study import Study
+from meshweave.reproduce.meshslice.study import MeshSliceStudy
 from meshweave.reproduce.meshslice.times import Timer
-from meshweave.reproduce.published import published
+from meshweave.reproduce.published import published_rows
 
 FACTORS = [round(0.8 + 0.02 * step, 2) for step in range(44)]
 """Up to 1.66: beyond 5 / 3 an all-gather would exceed the links."""
@@ -44,10 +44,10 @@ def scaled(cluster: Cluster, factor: float, launch_s: float) -> Cluster:
 
 def utilisations(cluster: Cluster, models: Iterable[str]) -> list[float]:
     """FLOP utilisation in percent of the fully connected layers of each model."""
-    study = Study(cluster, Timer("estimate"))
+    study = MeshSliceStudy(cluster, Timer("estimate"))
     found = []
     for model in models:
-        block = study.weak(model)
+        block = study.weak_scaling_block(model)
         chosen = study.chosen(block, "meshslice")
         assert chosen is not None
         seconds = chosen.timing(study.timer).total_s
@@ -56,7 +56,7 @@ def utilisations(cluster: Cluster, models: Iterable[str]) -> list[float]:
 
 
 def main() -> None:
-    (row,) = (row for row in published("meshslice") if row.fitted)
+    (row,) = (row for row in published_rows("meshslice") if row.fitted)
     targets = row.values
     public = load_cluster("tpu-v4-pod")
     best: tuple[float, float, int, list[float]] | None = None

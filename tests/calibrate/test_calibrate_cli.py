@@ -10,7 +10,7 @@ import pytest
 
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.lab.network.check import problem
+from meshweave.lab.network.check import lab_problem
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"
 LAB = str(LABS / "torus-2x2.toml")
@@ -103,8 +103,8 @@ def test_under_torchrun(tmp_path):
 @pytest.mark.gloo
 def test_a_lab_has_the_rates_that_it_is_shaped_to(tmp_path, capfd):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    if problem():
-        pytest.skip(f"no lab on this machine: {problem()}")
+    if lab_problem():
+        pytest.skip(f"no lab on this machine: {lab_problem()}")
     out = tmp_path / "cluster.toml"
     sizes = ["--sizes", "32768,49152,65536,98304", "--repeat", "1", "--timeout", "150"]
     args = ["calibrate", "--lab", LAB, *sizes, "--flops-per-s", "5e8", "--accept-misfit", "--out", str(out)]

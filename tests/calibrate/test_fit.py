@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.calibrate import Limits, Sample, fit_samples
+from meshweave.calibrate import FitLimits, Sample, fit_samples
 
 SIZES = (16_000, 40_000, 96_000, 224_000, 512_000)
 
@@ -23,7 +23,7 @@ def line(launch_s, sync_s, rate, factors, steps=(1, 3)):
 noise = st.lists(st.floats(0.99, 1.01), min_size=10, max_size=10)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.floats(1e6, 1e10),
     st.floats(0.2, 2.0),
@@ -40,7 +40,7 @@ def test_slow_outliers_do_not_move_the_constants(rate, share, factors, outliers,
     assert fit.num_points == 10 and fit.steps == (1, 3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.floats(1e6, 1e10), st.floats(0.1, 2.0), st.floats(0.5, 5.0))
 def test_exact_data_give_the_constants_back(rate, sync_share, launch_share):
     unit_s = SIZES[1] / rate
@@ -48,7 +48,7 @@ def test_exact_data_give_the_constants_back(rate, sync_share, launch_share):
     assert fit.rate_per_s == pytest.approx(rate, rel=0.01)
     assert fit.sync_s == pytest.approx(sync_share * unit_s, rel=0.05)
     assert fit.launch_s == pytest.approx(launch_share * unit_s, rel=0.05)
-    assert fit.worst_error < 1e-3 and not fit.problems(Limits()) and not fit.remark
+    assert fit.worst_error < 1e-3 and not fit.problems(FitLimits()) and not fit.remark
 
 
 def test_one_number_of_steps_leaves_the_launch_in_sync():
@@ -72,9 +72,9 @@ def test_a_product_has_a_launch_and_no_sync():
 
 def test_no_rate_is_above_that_of_the_link():
     samples = [Sample(5e-3 + size / 2e8, size) for size in SIZES]
-    fit = fit_samples("x", samples, most_per_s=1e8)
+    fit = fit_samples("x", samples, max_per_s=1e8)
     assert fit.rate_per_s == pytest.approx(1e8)
-    assert fit.problems(Limits(median_error=1e-3, worst_error=1e-3))
+    assert fit.problems(FitLimits(median_error=1e-3, worst_error=1e-3))
 
 
 def test_coefficients_are_never_negative():
@@ -96,7 +96,7 @@ def test_coefficients_are_never_negative():
 )
 def test_what_does_not_fit_is_refused(samples, said):
     fit = fit_samples("x along row", samples)
-    problems = fit.problems(Limits())
+    problems = fit.problems(FitLimits())
     assert any(said in problem for problem in problems), (fit, problems)
     assert all(problem.startswith("x along row: ") and "\n" not in problem for problem in problems)
     assert fit.to_json()["rate_per_s"] is None or math.isfinite(fit.to_json()["rate_per_s"])

@@ -4,20 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.calibrate import calibrate, plan_sweep, to_toml
+from meshweave.calibrate import fit_calibration, plan_sweep, to_toml
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import cluster_names
 from meshweave.describe.machine.cluster import (
     Chip,
     Cluster,
     CommConstants,
-    Hosts,
+    HostsNetwork,
     NetworkAxis,
-    Ring,
-    Switch,
+    RingNetwork,
+    SwitchNetwork,
     TorusNetwork,
-    Tree,
     TreeLevel,
+    TreeNetwork,
     load_cluster,
 )
 
@@ -58,10 +58,13 @@ def simulated(sweep, num_ranks, slow=1.0):
 
 def test_constants_land_on_their_axes_and_survive_the_file(tmp_path):
     sweep = plan_sweep(torus_cluster(), (4, 2), [16384, 65536, 131072, 262144])
-    found = calibrate(sweep, simulated(sweep, 8), source="a test")
+    found = fit_calibration(sweep, simulated(sweep, 8), source="a test")
     assert found.problems == ()
     cluster = reloaded(tmp_path, found.cluster, ["two\nlines", "bell \x07"])
-    assert cluster.network.shape == (4, 2) and [axis.ways for axis in cluster.network.axes] == [2, 1]
+    assert cluster.network.shape == (4, 2) and [axis.num_directions for axis in cluster.network.axes] == [
+        2,
+        1,
+    ]
     assert cluster.chip.effective_flops_per_s == pytest.approx(FLOPS_PER_S, rel=0.01)
     assert cluster.chip.memory_bytes_per_s == pytest.approx(1e10, rel=0.01)
     assert cluster.chip.launch_s == pytest.approx(1e-5, rel=0.1)
@@ -81,7 +84,7 @@ def test_constants_land_on_their_axes_and_survive_the_file(tmp_path):
 def test_without_nominal_links_their_rate_is_the_measured_one(tmp_path):
     cluster = load_cluster("local-cpu").with_chips(2)
     sweep = plan_sweep(cluster, (1, 2), [16384, 65536, 131072, 262144])
-    found = calibrate(sweep, simulated(sweep, 2), source="a test", has_nominal_links=False)
+    found = fit_calibration(sweep, simulated(sweep, 2), source="a test", has_nominal_links=False)
     link = reloaded(tmp_path, found.cluster).network.link
     assert link.link_bytes_per_s == pytest.approx(RATE, rel=0.01)
     assert link.link_latency_s == pytest.approx(SYNC_S, rel=0.01)
@@ -90,7 +93,7 @@ def test_without_nominal_links_their_rate_is_the_measured_one(tmp_path):
 
 def test_times_that_the_link_cannot_have_are_a_misfit():
     sweep = plan_sweep(torus_cluster(), (4, 2), [16384, 65536, 131072, 262144])
-    found = calibrate(sweep, simulated(sweep, 8, slow=0.1), source="a test")
+    found = fit_calibration(sweep, simulated(sweep, 8, slow=0.1), source="a test")
     assert any("send_recv along row" in problem for problem in found.problems)
 
 
@@ -102,7 +105,7 @@ def test_chains_that_do_not_fit_are_remarked_upon_and_kept():
             if loop.kind == "broadcast":  # as chains that overlap entirely
                 for run in times:
                     run[at] = [loop.packets * loop.amount / RATE * (0.2 if loop.packets == 1 else 1.0)]
-    found = calibrate(sweep, [{"times": measured}] * 8, source="a test", send_buffer_bytes=1 << 20)
+    found = fit_calibration(sweep, [{"times": measured}] * 8, source="a test", send_buffer_bytes=1 << 20)
     fit = found.busy["row", "broadcast"]
     assert found.problems == () and "median error" in fit.remark and "over 25%" in fit.remark
     axis = found.cluster.network.axes[0]
@@ -135,16 +138,16 @@ axis = st.builds(
 )
 level = st.builds(TreeLevel, st.integers(1, 9), axis, st.integers(1, 9))
 network = st.one_of(
-    st.builds(Ring, axis, st.integers(1, 99)),
-    st.builds(Switch, axis, st.integers(1, 99)),
-    st.builds(Hosts, st.integers(1, 9), st.integers(1, 9), axis, st.integers(1, 9), axis),
-    st.builds(Tree, st.lists(level, min_size=1, max_size=4).map(tuple)),
+    st.builds(RingNetwork, axis, st.integers(1, 99)),
+    st.builds(SwitchNetwork, axis, st.integers(1, 99)),
+    st.builds(HostsNetwork, st.integers(1, 9), st.integers(1, 9), axis, st.integers(1, 9), axis),
+    st.builds(TreeNetwork, st.lists(level, min_size=1, max_size=4).map(tuple)),
     st.builds(lambda a, b: TorusNetwork((a, b), (2, 3), 6), axis, axis),
     st.builds(lambda a: TorusNetwork((a, a), None, 16, True, 4, 64), axis),
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(network, words, words, number)
 def test_any_cluster_survives_the_file(tmp_path_factory, network, source, note, rate):
     chip = Chip("chip", (("float32", rate),), rate, 7, rate, 1e-6, source)

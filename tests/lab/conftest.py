@@ -2,12 +2,12 @@ import subprocess
 
 import pytest
 
-from meshweave.lab.network.check import problem
+from meshweave.lab.network.check import lab_problem
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("lab") and problem():
-        pytest.skip(f"no lab on this machine: {problem()}")
+    if item.get_closest_marker("lab") and lab_problem():
+        pytest.skip(f"no lab on this machine: {lab_problem()}")
 
 
 def snapshot():

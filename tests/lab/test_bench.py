@@ -6,28 +6,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
 from meshweave.cli.app import run_app
-from meshweave.cli.bench_tables import gain_lines, table
+from meshweave.cli.bench_tables import NOT_COMPARABLE, gain_lines, picture, table
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.lab import Lab
-from meshweave.lab.bench.rank import turns
-from meshweave.lab.bench.rounds import (
-    DTENSOR,
-    Case,
-    Comparison,
-    Measured,
-    Result,
-    Round,
-    balanced_flops_per_s,
-    bench,
-    bound_s,
-    cases,
-    ideal,
-    layer_rounds,
-    unpaced,
-)
+from meshweave.lab.bench.rank import running_order
+from meshweave.lab.bench.results import MeasuredRound, RivalTimes, Round
+from meshweave.lab.bench.rivals import DTENSOR, choose_rivals
+from meshweave.lab.bench.rounds import layer_rounds, unpaced_rounds
+from meshweave.lab.bench.shapes import ShapeComparison
+from meshweave.lab.bench.yardsticks import balanced_flops_per_s, bound_s, ideal_cluster
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"
 LAB = LABS / "torus-2x2.toml"
@@ -63,34 +53,39 @@ def calibrated(tmp_path):
 
 
 def result(name, *runs_s, error=0.0, estimate_s=None):
-    return Result(name, name.split()[0], runs_s, 1.0, 1.25, estimate_s, error)
+    return RivalTimes(name, name.split()[0], runs_s, 1.0, 1.25, estimate_s, error)
 
 
 def measured(*results, flops_per_s=1e9):
-    one = Round(MatmulProblem(64, 64, 64, (2, 2)), (), flops_per_s, 1.0)
+    described = Round(MatmulProblem(64, 64, 64, (2, 2)), (), flops_per_s, 1.0)
     report = {"num_products": 10, "num_overruns": 1} if flops_per_s else None
-    return Measured(one, results, (report, report), 0.0)
+    return MeasuredRound(described, results, (report, report), 0.0)
 
 
 def test_the_pace_balances_compute_and_communication():
     lab, problem = Lab.load(LAB), MatmulProblem(256, 256, 4096, (2, 2))
     pace = balanced_flops_per_s(problem, lab.cluster(), 2.0)
-    machine = mesh_machine(ideal(lab.cluster(), pace), (2, 2), ("row", "col"), "tp")
+    machine = mesh_machine(ideal_cluster(lab.cluster(), pace), (2, 2), ("row", "col"), "tp")
     assert bound_s(problem, machine) == pytest.approx(problem.flops / 4 / pace)
 
 
 def test_algorithms_that_cannot_use_the_mesh_are_left_out():
     lab = Lab.load(LAB)
     names = [
-        case.algorithm for case in cases(MatmulProblem(64, 64, 64, (2, 2)), lab.cluster(), ["cannon", "25d"])
+        case.algorithm
+        for case in choose_rivals(MatmulProblem(64, 64, 64, (2, 2)), lab.cluster(), ["cannon", "25d"])
     ]
     assert "cannon" in names and "25d" not in names
 
 
 def test_tapered_is_no_second_meshslice_and_widths_are_named():
     problem = MatmulProblem(256, 256, 4096, (2, 2))
-    found = cases(
-        problem, Lab.load(LAB).cluster(), ["meshslice_tapered"], [(1,) * 4, (1, 2, 2, 1)], others=False
+    found = choose_rivals(
+        problem,
+        Lab.load(LAB).cluster(),
+        ["meshslice_tapered"],
+        [(1,) * 4, (1, 2, 2, 1)],
+        with_baselines=False,
     )
     tapered, even, given = found
     assert len(set(tapered.config.slices)) > 1
@@ -101,7 +96,7 @@ def test_tapered_is_no_second_meshslice_and_widths_are_named():
 def test_measured_constants_make_coarser_slices(calibrated):
     lab, problem = Lab.load(LAB).cluster(), MatmulProblem(96, 96, 2048, (2, 2))
     counts = [
-        cases(problem, cluster, ["meshslice"], others=False)[0].config.slice_count
+        choose_rivals(problem, cluster, ["meshslice"], with_baselines=False)[0].config.slice_count
         for cluster in (lab, load_cluster(str(calibrated)))
     ]
     assert counts[1] < counts[0]
@@ -120,20 +115,20 @@ def test_every_pass_of_a_layer_has_its_product_and_rivals(dataflow):
         assert set(DTENSOR) <= set(one.rivals)
         assert all(case.payload(one.problem) for case in one.rivals)
     assert {one.problem.dataflow for one in rounds} == {"os", "ls", "rs"}
-    assert len(unpaced(rounds)) == 3
+    assert len(unpaced_rounds(rounds)) == 3
 
 
 def test_an_axis_of_two_gets_a_one_way_ring():
     lab = Lab.load(LABS / "torus-8x2-50mbit.toml")
     problem = MatmulProblem(64, 64, 256, (8, 2))
-    (case,) = cases(problem, lab.cluster(), ["collective"], others=False)
+    (case,) = choose_rivals(problem, lab.cluster(), ["collective"], with_baselines=False)
     lanes = {lane.name for lane in case.program(problem).lanes}
     assert "row_back" in lanes and "col_back" not in lanes
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 8, 12])
 def test_turns_are_orders_in_which_neighbours_change(count):
-    orders = [turns(count, repetition) for repetition in range(6)]
+    orders = [running_order(count, repetition) for repetition in range(6)]
     assert all(sorted(order) == list(range(count)) for order in orders)
     if count >= 5:
         before = {order[(order.index(0) - 1) % count] for order in orders}
@@ -164,8 +159,22 @@ def test_the_table_is_aligned_within_100_columns():
     assert "WRONG by 0.5" in table(measured(result("bad", 1.0, error=0.5)), "")[2]
 
 
+def test_a_rival_that_starts_from_more_stands_apart():
+    """However fast it is, it leads neither the table nor the picture, and both say what it starts from."""
+    apart, same = DTENSOR[1].name, DTENSOR[0].name
+    one = measured(result(apart, 0.5), result(same, 3.0), result("meshslice S=4", 2.0))
+    assert [times.name for times in one.ranked()] == ["meshslice S=4", same, apart]
+    lines = table(one, "heading")
+    assert lines[4].strip() == NOT_COMPARABLE and lines[5].strip().startswith(apart)
+    svg = picture([one, one], ["first", "second"], "title")
+    headings = ["first<", "second<", f"{NOT_COMPARABLE} (first)", f"{NOT_COMPARABLE} (second)"]
+    places = [svg.index(f">{text}") for text in headings]
+    assert places == sorted(places) and svg.index(f"{apart}<") > places[2]
+    assert "what gathering them takes is not counted" in svg
+
+
 def test_shapes_are_compared_with_the_first():
-    comparison = Comparison(
+    comparison = ShapeComparison(
         ("4x4", "8x2"), (measured(result("a S=8", 3.0), result("b", 1.0)), measured(result("a S=4", 2.0)))
     )
     assert comparison.gains()["a"][1]["measured"] == 1.5
@@ -209,35 +218,13 @@ def test_shapes_need_toruses_of_as_many_ranks(capsys, labs, said):
 
 @pytest.mark.lab
 @pytest.mark.gloo
-def test_rivals_give_the_dense_product_and_take_their_time(nothing_left):
-    pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    lab, problem = Lab.load(LAB), MatmulProblem(96, 96, 2048, (2, 2))
-    rivals = (
-        Case("meshslice S=4", "meshslice", Config((1,) * 4), 1),
-        Case("collective", "collective", rings=1),
-        *DTENSOR,
-    )
-    pace = balanced_flops_per_s(problem, lab.cluster(), 1.0)
-    rounds = [Round(problem, rivals, pace, 1.0), Round(problem, rivals[:1])]
-    with lab.up() as running:
-        paced, free = bench(running, rounds, repeat=2, timeout_s=90)
-    assert [one.error for one in paced.results] == [0.0] * 4
-    for one in paced.results:
-        assert len(one.runs_s) == 2 and one.fastest_s <= one.median_s <= one.slowest_s
-        assert one.median_s > 0.8 * one.bound_s  # token buckets let a burst through
-    assert all(report["num_products"] > 0 for report in paced.pace)
-    assert free.pace == (None,) * 4 and free.results[0].theory_s is None
-    assert free.results[0].median_s < paced.results[0].median_s
-
-
-@pytest.mark.lab
-@pytest.mark.gloo
-def test_the_command_line_measures_all_passes_and_keeps_the_results(
+def test_rivals_give_the_dense_product_take_their_time_and_are_kept(
     nothing_left, tmp_path, capsys, calibrated
 ):
+    """Paced and unpaced, of two passes, with extra widths and estimates, as the command line runs them."""
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     out, svg = tmp_path / "out.json", tmp_path / "plot.svg"
-    sizes = ["--m", "64", "--n", "32", "--k", "512", "--pass", "all", "--ratio", "0.5,2", "--repeat", "2"]
+    sizes = ["--m", "96", "--n", "96", "--k", "2048", "--pass", "forward,backward_data", "--repeat", "2"]
     rivals = ["--algorithms", "meshslice,collective", "--widths", "1:2:1", "--cluster", str(calibrated)]
     written = ["--out", str(out), "--svg", str(svg), "--timeout", "90"]
     assert run_app(["bench", "matmul", "--lab", str(LAB), *sizes, *rivals, "--unpaced", *written]) == 0
@@ -245,12 +232,35 @@ def test_the_command_line_measures_all_passes_and_keeps_the_results(
     record = json.loads(out.read_text())
     assert record["machine"]["cores"] and record["lab"]["network"]["kind"] == "torus"
     assert record["cluster"]["name"] == "measured-2x2"
-    assert [one["ratio"] for one in record["rounds"]] == [0.5, 2.0] * 3 + [None] * 3
+    assert [(one["pass"], one["ratio"]) for one in record["rounds"]] == [
+        ("forward", 1.0),
+        ("backward_data", 1.0),
+        ("forward", None),
+        ("backward_data", None),
+    ]
     for one in record["rounds"]:
-        names = [found["name"] for found in one["results"]]
-        assert {"meshslice 1:2:1", "collective", *(case.name for case in DTENSOR)} <= set(names)
-        assert all(found["error"] == 0 and len(found["runs_s"]) == 2 for found in one["results"])
-        estimates = {found["name"]: found["estimate_s"] for found in one["results"]}
-        assert estimates["collective"] > 0 and estimates[DTENSOR[0].name] is None
-    assert text.count("x estimate") == 9 and "unpaced" in text and max(map(len, text.splitlines())) <= 130
-    assert len(list(ElementTree.fromstring(svg.read_text()).iter())) > 100
+        times = {rival["name"]: rival for rival in one["results"]}
+        assert {"meshslice 1:2:1", "collective", *(rival.name for rival in DTENSOR)} <= set(times)
+        for rival in times.values():
+            assert rival["error"] == 0 and len(rival["runs_s"]) == 2
+            assert rival["fastest_s"] <= rival["median_s"] <= rival["slowest_s"]
+        assert times["collective"]["estimate_s"] > 0 and times[DTENSOR[0].name]["estimate_s"] is None
+        assert (times["collective"]["theory_s"] is None) == (one["ratio"] is None)
+        if one["ratio"]:
+            # Token buckets let a burst through.
+            assert all(rival["median_s"] > 0.8 * rival["bound_s"] for rival in times.values())
+            assert all(report["num_products"] > 0 for report in one["pace"])
+        else:
+            assert one["pace"] == [None] * 4
+    paced, free = (
+        next(rival for rival in record["rounds"][at]["results"] if rival["name"] == "collective")
+        for at in (0, 2)
+    )
+    assert free["median_s"] < paced["median_s"]
+    assert text.count("x estimate") == 4 and "unpaced" in text and max(map(len, text.splitlines())) <= 130
+    assert len(list(ElementTree.fromstring(svg.read_text()).iter())) > 60
+    again = [MeasuredRound.from_json(one) for one in record["rounds"]]
+    assert [one.to_json()["results"] for one in again] == [
+        MeasuredRound.from_json(json.loads(json.dumps(one.to_json()))).to_json()["results"] for one in again
+    ]
+    assert again[0].results[0].median_s == record["rounds"][0]["results"][0]["median_s"]

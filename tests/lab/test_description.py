@@ -7,8 +7,9 @@ import pytest
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Hosts, Ring, Switch, TorusNetwork
-from meshweave.lab.description import Link, load_lab
+from meshweave.describe.machine.cluster import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.lab.description import Link
+from meshweave.lab.description_file import load_lab
 from meshweave.lab.network.wiring import FABRIC, wire
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "labs"
@@ -63,20 +64,30 @@ def test_a_mistake_is_one_line_that_says_what_would_be_right(tmp_path, text, mes
     assert "\n" not in str(caught.value)
 
 
+def test_all_mistakes_of_a_file_are_in_one_error(tmp_path):
+    text = 'nam = "x"\nmtu_bytes = 100\n' + torus(2, 2).partition("\n")[2].replace("1e6", "1.0", 1)
+    with pytest.raises(DescriptionError) as caught:
+        described(tmp_path, text + "back_bits_per_s = 5.0\nqueue = 1\n")
+    headline, *lines = str(caught.value).splitlines()
+    assert headline.endswith("lab.toml: 4 problems")
+    keys = [line.strip().partition(":")[0] for line in lines]
+    assert keys == ["nam", "mtu_bytes", "network.axes.1.queue", "network.axes.0.link_bytes_per_s"]
+
+
 def test_the_cluster_of_each_kind(tmp_path):
     network = described(tmp_path, SWITCH + "link_bits_per_s = 80e6").cluster().network
-    assert isinstance(network, Hosts)
+    assert isinstance(network, HostsNetwork)
     assert (network.num_hosts, network.chips_per_host, network.nic.link_bytes_per_s) == (3, 2, 10_000_000)
     alone = SWITCH.replace("ranks_per_host = 2\n", "") + "link_bits_per_s = 80e6"
-    assert isinstance(described(tmp_path, alone).cluster().network, Switch)
+    assert isinstance(described(tmp_path, alone).cluster().network, SwitchNetwork)
     ring = described(tmp_path, RING + "back_bits_per_s = 4e6").cluster().network
-    assert isinstance(ring, Ring)
-    assert (ring.size, ring.link.link_bytes_per_s, ring.link.ways) == (5, 500_000, 2)
+    assert isinstance(ring, RingNetwork)
+    assert (ring.size, ring.link.link_bytes_per_s, ring.link.num_directions) == (5, 500_000, 2)
     grid = described(tmp_path, torus(2, 4)).cluster().network
     assert isinstance(grid, TorusNetwork)
-    assert (grid.shape, [axis.ways for axis in grid.axes]) == ((2, 4), [1, 2])
+    assert (grid.shape, [axis.num_directions for axis in grid.axes]) == ((2, 4), [1, 2])
     tree = described(tmp_path, TREE).cluster().network
-    assert isinstance(tree, Hosts)
+    assert isinstance(tree, HostsNetwork)
     assert (tree.intra.link_bytes_per_s, tree.nic.link_bytes_per_s) == (4_000_000, 1_000_000)
 
 

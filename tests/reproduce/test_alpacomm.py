@@ -30,7 +30,7 @@ from meshweave.reproduce.alpacomm.study import (
     AlpaCommStudy,
     orders,
 )
-from meshweave.reproduce.published import published
+from meshweave.reproduce.published import published_rows
 
 SMALL = (24, 16, 8)
 
@@ -47,7 +47,7 @@ def study() -> AlpaCommStudy:
 @pytest.mark.parametrize("strategy", [SEND_RECV, ALL_GATHER, BROADCAST])
 def test_cases_give_right_programs(study: AlpaCommStudy, number: int, strategy: str) -> None:
     problem = CASES[number].problem(SMALL)
-    validate(reshard_program(plan_reshard(problem, study.fabric, strategy=strategy)))
+    validate(reshard_program(plan_reshard(problem, study.network, strategy=strategy)))
 
 
 def test_cases_have_the_unit_tasks_of_the_paper() -> None:
@@ -56,7 +56,7 @@ def test_cases_have_the_unit_tasks_of_the_paper() -> None:
 
 
 def test_meshes_take_the_first_chips_of_their_hosts() -> None:
-    (item,) = CASES[8].problem(SMALL, chips_per_host=5, dtype="float64").items
+    (item,) = CASES[8].problem(SMALL, chips_per_host=5, dtype="float64").moves
     assert item.src.mesh.ranks == (0, 1, 2, 5, 6, 7) and item.dst.mesh.ranks == (10, 11, 15, 16, 20, 21)
     assert (item.shape, item.dtype) == (SMALL, "float64")
     with pytest.raises(LayoutError, match="needs 3 chips"):
@@ -113,7 +113,7 @@ def test_broadcast_over_a_gather_from_two_senders(study: AlpaCommStudy) -> None:
 
 
 def test_every_row_of_the_file_is_computed() -> None:
-    assert [row.id for row in published(paper.PAPER)] == list(paper.OURS)
+    assert [row.id for row in published_rows(paper.PAPER)] == list(paper.OURS)
 
 
 def test_verdicts(study: AlpaCommStudy) -> None:
@@ -161,7 +161,13 @@ def test_other_networks_are_refused(name: str) -> None:
         AlpaCommStudy(load_cluster(name))
 
 
-def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_command(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    study: AlpaCommStudy,
+) -> None:
+    monkeypatch.setattr(alpacomm_study, "AlpaCommStudy", lambda cluster: study)  # it knows the times already
     args = ["reproduce", "alpacomm", "--rows", "flat_over_hosts", "--figures", "8", "--json"]
     assert run_app([*args, "--out", str(tmp_path), "--report", str(tmp_path / "a.html")]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from meshweave.algorithms.universal import Choice, universal_program
+from meshweave.algorithms.universal import UniversalConfig, universal_program
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.validate import validate
-from meshweave.reproduce.published import published
+from meshweave.reproduce.published import published_rows
 from meshweave.reproduce.slicing import rows as paper
 from meshweave.reproduce.slicing.figures import figure
 from meshweave.reproduce.slicing.partitionings import (
@@ -23,12 +23,12 @@ from meshweave.reproduce.slicing.partitionings import (
     every_partitioning,
     local_products,
     near_square,
-    problem,
+    partitioned_problem,
 )
-from meshweave.reproduce.slicing.study import CASES, LAYERS, STATIONARY, SlicingStudy
+from meshweave.reproduce.slicing.study import LAYERS, LAYERS_ON_MACHINES, STATIONARY, SlicingStudy
 from meshweave.reproduce.verdict import Tolerance
 
-PVC1, H1002 = CASES["pvc-mlp1"], CASES["h100-mlp2"]
+PVC1, H1002 = LAYERS_ON_MACHINES["pvc-mlp1"], LAYERS_ON_MACHINES["h100-mlp2"]
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +38,17 @@ def study() -> SlicingStudy:
 
 
 def test_every_row_of_the_file_is_computed() -> None:
-    listed = published(paper.PAPER)
+    listed = published_rows(paper.PAPER)
     assert {row.id for row in listed} == {*paper.OURS, *paper.BY_LAYER}
     for row in listed:
-        assert set(row.models) <= (set(LAYERS) if row.id in paper.BY_LAYER else set(CASES))
+        assert set(row.models) <= (set(LAYERS) if row.id in paper.BY_LAYER else set(LAYERS_ON_MACHINES))
 
 
 def test_partitionings() -> None:
     assert len([how for ways in every_partitioning().values() for how in ways]) == 28
     assert near_square(12) == (3, 4) and near_square(7) == (1, 7)
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
-    assert problem(TRADITIONAL, (24, 24, 24), 12, (2, 1)) is None
+    assert partitioned_problem(TRADITIONAL, (24, 24, 24), 12, (2, 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_partitionings() -> None:
 )
 @pytest.mark.parametrize("copies", [(1, 1), (2, 2), (2, 1), (4, 2)])
 def test_named_partitionings_give_right_programs(how, copies) -> None:  # type: ignore[no-untyped-def]
-    given = problem(how, (8, 16, 12), 4, copies)
+    given = partitioned_problem(how, (8, 16, 12), 4, copies)
     for stationary in STATIONARY if given else ():
         assert given is not None
-        validate(universal_program(given, Choice(stationary, slices=local_products(given))))
+        validate(universal_program(given, UniversalConfig(stationary, num_slices=local_products(given))))
 
 
 @pytest.mark.parametrize(("how", "count"), [(COLUMN, 12), (INNER, 12), (OUTER[1], 12), (TRADITIONAL, 12)])
 def test_local_products_are_overlaps_of_tiles(how, count) -> None:  # type: ignore[no-untyped-def]
-    given = problem(how, LAYER, 12, (1, 1))
+    given = partitioned_problem(how, LAYER, 12, (1, 1))
     assert given is not None and local_products(given) == count
 
 
@@ -80,12 +80,18 @@ def test_what_communicates_nothing_is_left_out(study: SlicingStudy) -> None:
 def test_nothing_is_faster_than_the_peak(study: SlicingStudy) -> None:
     for name in NAMED:
         for point in study.curve(PVC1, name).points:
-            assert 0 < study.of_peak(PVC1, point.batch, point.seconds) <= 100.001
+            assert 0 < study.percent_of_peak(PVC1, point.batch, point.seconds) <= 100.001
     for cut in ("row", "column"):
-        assert 0 < study.of_peak(PVC1, 1024, study.dtensor(PVC1, cut, 1024)[0]) < 100  # nothing overlaps
+        assert (
+            0 < study.percent_of_peak(PVC1, 1024, study.dtensor(PVC1, cut, 1024)[0]) < 100
+        )  # nothing overlaps
 
 
-def test_rows_and_figures_agree(study: SlicingStudy) -> None:
+@pytest.mark.parametrize(
+    "names", [("column block", "inner product"), pytest.param(tuple(NAMED), marks=pytest.mark.slow)]
+)
+def test_rows_and_figures_agree(names: tuple[str, ...], study: SlicingStudy) -> None:
+    study = SlicingStudy(study.machines, study.batches, {name: NAMED[name] for name in names})
     (row,) = paper.rows(study, ["copies_of_column"])
     assert row.ours == 1 and row.verdict == "holds"
     panel = figure(study, 2).panels[0]

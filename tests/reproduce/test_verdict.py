@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshweave.reproduce.meshslice.agreement import picks_best, summary
-from meshweave.reproduce.verdict import Row, Tolerance, count_verdicts
+from meshweave.reproduce.verdict import JudgedRow, Tolerance, count_verdicts
 
 
 def row(
@@ -14,9 +14,9 @@ def row(
     unit: str = "x",
     tolerance: Tolerance | None = None,
     scored: bool = True,
-) -> Row:
+) -> JudgedRow:
     given = tolerance or Tolerance()
-    return Row(
+    return JudgedRow(
         "id", "what", "where", "both", unit, published, ours, given, scored, why="because", reason="none"
     )
 

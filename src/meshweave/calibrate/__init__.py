@@ -4,18 +4,18 @@
 them and its TOML file. Nothing here knows what a lab is: the caller says where the ranks run.
 """
 
-from meshweave.calibrate.fit import Fit, Limits, Sample, fit_samples
-from meshweave.calibrate.sweep import Case, Sweep, plan_sweep
-from meshweave.calibrate.write import Calibration, calibrate, to_toml
+from meshweave.calibrate.fit import Fit, FitLimits, Sample, fit_samples
+from meshweave.calibrate.sweep import Sweep, SweepCase, plan_sweep
+from meshweave.calibrate.write import Calibration, fit_calibration, to_toml
 
 __all__ = [
     "Calibration",
-    "Case",
     "Fit",
-    "Limits",
+    "FitLimits",
     "Sample",
     "Sweep",
-    "calibrate",
+    "SweepCase",
+    "fit_calibration",
     "fit_samples",
     "plan_sweep",
     "to_toml",

@@ -23,9 +23,9 @@ _HUBER = 1.345
 """95 % of the efficiency of least squares on normal errors (Huber, 1964), in standard deviations."""
 _LEAST_SPREAD = 1e-3
 """No clock here is better than that, relative to what is measured."""
-_TURNS = 20
+_MAX_FLOOR_PASSES = 20
 """In which points above a floor and below it are told apart."""
-_SURE = 2.0
+_LAUNCH_STANDARD_ERRORS = 2.0
 """Standard errors that a launch must be above zero to be told from the synchronisation."""
 
 
@@ -39,11 +39,11 @@ class Sample:
     seconds: float
     amount: float
     steps: int = 1
-    least_s: float = 0.0
+    min_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class FitLimits:
     """Above which relative error of a fit, and below which number of points, its data do not fit."""
 
     median_error: float = 0.10
@@ -80,7 +80,7 @@ class Fit:
         """What the model says."""
         return self.launch_s + steps * (self.sync_s + amount / self.rate_per_s)
 
-    def problems(self, limits: Limits) -> list[str]:
+    def problems(self, limits: FitLimits) -> list[str]:
         """Why these constants are not to be used; empty where they are."""
         out = []
         if self.num_points < limits.num_points:
@@ -119,7 +119,7 @@ class Fit:
 
 
 def fit_samples(
-    name: str, samples: Sequence[Sample], *, is_transfer: bool = True, most_per_s: float = math.inf
+    name: str, samples: Sequence[Sample], *, is_transfer: bool = True, max_per_s: float = math.inf
 ) -> Fit:
     """Fits all constants that the samples can tell apart.
 
@@ -150,17 +150,17 @@ def fit_samples(
             remark = "launch cannot be told from sync with one number of steps, and is in sync"
     else:
         columns = [0, 2]
-    least_s = table[:, 2] / most_per_s
+    least_s = table[:, 2] / max_per_s
     found, error = _robust(table[:, columns], seconds, least_s)
-    if columns == [0, 1, 2] and found[0] < _SURE * error[0]:
+    if columns == [0, 1, 2] and found[0] < _LAUNCH_STANDARD_ERRORS * error[0]:
         columns = [1, 2]
         found, error = _robust(table[:, columns], seconds, least_s)
         remark = "launch cannot be told from zero"
-    floor_s = np.array([s.least_s for s in samples], dtype=np.float64)
+    floor_s = np.array([s.min_s for s in samples], dtype=np.float64)
     held = np.zeros(len(samples), dtype=bool)
-    for _ in range(_TURNS if floor_s.any() else 0):
+    for _ in range(_MAX_FLOOR_PASSES if floor_s.any() else 0):
         # Points that the floor holds say nothing of the rate: without it they still tell launch and sync.
-        before, held = held, table[:, 2] * (found[-1] + 1 / most_per_s) < floor_s
+        before, held = held, table[:, 2] * (found[-1] + 1 / max_per_s) < floor_s
         if (held == before).all() or held.all():
             break
         freed = table.copy()
@@ -168,7 +168,7 @@ def fit_samples(
         found, error = _robust(freed[:, columns], seconds, np.where(held, floor_s, least_s))
     whole = np.zeros(3)
     whole[columns] = found
-    whole[2] += 1 / most_per_s
+    whole[2] += 1 / max_per_s
     launch_s, sync_s, per_unit_s = (float(value) for value in whole)
     moving_s = np.maximum(table[:, 2] * whole[2], floor_s)
     misfit = np.abs((table[:, :2] @ whole[:2] + moving_s) / seconds - 1)

@@ -35,7 +35,7 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     import torch
 
     from meshweave.execute.torch.bind import bind
-    from meshweave.execute.torch.groups import TorchContext
+    from meshweave.execute.torch.context import TorchContext
     from meshweave.execute.torch.measure import quiet, start_together
 
     torch.set_num_threads(1)

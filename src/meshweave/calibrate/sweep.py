@@ -20,9 +20,10 @@ from meshweave.base.errors import DescriptionError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import NetworkAxis
-from meshweave.ir.program import On, Program, Repeat, Statement, When
-from meshweave.ir.program.ops import Add, Permute
+from meshweave.ir.program import Program, Statement
+from meshweave.ir.program.ops import Add, Op, Permute
 from meshweave.ir.program.parse import parse
+from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_chains, lower_rings
 
@@ -36,7 +37,7 @@ LEAST_PACKET_BYTES = 16_000
 
 _SMALLEST_STEP_S, _NUM_SIZES, _SIZE_RANGE = 5.2e-3, 5, 8
 _LEAST_BYTES, _MOST_SMALLEST_BYTES = 1024, 262144
-_SOME = (0, 2, 3)
+_SUBSET_OF_SIZES = (0, 2, 3)
 """Which sizes are measured alone too, and in chains: enough of them, without the one that takes longest."""
 _RUN_S, _LEAST_TURNS, _MOST_TURNS = 0.03, 4, 32
 _BUCKETS = 4
@@ -55,8 +56,8 @@ class MeshAxis:
     link: NetworkAxis
 
     @property
-    def ways(self) -> Literal[1, 2]:
-        return 2 if self.link.ways == 2 and self.count > 2 else 1
+    def ring_directions(self) -> Literal[1, 2]:
+        return 2 if self.link.num_directions == 2 and self.count > 2 else 1
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,14 @@ class Loop:
     axis: str
     amount: int
     steps: int
-    turns: int
-    warm: int
+    iterations: int
+    warmup_iterations: int
     copy_bytes: int = 0
     packets: int = 1
 
 
 @dataclass(frozen=True)
-class Case:
+class SweepCase:
     """A program of one or more loops at the same time."""
 
     name: str
@@ -90,7 +91,7 @@ class Case:
         return {
             "name": self.name,
             "program": to_text(self.program),
-            "loops": [[loop.kind, loop.turns, loop.warm] for loop in self.loops],
+            "loops": [[loop.kind, loop.iterations, loop.warmup_iterations] for loop in self.loops],
         }
 
 
@@ -101,7 +102,7 @@ class Sweep:
     cluster: Cluster
     axes: tuple[MeshAxis, ...]
     sizes: tuple[int, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[SweepCase, ...]
     expected_s: float
 
     @property
@@ -151,30 +152,34 @@ def plan_sweep(
         for i, (name, count) in enumerate(zip(AXES, mesh_shape, strict=True))
     )
     used = [axis for axis in axes if axis.count > 1]
-    slowest = min(axis.ways * axis.link.link_bytes_per_s for axis in used)
+    slowest = min(axis.ring_directions * axis.link.link_bytes_per_s for axis in used)
     chosen = tuple(sorted({_whole(size) for size in sizes})) or default_sizes(slowest)
     # A bucket drains by the difference between what is offered and the rate: slowly, where steps are short.
-    maker = _Maker(Mesh.of(MESH, mesh_shape, AXES), cluster.chip.effective_flops_per_s, _BUCKETS * skip_bytes)
-    cases: list[Case] = []
+    maker = _SweepBuilder(
+        Mesh.of(MESH, mesh_shape, AXES), cluster.chip.effective_flops_per_s, _BUCKETS * skip_bytes
+    )
+    cases: list[SweepCase] = []
     for number, size in enumerate(chosen):
         for kind in KINDS:
             firsts = (False,) if kind == "send_recv" or max(a.count for a in used) < 3 else (True, False)
             cases += [maker.case(kind, used, size, first, is_busy=True) for first in firsts]
-            if number in _SOME:
+            if number in _SUBSET_OF_SIZES:
                 cases += [maker.case(kind, [axis], size, False, is_busy=False) for axis in used]
-        if number in _SOME:
+        if number in _SUBSET_OF_SIZES:
             fitting = [d for d in PACKETS if d == 1 or size >= d * LEAST_PACKET_BYTES]
             cases += [maker.chains(kind, used, size, packets) for kind in CHAINS for packets in fitting]
         cases.append(maker.products(size, used))
     return Sweep(cluster, axes, chosen, tuple(cases), sum(maker.expected_s))
 
 
-class _Maker:
+class _SweepBuilder:
     def __init__(self, mesh: Mesh, flops_per_s: float, skip_bytes: int) -> None:
         self.mesh, self.flops_per_s, self.skip_bytes = mesh, flops_per_s, skip_bytes
         self.expected_s: list[float] = []
 
-    def case(self, kind: str, axes: Sequence[MeshAxis], size: int, first: bool, *, is_busy: bool) -> Case:
+    def case(
+        self, kind: str, axes: Sequence[MeshAxis], size: int, first: bool, *, is_busy: bool
+    ) -> SweepCase:
         """`kind` along `axes` at once, with products beside it where `is_busy`; `first`: its first step only."""
         turn_s = {axis.name: self._turn_s(kind, axis, size, first) for axis in axes}
         slowest_s = max(turn_s.values())
@@ -198,12 +203,12 @@ class _Maker:
         self.expected_s.append(run_s)
         where = "all axes and products" if is_busy else axes[0].name
         name = f"{kind}{' (first step)' if first else ''} of {size} bytes, {where}"
-        program = lower_rings(self._program(name, text), max(axis.ways for axis in axes))
+        program = lower_rings(self._program(name, text), max(axis.ring_directions for axis in axes))
         if first:
-            program = replace(program, body=tuple(_first_steps(program.body)))
-        return Case(name, is_busy, tuple(loops), program)
+            program = replace(program, body=_first_steps(program.body))
+        return SweepCase(name, is_busy, tuple(loops), program)
 
-    def chains(self, kind: str, axes: Sequence[MeshAxis], size: int, packets: int) -> Case:
+    def chains(self, kind: str, axes: Sequence[MeshAxis], size: int, packets: int) -> SweepCase:
         """Broadcasts or reduces along all `axes`, with products beside them; every member is the root as often."""
         turn_s = {axis.name: _chain_s(axis, size, packets) for axis in axes}
         most = max(axis.count for axis in axes)
@@ -222,15 +227,17 @@ class _Maker:
         self.expected_s.append(run_s)
         name = f"{kind} of {size} bytes in {packets} packets, all axes and products"
         program = lower_chains(self._program(name, [*text, _compute(loops[-1])]))
-        return Case(name, True, tuple(loops), program)
+        return SweepCase(name, True, tuple(loops), program)
 
-    def products(self, size: int, axes: Sequence[MeshAxis]) -> Case:
+    def products(self, size: int, axes: Sequence[MeshAxis]) -> SweepCase:
         """Products and copies with nothing beside them, as long as the largest collective of that size."""
         loop = self._compute(
             max(self._turn_s("all_gather", axis, size, False) for axis in axes), _LEAST_TURNS, size
         )
-        self.expected_s.append(loop.turns * loop.amount / self.flops_per_s)
-        return Case(f"products for {size} bytes", False, (loop,), self._program("products", [_compute(loop)]))
+        self.expected_s.append(loop.iterations * loop.amount / self.flops_per_s)
+        return SweepCase(
+            f"products for {size} bytes", False, (loop,), self._program("products", [_compute(loop)])
+        )
 
     def _compute(self, seconds: float, turns: int, size: int) -> Loop:
         edge = max(round((seconds * self.flops_per_s / 2) ** (1 / 3) / 4), 4) * 4
@@ -246,7 +253,7 @@ class _Maker:
         return parse("\n".join([*lines, f"with {MESH}:", *(body for _, body in text)]) + "\n")
 
     def _message(self, kind: str, axis: MeshAxis, size: int) -> float:
-        return size if kind == "send_recv" else size / axis.ways
+        return size if kind == "send_recv" else size / axis.ring_directions
 
     def _turn_s(self, kind: str, axis: MeshAxis, size: int, first: bool) -> float:
         steps = 1 if kind == "send_recv" or first else axis.count - 1
@@ -313,7 +320,7 @@ def _compute(loop: Loop) -> tuple[str, str]:
     body = [
         "    zero(x, lane=compute)",
         "    zero(from_, lane=compute)",
-        f"    for i in range({loop.turns}):",
+        f"    for i in range({loop.iterations}):",
         "        matmul(y, x, x, lane=compute)",
         "        copy(to_, from_, lane=compute)",
     ]
@@ -325,16 +332,14 @@ def _scratch(name: str, *shape: int, slots: int = 1) -> str:
     return f'{name} = scratch(({sizes}), "float32", on={MESH}{f", slots={slots}" if slots > 1 else ""})'
 
 
-def _first_steps(body: Sequence[Statement]) -> list[Statement]:
-    """Rings without what follows their first step; the sums that a left-out step would feed go with it."""
-    out: list[Statement] = []
+def _first_steps(body: Sequence[Statement]) -> tuple[Statement, ...]:
+    """Return rings without what follows their first step, nor the sums that a left-out step would feed."""
     is_left_out = False
-    for statement in body:
-        if isinstance(statement, (On, Repeat, When)):
-            out.append(replace(statement, body=tuple(_first_steps(statement.body))))
-            continue
-        if isinstance(statement, Permute) and statement.step is not None:
-            is_left_out = statement.step.index != 0
-        if not (is_left_out and isinstance(statement, (Permute, Add))):
-            out.append(statement)
-    return out
+
+    def first_step(op: Op) -> tuple[Op, ...]:
+        nonlocal is_left_out
+        if isinstance(op, Permute) and op.step is not None:
+            is_left_out = op.step.index != 0
+        return () if is_left_out and isinstance(op, (Permute, Add)) else (op,)
+
+    return rewrite(body, first_step)

@@ -10,20 +10,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshweave.base.units import format_s
-from meshweave.calibrate.fit import Fit, Limits, Sample, fit_samples
+from meshweave.calibrate.fit import Fit, FitLimits, Sample, fit_samples
 from meshweave.calibrate.sweep import CHAINS, KINDS, Sweep
 from meshweave.describe.machine.cluster import (
     COMM_KINDS,
     Cluster,
     CommConstants,
-    FullMesh,
-    Hosts,
+    FullMeshNetwork,
+    HostsNetwork,
     Network,
     NetworkAxis,
-    Ring,
-    Switch,
+    RingNetwork,
+    SwitchNetwork,
     TorusNetwork,
-    Tree,
+    TreeNetwork,
 )
 
 BUSY_NOTE = (
@@ -33,7 +33,7 @@ BUSY_NOTE = (
     "Those of a single operation on an idle machine are in the comments."
 )
 
-CHAIN_LIMITS = Limits(median_error=0.25, worst_error=0.75)
+CHAIN_LIMITS = FitLimits(median_error=0.25, worst_error=0.75)
 """Beyond these a broadcast or reduce gets a remark. One op's closed form cannot say how successive ones pipeline
 into each other, so that worse constants are the best there are, and no reason to refuse all others."""
 CHIP = "chip"
@@ -74,14 +74,14 @@ class Calibration:
         }
 
 
-def calibrate(
+def fit_calibration(
     sweep: Sweep,
     ranks: Sequence[Mapping[str, Any]],
     *,
     source: str,
-    limits: Limits | None = None,
+    limits: FitLimits | None = None,
     has_nominal_links: bool = True,
-    most_flops_per_s: float = math.inf,
+    max_flops_per_s: float = math.inf,
     send_buffer_bytes: int = 0,
     note: str = "",
 ) -> Calibration:
@@ -96,14 +96,14 @@ def calibrate(
 
     Broadcasts and reduces are never among the problems, only remarked upon: see `CHAIN_LIMITS`.
     """
-    limits = limits or Limits()
+    limits = limits or FitLimits()
     samples = _samples(sweep, [rank["times"] for rank in ranks], has_nominal_links)
-    most = {COMPUTE: most_flops_per_s}
+    most = {COMPUTE: max_flops_per_s}
     if has_nominal_links:
         for axis in sweep.axes:
             # A ring step goes one way; so does a chain, but two that follow each other may seem to be faster.
             for kind in (*KINDS, *CHAINS):
-                ways = 1 if kind == "send_recv" else axis.ways
+                ways = 1 if kind == "send_recv" else axis.ring_directions
                 most[axis.link.name, kind] = ways * axis.link.link_bytes_per_s
     busy, alone = (
         {
@@ -124,12 +124,12 @@ def calibrate(
 def _fit(key: tuple[str, str], samples: Sequence[Sample], most_per_s: float) -> Fit:
     where, kind = key
     if where != CHIP:
-        fit = fit_samples(f"{kind} along {where}", samples, most_per_s=most_per_s)
+        fit = fit_samples(f"{kind} along {where}", samples, max_per_s=most_per_s)
         if kind in CHAINS and (problems := fit.problems(CHAIN_LIMITS)):
             said = "; ".join(problem.partition(": ")[2] for problem in problems)
             fit = replace(fit, remark=f"{fit.remark}; {said}".removeprefix("; "))
         return fit
-    fit = fit_samples(kind, samples, is_transfer=False, most_per_s=most_per_s)
+    fit = fit_samples(kind, samples, is_transfer=False, max_per_s=most_per_s)
     if key == COPIES and fit.launch_s:
         # Without it the rate would be that of small copies, and no rate of memory.
         remark = f"the {format_s(fit.launch_s)} that each copy takes besides are not in the cost model"
@@ -254,13 +254,13 @@ def _with_axes(network: Network, change: Any) -> Network:
     match network:
         case TorusNetwork():
             return replace(network, axes=tuple(change(axis) for axis in network.axes))
-        case Hosts():
+        case HostsNetwork():
             return replace(network, intra=change(network.intra), nic=change(network.nic))
-        case FullMesh():
+        case FullMeshNetwork():
             return replace(network, inner=change(network.inner), link=change(network.link))
-        case Tree():
+        case TreeNetwork():
             return replace(network, levels=tuple(replace(x, axis=change(x.axis)) for x in network.levels))
-        case Ring() | Switch():
+        case RingNetwork() | SwitchNetwork():
             return replace(network, link=change(network.link))
 
 
@@ -309,26 +309,26 @@ def _network(network: Network) -> Iterator[str]:
             yield f"max_chips = {network.max_chips}"
             for axis in network.axes:
                 yield from _axis("[[network.axes]]", "network.axes", axis)
-        case Hosts():
+        case HostsNetwork():
             yield 'kind = "hosts"'
             yield f"num_hosts = {network.num_hosts}"
             yield f"chips_per_host = {network.chips_per_host}"
             yield f"nics_per_host = {network.nics_per_host}"
             yield from _axis("[network.intra]", "network.intra", network.intra)
             yield from _axis("[network.nic]", "network.nic", network.nic)
-        case FullMesh():
+        case FullMeshNetwork():
             yield 'kind = "full_mesh"'
             yield f"num_packages = {network.num_packages}"
             yield f"chips_per_package = {network.chips_per_package}"
             yield from _axis("[network.inner]", "network.inner", network.inner)
             yield from _axis("[network.link]", "network.link", network.link)
-        case Tree():
+        case TreeNetwork():
             yield 'kind = "tree"'
             for level in network.levels:
                 yield from ("", "[[network.levels]]", f"fanout = {level.fanout}", f"links = {level.links}")
                 yield from _axis("[network.levels.axis]", "network.levels.axis", level.axis)
-        case Ring() | Switch():
-            yield f'kind = "{"ring" if isinstance(network, Ring) else "switch"}"'
+        case RingNetwork() | SwitchNetwork():
+            yield f'kind = "{"ring" if isinstance(network, RingNetwork) else "switch"}"'
             yield f"size = {network.size}"
             yield from _axis("[network.axis]", "network.axis", network.link)
 
@@ -341,7 +341,7 @@ def _axis(head: str, path: str, axis: NetworkAxis) -> Iterator[str]:
         yield f"source = {_text(axis.source)}"
     yield f"link_bytes_per_s = {_number(axis.link_bytes_per_s)}"
     yield f"link_latency_s = {_number(axis.link_latency_s)}"
-    yield f"ways = {axis.ways}"
+    yield f"ways = {axis.num_directions}"
     yield f"launch_s = {_number(axis.launch_s)}"
     if axis.constants:
         yield ""

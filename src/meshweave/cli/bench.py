@@ -2,92 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Dataflow
-from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
-from meshweave.base.errors import DescriptionError, LayoutError, nearest
+import meshweave.cli.bench_options as options
+from meshweave.base.errors import LayoutError
 from meshweave.cli.bench_tables import heading, report_results
 from meshweave.cli.fidelity import fidelity
-from meshweave.cli.options import (
-    JSON_HELP,
-    check_writable,
-    read_algorithms,
-    read_mesh,
-    read_slices,
-)
-from meshweave.describe.files import printable
-from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.cli.options import check_writable
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.report.provenance import describe
-
-if TYPE_CHECKING:
-    from meshweave.lab.lab import Lab
 
 bench = typer.Typer(
     help="Measure rivals on the same operands in a lab of network namespaces.", no_args_is_help=True
 )
 
 
-OutOption = Annotated[
-    Path | None, typer.Option(help="Write all times, yardsticks, machine and versions here as JSON.")
-]
-SlicesOption = Annotated[str, typer.Option(help="MeshSlice slice counts to run besides, such as 4,8.")]
-RepeatOption = Annotated[int, typer.Option(help="Measured runs of each rival, after one to warm up.")]
-DataflowOption = Annotated[
-    str, typer.Option(help="os, ls or rs: which matrix of the forward product stays put.")
-]
-
-
 @bench.command()
 def matmul(
-    lab: Annotated[Path, typer.Option(help="LAB.toml: the interconnect to build, see `meshweave lab`.")],
-    dataflow: DataflowOption = "os",
-    m: Annotated[int, typer.Option("--m", help="Rows of Y and X.")] = 384,
-    n: Annotated[int, typer.Option("--n", help="Columns of Y and W.")] = 384,
-    k: Annotated[int, typer.Option("--k", help="Columns of X, rows of W.")] = 24576,
-    passes: Annotated[
-        str,
-        typer.Option(
-            "--pass",
-            help="Products of the layer Y = X W: forward, backward_data (dY W^T), backward_weight (X^T dY), "
-            "some of them separated by commas, or all.",
-        ),
-    ] = "forward",
-    mesh: Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS; by default that of a torus lab.")] = "",
-    ratio: Annotated[
-        str,
-        typer.Option(
-            help="Compute time over communication time of each product, several separated by commas; sets the "
-            "pace of products. 0: unpaced."
-        ),
-    ] = "1",
-    unpaced: Annotated[
-        bool,
-        typer.Option(
-            "--unpaced", help="Measure all rivals unpaced too, which tells of this machine's cores."
-        ),
-    ] = False,
-    cluster: Annotated[
-        Path | None,
-        typer.Option(
-            help="A cluster description with measured constants of this lab: configurations are chosen by "
-            "estimates on it, and these stand beside the results. Default: the ideal lab, no latencies."
-        ),
-    ] = None,
-    algorithms: Annotated[str, typer.Option(help="Names separated by commas, or 'all'.")] = "all",
-    slices: SlicesOption = "",
-    widths: Annotated[
-        str, typer.Option(help="Relative widths of MeshSlice slices to run besides, such as 1:2:4:8,1:2:2:1.")
-    ] = "",
-    repeat: RepeatOption = 5,
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 600.0,
-    out: OutOption = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here: bars of time over bound.")] = None,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    lab: options.LabFile,
+    dataflow: options.DataflowName = "os",
+    m: options.LayerM = 384,
+    n: options.LayerN = 384,
+    k: options.LayerK = 24576,
+    passes: options.Passes = "forward",
+    mesh: options.MeshShape = "",
+    ratio: options.Ratios = "1",
+    unpaced: options.Unpaced = False,
+    cluster: options.CalibratedFile = None,
+    algorithms: options.Algorithms = "all",
+    slices: options.Slices = "",
+    widths: options.Widths = "",
+    repeat: options.Repeat = 5,
+    timeout: options.Timeout = 600.0,
+    out: options.Out = None,
+    svg: options.OverBoundPicture = None,
+    json: options.Json = False,
 ) -> None:
     """Run every algorithm and PyTorch's DTensor, interleaved, in a lab that is built for it and taken down.
 
@@ -98,74 +50,59 @@ def matmul(
 
     Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 0.5,1,2 --svg plot.svg
     """
-    from meshweave.lab.bench.rounds import bench as measure
-    from meshweave.lab.bench.rounds import layer_rounds
-    from meshweave.lab.bench.rounds import unpaced as without_pace
+    from meshweave.lab.bench.rounds import bench_layer
 
-    loaded, shape = _lab(lab, mesh)
-    _check_runs(repeat, timeout)
-    ratios = _ratios(ratio)
-    names = _names(algorithms)
-    besides = [_widths(text, False) for text in _listed(slices)] + [
-        _widths(text, True) for text in _listed(widths)
-    ]
-    calibrated = None if cluster is None else _calibrated(cluster, loaded)
+    described, shape = options.load_lab_and_mesh(lab, mesh)
+    options.check_repeat_and_timeout(repeat, timeout)
+    ratios, names = options.read_ratios(ratio), options.read_algorithms_2d(algorithms)
+    extra_slices = options.read_extra_slices(slices, widths)
+    calibrated = None if cluster is None else options.load_calibrated(cluster, described)
     for path in (out, svg):
         check_writable(path)
-    lab_cluster = loaded.cluster()
-    rounds = layer_rounds(
+    measured = bench_layer(
+        described,
         (m, n, k),
         shape,
-        _dataflow(dataflow),
-        _passes(passes),
+        options.read_dataflow(dataflow),
+        options.read_passes(passes),
         ratios,
-        lab_cluster,
-        calibrated or lab_cluster,
         names,
-        besides,
+        extra_slices,
+        also_unpaced=unpaced,
+        calibrated=calibrated,
+        repeat=repeat,
+        timeout_s=timeout,
     )
-    if unpaced and 0 not in ratios:
-        rounds += without_pace(rounds)
-    used = {case.algorithm for one in rounds for case in one.rivals}
+    used = {rival.algorithm for one in measured for rival in one.round.rivals}
     if left_out := [name for name in names if name not in used] if algorithms != "all" else []:
         mesh_text = "x".join(map(str, shape))
         typer.echo(f"left out: {', '.join(left_out)} cannot run this on a {mesh_text} mesh", err=True)
-    with loaded.up() as running:
-        measured = measure(running, rounds, calibrated=calibrated, repeat=repeat, timeout_s=timeout)
     record = {
-        **_record("bench matmul", cluster, calibrated, repeat),
-        "lab": _lab_record(loaded),
+        **_record("bench matmul", calibrated, repeat),
+        "lab": described.description.to_json(),
         "layer": {"m": m, "n": n, "k": k, "dataflow": dataflow, "mesh_shape": list(shape)},
         "rounds": [one.to_json() for one in measured],
     }
-    title = f"layer Y = X W of {m} x {n} x {k}, {dataflow}, on {loaded.description.name}"
+    title = f"layer Y = X W of {m} x {n} x {k}, {dataflow}, on {described.description.name}"
     report_results(record, measured, [heading(one) for one in measured], title, out, svg, json)
 
 
 @bench.command()
 def shapes(
-    labs: Annotated[str, typer.Option(help="LAB.toml files of toruses, separated by commas; two at least.")],
-    dataflow: DataflowOption = "os",
-    m: Annotated[int, typer.Option("--m", help="Rows of C.")] = 768,
-    n: Annotated[int, typer.Option("--n", help="Columns of C.")] = 192,
-    k: Annotated[int, typer.Option("--k", help="Summed dim.")] = 24576,
-    ratio: Annotated[
-        float,
-        typer.Option(help="Compute time over communication time on the first lab; sets the pace of all."),
-    ] = 0.5,
-    clusters: Annotated[
-        str,
-        typer.Option(help="Cluster descriptions with measured constants, one per lab, separated by commas."),
-    ] = "",
-    algorithms: Annotated[
-        str, typer.Option(help="Names separated by commas, or 'all'.")
-    ] = "meshslice,meshslice_tapered,collective",
-    slices: SlicesOption = "",
-    repeat: RepeatOption = 5,
-    timeout: Annotated[float, typer.Option(help="Seconds for each lab.")] = 300.0,
-    out: OutOption = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture here: bars of seconds.")] = None,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    labs: options.LabFiles,
+    dataflow: options.DataflowName = "os",
+    m: options.ProductM = 768,
+    n: options.ProductN = 192,
+    k: options.ProductK = 24576,
+    ratio: options.FirstRatio = 0.5,
+    clusters: options.CalibratedFiles = "",
+    algorithms: options.Algorithms = "meshslice,meshslice_tapered,collective",
+    slices: options.Slices = "",
+    repeat: options.Repeat = 5,
+    timeout: options.TimeoutOfEach = 300.0,
+    out: options.Out = None,
+    svg: options.SecondsPicture = None,
+    json: options.Json = False,
 ) -> None:
     """Run the same product on meshes of other shapes, one lab after another, at one pace.
 
@@ -175,153 +112,48 @@ def shapes(
 
     Example: meshweave bench shapes --labs examples/labs/torus-4x4-50mbit.toml,examples/labs/torus-8x2-50mbit.toml
     """
-    from meshweave.lab.bench.rounds import compare_shapes
+    from meshweave.lab.bench.shapes import compare_shapes
 
-    paths, described = _listed(labs), _listed(clusters)
+    paths, cluster_paths = options.split_names(labs), options.split_names(clusters)
     if len(paths) < 2:
         raise LayoutError("one lab has one shape; name two with --labs A.toml,B.toml")
-    if described and len(described) != len(paths):
-        raise LayoutError(f"{len(described)} clusters for {len(paths)} labs; give one per lab, or none")
-    _check_runs(repeat, timeout)
-    _check_ratio(ratio)
-    if not ratio:
-        raise LayoutError("without a pace this would compare cores; give a ratio over 0")
+    if cluster_paths and len(cluster_paths) != len(paths):
+        raise LayoutError(f"{len(cluster_paths)} clusters for {len(paths)} labs; give one per lab, or none")
+    options.check_repeat_and_timeout(repeat, timeout)
+    options.check_ratio(ratio)
     for path in (out, svg):
         check_writable(path)
-    found = [_lab(Path(path), "") for path in paths]
-    if len({lab.num_ranks for lab, _ in found}) > 1:
-        counts = ", ".join(str(lab.num_ranks) for lab, _ in found)
-        raise LayoutError(f"the labs have {counts} ranks; shapes compare at the same number")
-    constants: list[Cluster | None] = [None] * len(found)
-    if described:
-        constants = [_calibrated(Path(path), lab) for path, (lab, _) in zip(described, found, strict=True)]
+    described = [options.load_lab_and_mesh(Path(path), "") for path in paths]
+    calibrated: list[Cluster | None] = [None] * len(described)
+    if cluster_paths:
+        pairs = zip(cluster_paths, described, strict=True)
+        calibrated = [options.load_calibrated(Path(path), lab) for path, (lab, _) in pairs]
     comparison = compare_shapes(
-        [(lab, shape, known) for (lab, shape), known in zip(found, constants, strict=True)],
+        [(lab, shape, cluster) for (lab, shape), cluster in zip(described, calibrated, strict=True)],
         (m, n, k),
-        _dataflow(dataflow),
+        options.read_dataflow(dataflow),
         ratio,
-        _names(algorithms),
-        [_widths(text, False) for text in _listed(slices)],
+        options.read_algorithms_2d(algorithms),
+        options.read_extra_slices(slices, ""),
         repeat=repeat,
         timeout_s=timeout,
     )
     record = {
-        **_record("bench shapes", None, None, repeat),
-        "clusters": [None if known is None else known.name for known in constants],
-        "labs": [_lab_record(lab) for lab, _ in found],
+        **_record("bench shapes", None, repeat),
+        "clusters": [None if cluster is None else cluster.name for cluster in calibrated],
+        "labs": [lab.description.to_json() for lab, _ in described],
         "product": {"m": m, "n": n, "k": k, "dataflow": dataflow},
         **comparison.to_json(),
     }
-    headings = [
-        f"{name}: {heading(one)}" for name, one in zip(comparison.labs, comparison.measured, strict=True)
-    ]
-    title = f"{dataflow} {m} x {n} x {k} in {len(found)} mesh shapes, at one pace"
-    report_results(
-        record, comparison.measured, headings, title, out, svg, json, seconds=True, comparison=comparison
-    )
+    title = f"{dataflow} {m} x {n} x {k} in {len(described)} mesh shapes, at one pace"
+    rounds = zip(comparison.labs, comparison.measured, strict=True)
+    headings = [f"{name}: {heading(one)}" for name, one in rounds]
+    report_results(record, comparison.measured, headings, title, out, svg, json, comparison=comparison)
 
 
-# --- reading options --------------------------------------------------------------------------------------
-
-
-def _lab(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]:
-    """The lab in a file and its mesh shape."""
-    from meshweave.lab.lab import Lab
-
-    loaded = Lab.load(path)
-    shape: tuple[int, ...] | None = (
-        read_mesh(mesh) if mesh else getattr(loaded.description.network, "shape", None)
-    )
-    if shape is None or len(shape) != 2:
-        raise LayoutError(f"{path}: is no 2D torus; say --mesh ROWSxCOLS")
-    return loaded, shape
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _names(algorithms: str) -> list[str]:
-    return [name for name in read_algorithms(algorithms) if name in ALGORITHMS]
-
-
-def _widths(text: str, relative: bool) -> tuple[int, ...]:
-    """A slice count for --slices, relative widths for --widths."""
-    if relative and ":" not in text:
-        raise LayoutError(
-            f"widths '{printable(text)}' are not written such as 1:2:4:8; --slices takes counts"
-        )
-    if not relative and ":" in text:
-        raise LayoutError(f"'{printable(text)}' is no slice count; --widths takes relative widths")
-    return read_slices(text)
-
-
-def _dataflow(text: str) -> Dataflow:
-    for known in DATAFLOWS:
-        if text == known:
-            return known
-    raise LayoutError(f"dataflow '{printable(text)}' is none of {', '.join(DATAFLOWS)}")
-
-
-def _passes(text: str) -> tuple[PassName, ...]:
-    asked = list(PASSES) if text == "all" else _listed(text)
-    if not asked:
-        raise LayoutError(f"no pass named; give all or some of {', '.join(PASSES)}")
-    for name in asked:
-        if name not in PASSES:
-            raise LayoutError(
-                f"there is no pass '{printable(name)}'{nearest(name, PASSES)}; give all or {', '.join(PASSES)}"
-            )
-    return tuple(name for name in PASSES if name in asked)
-
-
-def _ratios(text: str) -> list[float]:
-    ratios = []
-    for part in _listed(text):
-        try:
-            ratios.append(float(part))
-        except ValueError:
-            raise LayoutError(
-                f"ratio '{printable(part)}' is no number; give one, or several such as 0.5,1,2"
-            ) from None
-        _check_ratio(ratios[-1])
-    if not ratios:
-        raise LayoutError("no ratio given; give one, such as 1, or several such as 0.5,1,2")
-    return list(dict.fromkeys(ratios))
-
-
-def _check_ratio(ratio: float) -> None:
-    if not (ratio == 0 or 1e-3 <= ratio <= 1e3):
-        raise LayoutError(f"a ratio of {ratio:g} makes no sense here; give 0.001 to 1000, or 0 for unpaced")
-
-
-def _check_runs(repeat: int, timeout: float) -> None:
-    if not (1 <= repeat <= 100 and 0 < timeout < 1e5):
-        raise LayoutError("repeat must be 1 to 100, timeout positive seconds")
-
-
-def _calibrated(path: Path, lab: Lab) -> Cluster:
-    found = load_cluster(str(path))
-    if found.num_chips != lab.num_ranks:
-        raise DescriptionError(
-            f"{printable(path)}: has {found.num_chips} chips, the lab {lab.num_ranks} ranks; "
-            f"give a description of {lab.description.name}"
-        )
-    return found
-
-
-# --- results ----------------------------------------------------------------------------------------------
-
-
-def _record(kind: str, path: Path | None, calibrated: Cluster | None, repeat: int) -> dict[str, Any]:
+def _record(kind: str, calibrated: Cluster | None, repeat: int) -> dict[str, Any]:
     cluster = None if calibrated is None else {"name": calibrated.name, "source": calibrated.source}
     return {"kind": kind, "machine": describe(), "cluster": cluster, "repeat": repeat}
-
-
-def _lab_record(lab: Lab) -> dict[str, Any]:
-    described = asdict(lab.description)
-    kind = type(lab.description.network).__name__.removesuffix("Lab").lower()
-    return {**described, "network": {"kind": kind, **described["network"]}}
 
 
 bench.command()(fidelity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,40 +16,44 @@ from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.timeline import write_text
 
 if TYPE_CHECKING:
-    from meshweave.lab.bench.rounds import Comparison, Measured, Result
+    from meshweave.lab.bench.results import MeasuredRound, RivalTimes
+    from meshweave.lab.bench.shapes import ShapeComparison
 
 UNPACED_NOTE = (
     "unpaced: tells of this machine's cores rather than of schedules; its bound is that of the links"
 )
+NOT_COMPARABLE = "not the same task, so not comparable: inputs already gathered on every rank"
 
 
-def heading(one: Measured) -> str:
-    """Pass, product, mesh, ratio and bound of a round."""
-    problem = one.round.problem
-    what = f"{one.round.pass_name}, {problem.dataflow} {problem.m} x {problem.n} x {problem.k}"
+def heading(measured: MeasuredRound) -> str:
+    """Return the pass, product, mesh, ratio and bound of a round."""
+    problem, ratio = measured.round.problem, measured.round.ratio
+    what = f"{measured.round.pass_name}, {problem.dataflow} {problem.m} x {problem.n} x {problem.k}"
     mesh = "x".join(map(str, problem.mesh_shape))
-    if not one.round.flops_per_s:
-        return f"{what} on {mesh}: unpaced, {format_s(one.bound_s)} of communication"
-    ratio = f", compute {one.round.ratio:g} x communication" if one.round.ratio is not None else ""
-    return f"{what} on {mesh}{ratio}: bound {format_s(one.bound_s)}"
+    if not measured.round.flops_per_s:
+        return f"{what} on {mesh}: unpaced, {format_s(measured.bound_s)} of communication"
+    balance = f", compute {ratio:g} x communication" if ratio is not None else ""
+    return f"{what} on {mesh}{balance}: bound {format_s(measured.bound_s)}"
 
 
 def report_results(
     record: dict[str, Any],
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredRound],
     headings: Sequence[str],
     title: str,
     out: Path | None,
     svg: Path | None,
     json: bool,
     *,
-    seconds: bool = False,
-    comparison: Comparison | None = None,
+    comparison: ShapeComparison | None = None,
 ) -> None:
-    """Prints and writes results, `seconds` instead of multiples of the bound in the picture. Raises ProgramError
-    where a result is wrong."""
+    """Print and write results; with a `comparison`, the picture shows seconds instead of multiples of the bound.
+
+    Raises:
+        ProgramError: a result differs from the dense product.
+    """
     if svg is not None:
-        write_text(svg, _picture(measured, headings, title, seconds))
+        write_text(svg, picture(measured, headings, title, in_seconds=comparison is not None))
     if out is not None:
         write_text(out, dumps(record, indent=1) + "\n")
     if json:
@@ -73,83 +77,112 @@ def report_results(
                 )
 
 
-def table(one: Measured, heading: str) -> list[str]:
-    """The lines of a round, the fastest rival first, within 100 columns."""
-    estimated = any(result.estimate_s is not None for result in one.results)
-    last = f"{'x estimate':>12}" if estimated else ""
+def table(measured: MeasuredRound, heading: str) -> list[str]:
+    """Return the lines of a round, within 100 columns.
+
+    Rivals that start from the same shards come first, the fastest on top. Those that start from something else
+    stand below, under a line that says so.
+    """
+    has_estimates = any(result.estimate_s is not None for result in measured.results)
+    last = f"{'x estimate':>12}" if has_estimates else ""
     lines = [heading, f"  {'':<36}{'median':>9}{'x bound':>9}{'x theory':>10}{last}   fastest to slowest"]
-    for result in one.ranked():
-        last = f"{_times(result.over_estimate):>12}" if estimated else ""
+    is_comparable = True
+    for result in measured.ranked():
+        if result.precondition and is_comparable:
+            is_comparable = False
+            lines.append(f"  {NOT_COMPARABLE}")
+        last = f"{_ratio_text(result.over_estimate):>12}" if has_estimates else ""
         lines.append(
-            f"  {_short(result.name):<36}{format_s(result.median_s):>9}{_times(result.over_bound):>9}"
-            f"{_times(result.over_theory):>10}{last}   {format_s(result.fastest_s)} to "
-            f"{format_s(result.slowest_s)}" + ("" if result.error == 0 else f"  WRONG by {result.error:g}")
+            f"  {_shortened(result.name):<36}{format_s(result.median_s):>9}"
+            f"{_ratio_text(result.over_bound):>9}{_ratio_text(result.over_theory):>10}{last}   "
+            f"{format_s(result.fastest_s)} to {format_s(result.slowest_s)}"
+            + ("" if result.error == 0 else f"  WRONG by {result.error:g}")
         )
-    overruns, products = one.overruns
+    overruns, products = measured.overruns
     if overruns:
         lines.append(f"  pace: {overruns} of {products} products took longer than the pace allows")
     return lines
 
 
-def gain_lines(comparison: Comparison) -> list[str]:
-    """What the shapes gain, by algorithm."""
+def gain_lines(comparison: ShapeComparison) -> list[str]:
+    """Return lines that say what the shapes gain, by algorithm."""
     lines = ["", f"times faster than on {comparison.labs[0]}"]
     for family, gains in comparison.gains().items():
         for lab, gain in zip(comparison.labs[1:], gains[1:], strict=True):
             expected = ", ".join(
-                f"{_times(gain[key])} by {key}" for key in ("theory", "estimate") if gain[key] is not None
+                f"{_ratio_text(gain[key])} by {key}"
+                for key in ("theory", "estimate")
+                if gain[key] is not None
             )
-            lines.append(f"  {_short(family):<36}{_times(gain['measured']):>9} on {lab} ({expected})")
+            lines.append(
+                f"  {_shortened(family):<36}{_ratio_text(gain['measured']):>9} on {lab} ({expected})"
+            )
     return lines
 
 
-def _times(value: float | None) -> str:
+def _ratio_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _short(name: str) -> str:
+def _shortened(name: str) -> str:
     return name if len(name) <= 35 else f"{name[:32]}..."
 
 
-def notes(measured: Sequence[Measured]) -> list[str]:
-    """What to know about some of the results."""
-    from meshweave.lab.bench.rounds import DTENSOR, REPLICATED_NOTE
+def notes(measured: Sequence[MeasuredRound]) -> list[str]:
+    """Return what to know about some of the results: the preconditions of rivals, and of unpaced rounds."""
+    preconditions = dict.fromkeys(
+        result.precondition for one in measured for result in one.results if result.precondition
+    )
+    is_paced = all(one.round.flops_per_s for one in measured)
+    return [*preconditions] if is_paced else [*preconditions, UNPACED_NOTE]
 
-    has_replicated = any(result.name == DTENSOR[1].name for one in measured for result in one.results)
-    found = [REPLICATED_NOTE] if has_replicated else []
-    return found if all(one.round.flops_per_s for one in measured) else [*found, UNPACED_NOTE]
 
+def picture(
+    measured: Sequence[MeasuredRound], headings: Sequence[str], title: str, *, in_seconds: bool = False
+) -> str:
+    """Return an SVG of bars: median time over the bound, or in seconds.
 
-def _picture(measured: Sequence[Measured], headings: Sequence[str], title: str, seconds: bool) -> str:
-    def bar(result: Result) -> Bar:
-        unit = 1.0 if seconds else result.bound_s
-        marks = (result.theory_s, result.estimate_s)
-        text = format_s(result.median_s)
-        return Bar(
-            _short(result.name),
-            result.median_s / unit,
-            result.fastest_s / unit,
-            result.slowest_s / unit,
-            text if seconds else f"{result.over_bound:.2f} x, {text}",
-            tuple(None if mark is None else mark / unit for mark in marks),
-            result.family,
-        )
-
+    Rivals that do not start from the same shards stand in groups of their own at the bottom.
+    """
+    rounds = list(zip(measured, headings, strict=True))
+    groups = [*_groups(rounds, in_seconds, comparable=True), *_groups(rounds, in_seconds, comparable=False)]
     results = [result for one in measured for result in one.results]
-    names = ["theory without latency"]
+    mark_names = ["theory without latency"]
     if any(result.estimate_s is not None for result in results):
-        names.append("estimate")
-    groups = [
-        Group(heading, tuple(bar(result) for result in one.ranked()))
-        for one, heading in zip(measured, headings, strict=True)
-    ]
+        mark_names.append("estimate")
     return bar_chart(
         title,
         groups,
-        "seconds" if seconds else "time over max(compute, bytes per axis / rate)",
-        mark_names=names,
+        "seconds" if in_seconds else "time over max(compute, bytes per axis / rate)",
+        mark_names=mark_names,
         bar_name=f"median of {len(results[0].runs_s)} runs",
-        line_at=None if seconds else 1.0,
-        line_name="" if seconds else "bound",
+        line_at=None if in_seconds else 1.0,
+        line_name="" if in_seconds else "bound",
         notes=notes(measured),
+    )
+
+
+def _groups(
+    rounds: Sequence[tuple[MeasuredRound, str]], in_seconds: bool, *, comparable: bool
+) -> Iterator[Group]:
+    """Yield the bars of each round, of the rivals that are comparable or of the others, if there are any."""
+    for one, heading in rounds:
+        bars = [
+            _bar(result, in_seconds) for result in one.ranked() if (result.precondition == "") == comparable
+        ]
+        if bars:
+            yield Group(heading if comparable else f"{NOT_COMPARABLE} ({heading})", tuple(bars))
+
+
+def _bar(result: RivalTimes, in_seconds: bool) -> Bar:
+    unit = 1.0 if in_seconds else result.bound_s
+    text = format_s(result.median_s)
+    return Bar(
+        _shortened(result.name),
+        result.median_s / unit,
+        result.fastest_s / unit,
+        result.slowest_s / unit,
+        text if in_seconds else f"{result.over_bound:.2f} x, {text}",
+        tuple(None if mark is None else mark / unit for mark in (result.theory_s, result.estimate_s)),
+        result.family,
     )

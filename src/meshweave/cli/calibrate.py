@@ -15,8 +15,8 @@ import typer
 
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.base.units import format_bytes
-from meshweave.calibrate import Calibration, Limits, Sweep, plan_sweep
-from meshweave.calibrate import calibrate as fit_all
+from meshweave.calibrate import Calibration, FitLimits, Sweep, plan_sweep
+from meshweave.calibrate import fit_calibration as fit_all
 from meshweave.calibrate.rank import is_under_launcher, measure_in_world
 from meshweave.calibrate.write import COMPUTE, to_toml
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_mesh
@@ -100,7 +100,7 @@ def calibrate(
         source=_source(place, sweep, measured, repeat),
         limits=limits,
         has_nominal_links=place.has_nominal_links,
-        most_flops_per_s=place.most_flops_per_s,
+        max_flops_per_s=place.most_flops_per_s,
         send_buffer_bytes=min(rank["send_buffer_bytes"] for rank in measured),
         note=place.note,
     )
@@ -234,14 +234,14 @@ def _square(count: int) -> tuple[int, int]:
     return rows, count // rows
 
 
-def _limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> Limits:
+def _limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> FitLimits:
     if not (1 <= repeat <= 100 and 0 < timeout < 1e6):
         raise DescriptionError("repeat must be 1 to 100, timeout positive seconds")
     if not (0 < median_error < 10 and 0 < worst_error < 10):
         raise DescriptionError(
             "median-error and worst-error are relative errors: give a part of one, such as 0.1"
         )
-    return Limits(median_error, worst_error)
+    return FitLimits(median_error, worst_error)
 
 
 def _read_sizes(text: str) -> tuple[int, ...]:

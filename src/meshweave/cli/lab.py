@@ -15,8 +15,8 @@ from meshweave.lab import Abilities, Lab, RunningLab, RunResult, abilities
 from meshweave.lab.description import SwitchLab, TorusLab, TreeLab
 from meshweave.lab.network.check import STILL_WORKS
 from meshweave.lab.network.namespaces import remove_leftovers
-from meshweave.lab.network.probe import Flow, goodput
-from meshweave.lab.processes import say
+from meshweave.lab.network.probe import ProbeFlow, goodput
+from meshweave.lab.processes import print_line
 
 lab = typer.Typer(
     no_args_is_help=True,
@@ -53,9 +53,11 @@ def run(
     began = time.monotonic()
     with described.up() as running:
         if running.removed:
-            say(-1, f"removed {len(running.removed)} namespaces that a killed run had left", True)
+            print_line(-1, f"removed {len(running.removed)} namespaces that a killed run had left", True)
         ready_s = time.monotonic() - began
-        result = running.run(command, timeout_s=timeout, grace_s=grace, on_line=_to_stderr if json else say)
+        result = running.run(
+            command, timeout_s=timeout, grace_s=grace, on_line=_to_stderr if json else print_line
+        )
         run_s = time.monotonic() - began - ready_s
     if json:
         print_json(_run_to_json(running, result, ready_s, run_s))
@@ -65,7 +67,7 @@ def run(
 
 
 def _to_stderr(rank: int, line: str, is_error: bool) -> None:
-    say(rank, line, True)
+    print_line(rank, line, True)
 
 
 def _run_to_json(running: RunningLab, result: RunResult, ready_s: float, run_s: float) -> dict[str, Any]:
@@ -95,9 +97,9 @@ def _print_run(running: RunningLab, result: RunResult) -> None:
             f"{count} products paced at {reports[0].flops_per_s:g} FLOP/s; error mean {mean_s * 1e6:.1f} us, "
             f"worst {worst_s * 1e3:.2f} ms; {overruns} overruns{late}"
         )
-        say(-1, line, True)
+        print_line(-1, line, True)
     if result.message:
-        say(-1, result.message, True)
+        print_line(-1, result.message, True)
 
 
 @lab.command()
@@ -144,7 +146,7 @@ def _measure(described: Lab) -> dict[str, float]:
             if network.hosts_per_group == 1:
                 nominal = min(nominal, network.root.bytes_per_s)
     with described.up() as running:
-        rate = goodput(running, [Flow(0, to, max(nominal, 1 << 20))], timeout_s=120.0)[0].bytes_per_s
+        rate = goodput(running, [ProbeFlow(0, to, max(nominal, 1 << 20))], timeout_s=120.0)[0].bytes_per_s
     return {"nominal_bytes_per_s": nominal, "goodput_bytes_per_s": rate}
 
 

@@ -15,7 +15,7 @@ from meshweave.describe.machine.cluster import load_cluster
 
 if TYPE_CHECKING:
     from meshweave.reproduce.figures import Figure
-    from meshweave.reproduce.verdict import Row
+    from meshweave.reproduce.verdict import JudgedRow
 
 reproduce = typer.Typer(
     no_args_is_help=True,
@@ -65,19 +65,19 @@ def meshslice(
 
     Example: meshweave reproduce meshslice --cluster tpu-v4-pod-fitted --report meshslice.html
     """
-    from meshweave.reproduce.figures import figures_named
+    from meshweave.reproduce.figures import parse_figure_numbers
     from meshweave.reproduce.meshslice.figures import FIGURES
     from meshweave.reproduce.meshslice.figures import figures as compute_figures
     from meshweave.reproduce.meshslice.rows import PAPER
     from meshweave.reproduce.meshslice.rows import rows as compute_rows
-    from meshweave.reproduce.meshslice.study import Study
+    from meshweave.reproduce.meshslice.study import MeshSliceStudy
     from meshweave.reproduce.meshslice.times import Timer
-    from meshweave.reproduce.published import published, wanted_rows
-    from meshweave.reproduce.tables import About
+    from meshweave.reproduce.published import published_rows, select_rows
+    from meshweave.reproduce.tables import PaperSummary
 
     outputs = Outputs(out, png, report, json)
-    ids, numbers = listed(rows), figures_named(listed(figures), FIGURES)
-    wanted_rows(published(PAPER), ids)
+    ids, numbers = listed(rows), parse_figure_numbers(listed(figures), FIGURES)
+    select_rows(published_rows(PAPER), ids)
     found = load_cluster(cluster)
     outputs.check()
     if not (ids or numbers):
@@ -85,8 +85,8 @@ def meshslice(
         all_rows = True
     else:
         all_rows = False
-    study = Study(cluster, Timer(by.value))
-    computed: list[Row] = []
+    study = MeshSliceStudy(cluster, Timer(by.value))
+    computed: list[JudgedRow] = []
     drawn: list[Figure] = []
     if ids or all_rows:
         with progress_bar("rows") as progress:
@@ -95,7 +95,7 @@ def meshslice(
         with progress_bar("figures") as progress:
             drawn = compute_figures(study, numbers, progress)
     way = "estimates" if by == Reading.estimate else "simulation; meshes and slice counts chosen by estimate"
-    about = About(
+    about = PaperSummary(
         "MeshSlice",
         "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
         ((found.name, found.source),),

@@ -12,7 +12,7 @@ from meshweave.describe.machine.cluster import load_cluster
 
 if TYPE_CHECKING:
     from meshweave.reproduce.figures import Figure
-    from meshweave.reproduce.verdict import Row
+    from meshweave.reproduce.verdict import JudgedRow
 
 
 def alpacomm(
@@ -44,18 +44,18 @@ def alpacomm(
     from meshweave.reproduce.alpacomm.rows import PAPER, findings
     from meshweave.reproduce.alpacomm.rows import rows as compute_rows
     from meshweave.reproduce.alpacomm.study import AlpaCommStudy
-    from meshweave.reproduce.figures import figures_named
-    from meshweave.reproduce.published import published, wanted_rows
-    from meshweave.reproduce.tables import About
+    from meshweave.reproduce.figures import parse_figure_numbers
+    from meshweave.reproduce.published import published_rows, select_rows
+    from meshweave.reproduce.tables import PaperSummary
 
     outputs = Outputs(out, png, report, json)
-    ids, numbers = listed(rows), figures_named(listed(figures), FIGURES)
-    wanted_rows(published(PAPER), ids)
+    ids, numbers = listed(rows), parse_figure_numbers(listed(figures), FIGURES)
+    select_rows(published_rows(PAPER), ids)
     found = load_cluster(cluster)
     study = AlpaCommStudy(found)
     outputs.check()
     all_of_it = not (ids or numbers)
-    computed: list[Row] = []
+    computed: list[JudgedRow] = []
     drawn: list[Figure] = []
     if ids or all_of_it:
         with progress_bar("rows") as progress:
@@ -63,7 +63,7 @@ def alpacomm(
     if numbers or all_of_it:
         with progress_bar("figures") as progress:
             drawn = compute_figures(study, numbers or tuple(FIGURES), progress)
-    about = About(
+    about = PaperSummary(
         "AlpaComm",
         "Zhuang, Zhao, Zheng, Li, Xing, Ho, Gonzalez, Stoica, Zhang: On Optimizing the Communication of Model "
         "Parallelism (MLSys '23).",

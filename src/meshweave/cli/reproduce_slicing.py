@@ -12,7 +12,7 @@ from meshweave.describe.machine.cluster import load_cluster
 
 if TYPE_CHECKING:
     from meshweave.reproduce.figures import Figure
-    from meshweave.reproduce.verdict import Row
+    from meshweave.reproduce.verdict import JudgedRow
 
 
 def slicing(
@@ -40,24 +40,24 @@ def slicing(
 
     Example: meshweave reproduce slicing --report slicing.html
     """
-    from meshweave.reproduce.figures import figures_named
-    from meshweave.reproduce.published import published, wanted_rows
+    from meshweave.reproduce.figures import parse_figure_numbers
+    from meshweave.reproduce.published import published_rows, select_rows
     from meshweave.reproduce.slicing.figures import MACHINES
     from meshweave.reproduce.slicing.figures import figures as compute_figures
     from meshweave.reproduce.slicing.partitionings import NAMED, every_partitioning
     from meshweave.reproduce.slicing.rows import PAPER
     from meshweave.reproduce.slicing.rows import rows as compute_rows
     from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
-    from meshweave.reproduce.tables import About
+    from meshweave.reproduce.tables import PaperSummary
 
     outputs = Outputs(out, png, report, json)
-    ids, numbers = listed(rows), figures_named(listed(figures), MACHINES)
-    wanted_rows(published(PAPER), ids)
+    ids, numbers = listed(rows), parse_figure_numbers(listed(figures), MACHINES)
+    select_rows(published_rows(PAPER), ids)
     machines = {"pvc": load_cluster(pvc), "h100": load_cluster(h100)}
     outputs.check()
     all_of_it = not (ids or numbers)
     study = SlicingStudy(machines, partitionings=every_partitioning() if every else NAMED)
-    computed: list[Row] = []
+    computed: list[JudgedRow] = []
     drawn: list[Figure] = []
     if ids or all_of_it:
         with progress_bar("rows") as progress:
@@ -65,7 +65,7 @@ def slicing(
     if numbers or all_of_it:
         with progress_bar("figures") as progress:
             drawn = compute_figures(study, numbers or tuple(MACHINES), progress)
-    about = About(
+    about = PaperSummary(
         "Slicing Is All You Need",
         "Brock, Golin: Slicing Is All You Need: Towards A Universal One-Sided Algorithm for Distributed Matrix "
         "Multiplication.",

@@ -15,8 +15,8 @@ from meshweave.report.timeline import write_text
 
 if TYPE_CHECKING:
     from meshweave.reproduce.figures import Figure
-    from meshweave.reproduce.tables import About
-    from meshweave.reproduce.verdict import Row
+    from meshweave.reproduce.tables import PaperSummary
+    from meshweave.reproduce.verdict import JudgedRow
 
 # The options that every paper has.
 Rows = Annotated[
@@ -67,9 +67,9 @@ class Outputs:
 
     def present(
         self,
-        rows: list[Row],
+        rows: list[JudgedRow],
         figures: list[Figure],
-        about: About,
+        about: PaperSummary,
         stem: str,
         head: dict[str, Any],
         of: str = "model",
@@ -89,9 +89,9 @@ def _write(
     out: Path | None,
     png: bool,
     report: Path | None,
-    rows: list[Row],
+    rows: list[JudgedRow],
     figures: list[Figure],
-    about: About,
+    about: PaperSummary,
     stem: str,
     head: dict[str, Any],
 ) -> list[Path]:
@@ -119,7 +119,7 @@ def _write(
     return written
 
 
-def _to_json(head: dict[str, Any], rows: list[Row], figures: list[Figure]) -> dict[str, Any]:
+def _to_json(head: dict[str, Any], rows: list[JudgedRow], figures: list[Figure]) -> dict[str, Any]:
     from meshweave.reproduce.tables import row_json
 
     return {**head, "rows": [row_json(row) for row in rows], "figures": [one.to_json() for one in figures]}
@@ -151,13 +151,13 @@ def _text(data: Any) -> str:
 _STYLES = {"holds": "green", "near": "yellow", "differs": "red"}
 
 
-def _print(rows: list[Row], figures: list[Figure], about: About, of: str) -> None:
+def _print(rows: list[JudgedRow], figures: list[Figure], about: PaperSummary, of: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from meshweave.reproduce.tables import lead, shown
+    from meshweave.reproduce.tables import format_number, verdict_summary
 
     console = Console(width=max(Console().width, 160) if not Console().is_terminal else None, highlight=False)
     if rows:
@@ -169,10 +169,10 @@ def _print(rows: list[Row], figures: list[Figure], about: About, of: str) -> Non
             )
         for row in rows:
             verdict = Text(row.verdict, style=_STYLES.get(row.verdict, ""))
-            numbers = shown(row.published), shown(row.ours)
+            numbers = format_number(row.published), format_number(row.ours)
             table.add_row(row.id, row.model, *numbers, row.unit, verdict, Text(row.remark))
         console.print(table)
-        console.print(lead(rows, about))
+        console.print(verdict_summary(rows, about))
     for figure in figures:
         typer.echo(figure.markdown())
     for finding in about.findings:

@@ -18,14 +18,22 @@ from typing import Any, Self
 from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.lab import startup
-from meshweave.lab.description import LabDescription, load_lab
+from meshweave.lab.description import LabDescription
+from meshweave.lab.description_file import load_lab
 from meshweave.lab.network.build import build
 from meshweave.lab.network.check import STILL_WORKS, obvious_problem
-from meshweave.lab.network.namespaces import inside, kill_inside, new_prefix, ours, remove, remove_leftovers
+from meshweave.lab.network.namespaces import (
+    inside,
+    kill_inside,
+    lab_namespaces,
+    new_prefix,
+    remove,
+    remove_leftovers,
+)
 from meshweave.lab.network.signals import SIGNALS, deferred_signals
 from meshweave.lab.network.wiring import FABRIC, STORE_ADDRESS, Wiring, wire
 from meshweave.lab.pace import PaceReport, read_reports
-from meshweave.lab.processes import RankProcesses, RunResult, Say, say
+from meshweave.lab.processes import LineHandler, RankProcesses, RunResult, print_line
 
 MASTER_PORT = 29500
 """Of the ranks' own rendezvous; free, for the namespace is new."""
@@ -145,7 +153,7 @@ class RunningLab:
         timeout_s: float,
         env: Mapping[str, str] | None = None,
         grace_s: float = 5.0,
-        on_line: Say = say,
+        on_line: LineHandler = print_line,
     ) -> RunResult:
         """Runs a command once per rank, inside the rank's namespace, and waits for all.
 
@@ -256,7 +264,7 @@ class RunningLab:
             return  # a forked child leaves the block; the lab is its parent's
         try:
             with deferred_signals():
-                remove([name for name in ours() if name.startswith(self._prefix)])
+                remove([name for name in lab_namespaces() if name.startswith(self._prefix)])
             atexit.unregister(self._down)
         finally:
             self._prefix = ""

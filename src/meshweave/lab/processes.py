@@ -20,11 +20,11 @@ _POLL_S = 0.05
 _MAX_LINE_BYTES = 65536
 _PR_SET_PDEATHSIG = 1
 
-Say = Callable[[int, str, bool], None]
+LineHandler = Callable[[int, str, bool], None]
 """Takes a rank (-1: the lab itself), a line without its end, and whether it is for stderr."""
 
 
-def say(rank: int, line: str, is_error: bool) -> None:
+def print_line(rank: int, line: str, is_error: bool) -> None:
     """Prints `[rank] line`."""
     stream = sys.stderr if is_error else sys.stdout
     stream.write(f"[{rank}] {line}\n" if rank >= 0 else f"meshweave lab: {line}\n")
@@ -60,10 +60,10 @@ class RankProcesses:
     """The processes of one run. Used as a context manager, it leaves none running that it started."""
 
     until: float  # monotonic seconds
-    on_line: Say
+    on_line: LineHandler
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)  # in the order of their ends
-    told: set[int] = field(default_factory=set)
+    ended_by_us: set[int] = field(default_factory=set)
     timed_out: bool = False
     _selector: selectors.DefaultSelector = field(default_factory=selectors.DefaultSelector)
     _pending: dict[tuple[int, bool], bytes] = field(default_factory=dict)
@@ -101,16 +101,16 @@ class RankProcesses:
             if not failed and any(self.statuses.values()):
                 failed, until = True, min(until, time.monotonic() + grace_s)
                 self.on_line(-1, f"{_ends(self.statuses, ())}; ending the others in {grace_s:g} s", True)
-        self.told.update(self.running)
+        self.ended_by_us.update(self.running)
         self._stop_rest()
 
     def result(self, num_ranks: int) -> RunResult:
-        message = _ends(self.statuses, self.told)
+        message = _ends(self.statuses, self.ended_by_us)
         if self.timed_out:
-            late = f"{_ranks(sorted(self.told))} had not finished when the time was up"
+            late = f"{_ranks(sorted(self.ended_by_us))} had not finished when the time was up"
             message = f"{message}; {late}" if message else late
         statuses = tuple(self.statuses[rank] for rank in range(num_ranks))
-        return RunResult(statuses, tuple(sorted(self.told)), self.timed_out, message)
+        return RunResult(statuses, tuple(sorted(self.ended_by_us)), self.timed_out, message)
 
     def __enter__(self) -> RankProcesses:
         return self

@@ -14,7 +14,7 @@ Cell = str | float | None
 
 
 @dataclass(frozen=True)
-class Panel:
+class FigurePanel:
     """One model's part of a figure: a table with a name per column; None where there is no such value.
 
     `published` lists (row, column, value) of what the paper states of it, `notes` what to know of the columns."""
@@ -31,7 +31,7 @@ class Figure:
     number: int
     title: str
     unit: str
-    panels: tuple[Panel, ...] = field(default=())
+    panels: tuple[FigurePanel, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -69,7 +69,7 @@ def _cell(value: Cell) -> str:
     return "-" if value is None else value if isinstance(value, str) else f"{value:.4g}"
 
 
-def figures_named(names: Sequence[str], known: Iterable[int]) -> tuple[int, ...]:
+def parse_figure_numbers(names: Sequence[str], known: Iterable[int]) -> tuple[int, ...]:
     """Numbers of figures, of those that are known. Raises UnsupportedError for one that there is not."""
     numbers = {str(number): number for number in known}
     for name in names:
@@ -80,7 +80,7 @@ def figures_named(names: Sequence[str], known: Iterable[int]) -> tuple[int, ...]
     return tuple(numbers[name] for name in names)
 
 
-def made(
+def build_figures(
     make: Callable[[int], Figure], known: Iterable[int], numbers: Sequence[int], progress: Progress
 ) -> list[Figure]:
     """Those of the known figures that `numbers` lists, or all, in the order of the known ones."""

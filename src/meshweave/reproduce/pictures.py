@@ -6,7 +6,7 @@ from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.stacks import Stack, stacked_chart
 from meshweave.reproduce.alpacomm import figures as alpacomm_figures
-from meshweave.reproduce.figures import Cell, Figure, Panel
+from meshweave.reproduce.figures import Cell, Figure, FigurePanel
 
 _CUT = 6.0
 """Figure 10 ends here: 1D tensor parallelism would leave no room for the others."""
@@ -17,7 +17,7 @@ def pictures(figure: Figure) -> dict[str, str]:
     return {panel.model: _picture(figure, panel) for panel in figure.panels}
 
 
-def _picture(figure: Figure, panel: Panel) -> str:
+def _picture(figure: Figure, panel: FigurePanel) -> str:
     title = f"{panel.model}: {figure.title}"
     if figure.number in alpacomm_figures.FIGURES:
         return alpacomm_figures.picture(figure, panel)
@@ -42,7 +42,7 @@ def _number(cell: Cell) -> float:
     return float(cell)
 
 
-def _bars(title: str, panel: Panel) -> str:
+def _bars(title: str, panel: FigurePanel) -> str:
     groups = []
     for row in panel.rows:
         bars = [
@@ -64,7 +64,7 @@ _X_LABELS = {
 }
 
 
-def _lines(title: str, figure: Figure, panel: Panel) -> str:
+def _lines(title: str, figure: Figure, panel: FigurePanel) -> str:
     names = [str(row[0]) for row in panel.rows]
     counted = figure.number != 13
     places = [float(name) if counted else float(number) for number, name in enumerate(names)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError, nearest
+from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.describe.files import printable
-from meshweave.reproduce.verdict import Ours, Row, Tolerance
+from meshweave.reproduce.verdict import JudgedRow, OurValue, Tolerance
 from meshweave.tune.search import Progress
 
 MODELS = ("gpt3", "megatron-nlg")
@@ -20,7 +20,7 @@ _KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "sco
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRow:
     """A row of the file. `values` holds the published number by model (or what else a paper looks at), or under
     `both`; models without a number are computed all the same where `values` is empty."""
 
@@ -38,9 +38,9 @@ class Published:
     def models(self) -> tuple[str, ...]:
         return tuple(self.values) or MODELS
 
-    def beside(self, what: str, ours: Ours) -> Row:
+    def beside(self, what: str, ours: OurValue) -> JudgedRow:
         """The row of one of `models`, ours beside the published number."""
-        return Row(
+        return JudgedRow(
             self.id,
             self.what,
             self.where,
@@ -57,13 +57,13 @@ class Published:
         )
 
 
-def published(paper: str) -> tuple[Published, ...]:
+def published_rows(paper: str) -> tuple[PublishedRow, ...]:
     """All rows of a paper, in the order of the file."""
     text = (files("meshweave.reproduce") / "published" / f"{paper}.toml").read_text(encoding="utf-8")
     return tuple(_row(entry) for entry in tomllib.loads(text)["row"])
 
 
-def _row(entry: dict[str, Any]) -> Published:
+def _row(entry: dict[str, Any]) -> PublishedRow:
     values = {name: float(value) for name, value in entry.items() if name not in _KEYS}
     tolerance = Tolerance()
     if "points" in entry:
@@ -71,7 +71,7 @@ def _row(entry: dict[str, Any]) -> Published:
     elif "judge" in entry:
         tolerance = Tolerance(0.0, entry["judge"])
     why = entry.get("why", "")
-    return Published(
+    return PublishedRow(
         entry["id"],
         entry["what"],
         entry["where"],
@@ -84,23 +84,23 @@ def _row(entry: dict[str, Any]) -> Published:
     )
 
 
-def wanted_rows(rows: Sequence[Published], ids: Sequence[str]) -> tuple[Published, ...]:
+def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[PublishedRow, ...]:
     """The rows with these ids, or all where none is named. Raises UnsupportedError for an unknown id."""
     known = [row.id for row in rows]
     for name in ids:
         if name not in known:
             raise UnsupportedError(
-                f"there is no row '{printable(name)}'{nearest(name, known)}; rows: {', '.join(known)}"
+                f"there is no row '{printable(name)}'{did_you_mean(name, known)}; rows: {', '.join(known)}"
             )
     return tuple(row for row in rows if not ids or row.id in ids)
 
 
-def judged(
-    paper: str, row: Callable[[Published, str], Row], ids: Sequence[str], progress: Progress
-) -> list[Row]:
+def judge_rows(
+    paper: str, row: Callable[[PublishedRow, str], JudgedRow], ids: Sequence[str], progress: Progress
+) -> list[JudgedRow]:
     """All rows of a paper, or those with these ids, computed by `row`. Raises UnsupportedError for an unknown
     id."""
-    jobs = [(entry, what) for entry in wanted_rows(published(paper), ids) for what in entry.models]
+    jobs = [(entry, what) for entry in select_rows(published_rows(paper), ids) for what in entry.models]
     out = []
     for number, (entry, what) in enumerate(jobs):
         out.append(row(entry, what))

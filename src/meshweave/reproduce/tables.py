@@ -10,18 +10,18 @@ from typing import Any
 from meshweave.report.page import page, table
 from meshweave.reproduce.figures import Figure
 from meshweave.reproduce.pictures import pictures
-from meshweave.reproduce.verdict import DIFFERS, HOLDS, NEAR, Row, count_verdicts
+from meshweave.reproduce.verdict import DIFFERS, HOLDS, NEAR, JudgedRow, count_verdicts
 
 
 @dataclass(frozen=True)
-class About:
+class PaperSummary:
     """What rows and figures are of: the paper, the machines with the sources of their constants, and `way`, how
     ours came about. `findings` are sentences about what the numbers say together."""
 
     title: str
     citation: str
     machines: tuple[tuple[str, str], ...]
-    way: str
+    method: str
     findings: tuple[str, ...] = ()
 
     @property
@@ -33,30 +33,30 @@ HEAD = ("what", "model", "published", "ours", "unit", "verdict", "where", "remar
 _COLOURS = {HOLDS: "#2a9d76", NEAR: "#b8860b", DIFFERS: "#c23b3b"}
 
 
-def shown(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: JudgedRow) -> tuple[str, ...]:
     """In the order of `HEAD`."""
-    published, ours = shown(row.published), shown(row.ours)
+    published, ours = format_number(row.published), format_number(row.ours)
     return row.what, row.model, published, ours, row.unit, row.verdict, row.where, row.remark
 
 
-def lead(rows: Sequence[Row], about: About) -> str:
+def verdict_summary(rows: Sequence[JudgedRow], about: PaperSummary) -> str:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in count_verdicts(list(rows)).items())
-    return f"{len(rows)} numbers on {about.names}, by {about.way}: {counts}."
+    return f"{len(rows)} numbers on {about.names}, by {about.method}: {counts}."
 
 
-def markdown(rows: Sequence[Row], about: About) -> str:
-    lines = [lead(rows, about), ""]
+def markdown(rows: Sequence[JudgedRow], about: PaperSummary) -> str:
+    lines = [verdict_summary(rows, about), ""]
     lines += [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|---|---|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
     lines += ["", *(f"- {finding}" for finding in about.findings)] if about.findings else []
     return "\n".join(lines) + "\n"
 
 
-def row_json(row: Row) -> dict[str, Any]:
+def row_json(row: JudgedRow) -> dict[str, Any]:
     return {
         "id": row.id,
         "model": row.model,
@@ -73,7 +73,7 @@ def row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def html(rows: Sequence[Row], figures: Sequence[Figure], about: About) -> str:
+def html(rows: Sequence[JudgedRow], figures: Sequence[Figure], about: PaperSummary) -> str:
     """One self-contained page: the table, then all pictures, each with its data."""
     title = f"{about.title}, reproduced on {about.names}"
     lines = []
@@ -87,7 +87,7 @@ def html(rows: Sequence[Row], figures: Sequence[Figure], about: About) -> str:
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="quiet">{escape(about.citation)}</p>',
-        f'<p class="lead">{escape(lead(rows, about))}</p>',
+        f'<p class="lead">{escape(verdict_summary(rows, about))}</p>',
         table(HEAD, lines, left) if rows else "",
         *(f"<p>{escape(finding)}</p>" for finding in about.findings),
     ]
@@ -106,4 +106,4 @@ def html(rows: Sequence[Row], figures: Sequence[Figure], about: About) -> str:
 
 
 def _cell(cell: str | float | None) -> str:
-    return cell if isinstance(cell, str) else shown(cell)
+    return cell if isinstance(cell, str) else format_number(cell)

@@ -37,7 +37,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Ours:
+class OurValue:
     """A value of ours, what it is made of, or the reason why there is none."""
 
     value: float | None
@@ -46,7 +46,7 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Row:
+class JudgedRow:
     """One published number beside ours.
 
     `ours` is None where we have none, and `reason` says why. `why` says in a few words what a difference comes
@@ -88,7 +88,7 @@ class Row:
         return "; ".join(part for part in parts if part)
 
 
-def count_verdicts(rows: list[Row]) -> dict[str, int]:
+def count_verdicts(rows: list[JudgedRow]) -> dict[str, int]:
     """How many rows have each verdict, in the order of `HOLDS`, `NEAR`, ..."""
     order = (HOLDS, NEAR, DIFFERS, ALONE, MISSING)
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in order}

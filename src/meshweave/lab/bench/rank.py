@@ -1,4 +1,4 @@
-"""What one rank of a benchmark does: all rivals on the same operands, interleaved, from a common start."""
+"""One rank of a benchmark: all rivals on the same operands, interleaved, each run from a common start."""
 
 from __future__ import annotations
 
@@ -13,33 +13,37 @@ from typing import Any
 import numpy as np
 
 from meshweave.algorithms.matmul2d.common.problem import MatmulProblem
+from meshweave.check.reference import random_tensor
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.ir.program import Program
-from meshweave.nn.rehearse import operand
 
 _NOTHING = 3.4e38
-"""The error of an element that a run did not write."""
+"""Stands for the error of an element that a run did not write (NaN)."""
 
-Rival = tuple[Callable[[], float], Callable[[], float]]
-"""Runs and returns when it ended; checks the result of that run, and returns its largest error."""
+_BoundRival = tuple[Callable[[], float], Callable[[], float]]
+"""Two functions: one runs the product and returns when it ended (monotonic seconds); one checks the result of that
+run and returns its largest absolute error."""
 
 
 def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    """Runs every case of every round once to warm up, then `repeat` times in turn, in changing order.
+    """Run every rival of every round once to warm up, then `repeat` times in turn, in changing order.
 
-    A time is from the instant that all ranks were told to start at to the end of this rank's part. Every run's
-    result is checked.
+    A time is from the instant that all ranks start at to the end of this rank's part. Every result is checked.
 
-    `payload`: products [{problem [m, n, k, mesh_shape, dataflow], cases [{name, program} or {name, dtensor}],
-    rounds [{flops_per_s (0: unpaced), cases [indices]}]}], repeat, seed, deadline_s. Returns per product and
-    round: times [case][repetition] in seconds, errors [case], late_s, by how much this rank began later than
-    told, at worst, and the pace report.
+    Args:
+        payload: products [{problem [m, n, k, mesh_shape, dataflow], rivals [{name, program} or {name, dtensor}],
+            rounds [{flops_per_s (0: unpaced), rivals [indices]}]}], repeat, seed, deadline_s.
 
-    Raises what binding and running raise: BindError, RankLostError, DeadlineError.
+    Returns:
+        By product and round: times [rival][repetition] in seconds, errors [rival], late_s (by how many seconds
+        this rank began after the common start, at worst), and pace, the pace report.
+
+    Raises:
+        BindError, RankLostError, DeadlineError: as binding and running raise them.
     """
     import torch
 
-    from meshweave.execute.torch.groups import TorchContext
+    from meshweave.execute.torch.context import TorchContext
     from meshweave.execute.torch.measure import quiet
 
     torch.set_num_threads(1)
@@ -50,31 +54,37 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
     for product in payload["products"]:
         rivals = _bind(product, int(payload["seed"]), shared, meshes)
         with quiet():
-            out.append([_round(one, rivals, int(payload["repeat"]), shared) for one in product["rounds"]])
+            out.append(
+                [_run_round(round_, rivals, int(payload["repeat"]), shared) for round_ in product["rounds"]]
+            )
         del rivals
         gc.collect()
     shared.close()
     return out
 
 
-def turns(count: int, repetition: int) -> list[int]:
-    """The order of `count` rivals in a repetition: interleaved, and not always behind the same one."""
+def running_order(count: int, repetition: int) -> list[int]:
+    """Return the order of `count` rivals in a repetition; which rival follows which changes between
+    repetitions.
+    """
     steps = [step for step in range(1, max(count, 2)) if math.gcd(step, count) == 1] or [1]
     step = steps[repetition % len(steps)]
     return [(repetition + i * step) % count for i in range(count)]
 
 
-def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared: Any) -> dict[str, Any]:
+def _run_round(
+    round_: Mapping[str, Any], rivals: Sequence[_BoundRival], repeat: int, shared: Any
+) -> dict[str, Any]:
     from meshweave.execute.torch.measure import start_together
     from meshweave.lab.pace import paced
 
-    chosen, rate = [rivals[index] for index in one["cases"]], float(one["flops_per_s"])
+    chosen, rate = [rivals[index] for index in round_["rivals"]], float(round_["flops_per_s"])
     times: list[list[float]] = [[] for _ in chosen]
     errors, late_s = [0.0] * len(chosen), 0.0
     pacing: AbstractContextManager[Any] = paced(rate) if rate else nullcontext()
     with pacing as pacer:
         for repetition in range(repeat + 1):
-            for number in turns(len(chosen), repetition):
+            for number in running_order(len(chosen), repetition):
                 run, check = chosen[number]
                 start_ns, late_ns = start_together(shared)
                 end = run()
@@ -92,16 +102,16 @@ def _round(one: Mapping[str, Any], rivals: Sequence[Rival], repeat: int, shared:
 
 def _bind(
     product: Mapping[str, Any], seed: int, shared: Any, meshes: dict[tuple[int, ...], Any]
-) -> list[Rival]:
+) -> list[_BoundRival]:
     from meshweave.ir.program.parse import parse
 
     m, n, k, mesh_shape, dataflow = product["problem"]
     problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
     operands = _Operands(problem, seed, shared.rank)
-    rivals: list[Rival] = []
-    for case in product["cases"]:
-        if "program" in case:
-            rivals.append(_program(parse(case["program"]), operands, shared))
+    rivals: list[_BoundRival] = []
+    for rival in product["rivals"]:
+        if "program" in rival:
+            rivals.append(_bind_program(parse(rival["program"]), operands, shared))
             continue
         if problem.mesh_shape not in meshes:
             from torch.distributed.device_mesh import init_device_mesh
@@ -109,20 +119,22 @@ def _bind(
             meshes[problem.mesh_shape] = init_device_mesh(
                 "cpu", problem.mesh_shape, mesh_dim_names=("row", "col")
             )
-        rivals.append(_dtensor(case["dtensor"], operands, meshes[problem.mesh_shape]))
+        rivals.append(_bind_dtensor(rival["dtensor"], operands, meshes[problem.mesh_shape]))
     return rivals
 
 
 class _Operands:
-    """The operands of a problem, and what of them and of their product lies on a rank. Each piece is made once."""
+    """The operands of a problem, and the shards of them and of their product on one rank, each made once."""
 
     def __init__(self, problem: MatmulProblem, seed: int, rank: int) -> None:
         self.problem, self._rank = problem, rank
-        self._whole = {name: operand(problem, name, seed) for name in "ab"}
+        self._whole = {
+            name: random_tensor(name, problem.stored_shape(name), "float32", seed) for name in "ab"
+        }
         self._known: dict[tuple[object, ...], Any] = {}
 
     def shard(self, name: str, layout: Layout, order: tuple[int, ...] | None = None) -> Any:
-        """The tensor that a rank holds of operand "a" or "b", with its dims in memory in `order`."""
+        """Return this rank's shard of operand "a" or "b", its dims in memory in `order` (outermost first)."""
         import torch
 
         from meshweave.execute.torch.views import from_wire, to_wire
@@ -136,7 +148,7 @@ class _Operands:
         return self._known[key]
 
     def expected(self, layout: Layout) -> Any:
-        """What a rank should hold of the dense product."""
+        """Return this rank's shard of the dense product."""
         import torch
 
         key = ("c", layout.placements)
@@ -149,11 +161,11 @@ class _Operands:
         return self._known[key]
 
 
-def _difference(found: Any, expected: Any) -> float:
-    return float((found - expected).abs().nan_to_num(nan=_NOTHING).max()) if expected.numel() else 0.0
+def _difference(result: Any, expected: Any) -> float:
+    return float((result - expected).abs().nan_to_num(nan=_NOTHING).max()) if expected.numel() else 0.0
 
 
-def _program(program: Program, operands: _Operands, shared: Any) -> Rival:
+def _bind_program(program: Program, operands: _Operands, shared: Any) -> _BoundRival:
     from meshweave.execute.torch.bind import bind
 
     shards = {}
@@ -180,8 +192,8 @@ def _program(program: Program, operands: _Operands, shared: Any) -> Rival:
     return run, check
 
 
-def _dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any) -> Rival:
-    """PyTorch's DTensor on the same operands, row-major, with the placements named for a, b and c."""
+def _bind_dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any) -> _BoundRival:
+    """Bind PyTorch's DTensor to the same operands, row-major, with the placements given for a, b and c."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import Replicate as TorchReplicate
@@ -197,7 +209,7 @@ def _dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any
         for name in "ab"
     )
     expected = operands.expected(layouts["c"])
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> float:
         with torch.no_grad():
@@ -205,10 +217,10 @@ def _dtensor(placed: Mapping[str, Sequence[str]], operands: _Operands, mesh: Any
             local = product.redistribute(mesh, placements["c"]).to_local()
             local = local.wait() if hasattr(local, "wait") else local
         end = time.monotonic()
-        found.append(local)
+        results.append(local)
         return end
 
     def check() -> float:
-        return _difference(found.pop(), expected)
+        return _difference(results.pop(), expected)
 
     return run, check

@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark: algorithms with their configurations, and PyTorch's DTensor."""
+"""The rivals of a benchmark: algorithms with their configurations, and PyTorch's DTensor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from meshweave.lower import lower_chains, lower_rings
 from meshweave.tune.product import tune_product
 
 SAME_SHARDS = {"a": ("S0", "S1"), "b": ("S0", "S1"), "c": ("S0", "S1")}
-"""The shards that everybody else has: DTensor gathers what it needs."""
+"""The placements of all other rivals. DTensor gathers what it needs."""
 REPLICATED_INPUTS = {
     "os": {"a": ("S0", "R"), "b": ("R", "S1"), "c": ("S0", "S1")},
     "ls": {"a": ("S0", "S1"), "b": ("R", "S1"), "c": ("S0", "S1")},
     "rs": {"a": ("S0", "R"), "b": ("S0", "S1"), "c": ("S0", "S1")},
 }
-"""Placements under which DTensor need not gather: inputs that move lie replicated beforehand, at no cost here. A
-lower bound of what DTensor could reach, not a rival on the same shards. What is summed is still scattered."""
+"""Placements under which DTensor need not gather, by dataflow: the inputs that move are replicated beforehand,
+which takes no time here. This bounds what DTensor could reach from below. Sums are still scattered."""
 REPLICATED_NOTE = (
     "DTensor, inputs replicated: starts from gathered inputs; what gathering them takes is not counted"
 )
@@ -36,10 +36,13 @@ REPLICATED_NOTE = (
 
 @dataclass(frozen=True)
 class Rival:
-    """One rival: an algorithm with a configuration and ring directions (0: gloo's own collectives), or DTensor.
+    """An algorithm with a configuration, or PyTorch's DTensor.
 
-    With 2 `rings` an axis of two ranks, which has one link, still gets a one-way ring. `inputs_replicated` is
-    DTensor's from the start, see `REPLICATED`.
+    Attributes:
+        algorithm: the key in `ALGORITHMS`; "" for DTensor.
+        ring_directions: in how many directions a collective's ring sends; 0 for gloo's own collectives. With 2, an
+            axis of two ranks, which has one link, still gets a ring of one direction.
+        inputs_replicated: whether DTensor starts from the placements `REPLICATED_INPUTS`.
     """
 
     name: str
@@ -50,11 +53,11 @@ class Rival:
 
     @property
     def family(self) -> str:
-        """What all configurations of a rival have in common."""
+        """The name that all configurations of a rival share."""
         return self.algorithm if self.ring_directions else self.name
 
     def payload(self, problem: MatmulProblem) -> dict[str, Any]:
-        """What a rank is told. Raises LayoutError for slices that do not fit the problem."""
+        """Return what a rank needs to run the rival. Raises LayoutError for slices that do not fit the problem."""
         if not self.algorithm:
             return {
                 "name": self.name,
@@ -63,7 +66,9 @@ class Rival:
         return {"name": self.name, "program": to_text(self.program(problem))}
 
     def program(self, problem: MatmulProblem) -> Program:
-        """What an algorithm runs, lowered. Raises LayoutError for slices that do not fit the problem."""
+        """Return the lowered program of an algorithm. Raises LayoutError for slices that do not fit the
+        problem.
+        """
         program = ALGORITHMS[self.algorithm].program(problem, self.config)
         if not self.ring_directions:
             return program
@@ -77,30 +82,32 @@ class Rival:
         return lower_chains(lower_rings(program, 1))
 
     def estimate_s(self, problem: MatmulProblem, machine: Machine) -> float | None:
-        """What the skeleton says that it takes on a machine; None for DTensor, whose theory is not ours."""
+        """Return the seconds by the algorithm's skeleton on a machine; None for DTensor, which has no skeleton."""
         if not self.algorithm:
             return None
         return estimate(ALGORITHMS[self.algorithm].skeleton(problem, self.config), machine).total_s
 
 
 DTENSOR = Rival("DTensor, same shards"), Rival("DTensor, inputs replicated", inputs_replicated=True)
+PRECONDITIONS = {DTENSOR[1].name: REPLICATED_NOTE}
+"""By name of a rival: what it starts from and the others do not. Its times are no like for like with theirs."""
 
 
 def widths_text(widths: Sequence[int]) -> str:
-    """ "1:2:4x6:2:1" for six slices of relative width 4 between thinner ones."""
+    """Return relative widths as text, such as "1:2:4x6:2:1" for six slices of width 4 between thinner ones."""
     runs = [(width, len(list(group))) for width, group in groupby(widths)]
     return ":".join(str(width) if count == 1 else f"{width}x{count}" for width, count in runs)
 
 
 def meshslice_rival(problem: MatmulProblem, widths: Sequence[int]) -> Rival:
-    """MeshSlice with slices of these relative widths."""
+    """Return MeshSlice with slices of these relative widths."""
     even = len(set(widths)) == 1
     name = f"meshslice S={len(widths)}" if even else f"meshslice {widths_text(widths)}"
     return Rival(name, "meshslice", Config(tuple(widths)), num_ring_directions(problem))
 
 
 def num_ring_directions(problem: MatmulProblem) -> int:
-    """Ring directions on this mesh: an axis of two ranks has no second one."""
+    """Return 2 if some axis has more than two ranks, else 1: an axis of two ranks has one link."""
     return 2 if max(problem.mesh_shape) > 2 else 1
 
 
@@ -112,12 +119,15 @@ def choose_rivals(
     *,
     with_baselines: bool = True,
 ) -> list[Rival]:
-    """Each algorithm at its best by estimate on `cluster`, MeshSlice also with the given relative widths, and,
-    unless without `others`, Collective on gloo's own collectives, and DTensor with the same shards and with
-    replicated inputs. Each once.
+    """Return the rivals of a round, each once.
 
-    Algorithms that cannot use the mesh, the dataflow or the sizes are left out. Raises LayoutError where the
-    mesh does not fit the cluster.
+    They are each algorithm of `names` at its best configuration by estimate on `cluster`, MeshSlice with each of
+    the relative widths in `extra_slices`, and, `with_baselines`, Collective on gloo's own collectives and DTensor
+    from the same shards and from replicated inputs. Algorithms that cannot use the mesh, the dataflow or the sizes
+    are left out.
+
+    Raises:
+        LayoutError: the mesh does not fit the cluster.
     """
     machine = matmul_machine(cluster, problem)
     rivals = []
@@ -132,21 +142,21 @@ def choose_rivals(
             best = tune_product(_tapered_only(entry), problem, machine).config
         except UnsupportedError:  # it offers nothing for these sizes
             continue
-        rivals.append(Rival(_named(name, best), name, best, num_ring_directions(problem)))
+        rivals.append(Rival(_rival_name(name, best), name, best, num_ring_directions(problem)))
     rivals += [meshslice_rival(problem, widths) for widths in extra_slices]
     if with_baselines:
         rivals += [Rival("collective, gloo's own", "collective"), *DTENSOR]
-    return list({case.name: case for case in reversed(rivals)}.values())[::-1]
+    return list({rival.name: rival for rival in reversed(rivals)}.values())[::-1]
 
 
-def _named(name: str, config: Config) -> str:
+def _rival_name(name: str, config: Config) -> str:
     if len(set(config.slices)) > 1:
         return f"{name} {widths_text(config.slices)}"
     return f"{name} {config}" if config.slice_count > 1 or config.packets > 1 else name
 
 
 def _tapered_only(entry: Matmul2d) -> Matmul2d:
-    """Tapered MeshSlice also offers equal slices, which are `meshslice` and not measured twice."""
+    """Return the algorithm without equal slices if it is tapered MeshSlice: these are `meshslice` already."""
     if entry.name != "meshslice_tapered":
         return entry
 

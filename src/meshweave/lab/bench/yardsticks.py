@@ -1,4 +1,6 @@
-"""What a measured product is held against: the links' rates, and the pace that balances compute with them."""
+"""Yardsticks for measured products: the bound by the links' rates, and the pace that balances compute with
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,49 +9,51 @@ from dataclasses import replace
 from meshweave.algorithms.matmul2d import MatmulProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
-from meshweave.describe.machine.cluster import Cluster, NetworkAxis, Ring, Switch, TorusNetwork
+from meshweave.describe.machine.cluster import Cluster, NetworkAxis, RingNetwork, SwitchNetwork, TorusNetwork
 
 UNPACED_FLOPS_PER_S = 1e15
-"""Stands for products that take no time."""
+"""The rate of products that take no time to speak of."""
 
 
-def ideal(cluster: Cluster, flops_per_s: float) -> Cluster:
-    """The cluster without latency, launch cost or copy time: links at their rate, products at the pace."""
+def ideal_cluster(cluster: Cluster, flops_per_s: float) -> Cluster:
+    """Return the cluster without latency, launch cost or copy time: links at their rate, products at
+    `flops_per_s`.
+    """
     chip = replace(cluster.chip, effective_flops_per_s=flops_per_s, memory_bytes_per_s=1e15, launch_s=0.0)
     network = cluster.network
     if isinstance(network, TorusNetwork):
-        network = replace(network, axes=tuple(_plain(axis) for axis in network.axes))
-    elif isinstance(network, (Ring, Switch)):
-        network = replace(network, link=_plain(network.link))
+        network = replace(network, axes=tuple(_without_latency(axis) for axis in network.axes))
+    elif isinstance(network, (RingNetwork, SwitchNetwork)):
+        network = replace(network, link=_without_latency(network.link))
     return replace(cluster, chip=chip, network=network)
 
 
-def _plain(axis: NetworkAxis) -> NetworkAxis:
+def _without_latency(axis: NetworkAxis) -> NetworkAxis:
     return replace(axis, link_latency_s=0.0, launch_s=0.0, constants=())
 
 
-def at_pace(cluster: Cluster, flops_per_s: float) -> Cluster:
-    """The cluster with products at the pace and all else as it is; 0 leaves its own rate of products."""
+def with_pace(cluster: Cluster, flops_per_s: float) -> Cluster:
+    """Return the cluster with products at `flops_per_s` and all else unchanged; 0 keeps the cluster's own rate."""
     if not flops_per_s:
         return cluster
     return replace(cluster, chip=replace(cluster.chip, effective_flops_per_s=flops_per_s))
 
 
 def matmul_machine(cluster: Cluster, problem: MatmulProblem) -> Machine:
-    """The cluster with the problem's mesh laid on it. Raises LayoutError where it does not fit."""
+    """Return the machine with the problem's mesh laid on the cluster. Raises LayoutError where it does not fit."""
     return mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
 
 
 def bound_s(problem: MatmulProblem, machine: Machine) -> float:
-    """max(compute, bytes per axis / rate): no 2D algorithm with these shards is faster."""
+    """Return max(compute, bytes per axis / rate) in seconds: no 2D algorithm with these shards is faster."""
     compute = problem.flops / problem.num_chips / machine.cluster.chip.effective_flops_per_s
     moved = problem.traffic_bytes(0)
     return max(compute, *(amount / machine.rate(axis, "all_gather") for axis, amount in moved.items()), 0.0)
 
 
 def balanced_flops_per_s(problem: MatmulProblem, cluster: Cluster, ratio: float) -> float:
-    """The pace at which compute takes `ratio` times the slower axis' communication."""
-    machine = matmul_machine(ideal(cluster, 1.0), problem)
+    """Return the pace at which compute takes `ratio` times as long as communication along the slower axis."""
+    machine = matmul_machine(ideal_cluster(cluster, 1.0), problem)
     moved = problem.traffic_bytes(0)
     communication_s = max(amount / machine.rate(axis, "all_gather") for axis, amount in moved.items())
     return problem.flops / problem.num_chips / (ratio * communication_s)

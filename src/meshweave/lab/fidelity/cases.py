@@ -28,13 +28,15 @@ _ATTEMPTS = 200
 
 @dataclass(frozen=True)
 class FidelityCase:
-    """A product by one algorithm, collectives as rings of `ways` directions, products at `flops_per_s` a rank."""
+    """A product by one algorithm, its collectives as rings of `ring_directions` directions, paced at
+    `flops_per_s`.
+    """
 
     number: int
     algorithm: str
     problem: MatmulProblem
     config: Config
-    ways: int
+    ring_directions: int
     flops_per_s: float
 
     def __str__(self) -> str:
@@ -44,25 +46,26 @@ class FidelityCase:
 
     @cached_property
     def program(self) -> Program:
-        """What runs: the algorithm's program with collectives as rings and broadcasts as chains."""
+        """The program that runs: collectives lowered to rings, broadcasts to chains."""
         program = ALGORITHMS[self.algorithm].program(self.problem, self.config)
-        return lower_chains(lower_rings(program, 1 if self.ways == 1 else 2))
+        return lower_chains(lower_rings(program, 1 if self.ring_directions == 1 else 2))
 
     @cached_property
     def skeleton(self) -> Skeleton:
+        """The algorithm's skeleton, for the estimate."""
         return ALGORITHMS[self.algorithm].skeleton(self.problem, self.config)
 
 
-def efficiency(cluster: Cluster) -> float:
-    """Which part of the pace products reach on a paced rank: the chip's effective over its peak rate."""
+def reached_share_of_pace(cluster: Cluster) -> float:
+    """Return which share of the pace products reach on a paced rank: the chip's effective over its peak rate."""
     chip = cluster.chip
     return chip.effective_flops_per_s / dict(chip.peak_flops_per_s).get("float32", chip.effective_flops_per_s)
 
 
-def repaced(cluster: Cluster, flops_per_s: float) -> Cluster:
-    """The cluster with its ranks paced at another rate, of which products reach what they did of the old one."""
+def with_pace_of_ranks(cluster: Cluster, flops_per_s: float) -> Cluster:
+    """Return the cluster with its ranks paced at another rate; products reach the same share of it."""
     peaks = tuple((dtype, flops_per_s) for dtype, _ in cluster.chip.peak_flops_per_s)
-    effective = flops_per_s * efficiency(cluster)
+    effective = flops_per_s * reached_share_of_pace(cluster)
     return replace(
         cluster, chip=replace(cluster.chip, peak_flops_per_s=peaks, effective_flops_per_s=effective)
     )
@@ -75,16 +78,17 @@ def seeded_cases(
     mesh_shape: tuple[int, ...],
     names: Sequence[str] | None = None,
 ) -> list[FidelityCase]:
-    """`count` cases, the same for the same arguments; case i is the same however many there are.
+    """Return `count` cases, the same for the same arguments; case i is the same however many there are.
 
-    Algorithms (`names`, or all) that can use the mesh take turns. Dataflow, sizes and configuration are drawn so
-    that by estimate on `cluster` a run takes 0.2 to 1.5 s, computing takes 0.5 to 2 times what communication
-    does, and no message is smaller than 32 KiB.
+    The algorithms (`names`, or all) that can use the mesh take turns. Dataflow, sizes and configuration are drawn
+    so that by estimate on `cluster` a run takes 0.2 to 1.5 s, computing takes 0.5 to 2 times as long as
+    communicating, and no message is smaller than 32 KiB.
 
-    Raises UnsupportedError where an algorithm has no such case on this mesh, or none can use it.
+    Raises:
+        UnsupportedError: no algorithm can use this mesh, or one has no such case on it.
     """
     ranks = math.prod(mesh_shape)
-    usable = [name for name in names or ALGORITHMS if mesh_shape in ALGORITHMS[name].meshes(ranks)]
+    usable = [name for name in names or ALGORITHMS if mesh_shape in ALGORITHMS[name].mesh_shapes(ranks)]
     if not usable:
         shape = "x".join(map(str, mesh_shape))
         raise UnsupportedError(f"none of {', '.join(names or ALGORITHMS)} can use a {shape} mesh")
@@ -114,16 +118,16 @@ def _draw(
             }
             problem = MatmulProblem(*sizes[dataflow], mesh_shape, dataflow)
             pace = balanced_flops_per_s(problem, cluster, ratio)
-            machine = matmul_machine(repaced(cluster, pace), problem)
+            machine = matmul_machine(with_pace_of_ranks(cluster, pace), problem)
             config = _pick(name, problem, count, rng)
             if config is None:
                 break
             case = FidelityCase(number, name, problem, config, 2 if max(mesh_shape) > 2 else 1, pace)
-            found_s = estimate(case.skeleton, machine).total_s
-            fits = SHORTEST_S <= found_s <= LONGEST_S and _smallest_bytes(case) >= MIN_MESSAGE_BYTES
+            estimated_s = estimate(case.skeleton, machine).total_s
+            fits = SHORTEST_S <= estimated_s <= LONGEST_S and _smallest_bytes(case) >= MIN_MESSAGE_BYTES
             if fits and not is_guess:
                 return case
-            sliced = step * max(1, round(sliced * target_s / found_s / step))
+            sliced = step * max(1, round(sliced * target_s / estimated_s / step))
     shape = "x".join(map(str, mesh_shape))
     raise UnsupportedError(
         f"no product by {name} on a {shape} mesh of {cluster.name} takes {SHORTEST_S} to {LONGEST_S} s with "
@@ -134,21 +138,22 @@ def _draw(
 def _pick(name: str, problem: MatmulProblem, count: int, rng: random.Random) -> Config | None:
     if name in ("meshslice", "meshslice_dp"):
         return Config((1,) * count)
-    found: Iterator[Config] = ALGORITHMS[name].configs(problem)
+    candidates: Iterator[Config] = ALGORITHMS[name].candidates(problem)
     limit = max(_SLICE_COUNTS)
     if name == "meshslice_tapered":
-        offered = [c for c in found if len(set(c.slices)) > 1 and c.slice_count <= limit]
+        offered = [c for c in candidates if len(set(c.slices)) > 1 and c.slice_count <= limit]
     else:
-        offered = [c for c in found if c.slice_count <= limit]
+        offered = [c for c in candidates if c.slice_count <= limit]
     return rng.choice(offered) if offered else None
 
 
 def _smallest_bytes(case: FidelityCase) -> int:
-    """The smallest piece that any transfer is cut into, once lowered."""
+    """Return the bytes of the smallest message of any transfer, once lowered."""
     works = [task.work for phase in case.skeleton.phases for task in phase.tasks]
     return min(
         (
-            work.part_bytes // (case.ways if work.kind in ("all_gather", "reduce_scatter") else work.packets)
+            work.part_bytes
+            // (case.ring_directions if work.kind in ("all_gather", "reduce_scatter") else work.packets)
             for work in works
             if isinstance(work, Transfer)
         ),

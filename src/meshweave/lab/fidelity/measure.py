@@ -1,7 +1,7 @@
-"""Estimates and simulations beside measurement: how far they are off, for cases of many shapes.
+"""How far estimates and simulations are off from measurement, for products that no constant was fitted on.
 
-A seeded generator draws cases that no constant was fitted on. All of them run in one set of processes of a lab;
-each is then estimated from its skeleton and simulated as it ran, lowered, on one description of that lab.
+All cases run in one set of processes of a lab. Each is then estimated from its skeleton and simulated as it ran,
+lowered, on one description of that lab.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from meshweave.estimate.timeline import timeline
 from meshweave.execute.ranks.clocks import ClockOffset, align, offset_at
 from meshweave.ir.program.text import to_text
 from meshweave.lab.bench.yardsticks import matmul_machine
-from meshweave.lab.fidelity.cases import FidelityCase, repaced
-from meshweave.lab.lab import RunningLab
+from meshweave.lab.fidelity.cases import FidelityCase, seeded_cases, with_pace_of_ranks
+from meshweave.lab.lab import Lab, RunningLab
 from meshweave.simulate import simulate
 from meshweave.trace import Span, Trace, merge
 
@@ -29,12 +29,16 @@ GOAL_MEAN, GOAL_WORST = 0.05, 0.15
 
 
 @dataclass(frozen=True)
-class Fidelity:
-    """One case as measured (seconds of each run, from the common start to the end of the last rank) and predicted.
+class CaseFidelity:
+    """One case, measured and predicted.
 
-    `error` is the largest difference from the dense product, `late_s` by how much a rank began late at worst,
-    `overruns` counts products that took longer than their paced time; with any, the machine was too slow.
-    `measured` is the trace of the median run, from the common start, on rank 0's clock.
+    Attributes:
+        runs_s: seconds of each run, from the common start to the end of the last rank.
+        estimated_s, simulated_s: seconds as predicted.
+        error: the largest absolute difference from the dense product.
+        late_s: by how many seconds a rank began late, at worst.
+        overruns: how many products took longer than their paced time; with any, the machine was too slow.
+        measured: the trace of the median run, from the common start, on rank 0's clock.
     """
 
     case: FidelityCase
@@ -48,18 +52,26 @@ class Fidelity:
 
     @property
     def median_s(self) -> float:
+        """Median seconds."""
         return statistics.median(self.runs_s)
 
     @property
     def estimate_error(self) -> float:
-        """(estimated - measured) / measured: positive where the run was faster than its estimate."""
+        """(estimated - measured) / measured: positive if the run was faster than its estimate."""
         return self.estimated_s / self.median_s - 1
 
     @property
     def simulation_error(self) -> float:
+        """(simulated - measured) / measured."""
         return self.simulated_s / self.median_s - 1
 
+    def timelines(self, cluster: Cluster) -> dict[str, Trace]:
+        """Return the traces of "estimate" and "simulation" on `cluster` and of the "measurement"."""
+        estimated, simulated = predict(self.case, cluster)
+        return {"estimate": estimated, "simulation": simulated, "measurement": self.measured}
+
     def to_json(self) -> dict[str, Any]:
+        """Return the case and its times as plain values."""
         case = self.case
         return {
             "number": case.number,
@@ -71,7 +83,7 @@ class Fidelity:
             "slices": list(case.config.slices),
             "packets": case.config.packets,
             "overlap": case.config.overlap,
-            "ways": case.ways,
+            "ways": case.ring_directions,
             "flops_per_s": case.flops_per_s,
             "measured_s": list(self.runs_s),
             "median_s": self.median_s,
@@ -87,9 +99,9 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class FidelityReport:
-    """All cases; `clocks` holds each rank's offset from rank 0 before and after them."""
+    """All cases. `clocks` holds the offset of each rank's clock from rank 0's, before and after them."""
 
-    outcomes: tuple[Fidelity, ...]
+    outcomes: tuple[CaseFidelity, ...]
     clocks: tuple[tuple[ClockOffset, ...], ...]
 
     @property
@@ -107,21 +119,23 @@ class FidelityReport:
         }
 
     @property
-    def median_case(self) -> Fidelity:
-        """The one whose estimate is off by the median error."""
+    def median_case(self) -> CaseFidelity:
+        """The case whose estimate is off by the median error."""
         ranked = sorted(self.outcomes, key=lambda o: (abs(o.estimate_error), o.case.number))
         return ranked[(len(ranked) - 1) // 2]
 
     @property
     def clock_uncertainty_s(self) -> float:
-        """How exactly the ranks' clocks are known against rank 0's, at worst."""
+        """By how many seconds the offset of a rank's clock may be wrong, at worst."""
         return max(offset.uncertainty_ns for rank in self.clocks for offset in rank) / 1e9
 
     def verdict(self, what: str) -> str:
-        """Whether the errors of "estimate" or "simulation" keep to the goal, and the worst case, in words."""
-        found = self.summary["all"][what]
-        mean, worst = found["mean"], found["worst"]
-        error: Callable[[Fidelity], float] = (
+        """Return a sentence: whether the errors of "estimate" or "simulation" keep to the goal, and the
+        worst case.
+        """
+        errors = self.summary["all"][what]
+        mean, worst = errors["mean"], errors["worst"]
+        error: Callable[[CaseFidelity], float] = (
             (lambda o: o.estimate_error) if what == "estimate" else (lambda o: o.simulation_error)
         )
         at = max(self.outcomes, key=lambda outcome: abs(error(outcome)))
@@ -132,6 +146,7 @@ class FidelityReport:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as plain values."""
         return {
             "goal": {"mean": GOAL_MEAN, "worst": GOAL_WORST},
             "summary": self.summary,
@@ -146,7 +161,30 @@ def _errors(errors: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(sizes), "worst": max(sizes), "bias": statistics.fmean(errors)}
 
 
-def fidelity(
+def run_fidelity(
+    lab: Lab,
+    cluster: Cluster,
+    mesh_shape: tuple[int, ...],
+    *,
+    num_cases: int = 40,
+    names: Sequence[str] | None = None,
+    repeat: int = 3,
+    seed: int = 0,
+    timeout_s: float = 900.0,
+    on_case: Callable[[str], None] = lambda line: None,
+) -> FidelityReport:
+    """Draw cases by the seed, build the lab, run and predict them, take the lab down.
+
+    Raises what `seeded_cases` and `measure_fidelity` raise, and UnsupportedError where there can be no lab.
+    """
+    cases = seeded_cases(seed, num_cases, cluster, mesh_shape, names)
+    with lab.up() as running:
+        return measure_fidelity(
+            running, cases, cluster, repeat=repeat, seed=seed, timeout_s=timeout_s, on_case=on_case
+        )
+
+
+def measure_fidelity(
     lab: RunningLab,
     cases: Sequence[FidelityCase],
     cluster: Cluster,
@@ -154,11 +192,16 @@ def fidelity(
     repeat: int = 3,
     seed: int = 0,
     timeout_s: float = 900.0,
-    say: Callable[[str], None] = lambda line: None,
+    on_case: Callable[[str], None] = lambda line: None,
 ) -> FidelityReport:
-    """Runs all cases on a lab that is up, and predicts them on `cluster`, its description.
+    """Run all cases on a lab that is up, and predict them on `cluster`, its description.
 
-    Raises LayoutError where a case's mesh has not as many ranks as the lab, and what `RunningLab.launch` raises.
+    Args:
+        repeat: measured runs of each case, after one to warm up.
+        on_case: takes a line about each case once it is predicted.
+
+    Raises:
+        LayoutError: a case's mesh has another number of ranks than the lab; else what `RunningLab.launch` raises.
     """
     for case in cases:
         if case.problem.num_chips != lab.num_ranks:
@@ -168,7 +211,6 @@ def fidelity(
             {
                 "title": str(case),
                 "program": to_text(case.program),
-                "problem": [*(getattr(case.problem, d) for d in ("m", "n", "k", "mesh_shape", "dataflow"))],
                 "flops_per_s": case.flops_per_s,
             }
             for case in cases
@@ -184,11 +226,11 @@ def fidelity(
     clocks = tuple(tuple(ClockOffset(*offset) for offset in rank["offsets"]) for rank in ranks)
     outcomes = []
     for number, case in enumerate(cases):
-        outcomes.append(_outcome(case, [rank["cases"][number] for rank in ranks], clocks, cluster))
-        found = outcomes[-1]
-        say(
-            f"case {case.number} predicted: measured {format_s(found.median_s)}, "
-            f"estimate {found.estimate_error:+.1%}, simulation {found.simulation_error:+.1%}"
+        outcome = _outcome(case, [rank["cases"][number] for rank in ranks], clocks, cluster)
+        outcomes.append(outcome)
+        on_case(
+            f"case {case.number} predicted: measured {format_s(outcome.median_s)}, "
+            f"estimate {outcome.estimate_error:+.1%}, simulation {outcome.simulation_error:+.1%}"
         )
     return FidelityReport(tuple(outcomes), clocks)
 
@@ -198,18 +240,18 @@ def _outcome(
     ranks: Sequence[dict[str, Any]],
     clocks: Sequence[Sequence[ClockOffset]],
     cluster: Cluster,
-) -> Fidelity:
+) -> CaseFidelity:
     runs = list(zip(*(rank["runs"] for rank in ranks), strict=True))
-    took = [
+    durations_ns = [
         max(run["end_ns"] - offset_at(run["end_ns"], clocks[rank]) for rank, run in enumerate(run_of))
         - run_of[0]["start_ns"]
         for run_of in runs
     ]
-    middle = sorted(range(len(runs)), key=took.__getitem__)[(len(runs) - 1) // 2]
-    estimated, simulated = predicted(case, cluster)
-    return Fidelity(
+    middle = sorted(range(len(runs)), key=durations_ns.__getitem__)[(len(runs) - 1) // 2]
+    estimated, simulated = predict(case, cluster)
+    return CaseFidelity(
         case,
-        tuple(ns / 1e9 for ns in took),
+        tuple(ns / 1e9 for ns in durations_ns),
         estimated.duration_s,
         simulated.duration_s,
         max(rank["error"] for rank in ranks),
@@ -222,7 +264,7 @@ def _outcome(
 def _measured(
     case: FidelityCase, runs: Sequence[dict[str, Any]], clocks: Sequence[Sequence[ClockOffset]]
 ) -> Trace:
-    """The trace of a run, from its common start on."""
+    """Return the trace of a run, from its common start on."""
     traces = []
     for rank, run in enumerate(runs):
         edges = iter(run["spans"])
@@ -239,8 +281,10 @@ def _measured(
     )
 
 
-def predicted(case: FidelityCase, cluster: Cluster) -> tuple[Trace, Trace]:
-    """The timeline of the case's skeleton and the simulation of its lowered program, on `cluster` at its pace."""
-    paced = repaced(cluster, case.flops_per_s)
+def predict(case: FidelityCase, cluster: Cluster) -> tuple[Trace, Trace]:
+    """Return the timeline of the case's skeleton and the simulation of its program, on `cluster` at the
+    case's pace.
+    """
+    paced = with_pace_of_ranks(cluster, case.flops_per_s)
     drawn = timeline(case.skeleton, matmul_machine(paced, case.problem), case.program.name)
     return drawn, simulate(case.program, Machine.of(paced, case.program)).trace()

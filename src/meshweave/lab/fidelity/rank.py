@@ -1,4 +1,4 @@
-"""What one rank of a fidelity run does: one case after another, traced, from common starts, on aligned clocks."""
+"""One rank of a fidelity run: one case after another, traced, each from a common start, on aligned clocks."""
 
 from __future__ import annotations
 
@@ -9,32 +9,35 @@ from collections.abc import Mapping
 from dataclasses import astuple
 from typing import Any
 
-from meshweave.algorithms.matmul2d.common.problem import MatmulProblem
+from meshweave.check.reference import expected_shard, random_inputs
+from meshweave.execute.numpy import local_inputs
 from meshweave.ir.program.parse import parse
-from meshweave.nn.rehearse import dense_shard, operand, shard
 
 _NOTHING = 3.4e38
-"""The error of an element that a run did not write."""
+"""Stands for the error of an element that a run did not write (NaN)."""
 
 
 def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Binds, runs (once to warm up, then `repeat` times) and releases every case in turn.
+    """Bind, run (once to warm up, then `repeat` times) and release every case in turn. Rank 0 prints progress.
 
-    `payload`: cases [{title, program, problem [m, n, k, mesh_shape, dataflow], flops_per_s}], repeat, seed,
-    deadline_s. Rank 0 tells its progress on stderr.
+    Args:
+        payload: cases [{title, program, problem [m, n, k, mesh_shape, dataflow], flops_per_s}], repeat, seed,
+            deadline_s.
 
-    Returns offsets, this rank's clock against rank 0's as [at_ns, offset_ns, uncertainty_ns] before and after
-    all cases, and per case: runs, of each the instant start_ns that rank 0 had set, in its own clock, end_ns
-    at which this rank was done and late_ns by how much it had begun late, in this rank's clock, and spans, the
-    start and end of every op in program order, in nanoseconds of this rank's clock; error, the largest
-    absolute difference from the dense product over all runs; overruns, products slower than the pace.
+    Returns:
+        offsets: this rank's clock against rank 0's as [at_ns, offset_ns, uncertainty_ns], before and after all
+        cases. By case: error, the largest absolute difference from the dense product over all runs; overruns, the
+        number of products slower than the pace; and runs. Each run has start_ns, the common start in rank 0's
+        clock, and in this rank's clock end_ns, late_ns (by how much this rank began late) and spans, the start and
+        end of every op in program order. All in nanoseconds.
 
-    Raises what binding and running raise: BindError, RankLostError, DeadlineError.
+    Raises:
+        BindError, RankLostError, DeadlineError: as binding and running raise them.
     """
     import torch
 
     from meshweave.execute.ranks.clocks import clock_offsets
-    from meshweave.execute.torch.groups import TorchContext
+    from meshweave.execute.torch.context import TorchContext
 
     torch.set_num_threads(1)
     # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
@@ -42,34 +45,38 @@ def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     before = clock_offsets(shared)
     cases = []
     for number, case in enumerate(payload["cases"]):
-        cases.append(_case(case, payload, shared, before.offset_ns))
+        cases.append(_run_case(case, payload, shared, before.offset_ns))
         gc.collect()
         if context.rank == 0:
-            took_s = [(run["end_ns"] - run["start_ns"]) / 1e9 for run in cases[-1]["runs"]]
+            durations_s = [(run["end_ns"] - run["start_ns"]) / 1e9 for run in cases[-1]["runs"]]
             title = f"case {number} of {len(payload['cases'])}, {case['title']}"
             print(
-                f"{title}: rank 0 took {', '.join(f'{s:.3f}' for s in took_s)} s", file=sys.stderr, flush=True
+                f"{title}: rank 0 took {', '.join(f'{s:.3f}' for s in durations_s)} s",
+                file=sys.stderr,
+                flush=True,
             )
     after = clock_offsets(shared)
     shared.close()
     return {"offsets": [astuple(before), astuple(after)], "cases": cases}
 
 
-def _case(case: Mapping[str, Any], payload: Mapping[str, Any], shared: Any, offset_ns: int) -> dict[str, Any]:
+def _run_case(
+    case: Mapping[str, Any], payload: Mapping[str, Any], shared: Any, offset_ns: int
+) -> dict[str, Any]:
     import torch
 
     from meshweave.execute.torch.bind import bind
     from meshweave.execute.torch.measure import quiet, start_together
     from meshweave.lab.pace import paced
 
-    m, n, k, mesh_shape, dataflow = case["problem"]
-    problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
     program, rank = parse(case["program"]), shared.rank
-    whole = {name: operand(problem, name, payload["seed"]) for name in "ab"}
-    expected = torch.from_numpy(dense_shard(program, problem, whole["a"], whole["b"], rank))
+    whole = random_inputs(program, payload["seed"])
+    expected = torch.from_numpy(expected_shard(program, whole, "c", rank))
     bound = bind(program, rank, {}, context=shared, trace=True)
     # Copied into the bound tensors, which lie in memory as the program wants them.
-    inputs: Any = {name: torch.from_numpy(shard(program, name, whole[name], rank)) for name in "ab"}
+    inputs: Any = {
+        name: torch.from_numpy(shard.copy()) for name, shard in local_inputs(program, whole, rank).items()
+    }
     del whole
     out, runs, error = bound.outputs["c"], [], 0.0
     with quiet(), paced(case["flops_per_s"]) as pacer:

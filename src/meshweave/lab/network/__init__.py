@@ -1,0 +1,1 @@
+"""The network of a lab: namespaces, cables and routes planned, built, probed and removed."""

@@ -10,7 +10,7 @@ from fcntl import ioctl
 from pathlib import Path
 
 from meshweave.base.errors import UnsupportedError
-from meshweave.lab.network.namespaces import batch, inside
+from meshweave.lab.network.namespaces import inside, run_batch
 from meshweave.lab.network.wiring import FABRIC, STORE_ADDRESS, Wiring
 
 _SETTINGS = {
@@ -43,10 +43,10 @@ def build(wiring: Wiring, prefix: str, mtu_bytes: int) -> None:
 
     Raises UnsupportedError with what `ip` or `tc` said.
     """
-    batch(["ip"], [f"netns add {prefix}{space}" for space in wiring.spaces])
+    run_batch(["ip"], [f"netns add {prefix}{space}" for space in wiring.spaces])
     for space in wiring.spaces:
         _configure(f"{prefix}{space}", forwards=wiring.forwards and space != FABRIC)
-    batch(
+    run_batch(
         ["ip"],
         [
             # Two ends of the same index (numbered by namespace otherwise) take the kernel a second to come up.
@@ -84,9 +84,9 @@ def build(wiring: Wiring, prefix: str, mtu_bytes: int) -> None:
             f"route add {route.address}/32 via {route.via} dev {route.interface} onlink {_RETRY}"
         )
     for space, lines in ip.items():
-        batch(["ip", "-n", f"{prefix}{space}"], lines)
+        run_batch(["ip", "-n", f"{prefix}{space}"], lines)
     for space, lines in tc.items():
-        batch(["tc", "-n", f"{prefix}{space}"], lines)
+        run_batch(["tc", "-n", f"{prefix}{space}"], lines)
     for space in wiring.spaces:
         with inside(f"{prefix}{space}"):
             _await_links([p.interface for c in wiring.cables for p, _ in c.ends() if p.space == space])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from meshweave.base.errors import MeshweaveError
 from meshweave.lab.description import LabDescription, Link, SwitchLab
 from meshweave.lab.network.build import build
-from meshweave.lab.network.namespaces import leftovers, new_prefix, ours, remove
+from meshweave.lab.network.namespaces import lab_namespaces, leftovers, new_prefix, remove
 from meshweave.lab.network.signals import deferred_signals
 from meshweave.lab.network.wiring import wire
 
@@ -35,7 +35,7 @@ class Abilities:
 _known: list[str] = []
 
 
-def problem() -> str:
+def lab_problem() -> str:
     """Why there can be no lab on this machine, or ""; tried out once per process, in some 50 ms."""
     if not _known:
         _known.append(_try())
@@ -44,9 +44,9 @@ def problem() -> str:
 
 def abilities() -> Abilities:
     """What this machine can do."""
-    owners = {name.rpartition("-")[0] for name in ours()}
+    owners = {name.rpartition("-")[0] for name in lab_namespaces()}
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    return Abilities(problem(), _can_pace(), num_cores, len(owners), tuple(leftovers()))
+    return Abilities(lab_problem(), _can_pace(), num_cores, len(owners), tuple(leftovers()))
 
 
 def _can_pace() -> bool:
@@ -80,7 +80,7 @@ def _try() -> str:
             try:
                 build(wiring, prefix, 9000)
             finally:
-                remove([name for name in ours() if name.startswith(prefix)])
+                remove([name for name in lab_namespaces() if name.startswith(prefix)])
     except (MeshweaveError, OSError) as error:
         return " ".join(str(error).replace(prefix, "").split())
     return ""

@@ -66,7 +66,7 @@ def new_prefix() -> str:
     return f"meshweave-{owner.pid_space}-{owner.pid}-{owner.start}-{next(_numbers)}-"
 
 
-def ours() -> list[str]:
+def lab_namespaces() -> list[str]:
     """All namespaces that a lab made, of this process or of any other."""
     with suppress(FileNotFoundError):
         return sorted(entry.name for entry in FOLDER.iterdir() if _NAME.fullmatch(entry.name))
@@ -75,7 +75,7 @@ def ours() -> list[str]:
 
 def leftovers() -> list[str]:
     """Those whose owner is gone."""
-    return [name for name in ours() if _owner(name).is_gone]
+    return [name for name in lab_namespaces() if _owner(name).is_gone]
 
 
 def _owner(name: str) -> Owner:
@@ -96,7 +96,7 @@ def remove(names: Sequence[str]) -> None:
     assert all(_NAME.fullmatch(name) for name in names), names
     kill_inside(names)
     if names:
-        batch(["ip", "-force"], [f"netns del {name}" for name in names], check=False)
+        run_batch(["ip", "-force"], [f"netns del {name}" for name in names], check=False)
     # Another process may have removed some at the same time; what is there now is what could not be removed.
     rest = [name for name in names if (FOLDER / name).exists()]
     if rest:
@@ -129,7 +129,7 @@ def _pids_in(inodes: set[tuple[int, int]]) -> list[int]:
     return found
 
 
-def batch(command: Sequence[str], lines: Sequence[str], *, check: bool = True) -> None:
+def run_batch(command: Sequence[str], lines: Sequence[str], *, check: bool = True) -> None:
     """Runs `ip` or `tc` on many lines at once. Raises UnsupportedError with the first thing it says."""
     if not lines:
         return

@@ -15,7 +15,7 @@ from meshweave.lab.network import probe_rank
 
 
 @dataclass(frozen=True)
-class Flow:
+class ProbeFlow:
     """`num_bytes` from one rank to another."""
 
     src: int
@@ -31,7 +31,7 @@ class Arrival:
     end_s: float
 
 
-def goodput(lab: RunningLab, flows: Sequence[Flow], *, timeout_s: float = 60.0) -> list[Arrival]:
+def goodput(lab: RunningLab, flows: Sequence[ProbeFlow], *, timeout_s: float = 60.0) -> list[Arrival]:
     """The rate at which each flow arrived, all of them started together (to 20 ms).
 
     The first eighth of a flow, and no less than 128 KiB, does not count in its rate: until then the token

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.algorithms.reshard import Item, ReshardProblem
+from meshweave.algorithms.reshard import ReshardProblem, TensorMove
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
@@ -52,7 +52,7 @@ class ReshardingCase:
         src = _mesh("src", self.src_mesh, 0, chips_per_host)
         dst = _mesh("dst", self.dst_mesh, self.src_mesh[0], chips_per_host)
         lies, shall_lie = layout_of_spec(self.src, src), layout_of_spec(self.dst, dst)
-        return ReshardProblem((Item("tensor", shape or self.shape, dtype, lies, shall_lie),))
+        return ReshardProblem((TensorMove("tensor", shape or self.shape, dtype, lies, shall_lie),))
 
 
 def _mesh(name: str, shape: tuple[int, int], first_host: int, chips_per_host: int) -> Mesh:

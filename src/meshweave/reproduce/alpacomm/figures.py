@@ -23,7 +23,7 @@ from meshweave.reproduce.alpacomm.study import (
     AlpaCommStudy,
     orders,
 )
-from meshweave.reproduce.figures import Cell, Figure, Panel, made
+from meshweave.reproduce.figures import Cell, Figure, FigurePanel, build_figures
 from meshweave.tune.search import Progress
 
 TITLES = {
@@ -61,7 +61,7 @@ def _one_to_many(study: AlpaCommStudy) -> Figure:
     return Figure(5, title, "s", panels)
 
 
-def _receivers(study: AlpaCommStudy, name: str, head: str, places: list[tuple[str, int, int]]) -> Panel:
+def _receivers(study: AlpaCommStudy, name: str, head: str, places: list[tuple[str, int, int]]) -> FigurePanel:
     columns = [head, *(TITLES[one] for one in STRATEGIES), BOUND]
     columns += [f"{TITLES[one]} {FORMULA}" for one in STRATEGIES]
     rows: list[tuple[Cell, ...]] = []
@@ -75,7 +75,7 @@ def _receivers(study: AlpaCommStudy, name: str, head: str, places: list[tuple[st
         "one host t; A t; t (K + A - 1) / K; what happens inside a host takes no time in them",
         f"K: {chunks}",
     )
-    return Panel(name, tuple(columns), tuple(rows), notes=notes)
+    return FigurePanel(name, tuple(columns), tuple(rows), notes=notes)
 
 
 def _strategies(study: AlpaCommStudy) -> Figure:
@@ -123,8 +123,8 @@ def _by_case(
         rows.append((f"case {number}", *all_of_it))
         ratios.append((f"case {number}", *(value / values[of] for value in all_of_it)))
     panels = (
-        Panel("seconds", ("case", *columns, BOUND), tuple(rows), notes=notes),
-        Panel("ratios", ("case", *columns, BOUND), tuple(ratios), notes=(f"relative to {base}",)),
+        FigurePanel("seconds", ("case", *columns, BOUND), tuple(rows), notes=notes),
+        FigurePanel("ratios", ("case", *columns, BOUND), tuple(ratios), notes=(f"relative to {base}",)),
     )
     return Figure(figure.number, figure.title, figure.unit, panels)
 
@@ -142,13 +142,13 @@ def figures(
     study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
 ) -> list[Figure]:
     """The figures of these numbers, or all, in order."""
-    return made(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
+    return build_figures(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
 
 
 # --- pictures -------------------------------------------------------------------------------------
 
 
-def picture(figure: Figure, panel: Panel) -> str:
+def picture(figure: Figure, panel: FigurePanel) -> str:
     """A bar for each strategy or order, marked where its formula, or else the bound, has it.
 
     Where there are formulas the bound is the same for all bars, and a line.

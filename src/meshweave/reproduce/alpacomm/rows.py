@@ -21,8 +21,8 @@ from meshweave.reproduce.alpacomm.study import (
     AlpaCommStudy,
     orders,
 )
-from meshweave.reproduce.published import Published, judged, published
-from meshweave.reproduce.verdict import Ours, Row
+from meshweave.reproduce.published import PublishedRow, judge_rows, published_rows
+from meshweave.reproduce.verdict import JudgedRow, OurValue
 from meshweave.tune.search import Progress
 
 PAPER = "alpacomm"
@@ -31,7 +31,7 @@ REORDERED = (3, 4, 9)
 CROSSING = (7, 8)
 
 
-def number_of(what: str) -> int:
+def parse_number(what: str) -> int:
     """Of "case3" or "hosts3"."""
     return int("".join(filter(str.isdigit, what)))
 
@@ -48,120 +48,120 @@ def _by_case(values: dict[int, float]) -> str:
 # --- figure 5 -------------------------------------------------------------------------------------
 
 
-def send_recv_linear(study: AlpaCommStudy, what: str) -> Ours:
+def send_recv_linear(study: AlpaCommStudy, what: str) -> OurValue:
     seconds = [study.one_to_many(STRATEGY[what], 1, gpus).seconds for gpus in (1, 4)]
-    return Ours(seconds[1] / seconds[0])
+    return OurValue(seconds[1] / seconds[0])
 
 
-def flat_in_host(study: AlpaCommStudy, what: str) -> Ours:
+def flat_in_host(study: AlpaCommStudy, what: str) -> OurValue:
     one, four = (study.one_to_many(STRATEGY[what], 1, gpus).seconds for gpus in (1, 4))
-    return Ours(_longer(four, one))
+    return OurValue(_longer(four, one))
 
 
 def _hosts(study: AlpaCommStudy, strategy: str, hosts: int) -> float:
     return study.one_to_many(strategy, hosts, GPUS_PER_HOST).seconds
 
 
-def flat_over_hosts(study: AlpaCommStudy, what: str) -> Ours:
+def flat_over_hosts(study: AlpaCommStudy, what: str) -> OurValue:
     chunks = study.one_to_many(STRATEGY[what], 4, GPUS_PER_HOST).chunks
     one, four = (_hosts(study, STRATEGY[what], hosts) for hosts in (1, 4))
-    return Ours(_longer(four, one), f"K = {chunks}")
+    return OurValue(_longer(four, one), f"K = {chunks}")
 
 
-def gather_over_hosts(study: AlpaCommStudy, what: str) -> Ours:
+def gather_over_hosts(study: AlpaCommStudy, what: str) -> OurValue:
     one, two = (_hosts(study, STRATEGY[what], hosts) for hosts in (1, 2))
-    return Ours(_longer(two, one))
+    return OurValue(_longer(two, one))
 
 
-def gather_two_t(study: AlpaCommStudy, what: str) -> Ours:
-    hosts = number_of(what)
+def gather_two_t(study: AlpaCommStudy, what: str) -> OurValue:
+    hosts = parse_number(what)
     t = study.bound_s(hosts, GPUS_PER_HOST)
     formula = study.closed_form(ALL_GATHER, hosts, GPUS_PER_HOST) / t
-    return Ours(_hosts(study, ALL_GATHER, hosts) / t, f"our formula: {formula:.3f}")
+    return OurValue(_hosts(study, ALL_GATHER, hosts) / t, f"our formula: {formula:.3f}")
 
 
-def uneven_drop(study: AlpaCommStudy, what: str) -> Ours:
+def uneven_drop(study: AlpaCommStudy, what: str) -> OurValue:
     def seconds(count: int) -> float:
         if what == "hosts":
             return _hosts(study, ALL_GATHER, count)
         return study.one_to_many(ALL_GATHER, 1, count).seconds
 
-    return Ours(_longer(seconds(3), seconds(4)))
+    return OurValue(_longer(seconds(3), seconds(4)))
 
 
 # --- figure 6 -------------------------------------------------------------------------------------
 
 
-def nvlink(study: AlpaCommStudy, what: str) -> Ours:
-    number = number_of(what)
-    return Ours(study.case(number, SEND_RECV).seconds / study.case(number, ALL_GATHER).seconds)
+def nvlink(study: AlpaCommStudy, what: str) -> OurValue:
+    number = parse_number(what)
+    return OurValue(study.case(number, SEND_RECV).seconds / study.case(number, ALL_GATHER).seconds)
 
 
-def similar(study: AlpaCommStudy, what: str) -> Ours:
-    number = number_of(what)
+def similar(study: AlpaCommStudy, what: str) -> OurValue:
+    number = parse_number(what)
     best = study.case(number, ALL_GATHER, OWN_ORDER).seconds / study.case(number).seconds
-    return Ours(study.over_gather(number), f"all-gather in the best order: {best:.3f}")
+    return OurValue(study.over_gather(number), f"all-gather in the best order: {best:.3f}")
 
 
-def gather_crosses(study: AlpaCommStudy, what: str) -> Ours:
+def gather_crosses(study: AlpaCommStudy, what: str) -> OurValue:
     each = {number: study.over_gather(number) for number in CROSSING}
-    return Ours(max(each.values()), _by_case(each))
+    return OurValue(max(each.values()), _by_case(each))
 
 
-def reordered(study: AlpaCommStudy, what: str) -> Ours:
-    number = number_of(what)
-    return Ours(study.over_gather(number), f"{study.case(number).tasks} unit tasks")
+def reordered(study: AlpaCommStudy, what: str) -> OurValue:
+    number = parse_number(what)
+    return OurValue(study.over_gather(number), f"{study.case(number).tasks} unit tasks")
 
 
-def most_by_order(study: AlpaCommStudy, what: str) -> Ours:
+def most_by_order(study: AlpaCommStudy, what: str) -> OurValue:
     each = {number: study.most_by_order(number) for number in REORDERED}
-    return Ours(max(each.values()), _by_case(each))
+    return OurValue(max(each.values()), _by_case(each))
 
 
-def most_by_broadcast(study: AlpaCommStudy, what: str) -> Ours:
-    number = number_of(what)
-    return Ours(study.most_by_broadcast(number), f"simulated: {study.over_gather(number):.3f}")
+def most_by_broadcast(study: AlpaCommStudy, what: str) -> OurValue:
+    number = parse_number(what)
+    return OurValue(study.most_by_broadcast(number), f"simulated: {study.over_gather(number):.3f}")
 
 
-def more_in_case4(study: AlpaCommStudy, what: str) -> Ours:
+def more_in_case4(study: AlpaCommStudy, what: str) -> OurValue:
     each = {number: study.over_gather(number) for number in REORDERED}
-    return Ours(each[4] / max(each[3], each[9]), _by_case(each))
+    return OurValue(each[4] / max(each[3], each[9]), _by_case(each))
 
 
 # --- figure 8 -------------------------------------------------------------------------------------
 
 
-def _naive(study: AlpaCommStudy, number: int) -> Ours:
+def _naive(study: AlpaCommStudy, number: int) -> OurValue:
     strictly = study.over_best(number, NAIVE)
     detail = f"strictly one task after another: {strictly:.3f}" if study.naive_order != NAIVE else ""
-    return Ours(study.over_best(number, study.naive_order), detail)
+    return OurValue(study.over_best(number, study.naive_order), detail)
 
 
-def alike(study: AlpaCommStudy, what: str) -> Ours:
-    number = number_of(what)
+def alike(study: AlpaCommStudy, what: str) -> OurValue:
+    number = parse_number(what)
     naive = _naive(study, number)
     assert naive.value is not None
-    return Ours(max(naive.value, study.over_best(number, RIVAL_ORDER)), naive.detail)
+    return OurValue(max(naive.value, study.over_best(number, RIVAL_ORDER)), naive.detail)
 
 
-def naive_congests(study: AlpaCommStudy, what: str) -> Ours:
-    return _naive(study, number_of(what))
+def naive_congests(study: AlpaCommStudy, what: str) -> OurValue:
+    return _naive(study, parse_number(what))
 
 
-def balance_congests(study: AlpaCommStudy, what: str) -> Ours:
-    return Ours(study.over_best(number_of(what), RIVAL_ORDER))
+def balance_congests(study: AlpaCommStudy, what: str) -> OurValue:
+    return OurValue(study.over_best(parse_number(what), RIVAL_ORDER))
 
 
-def none_idle(study: AlpaCommStudy, what: str) -> Ours:
+def none_idle(study: AlpaCommStudy, what: str) -> OurValue:
     runs = {number: study.case(number) for number in CASES}
     each = {number: _longer(run.seconds, run.bound_s) for number, run in runs.items()}
-    return Ours(max(each.values()), _by_case(each))
+    return OurValue(max(each.values()), _by_case(each))
 
 
-def optimal(study: AlpaCommStudy, what: str) -> Ours:
+def optimal(study: AlpaCommStudy, what: str) -> OurValue:
     if EXACT not in orders():
-        return Ours(None, reason="OR-tools is not installed: pip install 'meshweave[exact]'")
-    return Ours(
+        return OurValue(None, reason="OR-tools is not installed: pip install 'meshweave[exact]'")
+    return OurValue(
         max(
             _longer(study.case(number).predicted_s, study.case(number, BROADCAST, EXACT).predicted_s)
             for number in CASES
@@ -169,7 +169,7 @@ def optimal(study: AlpaCommStudy, what: str) -> Ours:
     )
 
 
-OURS: dict[str, Callable[[AlpaCommStudy, str], Ours]] = {
+OURS: dict[str, Callable[[AlpaCommStudy, str], OurValue]] = {
     "send_recv_linear": send_recv_linear,
     "flat_in_host": flat_in_host,
     "flat_over_hosts": flat_over_hosts,
@@ -192,16 +192,16 @@ OURS: dict[str, Callable[[AlpaCommStudy, str], Ours]] = {
 }
 
 
-def row(study: AlpaCommStudy, entry: Published, what: str) -> Row:
+def row(study: AlpaCommStudy, entry: PublishedRow, what: str) -> JudgedRow:
     """One row, computed for a case, a strategy or a number of receivers."""
     return entry.beside(what, OURS[entry.id](study, what))
 
 
 def rows(
     study: AlpaCommStudy, ids: Sequence[str] = (), progress: Progress = lambda done, total: None
-) -> list[Row]:
+) -> list[JudgedRow]:
     """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
-    return judged(PAPER, lambda entry, what: row(study, entry, what), ids, progress)
+    return judge_rows(PAPER, lambda entry, what: row(study, entry, what), ids, progress)
 
 
 # --- what the numbers say together ----------------------------------------------------------------
@@ -209,7 +209,7 @@ def rows(
 
 def findings(study: AlpaCommStudy) -> tuple[str, ...]:
     """What bandwidth alone can explain of the published gains and what not, and what our machine leaves out."""
-    told = {entry.id: entry.values for entry in published(PAPER)}
+    told = {entry.id: entry.values for entry in published_rows(PAPER)}
     least, most = told["reordered"]["case3"], told["most_by_order"]["largest"]
     limit = max(study.most_by_order(number) for number in REORDERED)
     gains = ", ".join(f"{study.over_gather(number):.1f}" for number in REORDERED)
@@ -235,7 +235,7 @@ def findings(study: AlpaCommStudy) -> tuple[str, ...]:
     ]
     name, least_kib = study.cluster.name, LEAST_CHUNK_BYTES >> 10
     chunks = f"a broadcast goes in K = {MOST_CHUNKS} chunks at most, none smaller than {least_kib} KiB"
-    if study.fabric.nic_latency_s <= 0 and study.fabric.local_latency_s <= 0:
+    if study.network.nic_latency_s <= 0 and study.network.local_latency_s <= 0:
         out.append(
             f"{name} has no latencies and no launch costs here, for want of a source: small messages cost "
             f"nothing, and {chunks}. Where messages cost something fewer chunks are best."

@@ -12,13 +12,14 @@ from functools import cached_property
 from importlib.util import find_spec
 from math import prod
 
-from meshweave.algorithms.reshard import Fabric, ReshardPlan, plan_reshard, reshard_program, unit_tasks
+from meshweave.algorithms.reshard import ReshardPlan, plan_reshard, reshard_program, unit_tasks
 from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.fabric import HostNetwork
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.network import Hosts
+from meshweave.describe.machine.network import HostsNetwork
 from meshweave.reproduce.alpacomm.cases import CASES, DTYPE, ReshardingCase, one_to_many
 from meshweave.simulate import simulate
 
@@ -39,7 +40,7 @@ RIVAL_ORDER, OWN_ORDER, NAIVE, IN_ORDER, EXACT = "balance", "best", "naive", "in
 
 
 @dataclass(frozen=True)
-class Timed:
+class SimulatedReshard:
     """Seconds: simulated, by the planner's model, and the bound that no plan beats.
 
     `tasks` counts unit tasks, `chunks` the messages that the one with the most is sent in.
@@ -69,11 +70,15 @@ class AlpaCommStudy:
 
     cluster: Cluster
     advance: Callable[[], None] = lambda: None
-    _known: dict[tuple[ReshardingCase, str, str], Timed] = field(default_factory=dict)
+    _known: dict[tuple[ReshardingCase, str, str], SimulatedReshard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         network = self.cluster.network
-        if not isinstance(network, Hosts) or network.chips_per_host < CHIPS or network.nics_per_host != 1:
+        if (
+            not isinstance(network, HostsNetwork)
+            or network.chips_per_host < CHIPS
+            or network.nics_per_host != 1
+        ):
             raise UnsupportedError(
                 f"{self.cluster.name}: AlpaComm's experiments need hosts of {CHIPS} chips at least with one NIC "
                 'each; give a cluster whose network has kind = "hosts"'
@@ -82,29 +87,31 @@ class AlpaCommStudy:
         self.cluster = self.cluster.with_chips(HOSTS * network.chips_per_host)
 
     @cached_property
-    def fabric(self) -> Fabric:
-        return Fabric.of(self.cluster)
+    def network(self) -> HostNetwork:
+        return HostNetwork.of(self.cluster)
 
-    def timed(self, case: ReshardingCase, strategy: str, order: str) -> Timed:
+    def simulate_case(self, case: ReshardingCase, strategy: str, order: str) -> SimulatedReshard:
         key = case, strategy, order
         if key not in self._known:
             plan = self._plan(case, strategy, order)
             program = reshard_program(plan)
             seconds = simulate(program, Machine.of(self.cluster, program)).duration_s
-            chunks = max(turn.chunks for turn in plan.turns)
-            self._known[key] = Timed(seconds, plan.predicted_s, plan.bound_s, len(plan.tasks), chunks)
+            chunks = max(turn.chunks for turn in plan.multicasts)
+            self._known[key] = SimulatedReshard(
+                seconds, plan.predicted_s, plan.bound_s, len(plan.tasks), chunks
+            )
             self.advance()
         return self._known[key]
 
     def _plan(self, case: ReshardingCase, strategy: str, order: str) -> ReshardPlan:
         problem = case.problem(chips_per_host=self.chips_per_host)
-        return plan_reshard(problem, self.fabric, strategy=strategy, order=order, message_bytes=WHOLE)
+        return plan_reshard(problem, self.network, strategy=strategy, order=order, message_bytes=WHOLE)
 
     # --- figure 5 ---------------------------------------------------------------------------------
 
-    def one_to_many(self, strategy: str, hosts: int, gpus: int) -> Timed:
+    def one_to_many(self, strategy: str, hosts: int, gpus: int) -> SimulatedReshard:
         """1 GB from one device to `gpus` of each of `hosts` hosts."""
-        return self.timed(one_to_many(hosts, gpus), strategy, self.order_of(strategy))
+        return self.simulate_case(one_to_many(hosts, gpus), strategy, self.order_of(strategy))
 
     def closed_form(self, strategy: str, hosts: int, gpus: int) -> float:
         """Seconds by the formulas of `algorithms.reshard.multicast`; what happens inside a host takes no time.
@@ -124,13 +131,13 @@ class AlpaCommStudy:
 
     def bound_s(self, hosts: int, gpus: int) -> float:
         """t: the bytes over the rate of a NIC."""
-        return prod(one_to_many(hosts, gpus).shape) * dtype_bytes(DTYPE) / self.fabric.nic_bytes_per_s
+        return prod(one_to_many(hosts, gpus).shape) * dtype_bytes(DTYPE) / self.network.nic_bytes_per_s
 
     # --- figures 6 and 8 --------------------------------------------------------------------------
 
-    def case(self, number: int, strategy: str = BROADCAST, order: str | None = None) -> Timed:
+    def case(self, number: int, strategy: str = BROADCAST, order: str | None = None) -> SimulatedReshard:
         """A case of table 2; without an order in that of the paper."""
-        return self.timed(CASES[number], strategy, order or self.order_of(strategy))
+        return self.simulate_case(CASES[number], strategy, order or self.order_of(strategy))
 
     @staticmethod
     def order_of(strategy: str) -> str:
@@ -157,7 +164,7 @@ class AlpaCommStudy:
     def uneven(number: int) -> bool:
         """Whether some task cannot be cut into equal parts for its receivers."""
         tasks = unit_tasks(CASES[number].problem())
-        return any(prod(piece.shape) % len(task.needers) for task in tasks for piece in task.pieces)
+        return any(prod(piece.shape) % len(task.destinations) for task in tasks for piece in task.pieces)
 
     @property
     def naive_order(self) -> str:

@@ -7,7 +7,7 @@ from statistics import mean
 from typing import Any
 
 from meshweave.algorithms.matmul2d import ALGORITHMS
-from meshweave.reproduce.meshslice.study import Block, Chosen, Study
+from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy
 from meshweave.reproduce.meshslice.times import Timer
 from meshweave.tune.meshes import Shape
 from meshweave.tune.unrolled import LEADER
@@ -19,7 +19,7 @@ Times = tuple[float, float]
 """Seconds by estimate and by the study's timer."""
 
 
-def mesh_times(study: Study, block: Block) -> dict[Shape, Times]:
+def mesh_times(study: MeshSliceStudy, block: FcBlock) -> dict[Shape, Times]:
     """MeshSlice on every mesh shape, at the slice counts that its tuner takes there."""
     out = {}
     for shape in study.shapes(block, LEADER):
@@ -28,33 +28,36 @@ def mesh_times(study: Study, block: Block) -> dict[Shape, Times]:
     return out
 
 
-def slice_times(study: Study, model: str) -> dict[int, Times]:
+def slice_times(study: MeshSliceStudy, model: str) -> dict[int, Times]:
     """MeshSlice on the tall mesh with one slice count for all products, each that all of them can be cut into."""
-    block, shape, entry = study.weak(model), study.setting.tall, ALGORITHMS[LEADER]
+    block, shape, entry = study.weak_scaling_block(model), study.experiment.tall_mesh, ALGORITHMS[LEADER]
     problems = study.problems(block, shape)
-    offered = [{config.slice_count: config for config in entry.configs(problem)} for problem in problems]
+    offered = [{config.slice_count: config for config in entry.candidates(problem)} for problem in problems]
     out = {}
     for count in sorted(set.intersection(*(set(configs) for configs in offered))):
         products = tuple((p, configs[count]) for p, configs in zip(problems, offered, strict=True))
-        out[count] = _times(study, Chosen(entry, study.cluster(block.chips), shape, products))
+        out[count] = _times(study, ChosenProducts(entry, study.cluster(block.chips), shape, products))
     return out
 
 
-def product_slice_times(study: Study, block: Block) -> Iterator[tuple[str, dict[int, Times]]]:
+def product_slice_times(study: MeshSliceStudy, block: FcBlock) -> Iterator[tuple[str, dict[int, Times]]]:
     """Each different product of a block by slice count, on the mesh that MeshSlice's tuner takes for the block."""
     chosen = study.chosen(block, LEADER)
     if chosen is None:
         return
     for problem in dict.fromkeys(problem for problem, _ in chosen.products):
         each = (
-            (config.slice_count, Chosen(chosen.entry, chosen.cluster, chosen.shape, ((problem, config),)))
-            for config in chosen.entry.configs(problem)
+            (
+                config.slice_count,
+                ChosenProducts(chosen.entry, chosen.cluster, chosen.shape, ((problem, config),)),
+            )
+            for config in chosen.entry.candidates(problem)
         )
         sizes = f"{problem.dataflow} {problem.m} x {problem.n} x {problem.k}"
         yield f"{block.chips} chips, {sizes}", {count: _times(study, one) for count, one in each}
 
 
-def _times(study: Study, chosen: Chosen) -> Times:
+def _times(study: MeshSliceStudy, chosen: ChosenProducts) -> Times:
     return chosen.timing(study.estimates).total_s, chosen.timing(study.timer).total_s
 
 
@@ -71,7 +74,7 @@ def _shown(key: object) -> str:
     return "x".join(map(str, key)) if isinstance(key, tuple) else f"S = {key}"
 
 
-def product_errors(study: Study, models: tuple[str, ...], timer: Timer) -> dict[str, list[float]]:
+def product_errors(study: MeshSliceStudy, models: tuple[str, ...], timer: Timer) -> dict[str, list[float]]:
     """By algorithm: |estimated / timed seconds - 1| in percent of every product that the tables and figures hold.
 
     All compared algorithms at their best under weak and strong scaling, MeshSlice on every mesh shape, and on the
@@ -89,24 +92,24 @@ def product_errors(study: Study, models: tuple[str, ...], timer: Timer) -> dict[
     return {name: list(known.values()) for name, known in errors.items()}
 
 
-def _everything(study: Study, models: tuple[str, ...]) -> Iterator[Chosen]:
+def _everything(study: MeshSliceStudy, models: tuple[str, ...]) -> Iterator[ChosenProducts]:
     entry = ALGORITHMS[LEADER]
     for model in models:
-        for chips in study.setting.sizes:
-            weak = study.weak(model, chips)
+        for chips in study.experiment.sizes:
+            weak = study.weak_scaling_block(model, chips)
             for shape in study.shapes(weak, LEADER):
                 yield study.on_mesh(weak, shape)
-            for block in (weak, study.strong(model, chips)):
+            for block in (weak, study.strong_scaling_block(model, chips)):
                 for algorithm in COMPARED:
                     if algorithm == "fsdp" and block is not weak:
                         continue
                     chosen = study.chosen(block, algorithm)
                     if chosen is not None:
                         yield chosen
-        block, shape = study.weak(model), study.setting.tall
+        block, shape = study.weak_scaling_block(model), study.experiment.tall_mesh
         for problem in study.problems(block, shape):
-            products = tuple((problem, config) for config in entry.configs(problem))
-            yield Chosen(entry, study.cluster(block.chips), shape, products)
+            products = tuple((problem, config) for config in entry.candidates(problem))
+            yield ChosenProducts(entry, study.cluster(block.chips), shape, products)
 
 
 def summary(errors: dict[str, list[float]]) -> tuple[float, str]:

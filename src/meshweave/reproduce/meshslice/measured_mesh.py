@@ -12,23 +12,23 @@ from statistics import mean
 from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.reproduce.meshslice.study import Block, Chosen, Study, faster
+from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy, percent_faster
 from meshweave.reproduce.meshslice.times import Timer
 from meshweave.reproduce.published import MODELS
 
 CLUSTER, SHAPE = "tpu-v4-4x4", (4, 4)
 
 
-class RealMesh:
+class MeasuredMesh:
     """Blocks on the 4x4 mesh. `study` says how they are timed."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: MeshSliceStudy) -> None:
         self.study = study
 
-    def block(self, model: str) -> Block:
-        return self.study.weak(model, 16)
+    def block(self, model: str) -> FcBlock:
+        return self.study.weak_scaling_block(model, 16)
 
-    def chosen(self, model: str, algorithm: str, overlap: bool) -> Chosen:
+    def chosen(self, model: str, algorithm: str, overlap: bool) -> ChosenProducts:
         """The block's products at their best configurations by estimate."""
         entry, cluster = ALGORITHMS[algorithm], load_cluster(CLUSTER)
         estimates = self.study.estimates
@@ -39,9 +39,9 @@ class RealMesh:
 
         products = []
         for problem in self.study.problems(self.block(model), SHAPE):
-            configs = [c for c in entry.configs(problem) if algorithm != "meshslice" or c.slice_count > 1]
+            configs = [c for c in entry.candidates(problem) if algorithm != "meshslice" or c.slice_count > 1]
             products.append((problem, min(configs, key=lambda config: cost(problem, config))))
-        return Chosen(entry, cluster, SHAPE, tuple(products))
+        return ChosenProducts(entry, cluster, SHAPE, tuple(products))
 
     def serial(self, model: str, algorithm: str) -> float:
         """Utilisation in percent where nothing overlaps."""
@@ -52,7 +52,9 @@ class RealMesh:
 
     def overhead(self) -> float:
         """By how many percent MeshSlice takes longer than Collective without overlap; mean of the models."""
-        return mean(faster(self._serial_s(m, "meshslice"), self._serial_s(m, "collective")) for m in MODELS)
+        return mean(
+            percent_faster(self._serial_s(m, "meshslice"), self._serial_s(m, "collective")) for m in MODELS
+        )
 
     def slicing(self) -> float:
         """Copies of slices in percent of Collective's time; mean of the models."""
@@ -66,7 +68,7 @@ class RealMesh:
         for model in MODELS:
             chosen = self.chosen(model, "meshslice", True)
             for first in range(0, len(chosen.products), len(PASSES)):
-                layer = Chosen(
+                layer = ChosenProducts(
                     chosen.entry, chosen.cluster, SHAPE, chosen.products[first : first + len(PASSES)]
                 )
                 expected = layer.timing(self.study.estimates).communication_s
@@ -78,5 +80,5 @@ class RealMesh:
 
     def _of_peak(self, model: str, seconds: float) -> float:
         block = self.block(model)
-        peak = load_cluster(CLUSTER).chip.peak(self.study.setting.dtype)
+        peak = load_cluster(CLUSTER).chip.peak(self.study.experiment.dtype)
         return 100 * self.study.flops(block) / block.chips / peak / seconds

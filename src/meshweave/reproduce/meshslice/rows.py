@@ -21,11 +21,11 @@ from meshweave.reproduce.meshslice.agreement import (
     slice_times,
     summary,
 )
-from meshweave.reproduce.meshslice.measured_mesh import RealMesh
-from meshweave.reproduce.meshslice.other_operations import end_to_end_gain, rest_share
-from meshweave.reproduce.meshslice.study import Block, Study, distinct_products, faster
-from meshweave.reproduce.published import MODELS, Published, judged
-from meshweave.reproduce.verdict import Ours, Row
+from meshweave.reproduce.meshslice.measured_mesh import MeasuredMesh
+from meshweave.reproduce.meshslice.other_operations import end_to_end_gain, other_operations_percent
+from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, distinct_products, percent_faster
+from meshweave.reproduce.published import MODELS, PublishedRow, judge_rows
+from meshweave.reproduce.verdict import JudgedRow, OurValue
 from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import LEADER
 
@@ -41,99 +41,108 @@ ORDER = (
 FORWARD_DATAFLOWS = ("os", "ls", "os", "ls")
 
 
-NEEDS_SIMULATION = Ours(None, reason="compares estimates with simulation: run --by simulate")
+NEEDS_SIMULATION = OurValue(None, reason="compares estimates with simulation: run --by simulate")
 
 
-def flops(study: Study, model: str) -> float:
-    block = study.weak(model)
+def flops(study: MeshSliceStudy, model: str) -> float:
+    block = study.weak_scaling_block(model)
     return study.flops(block) / block.chips / 1e13
 
 
-def peak_ms(study: Study, model: str) -> float:
-    return flops(study, model) * 1e13 / study.pod.chip.peak(study.setting.dtype) * 1e3
+def peak_ms(study: MeshSliceStudy, model: str) -> float:
+    return flops(study, model) * 1e13 / study.pod.chip.peak(study.experiment.dtype) * 1e3
 
 
-def dataflows(study: Study, model: str) -> Ours:
-    problems = study.problems(study.weak(model), study.setting.tall)
+def dataflows(study: MeshSliceStudy, model: str) -> OurValue:
+    problems = study.problems(study.weak_scaling_block(model), study.experiment.tall_mesh)
     found = tuple(problem.dataflow for problem in problems[::3])
-    return Ours(
+    return OurValue(
         sum(ours == theirs for ours, theirs in zip(found, FORWARD_DATAFLOWS, strict=True)), " ".join(found)
     )
 
 
-def utilisation(study: Study, model: str) -> Ours:
-    block = study.weak(model)
+def utilisation(study: MeshSliceStudy, model: str) -> OurValue:
+    block = study.weak_scaling_block(model)
     chosen = study.chosen(block, LEADER)
     assert chosen is not None
     shape = "x".join(map(str, chosen.shape))
     counts = ", ".join(str(config.slice_count) for _, config in chosen.products)
-    return Ours(study.of_peak(block, study.block_s(block)), f"{shape}, S = {counts}")
+    return OurValue(study.percent_of_peak(block, study.block_s(block)), f"{shape}, S = {counts}")
 
 
-def over(rival: str) -> Callable[[Study, str], float]:
-    def gain(study: Study, model: str) -> float:
-        block = study.weak(model)
-        return faster(study.block_s(block, rival), study.block_s(block))
+def over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
+    def gain(study: MeshSliceStudy, model: str) -> float:
+        block = study.weak_scaling_block(model)
+        return percent_faster(study.block_s(block, rival), study.block_s(block))
 
     return gain
 
 
-def end_to_end(rival: str) -> Callable[[Study, str], float]:
-    return lambda study, model: end_to_end_gain(study, study.weak(model), rival)
+def end_to_end(rival: str) -> Callable[[MeshSliceStudy, str], float]:
+    return lambda study, model: end_to_end_gain(study, study.weak_scaling_block(model), rival)
 
 
-def other_layers(study: Study, model: str) -> float:
-    return rest_share(study, study.weak(model))
+def other_layers(study: MeshSliceStudy, model: str) -> float:
+    return other_operations_percent(study, study.weak_scaling_block(model))
 
 
-def unoptimised(study: Study, model: str) -> float:
-    block = study.weak(model, always="y")
-    return study.of_peak(block, study.block_s(block))
+def unoptimised(study: MeshSliceStudy, model: str) -> float:
+    block = study.weak_scaling_block(model, always="y")
+    return study.percent_of_peak(block, study.block_s(block))
 
 
-def dataflow_gain(study: Study, model: str) -> float:
-    return faster(study.block_s(study.weak(model, always="y")), study.block_s(study.weak(model)))
+def dataflow_gain(study: MeshSliceStudy, model: str) -> float:
+    return percent_faster(
+        study.block_s(study.weak_scaling_block(model, always="y")),
+        study.block_s(study.weak_scaling_block(model)),
+    )
 
 
-def scaling_loss(study: Study, model: str) -> float:
-    blocks = [study.weak(model, study.setting.sizes[end]) for end in (0, -1)]
-    small, large = (study.of_peak(block, study.block_s(block)) for block in blocks)
+def scaling_loss(study: MeshSliceStudy, model: str) -> float:
+    blocks = [study.weak_scaling_block(model, study.experiment.sizes[end]) for end in (0, -1)]
+    small, large = (study.percent_of_peak(block, study.block_s(block)) for block in blocks)
     return 100 * (1 - large / small)
 
 
-def order(study: Study, model: str) -> Ours:
+def order(study: MeshSliceStudy, model: str) -> OurValue:
     """How many pairs of algorithms come out the other way round than in the paper."""
-    block = study.weak(model)
+    block = study.weak_scaling_block(model)
     times = {name: timing.total_s for name in COMPARED if (timing := study.timing(block, name)) is not None}
     wrong = sum(a in times and b in times and times[a] > times[b] for a, b in ORDER)
     ranked = sorted(times, key=lambda name: times[name])
-    return Ours(wrong, ", ".join(f"{name} {study.of_peak(block, times[name]):.1f} %" for name in ranked))
+    return OurValue(
+        wrong, ", ".join(f"{name} {study.percent_of_peak(block, times[name]):.1f} %" for name in ranked)
+    )
 
 
-def fastest(study: Study, model: str) -> Ours:
+def fastest(study: MeshSliceStudy, model: str) -> OurValue:
     """How often another algorithm is faster under weak scaling."""
-    return _slower_than(study, [study.weak(model, chips) for chips in study.setting.sizes], COMPARED[1:])
+    return _slower_than(
+        study, [study.weak_scaling_block(model, chips) for chips in study.experiment.sizes], COMPARED[1:]
+    )
 
 
-def strong_order(study: Study, model: str) -> Ours:
-    return _slower_than(study, [study.strong(model, study.setting.chips)], ("tp1d", "summa[S=meshslice]"))
+def strong_order(study: MeshSliceStudy, model: str) -> OurValue:
+    return _slower_than(
+        study, [study.strong_scaling_block(model, study.experiment.chips)], ("tp1d", "summa[S=meshslice]")
+    )
 
 
-def never_slower(study: Study, model: str) -> Ours:
+def never_slower(study: MeshSliceStudy, model: str) -> OurValue:
     """How often Collective is faster: all cluster sizes, weak and strong, and the 16 products on their own."""
-    sizes = study.setting.sizes
-    blocks = [study.weak(m, chips) for m in MODELS for chips in sizes]
-    blocks += [study.strong(m, chips) for m in MODELS for chips in sizes]
+    sizes = study.experiment.sizes
+    blocks = [study.weak_scaling_block(m, chips) for m in MODELS for chips in sizes]
+    blocks += [study.strong_scaling_block(m, chips) for m in MODELS for chips in sizes]
     found = _slower_than(study, blocks, ("collective",))
     alone = [
         study.block_s(block, "collective", index) < study.block_s(block, LEADER, index)
         for block, index in products(study)
     ]
     assert found.value is not None
-    return Ours(found.value + sum(alone), f"of {len(blocks) + len(alone)} cases")
+    return OurValue(found.value + sum(alone), f"of {len(blocks) + len(alone)} cases")
 
 
-def _slower_than(study: Study, blocks: Sequence[Block], rivals: Sequence[str]) -> Ours:
+def _slower_than(study: MeshSliceStudy, blocks: Sequence[FcBlock], rivals: Sequence[str]) -> OurValue:
     cases, lost = 0, []
     for block in blocks:
         mine = study.block_s(block)
@@ -143,97 +152,99 @@ def _slower_than(study: Study, blocks: Sequence[Block], rivals: Sequence[str]) -
                 cases += 1
                 if timing.total_s < mine:
                     lost.append(f"{rival} at {block.chips} chips")
-    return Ours(len(lost), "; ".join((f"of {cases} cases", *lost)))
+    return OurValue(len(lost), "; ".join((f"of {cases} cases", *lost)))
 
 
-def least_communication(study: Study, model: str) -> Ours:
+def least_communication(study: MeshSliceStudy, model: str) -> OurValue:
     """How many algorithms communicate for less time in all than Collective."""
-    block = study.weak(model)
+    block = study.weak_scaling_block(model)
     timings = {name: timing for name in COMPARED if (timing := study.timing(block, name)) is not None}
     least = timings["collective"].communication_s
     less = [name for name, timing in timings.items() if timing.communication_s < least]
-    return Ours(len(less), ", ".join(less))
+    return OurValue(len(less), ", ".join(less))
 
 
-def products(study: Study) -> Iterator[tuple[Block, int]]:
+def products(study: MeshSliceStudy) -> Iterator[tuple[FcBlock, int]]:
     """The 16 distinct products of both models: (block, position in it)."""
     for model in MODELS:
-        block = study.weak(model)
+        block = study.weak_scaling_block(model)
         shape = study.shapes(block, LEADER)[0]
         for index in distinct_products(study.problems(block, shape)):
             yield block, index
 
 
-def products_over(rival: str) -> Callable[[Study, str], float]:
+def products_over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
     """Mean gain over the 16 products, each at its own best mesh."""
 
-    def gain(study: Study, model: str) -> float:
+    def gain(study: MeshSliceStudy, model: str) -> float:
         return mean(
-            faster(study.block_s(block, rival, i), study.block_s(block, LEADER, i))
+            percent_faster(study.block_s(block, rival, i), study.block_s(block, LEADER, i))
             for block, i in products(study)
         )
 
     return gain
 
 
-def mesh_effect(study: Study, model: str) -> Ours:
+def mesh_effect(study: MeshSliceStudy, model: str) -> OurValue:
     """The best mesh shape over the worst with sides of at least 4."""
-    block = study.weak(model)
+    block = study.weak_scaling_block(model)
     times = {shape: seconds for shape, (_, seconds) in mesh_times(study, block).items()}
     seen = [seconds for shape, seconds in times.items() if min(shape) >= 4] or list(times.values())
-    shown = ", ".join(f"{r}x{c} {study.of_peak(block, t):.1f} %" for (r, c), t in times.items())
-    return Ours(max(seen) / min(seen), shown)
+    shown = ", ".join(f"{r}x{c} {study.percent_of_peak(block, t):.1f} %" for (r, c), t in times.items())
+    return OurValue(max(seen) / min(seen), shown)
 
 
-def picks_mesh(study: Study, model: str) -> Ours:
+def picks_mesh(study: MeshSliceStudy, model: str) -> OurValue:
     """At how many cluster sizes the estimate picks another mesh than simulation would."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     misses = []
-    for chips in study.setting.sizes:
-        right, told = picks_best(mesh_times(study, study.weak(model, chips)))
+    for chips in study.experiment.sizes:
+        right, told = picks_best(mesh_times(study, study.weak_scaling_block(model, chips)))
         if not right:
             misses.append(f"{chips} chips: {told}")
-    return Ours(len(misses), "; ".join(misses) or f"all {len(study.setting.sizes)} sizes agree")
+    return OurValue(len(misses), "; ".join(misses) or f"all {len(study.experiment.sizes)} sizes agree")
 
 
-def picks_slices(study: Study, model: str) -> Ours:
+def picks_slices(study: MeshSliceStudy, model: str) -> OurValue:
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     times = slice_times(study, model)
     right, told = picks_best(times)
-    return Ours(int(not right), told or f"S = {min(times, key=lambda s: times[s])} of {len(times)} counts")
+    return OurValue(
+        int(not right), told or f"S = {min(times, key=lambda s: times[s])} of {len(times)} counts"
+    )
 
 
-def picks_slices_each(study: Study, model: str) -> Ours:
+def picks_slices_each(study: MeshSliceStudy, model: str) -> OurValue:
     """For how many products the estimate picks another slice count than simulation would, at all cluster sizes."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     found = [
         (name, *picks_best(times))
-        for chips in study.setting.sizes
-        for name, times in product_slice_times(study, study.weak(model, chips))
+        for chips in study.experiment.sizes
+        for name, times in product_slice_times(study, study.weak_scaling_block(model, chips))
     ]
     told = [f"{name}: {why}" for name, right, why in found if not right]
-    return Ours(len(told), "; ".join([f"of {len(found)} products", *told]))
+    return OurValue(len(told), "; ".join([f"of {len(found)} products", *told]))
 
 
-def estimate_error(study: Study, model: str) -> Ours:
+def estimate_error(study: MeshSliceStudy, model: str) -> OurValue:
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
-    return Ours(*summary(product_errors(study, MODELS, study.timer)))
+    return OurValue(*summary(product_errors(study, MODELS, study.timer)))
 
 
-def communication_error(study: Study, model: str) -> Ours:
+def communication_error(study: MeshSliceStudy, model: str) -> OurValue:
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
-    errors = RealMesh(study).communication_errors(study.timer)
-    return Ours(mean(errors), f"of {len(errors)} layers, worst {max(errors):.1f} %")
+    errors = MeasuredMesh(study).communication_errors(study.timer)
+    return OurValue(mean(errors), f"of {len(errors)} layers, worst {max(errors):.1f} %")
 
 
-def overlap_gain(study: Study, model: str) -> float:
-    real = RealMesh(study)
-    return faster(real.overlapped(model, LEADER), real.serial(model, "collective"))
+def overlap_gain(study: MeshSliceStudy, model: str) -> float:
+    real = MeasuredMesh(study)
+    return percent_faster(real.overlapped(model, LEADER), real.serial(model, "collective"))
 
 
 def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
@@ -244,15 +255,15 @@ def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
     sizes = (1024 * KIBI, 12 * KIBI, 48 * KIBI)
     if algorithm == "25d":
         problem = MatmulProblem(*sizes, mesh_shape, "os", "bfloat16")
-        moved = traffic(entry.program(problem, next(entry.configs(problem))), 0)
+        moved = traffic(entry.program(problem, next(entry.candidates(problem))), 0)
         return sum(amount for axis, amount in moved.items() if axis != "tp.depth")
     forward = pass_problem("x", "forward", sizes[0], sizes[2], sizes[1], mesh_shape, "bfloat16")
     weight = pass_problem("x", "backward_weight", sizes[0], sizes[2], sizes[1], mesh_shape, "bfloat16")
-    total = sum(traffic(entry.program(forward, next(entry.configs(forward))), 0).values())
-    return total + traffic(entry.program(weight, next(entry.configs(weight))), 0).get("tp.depth", 0)
+    total = sum(traffic(entry.program(forward, next(entry.candidates(forward))), 0).values())
+    return total + traffic(entry.program(weight, next(entry.candidates(weight))), 0).get("tp.depth", 0)
 
 
-OURS: dict[str, Callable[[Study, str], float | Ours]] = {
+OURS: dict[str, Callable[[MeshSliceStudy, str], float | OurValue]] = {
     "flops": flops,
     "peak_time": peak_ms,
     "dataflows": dataflows,
@@ -278,25 +289,27 @@ OURS: dict[str, Callable[[Study, str], float | Ours]] = {
     "picks_slices": picks_slices,
     "picks_slices_each": picks_slices_each,
     "estimate_error": estimate_error,
-    "real_collective": lambda study, model: RealMesh(study).serial(model, "collective"),
-    "real_wang": lambda study, model: RealMesh(study).serial(model, "wang"),
-    "real_meshslice": lambda study, model: RealMesh(study).serial(model, LEADER),
-    "real_overlap": lambda study, model: RealMesh(study).overlapped(model, LEADER),
+    "real_collective": lambda study, model: MeasuredMesh(study).serial(model, "collective"),
+    "real_wang": lambda study, model: MeasuredMesh(study).serial(model, "wang"),
+    "real_meshslice": lambda study, model: MeasuredMesh(study).serial(model, LEADER),
+    "real_overlap": lambda study, model: MeasuredMesh(study).overlapped(model, LEADER),
     "real_overlap_gain": overlap_gain,
-    "real_overhead": lambda study, model: RealMesh(study).overhead(),
-    "real_slicing": lambda study, model: RealMesh(study).slicing(),
+    "real_overhead": lambda study, model: MeasuredMesh(study).overhead(),
+    "real_slicing": lambda study, model: MeasuredMesh(study).slicing(),
     "communication_error": communication_error,
     "bytes_25d": lambda study, model: moved_bytes("25d", (16, 16, 4)) / 1e9,
     "bytes_meshslice_dp": lambda study, model: moved_bytes("meshslice_dp", (32, 8, 4)) / 1e6,
 }
 
 
-def row(study: Study, entry: Published, model: str) -> Row:
+def row(study: MeshSliceStudy, entry: PublishedRow, model: str) -> JudgedRow:
     """One row, computed."""
     found = OURS[entry.id](study, model)
-    return entry.beside(model, found if isinstance(found, Ours) else Ours(found))
+    return entry.beside(model, found if isinstance(found, OurValue) else OurValue(found))
 
 
-def rows(study: Study, ids: Sequence[str] = (), progress: Progress = lambda done, total: None) -> list[Row]:
+def rows(
+    study: MeshSliceStudy, ids: Sequence[str] = (), progress: Progress = lambda done, total: None
+) -> list[JudgedRow]:
     """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
-    return judged(PAPER, lambda entry, model: row(study, entry, model), ids, progress)
+    return judge_rows(PAPER, lambda entry, model: row(study, entry, model), ids, progress)

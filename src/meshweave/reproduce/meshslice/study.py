@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
-from meshweave.describe.machine.cluster import Cluster, Ring, load_cluster
+from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
 from meshweave.describe.model import FcLayer, load_model
 from meshweave.describe.model.workload import Workload, block_gemms
-from meshweave.reproduce.meshslice.times import Timer, Timing, add_up
+from meshweave.reproduce.meshslice.times import Timer, Timing, sum_timings
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
 from meshweave.tune.product import Tally
@@ -25,87 +25,94 @@ RING_BASELINES = ("tp1d", "fsdp")
 
 
 @dataclass(frozen=True)
-class Setting:
+class ExperimentSizes:
     """At which sizes a paper's experiments run."""
 
     chips: int = 256
     sizes: tuple[int, ...] = (16, 32, 64, 128, 256)
-    tall: Shape = (32, 8)
+    tall_mesh: Shape = (32, 8)
     fixed_batch: int = 32
     sequence: int = 2048
     dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True)
-class Block:
+class FcBlock:
     """The fully connected layers of one block. `always` is the matrix that stays put where it is not chosen."""
 
     model: str
     chips: int
     batch: int
-    always: Stationary | None = None
+    always_stationary: Stationary | None = None
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenProducts:
     """Products with the configurations at which an algorithm runs them on one mesh."""
 
-    entry: Algorithm
+    entry: Matmul2d
     cluster: Cluster
     shape: Shape
     products: tuple[tuple[MatmulProblem, Config], ...]
 
     def timing(self, timer: Timer) -> Timing:
-        return add_up(timer.timing(problem, self.entry, c, self.cluster) for problem, c in self.products)
+        return sum_timings(timer.timing(problem, self.entry, c, self.cluster) for problem, c in self.products)
 
 
-class Study:
+class MeshSliceStudy:
     """What is asked of a paper's experiments, on one machine and by one reading; nothing is computed twice."""
 
-    def __init__(self, cluster: str | Cluster, timer: Timer, setting: Setting | None = None) -> None:
-        self.setting = setting or Setting()
+    def __init__(
+        self, cluster: str | Cluster, timer: Timer, experiment: ExperimentSizes | None = None
+    ) -> None:
+        self.experiment = experiment or ExperimentSizes()
         self.timer = timer
         self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate")
         self._pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
         self._grounds: dict[tuple[int, bool], Ground] = {}
-        self._chosen: dict[tuple[Block, str, int | None], Chosen | None] = {}
-        self._on_mesh: dict[tuple[Block, str, Shape], Chosen] = {}
+        self._chosen: dict[tuple[FcBlock, str, int | None], ChosenProducts | None] = {}
+        self._on_mesh: dict[tuple[FcBlock, str, Shape], ChosenProducts] = {}
 
     @cached_property
     def pod(self) -> Cluster:
         """The machine at the size of most experiments."""
-        return self.cluster(self.setting.chips)
+        return self.cluster(self.experiment.chips)
 
     def cluster(self, chips: int) -> Cluster:
         return self._pod.with_chips(chips)
 
-    def ground(self, chips: int, ring: bool = False) -> Ground:
+    def search_space(self, chips: int, ring: bool = False) -> Ground:
         """The pod, or a ring of as many of its chips with two of their links."""
         found = self._grounds.get((chips, ring))
         if found is None:
             cluster = self.cluster(chips)
             if ring:
                 link = cluster.network.axis(0, 2)
-                cluster = replace(cluster, name=f"{cluster.name} ring", network=Ring(link, chips))
+                cluster = replace(cluster, name=f"{cluster.name} ring", network=RingNetwork(link, chips))
             found = self._grounds[chips, ring] = Ground(cluster)
         return found
 
-    def weak(self, model: str, chips: int | None = None, always: Stationary | None = None) -> Block:
+    def weak_scaling_block(
+        self, model: str, chips: int | None = None, always: Stationary | None = None
+    ) -> FcBlock:
         """A block under weak scaling: half a sequence per chip."""
-        chips = chips or self.setting.chips
-        return Block(model, chips, chips // 2, always)
+        chips = chips or self.experiment.chips
+        return FcBlock(model, chips, chips // 2, always)
 
-    def strong(self, model: str, chips: int) -> Block:
-        return Block(model, chips, self.setting.fixed_batch)
+    def strong_scaling_block(self, model: str, chips: int) -> FcBlock:
+        return FcBlock(model, chips, self.experiment.fixed_batch)
 
-    def workload(self, block: Block) -> Workload:
-        return Workload(block.batch, self.setting.sequence, self.setting.dtype)
+    def workload(self, block: FcBlock) -> Workload:
+        return Workload(block.batch, self.experiment.sequence, self.experiment.dtype)
 
-    def problems(self, block: Block, shape: Shape) -> list[MatmulProblem]:
+    def problems(self, block: FcBlock, shape: Shape) -> list[MatmulProblem]:
         """The 12 products of a block, layer by layer."""
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
-        stays = [block.always or choose_stationary(tokens, x.in_features, x.out_features)[0] for x in layers]
+        stays = [
+            block.always_stationary or choose_stationary(tokens, x.in_features, x.out_features)[0]
+            for x in layers
+        ]
         return [
             self._problem(layer, which, name, tokens, shape, flipped)
             for layer, which, flipped in zip(layers, stays, choose_transposed(stays), strict=True)
@@ -117,41 +124,41 @@ class Study:
     ) -> MatmulProblem:
         (pass_name,) = (known for known in PASSES if known == name)
         sizes = tokens, layer.in_features, layer.out_features
-        return pass_problem(stays, pass_name, *sizes, shape, self.setting.dtype, transposed=flipped)
+        return pass_problem(stays, pass_name, *sizes, shape, self.experiment.dtype, transposed=flipped)
 
-    def flops(self, block: Block) -> int:
+    def flops(self, block: FcBlock) -> int:
         return sum(gemm.flops for gemm in block_gemms(load_model(block.model), self.workload(block)))
 
     # --- choosing -----------------------------------------------------------------------------------------
 
-    def entry(self, algorithm: str, block: Block, product: int | None = None) -> Algorithm:
+    def entry(self, algorithm: str, block: FcBlock, product: int | None = None) -> Matmul2d:
         """The table's entry; followers run at the slice counts that MeshSlice takes for the same products."""
         if algorithm not in FOLLOWERS:
             return ALGORITHMS[algorithm]
         return follower(algorithm, self._counts(block, product))
 
-    def _counts(self, block: Block, product: int | None) -> dict[Product, int]:
+    def _counts(self, block: FcBlock, product: int | None) -> dict[Product, int]:
         leader = self.chosen(block, LEADER, product)
         if leader is None:
             return {}
         return {product_of(problem): config.slice_count for problem, config in leader.products}
 
-    def shapes(self, block: Block, algorithm: str) -> list[Shape]:
-        ground = self.ground(block.chips, algorithm in RING_BASELINES)
+    def shapes(self, block: FcBlock, algorithm: str) -> list[Shape]:
+        ground = self.search_space(block.chips, algorithm in RING_BASELINES)
         return ground.shapes(ALGORITHMS[FOLLOWERS.get(algorithm, algorithm)])
 
-    def chosen(self, block: Block, algorithm: str, product: int | None = None) -> Chosen | None:
+    def chosen(self, block: FcBlock, algorithm: str, product: int | None = None) -> ChosenProducts | None:
         """An algorithm at its best mesh for a block, or for one product of it alone; None where it has no mesh."""
         key = block, algorithm, product
         if key not in self._chosen:
             self._chosen[key] = self._choose(block, algorithm, product)
         return self._chosen[key]
 
-    def _choose(self, block: Block, algorithm: str, product: int | None) -> Chosen | None:
+    def _choose(self, block: FcBlock, algorithm: str, product: int | None) -> ChosenProducts | None:
         shapes = self.shapes(block, algorithm)
         if not shapes:
             return None
-        ground = self.ground(block.chips, algorithm in RING_BASELINES)
+        ground = self.search_space(block.chips, algorithm in RING_BASELINES)
         entry = self.entry(algorithm, block, product)
 
         def problems(shape: Shape) -> list[MatmulProblem]:
@@ -161,11 +168,11 @@ class Study:
         found = best_meshes(entry, ground, shapes, problems, Tally(), lambda: None)
         return _at_best(entry, ground.cluster, found[0][1])
 
-    def on_mesh(self, block: Block, shape: Shape, algorithm: str = LEADER) -> Chosen:
+    def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = LEADER) -> ChosenProducts:
         """An algorithm on a given mesh, with the configurations that its tuner takes there."""
         key = block, algorithm, shape
         if key not in self._on_mesh:
-            ground = self.ground(block.chips, algorithm in RING_BASELINES)
+            ground = self.search_space(block.chips, algorithm in RING_BASELINES)
             entry = self.entry(algorithm, block)
             mesh = OnMesh(entry, shape, self.problems(block, shape), ground.prices(shape), Tally())
             self._on_mesh[key] = _at_best(entry, ground.cluster, mesh)
@@ -173,29 +180,29 @@ class Study:
 
     # --- times --------------------------------------------------------------------------------------------
 
-    def timing(self, block: Block, algorithm: str, product: int | None = None) -> Timing | None:
+    def timing(self, block: FcBlock, algorithm: str, product: int | None = None) -> Timing | None:
         chosen = self.chosen(block, algorithm, product)
         return None if chosen is None else chosen.timing(self.timer)
 
-    def block_s(self, block: Block, algorithm: str = LEADER, product: int | None = None) -> float:
+    def block_s(self, block: FcBlock, algorithm: str = LEADER, product: int | None = None) -> float:
         timing = self.timing(block, algorithm, product)
         assert timing is not None, f"{algorithm} has no mesh of {block.chips} chips"
         return timing.total_s
 
-    def of_peak(self, block: Block, seconds: float) -> float:
+    def percent_of_peak(self, block: FcBlock, seconds: float) -> float:
         """FLOP utilisation in percent."""
-        peak = self._pod.chip.peak(self.setting.dtype)
+        peak = self._pod.chip.peak(self.experiment.dtype)
         return 100 * self.flops(block) / block.chips / peak / seconds
 
-    def utilisation(self, block: Block, algorithm: str = LEADER) -> float | None:
+    def utilisation(self, block: FcBlock, algorithm: str = LEADER) -> float | None:
         """FLOP utilisation in percent, of an algorithm at its best; None where it has no mesh."""
         timing = self.timing(block, algorithm)
-        return None if timing is None else self.of_peak(block, timing.total_s)
+        return None if timing is None else self.percent_of_peak(block, timing.total_s)
 
 
-def _at_best(entry: Algorithm, cluster: Cluster, mesh: OnMesh) -> Chosen:
+def _at_best(entry: Matmul2d, cluster: Cluster, mesh: OnMesh) -> ChosenProducts:
     products = [(choices.problem, choices.configs[choices.best()[1]]) for choices in mesh.choices]
-    return Chosen(entry, cluster, mesh.shape, tuple(products))
+    return ChosenProducts(entry, cluster, mesh.shape, tuple(products))
 
 
 def distinct_products(problems: Sequence[MatmulProblem]) -> list[int]:
@@ -206,6 +213,6 @@ def distinct_products(problems: Sequence[MatmulProblem]) -> list[int]:
     return list(first.values())
 
 
-def faster(slow_s: float, fast_s: float) -> float:
+def percent_faster(slow_s: float, fast_s: float) -> float:
     """By how many percent."""
     return 100 * (slow_s / fast_s - 1)

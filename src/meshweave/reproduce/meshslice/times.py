@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.algorithms.matmul2d import Algorithm, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import Config, Matmul2d, MatmulProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
@@ -17,7 +17,7 @@ from meshweave.estimate import Estimate, estimate
 from meshweave.simulate import simulate
 from meshweave.simulate.result import PARTS
 
-By = Literal["estimate", "simulate"]
+Reading = Literal["estimate", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Timing(Estimate):
         return self.compute_s + self.copy_s + self.communication_s
 
 
-def add_up(timings: Iterable[Timing]) -> Timing:
+def sum_timings(timings: Iterable[Timing]) -> Timing:
     """One after another."""
     total = compute = copy = launch = sync = transfer = 0.0
     for one in timings:
@@ -49,12 +49,12 @@ _Key = tuple[str, MatmulProblem, Config, Cluster]
 class Timer:
     """Times products on all chips of a cluster, each once, by one of the two readings."""
 
-    def __init__(self, by: By) -> None:
-        self.by: By = by
+    def __init__(self, by: Reading) -> None:
+        self.by: Reading = by
         self._timed = _estimated if by == "estimate" else _simulated
         self._known: dict[_Key, Timing] = {}
 
-    def timing(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+    def timing(self, problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> Timing:
         """Seconds of one product and their parts. Raises what `estimate` and `simulate` raise."""
         # A follower such as wang[S=meshslice] runs the programs of its base.
         key = entry.name.partition("[")[0], problem, config, cluster
@@ -62,17 +62,17 @@ class Timer:
             self._known[key] = self._timed(problem, entry, config, cluster)
         return self._known[key]
 
-    def product_s(self, problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> float:
+    def product_s(self, problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> float:
         return self.timing(problem, entry, config, cluster).total_s
 
 
-def _estimated(problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+def _estimated(problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> Timing:
     """The closed form, from the skeleton."""
     machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
     return Timing(**vars(estimate(entry.skeleton(problem, config), machine)))
 
 
-def _simulated(problem: MatmulProblem, entry: Algorithm, config: Config, cluster: Cluster) -> Timing:
+def _simulated(problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> Timing:
     """The program on every chip; the parts are those of rank 0."""
     program = entry.program(problem, config)
     run = simulate(program, Machine.of(cluster, program))

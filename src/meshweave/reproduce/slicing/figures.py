@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshweave.reproduce.figures import Cell, Figure, Panel, made
+from meshweave.reproduce.figures import Cell, Figure, FigurePanel, build_figures
 from meshweave.reproduce.slicing.rows import copies_text
-from meshweave.reproduce.slicing.study import LAYERS, Case, SlicingStudy
+from meshweave.reproduce.slicing.study import LAYERS, LayerOnMachine, SlicingStudy
 from meshweave.tune.search import Progress
 
 MACHINES = {2: "pvc", 3: "h100"}
@@ -15,7 +15,7 @@ TITLES = {"mlp1": "MLP-1", "mlp2": "MLP-2"}
 
 def figure(study: SlicingStudy, number: int) -> Figure:
     machine = MACHINES[number]
-    panels = tuple(_panel(study, Case(machine, layer)) for layer in LAYERS)
+    panels = tuple(_panel(study, LayerOnMachine(machine, layer)) for layer in LAYERS)
     rivals = "DTensor and COSMA" if machine == "h100" else "DTensor"
     title = f"universal product beside {rivals} on {study.machines[machine].name}, by batch size"
     return Figure(number, title, "% of peak", panels)
@@ -25,16 +25,16 @@ def figures(
     study: SlicingStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
 ) -> list[Figure]:
     """The figures of these numbers, or both, in order."""
-    return made(lambda number: figure(study, number), MACHINES, numbers, progress)
+    return build_figures(lambda number: figure(study, number), MACHINES, numbers, progress)
 
 
-def _panel(study: SlicingStudy, case: Case) -> Panel:
+def _panel(study: SlicingStudy, case: LayerOnMachine) -> FigurePanel:
     curves = list(study.curves(case).values())
     columns = [curve.label for curve in curves]
     values: list[list[float]] = [[point.seconds for point in curve.points] for curve in curves]
     notes = [
         f"{curve.label}: copies {', '.join(copies_text(point.copies) for point in curve.points)}"
-        + (f"; C by {curve.how.c}" if curve.how.name == "outer product" else "")
+        + (f"; C by {curve.partitioning.c}" if curve.partitioning.name == "outer product" else "")
         for curve in curves
     ]
     for cut in ("row", "column"):
@@ -50,6 +50,6 @@ def _panel(study: SlicingStudy, case: Case) -> Panel:
         notes.append(f"COSMA: m x n x k cut into {', '.join(grids)}")
     rows: list[tuple[Cell, ...]] = []
     for at, batch in enumerate(study.batches):
-        shares = [study.of_peak(case, batch, seconds[at]) for seconds in values]
+        shares = [study.percent_of_peak(case, batch, seconds[at]) for seconds in values]
         rows.append((str(batch), *shares))
-    return Panel(TITLES[case.layer], ("batch", *columns), tuple(rows), notes=tuple(notes))
+    return FigurePanel(TITLES[case.layer], ("batch", *columns), tuple(rows), notes=tuple(notes))

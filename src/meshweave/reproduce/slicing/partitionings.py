@@ -17,8 +17,8 @@ from meshweave.algorithms.universal.problem import DIMS, OPERANDS
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
 
-Cut = Literal["row", "column", "2d"]
-CUTS: tuple[Cut, ...] = ("row", "column", "2d")
+BlockKind = Literal["row", "column", "2d"]
+BLOCK_KINDS: tuple[BlockKind, ...] = ("row", "column", "2d")
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Partitioning:
     """How A, B and C are cut. `aligned`: A and B are cut alike along k, block-cyclically, as SUMMA needs it."""
 
     name: str
-    a: Cut
-    b: Cut
-    c: Cut
+    a: BlockKind
+    b: BlockKind
+    c: BlockKind
     aligned: bool = False
 
 
 COLUMN = Partitioning("column block", "column", "column", "column")
 INNER = Partitioning("inner product", "row", "column", "column")
-OUTER = tuple(Partitioning("outer product", "column", "row", cut) for cut in CUTS)
+OUTER = tuple(Partitioning("outer product", "column", "row", cut) for cut in BLOCK_KINDS)
 ROW = Partitioning("row block", "row", "row", "row")
 BLOCK = Partitioning("2D block", "2d", "2d", "2d")
 TRADITIONAL = Partitioning("traditional 2D", "2d", "2d", "2d", aligned=True)
@@ -53,12 +53,12 @@ NAMED: dict[str, tuple[Partitioning, ...]] = {
 def every_partitioning() -> dict[str, tuple[Partitioning, ...]]:
     """The named ones, and every other combination of the three cuts by its cuts."""
     known = {(one.a, one.b, one.c) for ways in NAMED.values() for one in ways}
-    others = [cuts for cuts in product(CUTS, repeat=3) if cuts not in known]
+    others = [cuts for cuts in product(BLOCK_KINDS, repeat=3) if cuts not in known]
     return NAMED | {(name := " x ".join((a, b, c))): (Partitioning(name, a, b, c),) for a, b, c in others}
 
 
-def problem(
-    how: Partitioning,
+def partitioned_problem(
+    partitioning: Partitioning,
     sizes: tuple[int, int, int],
     num_ranks: int,
     copies: tuple[int, int],
@@ -68,16 +68,16 @@ def problem(
     not allow them."""
     m, n, k = sizes
     copies_ab, copies_c = copies
-    if how.aligned and copies_ab != copies_c:
+    if partitioning.aligned and copies_ab != copies_c:
         return None
-    aligned_k = k if how.aligned else 0
-    a = _layout("a", how.a, num_ranks, copies_ab, aligned_k)
-    b = _layout("b", how.b, num_ranks, copies_ab, aligned_k)
-    c = _layout("c", how.c, num_ranks, copies_c, aligned_k)
+    aligned_k = k if partitioning.aligned else 0
+    a = _layout("a", partitioning.a, num_ranks, copies_ab, aligned_k)
+    b = _layout("b", partitioning.b, num_ranks, copies_ab, aligned_k)
+    c = _layout("c", partitioning.c, num_ranks, copies_c, aligned_k)
     return UniversalProblem(m, n, k, a, b, c, dtype)
 
 
-def _layout(name: str, cut: Cut, num_ranks: int, copies: int, aligned_k: int) -> Layout:
+def _layout(name: str, cut: BlockKind, num_ranks: int, copies: int, aligned_k: int) -> Layout:
     count = num_ranks // copies
     placements: list[Placement]
     if cut == "2d":
@@ -87,7 +87,7 @@ def _layout(name: str, cut: Cut, num_ranks: int, copies: int, aligned_k: int) ->
             tile = -(-aligned_k // math.lcm(rows, columns))
             placements["ab".index(name) ^ 1] = Tile("ab".index(name) ^ 1, tile)
     else:
-        shape, axes, placements = [count], ["part"], [Shard(CUTS.index(cut))]
+        shape, axes, placements = [count], ["part"], [Shard(BLOCK_KINDS.index(cut))]
     if copies > 1:
         shape, axes, placements = [copies, *shape], ["copy", *axes], [Replicate(), *placements]
     mesh = Mesh.of("x".join(map(str, shape)) + axes[-1], tuple(shape), tuple(axes))

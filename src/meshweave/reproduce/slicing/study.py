@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from meshweave.algorithms.universal import Choice, UniversalProblem, universal_program
+from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
 from meshweave.algorithms.universal.cosma import Grid, chosen_grid, cosma_program
 from meshweave.algorithms.universal.dtensor import Collectives, chosen_strategy, resharded_program
 from meshweave.base.errors import LayoutError
@@ -20,7 +20,13 @@ from meshweave.describe.layout import Layout, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
-from meshweave.reproduce.slicing.partitionings import NAMED, Partitioning, divisors, local_products, problem
+from meshweave.reproduce.slicing.partitionings import (
+    NAMED,
+    Partitioning,
+    divisors,
+    local_products,
+    partitioned_problem,
+)
 from meshweave.simulate import simulate
 
 Stationary = Literal["a", "b", "c"]
@@ -35,7 +41,7 @@ CUT_BY = {"row": 0, "column": 1}
 
 
 @dataclass(frozen=True)
-class Case:
+class LayerOnMachine:
     """A layer on a machine."""
 
     machine: str
@@ -46,13 +52,14 @@ class Case:
         return f"{self.machine}-{self.layer}"
 
 
-CASES = {
-    case.name: case for case in (Case(machine, layer) for machine in ("pvc", "h100") for layer in LAYERS)
+LAYERS_ON_MACHINES = {
+    case.name: case
+    for case in (LayerOnMachine(machine, layer) for machine in ("pvc", "h100") for layer in LAYERS)
 }
 
 
 @dataclass(frozen=True)
-class Point:
+class BatchTime:
     """A batch on its best of what was tried: copies of A and B, and of C."""
 
     batch: int
@@ -64,16 +71,16 @@ class Point:
 class Curve:
     """A partitioning with the data movement that is fastest at the largest batch."""
 
-    how: Partitioning
+    partitioning: Partitioning
     stationary: Stationary
-    points: tuple[Point, ...]
+    points: tuple[BatchTime, ...]
 
     @property
     def label(self) -> str:
-        return f"{self.how.name} (S-{self.stationary.upper()})"
+        return f"{self.partitioning.name} (S-{self.stationary.upper()})"
 
 
-_Key = tuple[Case, Partitioning, int, Stationary, tuple[int, int]]
+_Key = tuple[LayerOnMachine, Partitioning, int, Stationary, tuple[int, int]]
 
 
 @dataclass
@@ -85,13 +92,13 @@ class SlicingStudy:
     partitionings: dict[str, tuple[Partitioning, ...]] = field(default_factory=lambda: NAMED)
     advance: Callable[[], None] = lambda: None
     _seconds: dict[_Key, float | None] = field(default_factory=dict)
-    _curves: dict[tuple[Case, str], Curve] = field(default_factory=dict)
-    _rivals: dict[tuple[str, Case, int], tuple[float, str]] = field(default_factory=dict)
+    _curves: dict[tuple[LayerOnMachine, str], Curve] = field(default_factory=dict)
+    _rivals: dict[tuple[str, LayerOnMachine, int], tuple[float, str]] = field(default_factory=dict)
 
-    def sizes(self, case: Case, batch: int) -> tuple[int, int, int]:
+    def sizes(self, case: LayerOnMachine, batch: int) -> tuple[int, int, int]:
         return batch, *LAYERS[case.layer]
 
-    def of_peak(self, case: Case, batch: int, seconds: float) -> float:
+    def percent_of_peak(self, case: LayerOnMachine, batch: int, seconds: float) -> float:
         """Percent of the peak of all devices."""
         m, n, k = self.sizes(case, batch)
         cluster = self.machines[case.machine]
@@ -99,7 +106,7 @@ class SlicingStudy:
 
     # --- the universal product --------------------------------------------------------------------------------
 
-    def copies(self, case: Case, how: Partitioning) -> Iterator[tuple[int, int]]:
+    def copies(self, case: LayerOnMachine, how: Partitioning) -> Iterator[tuple[int, int]]:
         """All replication factors: one for all matrices; in MLP-2 also another one for C, as in the figures."""
         counts = divisors(self.machines[case.machine].num_chips)
         for copies_ab in counts:
@@ -107,7 +114,12 @@ class SlicingStudy:
                 yield copies_ab, copies_c
 
     def seconds(
-        self, case: Case, how: Partitioning, batch: int, stationary: Stationary, copies: tuple[int, int]
+        self,
+        case: LayerOnMachine,
+        how: Partitioning,
+        batch: int,
+        stationary: Stationary,
+        copies: tuple[int, int],
     ) -> float | None:
         """None for what cannot be, and for what communicates nothing, which the paper leaves out."""
         key = case, how, batch, stationary, copies
@@ -117,14 +129,19 @@ class SlicingStudy:
         return self._seconds[key]
 
     def _simulated(
-        self, case: Case, how: Partitioning, batch: int, stationary: Stationary, copies: tuple[int, int]
+        self,
+        case: LayerOnMachine,
+        how: Partitioning,
+        batch: int,
+        stationary: Stationary,
+        copies: tuple[int, int],
     ) -> float | None:
         cluster = self.machines[case.machine]
-        given = problem(how, self.sizes(case, batch), cluster.num_chips, copies, DTYPE)
+        given = partitioned_problem(how, self.sizes(case, batch), cluster.num_chips, copies, DTYPE)
         if given is None:
             return None
         try:
-            program = universal_program(given, Choice(stationary, slices=local_products(given)))
+            program = universal_program(given, UniversalConfig(stationary, num_slices=local_products(given)))
         except LayoutError:
             return None
         run = simulate(program, Machine.of(cluster, program))
@@ -132,21 +149,21 @@ class SlicingStudy:
 
     def best(
         self,
-        case: Case,
+        case: LayerOnMachine,
         how: Partitioning,
         batch: int,
         stationary: Stationary,
         copies: Sequence[tuple[int, int]] | None = None,
-    ) -> Point | None:
+    ) -> BatchTime | None:
         """At the best replication; of equals that with the fewest copies."""
         points = []
         for pair in self.copies(case, how) if copies is None else copies:
             seconds = self.seconds(case, how, batch, stationary, pair)
             if seconds is not None:
-                points.append(Point(batch, seconds, pair))
+                points.append(BatchTime(batch, seconds, pair))
         return min(points, key=lambda point: (point.seconds, point.copies), default=None)
 
-    def curve(self, case: Case, name: str) -> Curve:
+    def curve(self, case: LayerOnMachine, name: str) -> Curve:
         """A named partitioning at its best, by batch."""
         if (case, name) not in self._curves:
             last = self.batches[-1]
@@ -162,12 +179,12 @@ class SlicingStudy:
             self._curves[case, name] = Curve(how, stationary, tuple(point for point in points if point))
         return self._curves[case, name]
 
-    def curves(self, case: Case) -> dict[str, Curve]:
+    def curves(self, case: LayerOnMachine) -> dict[str, Curve]:
         return {name: self.curve(case, name) for name in self.partitionings}
 
     # --- rivals -----------------------------------------------------------------------------------------------
 
-    def dtensor(self, case: Case, cut: Literal["row", "column"], batch: int) -> tuple[float, str]:
+    def dtensor(self, case: LayerOnMachine, cut: Literal["row", "column"], batch: int) -> tuple[float, str]:
         """Seconds of DTensor with A and B cut so, without copies, and how it got there. Collectives are rings, or
         direct where that is faster."""
         key = f"dtensor {cut}", case, batch
@@ -186,7 +203,7 @@ class SlicingStudy:
             self._rivals[key] = seconds, f"{strategy}, {way} collectives"
         return self._rivals[key]
 
-    def cosma(self, case: Case, batch: int) -> tuple[float, Grid]:
+    def cosma(self, case: LayerOnMachine, batch: int) -> tuple[float, Grid]:
         """Seconds of COSMA and its grid. It ends in an all-reduce (section 5.2.1)."""
         sizes = self.sizes(case, batch)
         grid = chosen_grid(*sizes, self.machines[case.machine].num_chips)
@@ -196,9 +213,9 @@ class SlicingStudy:
             self._rivals[key] = self._time(case, program), "x".join(map(str, grid))
         return self._rivals[key][0], grid
 
-    def _time(self, case: Case, program: Program) -> float:
+    def _time(self, case: LayerOnMachine, program: Program) -> float:
         self.advance()
         return simulate(program, Machine.of(self.machines[case.machine], program)).duration_s
 
-    def fastest_dtensor(self, case: Case, batch: int) -> float:
+    def fastest_dtensor(self, case: LayerOnMachine, batch: int) -> float:
         return min(self.dtensor(case, cut, batch)[0] for cut in ("row", "column"))

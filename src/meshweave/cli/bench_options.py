@@ -1,0 +1,213 @@
+"""The options of `meshweave bench`, and what their texts mean."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Dataflow
+from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.cli.options import JSON_HELP, read_algorithms, read_mesh, read_slices
+from meshweave.describe.files import printable
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+
+if TYPE_CHECKING:
+    from meshweave.lab.lab import Lab
+
+# --- of all benchmarks ------------------------------------------------------------------------------------
+
+LabFile = Annotated[Path, typer.Option(help="LAB.toml: the interconnect to build, see `meshweave lab`.")]
+Algorithms = Annotated[str, typer.Option(help="Names separated by commas, or 'all'.")]
+Repeat = Annotated[int, typer.Option(help="Measured runs of each rival, after one to warm up.")]
+Timeout = Annotated[float, typer.Option(help="Seconds after which everything is stopped.")]
+MeshShape = Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS; by default that of a torus lab.")]
+Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+Out = Annotated[
+    Path | None, typer.Option(help="Write all times, yardsticks, machine and versions here as JSON.")
+]
+Slices = Annotated[str, typer.Option(help="MeshSlice slice counts to run besides, such as 4,8.")]
+DataflowName = Annotated[
+    str, typer.Option(help="os, ls or rs: which matrix of the forward product stays put.")
+]
+
+# --- of `matmul` ------------------------------------------------------------------------------------------
+
+LayerM = Annotated[int, typer.Option("--m", help="Rows of Y and X.")]
+LayerN = Annotated[int, typer.Option("--n", help="Columns of Y and W.")]
+LayerK = Annotated[int, typer.Option("--k", help="Columns of X, rows of W.")]
+Passes = Annotated[
+    str,
+    typer.Option(
+        "--pass",
+        help="Products of the layer Y = X W: forward, backward_data (dY W^T), backward_weight (X^T dY), "
+        "some of them separated by commas, or all.",
+    ),
+]
+Ratios = Annotated[
+    str,
+    typer.Option(
+        help="Compute time over communication time of each product, several separated by commas; sets the "
+        "pace of products. 0: unpaced."
+    ),
+]
+Unpaced = Annotated[
+    bool,
+    typer.Option("--unpaced", help="Measure all rivals unpaced too, which tells of this machine's cores."),
+]
+CalibratedFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A cluster description with measured constants of this lab: configurations are chosen by "
+        "estimates on it, and these stand beside the results. Default: the ideal lab, no latencies."
+    ),
+]
+Widths = Annotated[
+    str, typer.Option(help="Relative widths of MeshSlice slices to run besides, such as 1:2:4:8,1:2:2:1.")
+]
+OverBoundPicture = Annotated[Path | None, typer.Option(help="Write a picture here: bars of time over bound.")]
+
+# --- of `shapes` ------------------------------------------------------------------------------------------
+
+LabFiles = Annotated[str, typer.Option(help="LAB.toml files of toruses, separated by commas; two at least.")]
+ProductM = Annotated[int, typer.Option("--m", help="Rows of C.")]
+ProductN = Annotated[int, typer.Option("--n", help="Columns of C.")]
+ProductK = Annotated[int, typer.Option("--k", help="Summed dim.")]
+FirstRatio = Annotated[
+    float,
+    typer.Option(help="Compute time over communication time on the first lab; sets the pace of all."),
+]
+CalibratedFiles = Annotated[
+    str,
+    typer.Option(help="Cluster descriptions with measured constants, one per lab, separated by commas."),
+]
+TimeoutOfEach = Annotated[float, typer.Option(help="Seconds for each lab.")]
+SecondsPicture = Annotated[Path | None, typer.Option(help="Write a picture here: bars of seconds.")]
+
+# --- of `fidelity` ----------------------------------------------------------------------------------------
+
+DescribedLab = Annotated[
+    str, typer.Option(help="Calibrated description of the lab; left out: its nominal rates, no other costs.")
+]
+NumCases = Annotated[int, typer.Option(help="How many cases to draw, 1 to 1000.")]
+Seed = Annotated[int, typer.Option(help="Seed of the cases and operands.")]
+CaseRepeat = Annotated[int, typer.Option(help="Measured runs of each case, after one to warm up.")]
+TraceFile = Annotated[
+    Path | None,
+    typer.Option(help="Write a Chrome / Perfetto trace of one case: estimate, simulation, measurement."),
+]
+TimelinePicture = Annotated[
+    Path | None, typer.Option(help="Write these three timelines of rank 0 as a picture.")
+]
+TracedCase = Annotated[int, typer.Option(help="Number of that case; -1: the one of median error.", min=-1)]
+ResultsFile = Annotated[Path | None, typer.Option(help="Write the results of all cases as JSON.")]
+
+
+# --- what the texts mean ----------------------------------------------------------------------------------
+
+
+def split_names(text: str) -> list[str]:
+    """Return the parts of a comma-separated list."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def load_lab_and_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]:
+    """Return the lab in a file and the mesh shape: `mesh`, or that of a torus. Raises LayoutError."""
+    from meshweave.lab.lab import Lab
+
+    lab = Lab.load(path)
+    shape: tuple[int, ...] | None = (
+        read_mesh(mesh) if mesh else getattr(lab.description.network, "shape", None)
+    )
+    if shape is None or len(shape) != 2:
+        raise LayoutError(f"{path}: is no 2D torus; say --mesh ROWSxCOLS")
+    return lab, shape
+
+
+def check_mesh_has_all_ranks(path: Path, lab: Lab, shape: tuple[int, ...]) -> None:
+    """Raise LayoutError unless the mesh has as many ranks as the lab."""
+    if math.prod(shape) != lab.num_ranks:
+        raise LayoutError(f"mesh {'x'.join(map(str, shape))} is not one of {path}'s {lab.num_ranks} ranks")
+
+
+def read_algorithms_2d(text: str) -> list[str]:
+    """Return the names of 2D algorithms in `text`, a comma-separated list or "all"."""
+    return [name for name in read_algorithms(text) if name in ALGORITHMS]
+
+
+def read_extra_slices(slices: str, widths: str) -> list[tuple[int, ...]]:
+    """Return relative widths of slices: those of each slice count, then each of the lists of widths.
+
+    Raises LayoutError, also where a count stands among the widths or the other way round.
+    """
+    for text in split_names(slices):
+        if ":" in text:
+            raise LayoutError(f"'{printable(text)}' is no slice count; --widths takes relative widths")
+    for text in split_names(widths):
+        if ":" not in text:
+            raise LayoutError(
+                f"widths '{printable(text)}' are not written such as 1:2:4:8; --slices takes counts"
+            )
+    return [read_slices(text) for text in (*split_names(slices), *split_names(widths))]
+
+
+def read_dataflow(text: str) -> Dataflow:
+    """Return the dataflow of this name. Raises LayoutError."""
+    for known in DATAFLOWS:
+        if text == known:
+            return known
+    raise LayoutError(f"dataflow '{printable(text)}' is none of {', '.join(DATAFLOWS)}")
+
+
+def read_passes(text: str) -> tuple[PassName, ...]:
+    """Return the passes in a comma-separated list, or in "all", in their usual order. Raises LayoutError."""
+    names = list(PASSES) if text == "all" else split_names(text)
+    if not names:
+        raise LayoutError(f"no pass named; give all or some of {', '.join(PASSES)}")
+    for name in names:
+        if name not in PASSES:
+            hint = did_you_mean(name, PASSES)
+            raise LayoutError(f"there is no pass '{printable(name)}'{hint}; give all or {', '.join(PASSES)}")
+    return tuple(name for name in PASSES if name in names)
+
+
+def read_ratios(text: str) -> list[float]:
+    """Return the ratios in a comma-separated list, each once. Raises LayoutError."""
+    ratios = []
+    for part in split_names(text):
+        try:
+            ratios.append(float(part))
+        except ValueError:
+            raise LayoutError(
+                f"ratio '{printable(part)}' is no number; give one, or several such as 0.5,1,2"
+            ) from None
+        check_ratio(ratios[-1])
+    if not ratios:
+        raise LayoutError("no ratio given; give one, such as 1, or several such as 0.5,1,2")
+    return list(dict.fromkeys(ratios))
+
+
+def check_ratio(ratio: float) -> None:
+    """Raise LayoutError unless a ratio is 0 or 0.001 to 1000."""
+    if not (ratio == 0 or 1e-3 <= ratio <= 1e3):
+        raise LayoutError(f"a ratio of {ratio:g} makes no sense here; give 0.001 to 1000, or 0 for unpaced")
+
+
+def check_repeat_and_timeout(repeat: int, timeout: float) -> None:
+    """Raise LayoutError unless `repeat` is 1 to 100 and `timeout` a positive number of seconds."""
+    if not (1 <= repeat <= 100 and 0 < timeout < 1e5):
+        raise LayoutError("repeat must be 1 to 100, timeout positive seconds")
+
+
+def load_calibrated(path: Path, lab: Lab) -> Cluster:
+    """Return the cluster in a file. Raises DescriptionError unless it has as many chips as the lab has ranks."""
+    cluster = load_cluster(str(path))
+    if cluster.num_chips != lab.num_ranks:
+        raise DescriptionError(
+            f"{printable(path)}: has {cluster.num_chips} chips, the lab {lab.num_ranks} ranks; "
+            f"give a description of {lab.description.name}"
+        )
+    return cluster
