@@ -1,7 +1,7 @@
-"""Writes `results/README.md`: what was measured in the lab, as tables made from the saved JSON files.
+"""Write `results/README.md` and `docs/pictures/lab-torus-4x4.svg` from the saved JSON files of lab measurements.
 
-The files come from `meshweave calibrate`, `bench matmul`, `bench shapes` and `bench fidelity`; the commands stand
-beside each table.
+The files come from `meshweave calibrate`, `bench matmul`, `bench shapes` and `bench fidelity`; each command stands
+beside its table.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from machine import RESULTS
+
+from meshweave.cli.bench_tables import NOT_COMPARABLE, heading, picture
+from meshweave.lab.bench.results import MeasuredRound, RivalTimes
 
 _LAB = "--lab examples/labs/torus-4x4-50mbit.toml"
 _CALIBRATED = "--cluster benchmarks/results/torus-4x4-50mbit.toml"
@@ -22,6 +25,7 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def machine_line(data: dict[str, Any]) -> str:
+    """Return the date, machine and versions of a measurement."""
     machine = data["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     return f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {machine['system']}; {versions}."
@@ -32,13 +36,26 @@ def _number(value: float | None) -> str:
 
 
 def _rivals(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the rivals that start from the same shards, then one of those that do not."""
+    by_time = sorted(results, key=lambda result: result["median_s"])
+    same = [result for result in by_time if not RivalTimes.from_json(result).precondition]
+    other = [result for result in by_time if RivalTimes.from_json(result).precondition]
+    yield from _table(same)
+    if other:
+        yield ""
+        yield f"{NOT_COMPARABLE[0].upper()}{NOT_COMPARABLE[1:]}:"
+        yield ""
+        yield from _table(other)
+
+
+def _table(results: list[dict[str, Any]]) -> Iterator[str]:
     yield "| | median s | x bound | x theory | x estimate | fastest - slowest s |"
     yield "|---|---|---|---|---|---|"
-    for found in sorted(results, key=lambda found: found["median_s"]):
+    for result in results:
         yield (
-            f"| {found['name']} | {found['median_s']:.3f} | {found['over_bound']:.2f} | "
-            f"{_number(found['over_theory'])} | {_number(found['over_estimate'])} | "
-            f"{found['fastest_s']:.3f} - {found['slowest_s']:.3f} |"
+            f"| {result['name']} | {result['median_s']:.3f} | {result['over_bound']:.2f} | "
+            f"{_number(result['over_theory'])} | {_number(result['over_estimate'])} | "
+            f"{result['fastest_s']:.3f} - {result['slowest_s']:.3f} |"
         )
 
 
@@ -47,15 +64,15 @@ def _rounds(name: str, command: str) -> Iterator[str]:
     yield f"`meshweave bench matmul {_LAB} {_CALIBRATED} {command}`"
     yield ""
     yield f"{machine_line(data)} {data['repeat']} runs each."
-    for turn in data["rounds"]:
-        p = turn["problem"]
+    for round_ in data["rounds"]:
+        p = round_["problem"]
         yield ""
         yield (
-            f"**{turn['pass'].replace('_', ' ')}, {p['dataflow']} {p['m']} x {p['n']} x {p['k']}, compute "
-            f"{turn['ratio']:g} x communication**, bound {turn['bound_s']:.3f} s"
+            f"**{round_['pass'].replace('_', ' ')}, {p['dataflow']} {p['m']} x {p['n']} x {p['k']}, compute "
+            f"{round_['ratio']:g} x communication**, bound {round_['bound_s']:.3f} s"
         )
         yield ""
-        yield from _rivals(turn["results"])
+        yield from _rivals(round_["results"])
 
 
 def _shapes() -> Iterator[str]:
@@ -99,7 +116,19 @@ def _fidelity() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def lab_picture(name: str) -> str:
+    """Return the picture of the saved rounds `name`: bars of time over bound."""
+    data = _load(name)
+    rounds = [MeasuredRound.from_json(saved) for saved in data["rounds"]]
+    layer = data["layer"]
+    sizes = f"{layer['m']} x {layer['n']} x {layer['k']}, {layer['dataflow']}"
+    return picture(
+        rounds, [heading(one) for one in rounds], f"layer Y = X W of {sizes}, on {data['lab']['name']}"
+    )
+
+
 def main() -> None:
+    """Write the tables and the picture."""
     lines = [
         "# Results",
         "",
@@ -151,6 +180,8 @@ def main() -> None:
         *_fidelity(),
     ]
     (RESULTS / "README.md").write_text("\n".join(lines) + "\n")
+    pictures = RESULTS.parents[1] / "docs" / "pictures"
+    (pictures / "lab-torus-4x4.svg").write_text(lab_picture("lab_torus_4x4"))
 
 
 if __name__ == "__main__":
