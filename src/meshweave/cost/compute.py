@@ -1,4 +1,4 @@
-"""What a product asks of its chip's memory.
+"""The memory traffic of a product on one chip.
 
 A chip multiplies out of on-chip memory, tile by tile: while one pair of tiles of A and B is multiplied, the
 next pair is fetched, and an output tile that is complete is written back (MeshSlice, section 4.1). So the first
@@ -29,8 +29,11 @@ NONE = Tiles()
 
 
 def tile_traffic(work: Compute, chip: Chip) -> Tiles:
-    """Memory traffic of work with FLOPs. A product has none where the chip names no `gemm_tile`; a call has
-    the bytes that it declares, all of them beside its FLOPs."""
+    """Return the memory traffic of work with FLOPs.
+
+    A product has none where the chip names no `gemm_tile`. A call has the bytes that it declares, all of them
+    beside its FLOPs.
+    """
     if not work.flops:
         return NONE
     if work.bytes:

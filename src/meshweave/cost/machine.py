@@ -8,7 +8,7 @@ a placement says otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,8 +38,13 @@ _MOST_PER_BYTE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OneSidedConstants:
-    """Constants of one-sided transfers between two chips: `fixed_ps` passes first, then bytes flow at most at
-    `rate`, each of which takes so many FLOPs from the products of the chip that issued them."""
+    """Constants of one-sided transfers between two chips.
+
+    Attributes:
+        fixed_ps: picoseconds that pass before bytes flow.
+        rate: bytes per second at most.
+        flops_per_byte: FLOPs that each byte takes from the products of the chip that issued the transfer.
+    """
 
     fixed_ps: int
     rate: int
@@ -48,15 +53,17 @@ class OneSidedConstants:
 
 @dataclass(frozen=True)
 class Machine:
-    """`meshes` lie on `cluster`.
+    """A cluster on which `meshes` lie.
 
-    A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`:
-    its messages then take the real links of several hops, and its axes have the constants of the slowest axis
-    of the network. A collective without contention is then priced as if its members were neighbours; what
-    that leaves out shows in simulation with contention.
+    A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`: its
+    messages then take the real links of several hops, and its axes have the constants of the slowest axis of the
+    network. A collective without contention is then priced as if its members were neighbours; what that leaves out
+    shows in simulation with contention.
 
     `placement` is the chip of each global rank, a permutation of all chips. It moves paths, not constants.
-    Raises LayoutError where there are more ranks than chips, or the placement is no permutation.
+
+    Raises:
+        LayoutError: there are more ranks than chips, or the placement is no permutation.
     """
 
     cluster: Cluster
@@ -79,6 +86,7 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
+        """Return the machine of a program: its meshes on `cluster`."""
         return cls(cluster, program.meshes, logical)
 
     @cached_property
@@ -106,7 +114,7 @@ class Machine:
             ) from None
 
     def axis(self, name: str) -> NetworkAxis:
-        """The network axis under a mesh axis; for "" (no mesh axis) the slowest one that there is."""
+        """Return the network axis under a mesh axis; for "" (no mesh axis) the slowest one that there is."""
         if name in self._axes:
             return self._axes[name]
         if not self._axes:
@@ -117,26 +125,27 @@ class Machine:
     def _constants(self) -> dict[tuple[str, str], tuple[CommConstants, int]]:
         return {}
 
-    def _known(self, axis: str, kind: str) -> tuple[CommConstants, int]:
-        found = self._constants.get((axis, kind))
-        if found is None:
+    def _constants_and_rate(self, axis: str, kind: str) -> tuple[CommConstants, int]:
+        known = self._constants.get((axis, kind))
+        if known is None:
             network_axis = self.axis(axis)
             constants = network_axis.comm(kind)
             rate = int(
                 min(constants.bytes_per_s, network_axis.num_directions * network_axis.link_bytes_per_s)
             )
-            found = self._constants[axis, kind] = constants, max(rate, 1)
-        return found
+            known = self._constants[axis, kind] = constants, max(rate, 1)
+        return known
 
     def constants(self, axis: str, kind: str) -> CommConstants:
-        return self._known(axis, kind)[0]
+        """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis."""
+        return self._constants_and_rate(axis, kind)[0]
 
     def rate(self, axis: str, kind: str) -> int:
-        """Bytes per second into a chip during a collective, at most what its links carry."""
-        return self._known(axis, kind)[1]
+        """Return the bytes per second into a chip during a collective, at most what its links carry."""
+        return self._constants_and_rate(axis, kind)[1]
 
-    def between(self, src: int, dst: int) -> NetworkAxis:
-        """The slowest links on the way from rank `src` to rank `dst`."""
+    def axis_between(self, src: int, dst: int) -> NetworkAxis:
+        """Return the slowest links on the path from rank `src` to rank `dst`."""
         network = self.cluster.network
         if self.placement is not None:
             src, dst = self.placement[src], self.placement[dst]
@@ -149,26 +158,27 @@ class Machine:
                 return network.inner if is_inner else network.link
         return self.axis("")
 
-    def one_sided(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
-        """Of gets and puts, or where it `adds` of accumulates, from rank `src` to another rank `dst`."""
-        axis = self.between(src, dst)
-        found = self._one_sided.get((axis, adds))
-        if found is None:
+    def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
+        """Return the constants of gets and puts, or if `adds` of accumulates, between two different ranks."""
+        axis = self.axis_between(src, dst)
+        known = self._one_sided.get((axis, adds))
+        if known is None:
             constants = axis.comm("accumulate" if adds else "send_recv")
             rate = max(int(min(constants.bytes_per_s, axis.link_bytes_per_s)), 1)
             chip = self.cluster.chip
             lost = chip.accumulate_share * chip.effective_flops_per_s if adds else 0.0
             fixed_ps = to_ps(constants.launch_s) + to_ps(constants.sync_s)
-            found = self._one_sided[axis, adds] = OneSidedConstants(
+            known = self._one_sided[axis, adds] = OneSidedConstants(
                 fixed_ps, rate, min(round(lost / rate), _MOST_PER_BYTE)
             )
-        return found
+        return known
 
     @cached_property
     def _one_sided(self) -> dict[tuple[NetworkAxis, bool], OneSidedConstants]:
         return {}
 
     def num_directions(self, axis: str) -> int:
+        """Return the number of directions (1 or 2) in which rings of a mesh axis run at once."""
         return self.axis(axis).num_directions
 
     # --- links ----------------------------------------------------------------------------------------
@@ -188,12 +198,11 @@ class Machine:
         return whole or (num_chips,)
 
     def path(self, src: int, dst: int, back: bool = False) -> tuple[Link, ...]:
-        """Links that a message from rank `src` to rank `dst` takes, each named by its chip.
+        """Return the links that a message from rank `src` to rank `dst` takes, each named by its chip.
 
-        Dimension-ordered and the shorter way round on a torus; out port and in port on a switch; both NICs
-        between hosts; up to the lowest common switch and down again in a tree; across its own package first in
-        a full mesh. Where both ways round are
-        equally long, it goes backwards if `back`, else forwards.
+        Dimension-ordered and in the shorter direction on a torus; out port and in port on a switch; both NICs
+        between hosts; up to the lowest common switch and down again in a tree; across its own package first in a
+        full mesh. Where both directions of a torus are equally long, it goes backwards if `back`, else forwards.
         """
         network = self.cluster.network
         if self.placement is not None:
@@ -215,7 +224,7 @@ class Machine:
                 return tuple(_tree_hops(network, src, dst))
         return tuple(self._torus_hops(src, dst, back))
 
-    def _torus_hops(self, src: int, dst: int, back: bool) -> Iterable[Link]:
+    def _torus_hops(self, src: int, dst: int, back: bool) -> Iterator[Link]:
         shape = self._torus_shape
         at, to = list(_unravel(src, shape)), _unravel(dst, shape)
         for axis, size in enumerate(shape):
@@ -226,7 +235,7 @@ class Machine:
                 at[axis] = (at[axis] + direction) % size
 
     def link_rate(self, link: Link) -> int:
-        """Bytes per second of one direction of a link; in a tree, of all parallel links of a child."""
+        """Return the bytes per second of one direction of a link; in a tree, of all parallel links of a child."""
         network = self.cluster.network
         what, _, axis, _ = link
         match network:
@@ -250,7 +259,7 @@ class Machine:
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
 
 
-def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterable[Link]:
+def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterator[Link]:
     down: list[Link] = []
     for level, below in enumerate(tree.chips_below):
         child, to = src // below, dst // below
@@ -261,16 +270,16 @@ def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterable[Link]:
     yield from reversed(down)
 
 
-def _mesh_hops(network: FullMeshNetwork, src: int, dst: int) -> Iterable[Link]:
+def _mesh_hops(network: FullMeshNetwork, src: int, dst: int) -> Iterator[Link]:
     size = network.chips_per_package
     to_package, to_place = divmod(dst, size)
     if src // size == to_package:
         yield "inner", src, dst, 0
         return
-    gate = src - src % size + to_place
-    if gate != src:
-        yield "inner", src, gate, 0
-    yield "link", gate, dst, 0
+    exit_chip = src - src % size + to_place
+    if exit_chip != src:
+        yield "inner", src, exit_chip, 0
+    yield "link", exit_chip, dst, 0
 
 
 def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -295,7 +304,10 @@ def mesh_machine(
     name: str = "tp",
     logical: bool = False,
 ) -> Machine:
-    """A machine for a skeleton: one mesh of `shape` on `cluster`."""
+    """Return a machine for a skeleton: one mesh of `shape` on `cluster`.
+
+    Raises LayoutError where it does not fit.
+    """
     if math.prod(shape) > cluster.num_chips:
         raise LayoutError(f"mesh {shape} does not fit the {cluster.num_chips} chips of {cluster.name}")
     return Machine(cluster, (Mesh.of(name, shape, axes),), logical)

@@ -1,11 +1,12 @@
 """The time of ONE op on an otherwise idle machine.
 
-A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2);
-a local product costs its FLOPs over the chip's effective rate, or its memory traffic where that takes longer
-(`compute`); a copy its bytes over memory bandwidth. A price keeps the latency apart from the amount, so that a
-simulator can let amounts share a link. A chain of D packets (broadcast, reduce) takes P + D - 2 steps; with
-constants of its own never less than its part over a link. A message goes one way, so it is never faster than one
-link; nor is a chain, except at constants of its own.
+A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
+A local product costs its FLOPs over the chip's effective rate, or its memory traffic where that takes longer
+(`compute`). A copy costs its bytes over memory bandwidth. A chain of D packets (broadcast, reduce) takes
+P + D - 2 steps. Whatever travels in one direction, a message or a chain, is never faster than one link; only a
+chain with constants of its own is bounded by the time that its part takes over one link instead.
+
+A price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from meshweave.ir.work import Compute, Transfer, Work
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """`launch_ps` and `sync_ps` pass first, then `amount` (bytes or FLOPs) flows at most at `rate_per_s`.
+    """What one op costs: `launch_ps` and `sync_ps` pass first, then `amount` flows at most at `rate_per_s`.
 
-    A product's memory traffic takes `stream_ps` beside its FLOPs and `ends_ps` before and after them.
+    The amount is in bytes or FLOPs. A product's memory traffic takes `stream_ps` beside its FLOPs, and `ends_ps`
+    before and after them.
     """
 
     launch_ps: int
@@ -36,28 +38,34 @@ class Price:
 
     @property
     def fixed_ps(self) -> int:
+        """Return the picoseconds before anything flows."""
         return self.launch_ps + self.sync_ps
 
     @property
     def flow_ps(self) -> int:
+        """Return the picoseconds in which the amount flows."""
         return work_ps(self.amount, self.rate_per_s) if self.amount else 0
 
     @property
     def total_ps(self) -> int:
+        """Return the picoseconds of the op."""
         return self.fixed_ps + max(self.flow_ps, self.stream_ps) + self.ends_ps
 
 
 def price(
     work: Work, machine: Machine, *, routed: bool = False, ends: tuple[int, int] | None = None
 ) -> Price:
-    """Price of one op. Raises UnsupportedError for a group that the machine cannot place.
+    """Return the price of one op.
 
-    A message from rank to rank, which are its `ends`, costs what lies between them; without ends, or as a step of
-    a collective, it has the constants of its mesh axis.
+    `ends` are the sender and receiver of a message, which then costs what lies between them. Without ends, or as a
+    step of a collective, it has the constants of its mesh axis.
 
-    A permute over several hops of a ring shares every link with as many messages of other members. `routed`
-    is for a caller that lets messages meet on their links itself: the amount is then that of the message
-    alone, at the share of the rate that it has where all members take part at once.
+    A permute over several hops of a ring shares every link with as many messages of other members. `routed` is for
+    a caller that lets messages meet on their links itself: the amount is then that of the message alone, at the
+    share of the rate that it has where all members take part at once.
+
+    Raises:
+        UnsupportedError: the machine cannot place the group.
     """
     if isinstance(work, Compute):
         chip = machine.cluster.chip
@@ -75,7 +83,7 @@ def price(
             ends_ps,
         )
     if ends is not None and work.step is None:
-        axis = machine.between(*ends)
+        axis = machine.axis_between(*ends)
         message = axis.comm("send_recv")
         rate = max(int(min(message.bytes_per_s, axis.link_bytes_per_s)), 1)
         return Price(to_ps(message.launch_s), to_ps(message.sync_s), work.part_bytes, rate)
@@ -107,10 +115,10 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
         else:
             rate = _one_link(rate, machine, work.axis)
-    elif work.kind == "all_to_all":  # parts travel P / 2 hops on a one-way ring, P / 4 on a two-way one
-        ways = machine.num_directions(work.axis)
+    elif work.kind == "all_to_all":  # parts travel P / 2 hops on a ring of one direction, P / 4 on one of two
+        one_direction = machine.num_directions(work.axis) == 1
         steps = count - 1
-        amount = part * (count * (count - 1) // 2 if ways == 1 else count * count // 4)
+        amount = part * (count * (count - 1) // 2 if one_direction else count * count // 4)
     elif work.kind == "fence":
         steps, amount = count - 1, 0
     else:
@@ -124,18 +132,20 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
     return Price(launch, steps * sync, amount, rate)
 
 
-def _num_shares(step: CollectiveStep, ways: int) -> int:
-    """Among how many directions a rate is shared. That of send_recv is one direction's, if two are used."""
-    return max(step.num_directions // ways, 1) if step.collective == "send_recv" else step.num_directions
+def _num_shares(step: CollectiveStep, axis_directions: int) -> int:
+    """Return how many directions share a rate. The rate of send_recv is already that of one direction."""
+    if step.collective == "send_recv":
+        return max(step.num_directions // axis_directions, 1)
+    return step.num_directions
 
 
 def _one_link(rate: int, machine: Machine, axis: str) -> int:
-    """What goes one way has one link."""
+    """Return the rate of what travels in one direction, which has one link."""
     return min(rate, max(int(machine.axis(axis).link_bytes_per_s), 1))
 
 
 def constants_of(kind: str) -> str:
-    """The kind whose constants an op of `kind` has."""
+    """Return the kind whose constants an op of `kind` has."""
     return _CONSTANTS.get(kind, kind)
 
 

@@ -16,7 +16,10 @@ from meshweave.ir.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task."""
+    """An op of a skeleton, in a lane, that runs after the tasks named in `after`.
+
+    `times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task.
+    """
 
     name: str
     lane: str
@@ -27,22 +30,26 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
+    """The same tasks, repeated for a number of turns."""
+
     turns: int
     tasks: tuple[Task, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
+    """The shape of a program in time; the module docstring says how it is read."""
+
     phases: tuple[Phase, ...]
 
     @classmethod
     def of_turns(cls, turns: Iterable[tuple[Task, ...]]) -> Skeleton:
-        """A skeleton from its turns one by one; equal neighbours become one phase."""
+        """Return a skeleton from its turns one by one; equal neighbours become one phase."""
         return cls.of_runs((1, tasks) for tasks in turns)
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, tuple[Task, ...]]]) -> Skeleton:
-        """A skeleton from (number of turns, tasks of each); equal neighbours become one phase."""
+        """Return a skeleton from (number of turns, tasks of each); equal neighbours become one phase."""
         phases: list[Phase] = []
         last: tuple[Task, ...] | None = None
         count = 0

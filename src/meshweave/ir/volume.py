@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RankVolume:
-    """Of one rank in one phase: FLOPs, launches of products, bytes and messages that come in and go out, and
-    bytes that are copied or added in its own memory."""
+    """What one rank computes and moves in one phase.
+
+    Attributes:
+        products: number of products launched.
+        received_bytes, sent_bytes, messages: what comes in and goes out.
+        local_bytes: bytes copied or added in the rank's own memory.
+    """
 
     flops: int = 0
     products: int = 0
@@ -19,7 +24,7 @@ class RankVolume:
 
     @property
     def moved_bytes(self) -> int:
-        """What its link must carry in the busier direction."""
+        """Return the bytes that its link must carry in the busier direction."""
         return max(self.received_bytes, self.sent_bytes)
 
 
@@ -28,8 +33,11 @@ PhaseVolume = dict[int, RankVolume]
 
 @dataclass
 class Volume:
-    """`before` sums partial operands up, `during` multiplies, `after` puts copies of C together. In `during`,
-    communication hides behind products; before and after there is nothing to hide it behind."""
+    """What every rank computes and moves, in three phases.
+
+    `before` sums partial operands up, `during` multiplies, `after` puts copies of C together. In `during`,
+    communication hides behind products; before and after there is nothing to hide it behind.
+    """
 
     before: PhaseVolume = field(default_factory=dict)
     during: PhaseVolume = field(default_factory=dict)
@@ -37,14 +45,15 @@ class Volume:
 
     @property
     def phases(self) -> tuple[PhaseVolume, PhaseVolume, PhaseVolume]:
+        """Return the three phases in order."""
         return self.before, self.during, self.after
 
     @property
     def moved_bytes(self) -> int:
-        """Logical bytes that all ranks together receive."""
+        """Return the logical bytes that all ranks together receive."""
         return sum(load.received_bytes for phase in self.phases for load in phase.values())
 
     @property
     def flops(self) -> int:
-        """The most that one rank computes."""
+        """Return the most FLOPs that one rank computes."""
         return max(load.flops for load in self.during.values())

@@ -1,4 +1,4 @@
-"""What one op asks of a machine: the sizes that its time depends on, without views.
+"""What one op demands of a machine: the sizes that its time depends on, without views.
 
 Both readings of time start here: a skeleton lists `Work` directly, and `work_of` reads it off a bound op.
 """
@@ -39,8 +39,10 @@ from meshweave.ir.program.ops import (
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Arithmetic on one rank: `flops` on the compute engine, or `bytes` (read plus written) through memory; a
-    call may declare both. `dims` is (m, n, k) of a product, `item_bytes` the size of one of its elements."""
+    """Arithmetic on one rank: `flops` on the compute engine, or `bytes` (read plus written) through memory.
+
+    A call may declare both. `dims` is (m, n, k) of a product, `item_bytes` the size of one of its elements.
+    """
 
     kind: str
     flops: int = 0
@@ -51,10 +53,16 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Communication. `part_bytes` is the largest part that one member contributes (all_gather, permute,
-    broadcast, message) or receives (reduce_scatter), over all members. `axis` is the mesh axis ("tp.row"),
-    or "" where the group is no mesh axis. `hops` is how many places on the ring a permute goes, the shorter way
-    round; every member does so, and each link then carries that many messages."""
+    """Communication of one op.
+
+    Attributes:
+        axis: the mesh axis ("tp.row"), or "" where the group is no mesh axis.
+        part_bytes: the largest part, over all members, that one member contributes (all_gather, permute,
+            broadcast, message) or receives (reduce_scatter).
+        packets: the pipelined parts of a broadcast or reduce.
+        hops: places on the ring that a permute goes, in the shorter direction. Every member does so, and each link
+            then carries that many messages.
+    """
 
     kind: str
     axis: str
@@ -69,17 +77,18 @@ Work = Compute | Transfer
 
 
 def matmul_work(m: int, n: int, k: int, dtype: str) -> Compute:
+    """Return the work of a product (M, K) x (K, N)."""
     return Compute("matmul", flops=2 * m * n * k, dims=(m, n, k), item_bytes=dtype_bytes(dtype))
 
 
 def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
-    """A copy or add of `num_elements`: each is read and written once (add reads both operands)."""
+    """Return the work of a copy, add or zero of `num_elements`: each is read and written once (add reads two)."""
     passes = {"copy": 2, "add": 3, "zero": 1}[kind]
     return Compute(kind, bytes=passes * num_elements * dtype_bytes(dtype))
 
 
 def axis_of(program: Program, group: tuple[int, ...]) -> str:
-    """The mesh axis ("tp.row") whose group this is; the mesh where it is a whole mesh; else ""."""
+    """Return the mesh axis ("tp.row") whose group this is, the mesh where it is a whole mesh, else ""."""
     for mesh in program.meshes:
         if group[0] not in mesh:
             continue
@@ -92,8 +101,10 @@ def axis_of(program: Program, group: tuple[int, ...]) -> str:
 
 
 def refuse_in_place(op: Op) -> None:
-    """Raises UnsupportedError for a product, sum or copy that reads another rank's memory: nothing says what that
-    takes, and taken for a local one it would cost nothing."""
+    """Raise UnsupportedError for a product, sum or copy that reads another rank's memory.
+
+    Nothing says what such a read takes, and priced as a local one it would cost nothing.
+    """
     if reads_in_place(op):
         raise UnsupportedError(
             f"{op.name or op.kind} reads another rank's memory in place, which has no price; "
@@ -102,7 +113,10 @@ def refuse_in_place(op: Op) -> None:
 
 
 def work_of(program: Program, op: Op) -> Work:
-    """The work of a resolved op. Raises UnsupportedError for one that reads another rank's memory in place."""
+    """Return the work of a resolved op.
+
+    Raises UnsupportedError for one that reads another rank's memory in place.
+    """
     refuse_in_place(op)
     match op:
         case Matmul():
@@ -130,7 +144,7 @@ def work_of(program: Program, op: Op) -> Work:
 
 
 def ring_hops(op: Permute) -> int:
-    """Places on the ring that a resolved permute goes, the shorter way round; 0 is a copy at home."""
+    """Return the places on the ring that a resolved permute goes in the shorter direction; 0 is a copy at home."""
     assert isinstance(op.over, tuple) and isinstance(op.shift, int)
     ahead = op.shift % len(op.over)
     return min(ahead, len(op.over) - ahead)
@@ -166,14 +180,17 @@ def _collective(
 
 
 def bytes_along(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
-    """Bytes of a box of `shape` in a buffer that is `size` elements long in `dim` instead."""
+    """Return the bytes of a box of `shape` in a buffer that is `size` elements long in `dim` instead."""
     others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 
 
 def bytes_moved(program: Program, op: Op, rank: int) -> int:
-    """Logical bytes that `rank` takes in from others (all_gather, broadcast, recv, get, permute) or must give
-    away (reduce_scatter, reduce); all_reduce counts both halves, all_to_all what leaves."""
+    """Return the logical bytes that `rank` moves in an op.
+
+    These are what it takes in from others (all_gather, broadcast, recv, get, permute) or must give away
+    (reduce_scatter, reduce); all_reduce counts both halves, all_to_all what leaves.
+    """
     match op:
         case AllGather():
             return program.view_bytes(op.out) - program.view_bytes(op.src)
@@ -203,7 +220,7 @@ def bytes_moved(program: Program, op: Op, rank: int) -> int:
 
 
 def traffic(program: Program, rank: int) -> dict[str, int]:
-    """Logical bytes moved by `rank`, per mesh axis ("" for point to point); see `bytes_moved`."""
+    """Return the logical bytes that `rank` moves, per mesh axis ("" for point to point); see `bytes_moved`."""
     out: dict[str, int] = {}
     for bound in program.on_rank(rank):
         moved = bytes_moved(program, bound.op, rank)

@@ -140,7 +140,7 @@ def _percent(part: int, whole: int) -> str:
 
 def critical_path(run: Simulation) -> CriticalPath:
     """The critical path of a simulation, and the bounds beside it."""
-    steps = tuple(_BackwardWalk(run).steps())[::-1]
+    steps = tuple(_BackwardWalk(run).segments())[::-1]
     return CriticalPath(steps, run.duration_ps, tuple(sorted(_bounds(run), key=lambda bound: -bound.ps)))
 
 
@@ -176,7 +176,7 @@ class _BackwardWalk:
         self.partners = Partners(run)
         self.seen: set[int] = set()
 
-    def steps(self) -> Iterator[PathSegment]:
+    def segments(self) -> Iterator[PathSegment]:
         """From the end back to the start."""
         if not self.run.num_ops or not self.run.duration_ps:
             return
@@ -188,7 +188,7 @@ class _BackwardWalk:
             freed = at if partner is None or partner in self.seen else partner
             start = int(self.issued[freed])
             if end > start:
-                yield self._step(at, start, end)
+                yield self._segment(at, start, end)
             at, end = self._before(freed), start
             if end and (at is None or self.ended[at] < end):
                 # No op ended just then; none of the simulator's rules leads here, and the sum stays right.
@@ -217,19 +217,19 @@ class _BackwardWalk:
                 return op - back if self.issued[op - back] == self.issued[op] else None
         return None
 
-    def _step(self, number: int, start: int, end: int) -> PathSegment:
-        found = self.partners.op(number)
-        work = work_of(self.run.program, found.op)
-        cost = price(work, self.run.machine, ends=_ends(found.op, self.partners.rank_and_index(number)[0]))
+    def _segment(self, number: int, start: int, end: int) -> PathSegment:
+        bound = self.partners.op(number)
+        work = work_of(self.run.program, bound.op)
+        cost = price(work, self.run.machine, ends=_ends(bound.op, self.partners.rank_and_index(number)[0]))
         took = end - start
         launch = min(cost.launch_ps, took)
         sync = min(cost.sync_ps, took - launch)
         slowed = max(took - cost.total_ps, 0)
-        axis = "" if isinstance(work, Compute) else work.axis or _group_name(found.op)
+        axis = "" if isinstance(work, Compute) else work.axis or _group_name(bound.op)
         return PathSegment(
             *self.partners.rank_and_index(number),
-            found.label,
-            found.op.kind,
+            bound.label,
+            bound.op.kind,
             axis,
             start,
             end,

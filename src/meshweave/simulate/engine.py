@@ -41,7 +41,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
         on = _machine_columns(machine, columns.price_names)
         book = _routes(machine)
         book.add(core.routes(on["num_directions"]), columns, on)
-        found = core.run(on)
+        outputs = core.run(on)
     except ProgramFault as fault:
         raise _explained(program, fault) from None
     except MeshweaveError:
@@ -50,7 +50,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
         raise ProgramError("a size in this program is too large to be simulated") from None
     except ValueError as error:  # what the core refuses to read, such as a buffer without slots
         raise ProgramError(f"this program makes no sense to the simulator: {error}") from None
-    return Simulation(program, machine, columns.ranks, core.starts(), core.rows(), found, tuple(book.links))
+    return Simulation(program, machine, columns.ranks, core.starts(), core.rows(), outputs, tuple(book.links))
 
 
 def _machine_columns(machine: Machine, names: list[str]) -> dict[str, Column]:
@@ -103,8 +103,8 @@ class _Routes:
     def _one_sided(self, pairs: list[list[int]]) -> Iterator[int]:
         for source, target, _ in pairs:
             for adds in (False, True):
-                found = self.machine.one_sided(source, target, adds)
-                yield from (found.fixed_ps, found.rate, found.flops_per_byte)
+                constants = self.machine.one_sided_constants(source, target, adds)
+                yield from (constants.fixed_ps, constants.rate, constants.flops_per_byte)
 
     def _route(self, source: int, target: int, back: int) -> list[int]:
         route = []

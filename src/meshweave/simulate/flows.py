@@ -76,18 +76,18 @@ class FlowTable:
 
     def _together(self, seeds: Iterable[Flow]) -> list[Flow]:
         """The flows that are tied to the seeds by shared resources, directly or through others."""
-        found = dict.fromkeys(seeds)
-        todo, seen = list(found), set()
+        tied = dict.fromkeys(seeds)
+        todo, seen = list(tied), set()
         while todo:
             for resource in todo.pop().uses:
                 if resource in seen:
                     continue
                 seen.add(resource)
                 for other in self.on[resource]:
-                    if other not in found:
-                        found[other] = None
+                    if other not in tied:
+                        tied[other] = None
                         todo.append(other)
-        return list(found)
+        return list(tied)
 
     def _max_min(self, flows: list[Flow]) -> dict[Flow, int]:
         """Rates for flows that share with no others. They do not depend on the order of the flows."""

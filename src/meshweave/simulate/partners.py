@@ -18,13 +18,13 @@ class Partners:
 
     def last_partner(self, op: int) -> int | None:
         """The partner that came last, if that was after this op was issued."""
-        held = int(self.run.outputs["last_partner"][op])
-        return None if held < 0 else held
+        partner = int(self.run.outputs["last_partner"][op])
+        return None if partner < 0 else partner
 
     def wait_ps(self, op: int) -> int:
         """How long it waited for that partner, in picoseconds."""
-        held = self.last_partner(op)
-        return 0 if held is None else int(min(self.issued[held], self.ended[op]) - self.issued[op])
+        partner = self.last_partner(op)
+        return 0 if partner is None else int(min(self.issued[partner], self.ended[op]) - self.issued[op])
 
     def rank_and_index(self, op: int) -> tuple[int, int]:
         """Global rank, and index in the rank's ops."""

@@ -31,7 +31,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Accumulate, Get, Permute, Put
 from meshweave.ir.work import Compute, ring_hops, work_of
 from meshweave.simulate.flows import Flow, FlowTable, Resource, amount_left
-from meshweave.simulate.steps import Message, MessageSchedule, steps_of
+from meshweave.simulate.steps import Message, MessageSchedule, message_schedules
 from meshweave.trace import Trace
 
 Action = Callable[[], None]
@@ -130,7 +130,7 @@ class _ContendedSimulator(TraceRecorder):
             return
         number = self.flow.matched.joint_of[node]
         if number not in self.steps:
-            self.steps[number] = steps_of(self.flow, joint, self.machine)
+            self.steps[number] = message_schedules(self.flow, joint, self.machine)
         self.num_there[number] += 1
         self.open_parts[node] = max(len(self.steps[number]), 1)
         for steps in self.steps[number]:
@@ -161,7 +161,7 @@ class _ContendedSimulator(TraceRecorder):
             uses = self._message_uses(*ends, adds=adds)
             rate = cost.rate_per_s
             if remote != node[0]:
-                known = self.machine.one_sided(*ends, adds=adds)
+                known = self.machine.one_sided_constants(*ends, adds=adds)
                 rate, fixed_ps = known.rate, known.fixed_ps
                 if known.flops_per_byte:
                     uses["compute", node[0]] += known.flops_per_byte
@@ -219,7 +219,7 @@ class _ContendedSimulator(TraceRecorder):
     def _over(self, joint: Joint, steps: MessageSchedule, message: Message, ends: Sequence[int]) -> None:
         """A message is over for some of its ends."""
         for member in ends:
-            self._begin(joint, steps, steps.over(message, member))
+            self._begin(joint, steps, steps.end_message(message, member))
             if steps.is_done(member):
                 self._part_done(joint.members[member])
 

@@ -46,8 +46,8 @@ class Simulation:
     """What `engine.simulate` returns. All times are integer picoseconds from the start of the run.
 
     Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
-    `rows` is each op's number among the ops as the program writes them. `found` holds the core's columns, by op:
-    `issued_ps`, `ended_ps`, `cause` (the op whose end let it be issued, -1 at the start), `held` (of the partners
+    `rows` is each op's number among the ops as the program writes them. `outputs` holds the core's columns, by op:
+    `issued_ps`, `ended_ps`, `cause` (the op whose end let it be issued, -1 at the start), `last_partner` (of the partners
     that it exchanges something with the one that came last, if later than itself, else -1); by rank `parts_ps`;
     by resource `carried`; and `num_events`.
     """

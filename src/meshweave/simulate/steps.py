@@ -56,7 +56,7 @@ class MessageSchedule(Protocol):
     def join(self, member: int) -> list[Message]:
         """A member has issued its op."""
 
-    def over(self, message: Message, member: int) -> list[Message]:
+    def end_message(self, message: Message, member: int) -> list[Message]:
         """A message is over for one of its ends."""
 
     def is_done(self, member: int) -> bool:
@@ -82,7 +82,7 @@ class ShiftExchange:
         self.at[member] = 0
         return self._ready(member)
 
-    def over(self, message: Message, member: int) -> list[Message]:
+    def end_message(self, message: Message, member: int) -> list[Message]:
         self.open[member] -= 1
         if self.open[member]:
             return []
@@ -119,7 +119,7 @@ class PacketChain:
         self.joined.add(place)
         return self._ready(place - 1) + self._ready(place)
 
-    def over(self, message: Message, member: int) -> list[Message]:
+    def end_message(self, message: Message, member: int) -> list[Message]:
         if member == message.sender:
             self.left[message.hop] += 1
             return []
@@ -142,7 +142,7 @@ class PacketChain:
         return [self.message(hop, packet, self.order[hop], self.order[hop + 1])]
 
 
-def steps_of(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[MessageSchedule, ...]:
+def message_schedules(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[MessageSchedule, ...]:
     """How a joint goes on, each part on its own; nothing where its members only meet: a fence, a group of one.
 
     Raises UnsupportedError for a group that the machine cannot place.
@@ -171,7 +171,7 @@ class _CollectiveCosts:
 
     flow: Dataflow
     work: Transfer
-    ways: int
+    num_directions: int
     rate: int
     launch_ps: int
     sync_ps: int
@@ -222,7 +222,7 @@ def _rings(terms: _CollectiveCosts, op: AllGather | ReduceScatter | AllReduce) -
             row_bytes = bytes_along(program, op.src.shape, op.dim, 1, op.src.buffer)
         case AllReduce():
             rows, row_bytes = (-(-terms.work.part_bytes // count),) * count, 1
-    if terms.ways == 1:
+    if terms.num_directions == 1:
         return (_ring(terms, op.kind, 1, [size * row_bytes for size in rows], terms.rate),)
     half = max(terms.rate // 2, 1)
     return (

@@ -1,4 +1,8 @@
-"""A program's ops as a graph that executors follow: partners, derived edges and lanes in one place."""
+"""A program's ops as a graph: which ops form one event, what each op waits for, and the lane it is issued in.
+
+`Dataflow` is the graph, `Issuer` the state machine that every executor and simulator runs on it, and
+`untimed_order` one order in which all of it can happen, or the deadlock that prevents it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,13 @@ Event = tuple[Node, ...]
 
 @dataclass(frozen=True)
 class Dataflow:
-    """`before[rank][i]` lists what op i of `rank` waits for on its own rank; `tracked` across ranks."""
+    """The ops of a program with everything that orders them.
+
+    Attributes:
+        matched: the ops of every rank, each with its partners.
+        before: `before[rank][i]` lists the ops of the same rank that op i waits for.
+        tracked: the ops of other ranks that an op waits for, because it reads what they release.
+    """
 
     matched: MatchedProgram
     before: Mapping[int, tuple[tuple[int, ...], ...]]
@@ -29,35 +39,41 @@ class Dataflow:
 
     @property
     def program(self) -> Program:
+        """Return the program that the graph is of."""
         return self.matched.program
 
     def op(self, node: Node) -> Op:
+        """Return the op of a node."""
         return self.matched.op(node)
 
     def bound(self, node: Node) -> BoundOp:
+        """Return the op of a node with its position in the sequential reading."""
         return self.matched.ops[node[0]][node[1]]
 
     def label(self, node: Node) -> str:
+        """Return the name of a node for messages, such as `matmul 0.3.1`."""
         return self.matched.label(node)
 
     def joint(self, node: Node) -> Joint | None:
+        """Return the event that the node takes part in with others; None for an op without partners."""
         number = self.matched.joint_of.get(node)
         return None if number is None else self.matched.joints[number]
 
     def nodes(self) -> Iterator[Node]:
+        """Yield every op as (rank, index), rank by rank in program order."""
         for rank, ops in self.matched.ops.items():
             for index in range(len(ops)):
                 yield rank, index
 
     def waits_for(self, node: Node) -> tuple[Node, ...]:
-        """The ops that must be complete before `node` may start, lanes aside."""
+        """Return the ops that must be complete before `node` may start, lanes aside."""
         rank, index = node
         own = tuple((rank, other) for other in self.before[rank][index])
         return own + self.tracked.get(node, ())
 
     @cached_property
     def queues(self) -> dict[tuple[int, str], tuple[int, ...]]:
-        """Op indices per (rank, lane) in program order."""
+        """Return the op indices of each (rank, lane) in program order."""
         queues: dict[tuple[int, str], list[int]] = defaultdict(list)
         for rank, index in self.nodes():
             queues[rank, self.op((rank, index)).lane].append(index)
@@ -65,7 +81,11 @@ class Dataflow:
 
 
 def analyse(program: Program) -> Dataflow:
-    """Matches partners and derives edges. Raises ProgramError where partners disagree."""
+    """Return the dataflow of a program: partners matched, edges derived.
+
+    Raises:
+        ProgramError: partners disagree.
+    """
     matched = match(program)
     exposed = exposed_buffers(program)
     before = {rank: local_edges(ops, exposed) for rank, ops in matched.ops.items()}
@@ -73,10 +93,10 @@ def analyse(program: Program) -> Dataflow:
 
 
 class Issuer:
-    """Issues ops as lanes and edges allow. The caller says when an issued op is done.
+    """Issues ops as lanes and edges allow; the caller says when an issued op is complete.
 
-    The same state machine drives the untimed run, the in-process executor and the reference simulator:
-    they differ only in when `finish` or `finish_all` is called.
+    The untimed run, the in-process executor and the reference simulator all drive this state machine. They differ
+    only in when they call `finish` or `finish_all`.
     """
 
     def __init__(self, flow: Dataflow) -> None:
@@ -95,15 +115,18 @@ class Issuer:
         self.issued: set[Node] = set()
 
     def start(self) -> list[Node]:
-        """The ops that can be issued at the beginning, in order of rank and lane."""
+        """Return the ops that can be issued at the beginning, in order of rank and lane."""
         return [node for key in sorted(self._waiting) for node in self._issue(key)]
 
     def finish(self, node: Node) -> list[Node]:
-        """Marks an issued op as complete; returns the ops that this lets be issued, in order."""
+        """Mark an issued op as complete and return the ops that can be issued now, in order of rank and lane."""
         return self.finish_all((node,))
 
     def finish_all(self, nodes: Iterable[Node]) -> list[Node]:
-        """Marks issued ops as complete together, before any lane goes on: their order makes no difference."""
+        """Mark issued ops as complete together and return the ops that can be issued now.
+
+        No lane issues anything before all of `nodes` are marked, so that their order makes no difference.
+        """
         touched: set[tuple[int, str]] = set()
         for node in nodes:
             key = node[0], self.flow.op(node).lane
@@ -132,8 +155,8 @@ class Issuer:
             self.issued.add(node)
             yield node
 
-    def stuck(self) -> ProgramError:
-        """The error that explains why nothing moves although ops are left: a cycle of waits."""
+    def deadlock_error(self) -> ProgramError:
+        """Return the error to raise when ops are left and none can complete; it tells the cycle of waits."""
         blocked = next(node for node in self.flow.nodes() if node not in self.done)
         trail: list[Node] = []
         while blocked not in trail:
@@ -162,9 +185,10 @@ class Issuer:
 
 
 def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
-    """An order in which everything can happen: program order, or with a seed any legal one at random.
+    """Return an order in which every event can happen: program order, or with a `seed` a random legal one.
 
-    Raises ProgramError with the cycle of waits where there is none: the program deadlocks.
+    Raises:
+        ProgramError: there is none, as the program deadlocks; the message tells the cycle of waits.
     """
     issuer = Issuer(flow)
     chooser = None if seed is None else random.Random(seed)
@@ -192,5 +216,5 @@ def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
             for issued in issuer.finish(node):
                 push(issued)
     if len(issuer.done) < sum(map(len, flow.matched.ops.values())):
-        raise issuer.stuck()
+        raise issuer.deadlock_error()
     return order

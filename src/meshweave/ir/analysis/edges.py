@@ -8,7 +8,7 @@ fences and released writes order one-sided accesses; who races is `ir.races`' bu
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +20,24 @@ from meshweave.ir.program.views import View
 
 
 def exposed_buffers(program: Program) -> frozenset[str]:
-    """Buffers that some one-sided op reaches on another rank; fences order all access to them."""
+    """Return the buffers that one-sided ops reach on other ranks. Fences order every access to them."""
     return frozenset(
         view.buffer for op in program.ops() for _, view in op.accesses() if view.rank is not None
     )
 
 
 def is_one_sided(op: Op) -> bool:
-    """Whether the op reaches into another rank's memory."""
+    """Return whether the op reaches into another rank's memory."""
     return any(view.rank is not None for _, view in op.accesses())
 
 
 def reads_in_place(op: Op) -> bool:
-    """Whether a product, sum or copy reads another rank's memory as its operand, without fetching it first."""
+    """Return whether a product, sum or copy has an operand in another rank's memory, without fetching it first."""
     return isinstance(op, (Matmul, Add, Copy)) and any(view.rank is not None for view in op.reads)
 
 
 def is_tracked(op: Op) -> bool:
-    """Whether the op's writes are released, so that later readers wait for them without a fence."""
+    """Return whether the op's writes are released, so that later readers wait for them without a fence."""
     return isinstance(op, (Matmul, Copy, Put)) and op.release is not None
 
 
@@ -54,6 +54,7 @@ class _Memory:
         """Of each live access, [start, stop) per dim."""
 
     def conflicts(self, mode: Mode, view: View) -> list[int]:
+        """Return the ops whose accesses conflict with this one: they overlap, and not both read or both update."""
         return [
             index
             for index, other_mode, other in map(self.live.__getitem__, self._near(view))
@@ -61,6 +62,7 @@ class _Memory:
         ]
 
     def add(self, index: int, mode: Mode, view: View) -> None:
+        """Add an access of op number `index`. A write replaces the accesses that it covers."""
         if mode == WRITE:
             covered = {at for at in self._near(view) if view.covers(self.live[at][2])}
             if covered:
@@ -82,8 +84,8 @@ class _Memory:
         ends = _ends(view)
         boxes = self._boxes[:count]
         near = ((boxes[:, :, 0] < ends[:, 1]) & (boxes[:, :, 1] > ends[:, 0])).all(axis=1)
-        found: list[int] = np.flatnonzero(near).tolist()
-        return found
+        positions: list[int] = np.flatnonzero(near).tolist()
+        return positions
 
 
 def _ends(view: View) -> NDArray[np.int64]:
@@ -92,15 +94,28 @@ def _ends(view: View) -> NDArray[np.int64]:
     return np.array(listed, dtype=np.int64).reshape(-1, 2)
 
 
-def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -> tuple[tuple[int, ...], ...]:
-    """For each op of one rank, the indices of the earlier ops of that rank it must wait for."""
+Conflicts = list[list[tuple[Mode, list[int]]]]
+"""For each op of one rank, by local access: its mode, and the earlier ops whose accesses conflict with it."""
+
+
+def local_edges(
+    ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset(), conflicts: Conflicts | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return for each op of one rank the indices of the earlier ops of that rank that it must wait for.
+
+    Fences wait for every earlier access to an `exposed` buffer, and later accesses to these wait for the fence.
+
+    Args:
+        conflicts: the `access_conflicts` of `ops`, where they are known already.
+    """
     edges: list[tuple[int, ...]] = []
     last_fence: int | None = None
     touched: list[int] = []
     stashes: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    for index, (bound, conflicts) in enumerate(zip(ops, _conflicts(ops), strict=True)):
+    conflicts = access_conflicts(ops) if conflicts is None else conflicts
+    for index, (bound, of_op) in enumerate(zip(ops, conflicts, strict=True)):
         op = bound.op
-        before = {other for _, others in conflicts for other in others}
+        before = {other for _, others in of_op for other in others}
         touches_exposed = is_one_sided(op) or any(view.buffer in exposed for _, view in op.accesses())
         if isinstance(op, Fence):
             before.update(touched)
@@ -124,16 +139,20 @@ def local_edges(ops: Sequence[BoundOp], exposed: frozenset[str] = frozenset()) -
     return tuple(edges)
 
 
-def write_edges(ops: Sequence[BoundOp]) -> tuple[tuple[int, ...], ...]:
-    """As `local_edges`, of what an op writes alone: when these have ended, its results may be written."""
+def write_edges(conflicts: Conflicts) -> tuple[tuple[int, ...], ...]:
+    """Return for each op the earlier ops that must end before its results may be written.
+
+    These are the edges of `local_edges` that come from what the op writes, not from what it reads.
+    """
     return tuple(
-        tuple(sorted({other for mode, others in conflicts if mode != READ for other in others} - {index}))
-        for index, conflicts in enumerate(_conflicts(ops))
+        tuple(sorted({other for mode, others in of_op if mode != READ for other in others} - {index}))
+        for index, of_op in enumerate(conflicts)
     )
 
 
-def _conflicts(ops: Sequence[BoundOp]) -> Iterator[list[tuple[Mode, list[int]]]]:
-    """For each op of one rank, by local access: how it accesses, and the earlier ops that this conflicts with."""
+def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
+    """Return for each op of one rank the earlier ops that conflict with it, access by access."""
+    conflicts: Conflicts = []
     # What nobody writes orders nothing; keeping its readers would make this quadratic.
     written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}
     memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
@@ -143,13 +162,14 @@ def _conflicts(ops: Sequence[BoundOp]) -> Iterator[list[tuple[Mode, list[int]]]]
             if view.rank is None and view.buffer in written:
                 assert isinstance(view.slot, int)
                 own.append((mode, view, memory[view.buffer, view.slot]))
-        yield [(mode, place.conflicts(mode, view)) for mode, view, place in own]
+        conflicts.append([(mode, place.conflicts(mode, view)) for mode, view, place in own])
         for mode, view, place in own:
             place.add(index, mode, view)
+    return conflicts
 
 
 def tracked_edges(matched: MatchedProgram) -> dict[Node, tuple[Node, ...]]:
-    """Across ranks: for each op, the released remote writes that it must wait for (track and trigger)."""
+    """Return for each op the released remote writes that it must wait for (T3's track and trigger, section 4)."""
     arriving: dict[int, list[tuple[Node, Mode, View]]] = defaultdict(list)
     for rank, ops in matched.ops.items():
         for index, bound in enumerate(ops):

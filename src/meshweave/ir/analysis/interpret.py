@@ -1,7 +1,7 @@
 """Runs a program with all ranks in one process, one event after another.
 
-What the elements are is left to an `Algebra`: numbers (the oracle of `execute`), or index labels (the
-proof in `ir.labels`). Buffers are numpy arrays of whatever dtype the algebra uses.
+What the elements are is left to an `Algebra`: numbers (the oracle of `execute`), or index labels (the proof in
+`ir.analysis.proof`). Buffers are numpy arrays of whatever dtype the algebra uses.
 """
 
 from __future__ import annotations
@@ -43,32 +43,40 @@ Array = NDArray[Any]
 
 
 class Algebra(Protocol):
-    """Element arithmetic. `where` is the label of the op and its rank, for messages."""
+    """Arithmetic on the elements of buffers.
+
+    Any method may raise ProgramError; the interpreter adds op and rank.
+    """
 
     def matmul(self, a: Array, b: Array) -> Array: ...
     def add(self, x: Array, y: Array) -> Array: ...
     def reduce(self, op: str, terms: Sequence[Array]) -> Array: ...
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array: ...
     def read(self, block: Array) -> Array:
-        """Called on all that an op reads; may refuse (unwritten elements)."""
+        """Return what an op reads; may refuse it (unwritten elements)."""
         ...
 
     def write(self, block: Array) -> Array:
-        """Called on all that an op writes; may mark it."""
+        """Return what an op writes, marked as the algebra likes."""
         ...
 
     def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]: ...
 
 
 def index_of(view: View) -> tuple[Any, ...]:
-    """The numpy index that a resolved view means."""
+    """Return the numpy index that a resolved view means."""
     if all(isinstance(selector, Range) for selector in view.selectors):
         return tuple(slice(selector.start, selector.stop) for selector in view.selectors)
     return np.ix_(*(selector_indices(selector) for selector in view.selectors))
 
 
 class Interpreter:
-    """The memory of all ranks, and the meaning of each op on it."""
+    """The memory of all ranks, and the execution of each op on it.
+
+    Attributes:
+        memory: the array of each (rank, buffer, slot).
+        current: the op that is being executed, as (rank, index).
+    """
 
     def __init__(
         self, flow: Dataflow, algebra: Algebra, fresh: Callable[[tuple[int, ...], str], Array]
@@ -84,11 +92,12 @@ class Interpreter:
         self.current: Node = (-1, -1)
 
     def run(self, order: Iterable[Event]) -> None:
-        """Executes events in the given order. Raises ProgramError from the algebra, with op and rank."""
+        """Execute events in the given order. Raises ProgramError from the algebra, with op and rank."""
         for event in order:
             self._event(event)
 
     def get(self, node: Node, view: View) -> Array:
+        """Return the elements of a view that the op `node` reads."""
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)
@@ -98,6 +107,7 @@ class Interpreter:
             raise self._named(error, node, view) from None
 
     def put(self, node: Node, view: View, value: Array, *, update: bool = False) -> None:
+        """Store `value` in a view that the op `node` writes, or with `update` add it to what is there."""
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)

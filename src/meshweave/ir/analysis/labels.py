@@ -1,4 +1,4 @@
-"""Runs a program on index labels instead of numbers, and so proves what it computes.
+"""Index labels: the elements on which a program is run to prove what it computes (`ir.analysis.proof`).
 
 Each element carries which term it is and which global element it belongs to. A raw element of tensor T is
 the term T; a partial sum of a product carries how often each k went into it. Multiplying checks that the
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout, Partial
-from meshweave.ir.analysis.dataflow import Dataflow, Event
+from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.interpret import Interpreter, index_of
 from meshweave.ir.program import Buffer, Product, Program, Same
 from meshweave.ir.program.ops import Call
@@ -32,37 +32,46 @@ Labels = NDArray[Any]
 
 UNWRITTEN, ZERO = 0, 1
 
-MAX_ELEMENTS = 16_000_000
-"""Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
-
 
 @dataclass(frozen=True)
-class _Term:
-    """`basis` names what is summed: a product's output tensor, or a tensor that arrived as partial sums.
-    `counts` says how often each summand is in, for a product in the order (k, term of a, term of b); all ones
-    is the element itself. No counts at all mean something opaque that a call made: it can be moved and added,
-    and is never what a product declares."""
+class Term:
+    """A sum of which some summands are in.
+
+    Attributes:
+        basis: what is summed: a product's output tensor, or a tensor that arrives as partial sums.
+        counts: how often each summand is in, for a product in the order (k, term of a, term of b). All ones are
+            the finished element. No counts at all mean the result of a call: it can be moved and added, and is
+            never what a product declares.
+    """
 
     basis: str
     counts: tuple[int, ...]
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
+        """Return whether every summand is in once."""
         return all(count == 1 for count in self.counts)
 
     @property
-    def opaque(self) -> bool:
+    def is_opaque(self) -> bool:
+        """Return whether a call made it, so that nothing is known of its summands."""
         return not self.counts
 
 
 @dataclass
 class LabelAlgebra:
-    """See the module docstring. Implements `ir.interpret.Algebra`."""
+    """The `ir.analysis.interpret.Algebra` of index labels; the module docstring says what a label is.
+
+    Attributes:
+        terms: every term met, by its number in the labels.
+        writers: the label of every op that wrote something, by its number in the labels.
+        interpreter: set by whoever runs the program, so that messages name the current op.
+    """
 
     program: Program
     flow: Dataflow
-    terms: list[_Term | None] = field(default_factory=lambda: [None, None])
-    ids: dict[_Term, int] = field(default_factory=dict)
+    terms: list[Term | None] = field(default_factory=lambda: [None, None])
+    ids: dict[Term, int] = field(default_factory=dict)
     writers: list[str] = field(default_factory=lambda: ["nothing"])
     interpreter: Interpreter | None = None
     _writer_ids: dict[str, int] = field(default_factory=dict)
@@ -85,7 +94,7 @@ class LabelAlgebra:
                 other = "is computed, too" if tensor in self.products else "arrives in terms twice"
                 raise ProgramError(f"holds terms of {tensor}, which {other}", buffer=buffer.name)
             linear = all(p.op == "sum" for p in layout.placements if isinstance(p, Partial))
-            arrived[tensor] = len(_holders(layout, layout.mesh.ranks[0])), linear
+            arrived[tensor] = len(partial_holders(layout, layout.mesh.ranks[0])), linear
         return arrived
 
     def _extents(self, product: Product) -> tuple[int, int, int]:
@@ -93,25 +102,28 @@ class LabelAlgebra:
         inner = self.program.tensor_of[product.a].shape[0 if product.transpose_a else 1]
         return inner, self.arrived.get(product.a, (1,))[0], self.arrived.get(product.b, (1,))[0]
 
-    def intern(self, term: _Term) -> int:
+    def intern(self, term: Term) -> int:
+        """Return the number of a term; equal terms share it."""
         if term not in self.ids:
             self.ids[term] = len(self.terms)
             self.terms.append(term)
         return self.ids[term]
 
     def whole(self, tensor: str) -> int:
-        """The term of a finished element of `tensor`."""
-        return self.intern(_Term(tensor, (1,) * self.summands.get(tensor, 1)))
+        """Return the number of the term of a finished element of `tensor`."""
+        return self.intern(Term(tensor, (1,) * self.summands.get(tensor, 1)))
 
     # --- algebra --------------------------------------------------------------------------------------
 
     def read(self, block: Labels) -> Labels:
+        """Return the block. Raises ProgramError where an element was never written."""
         if (block["term"] == UNWRITTEN).any():
             at = tuple(int(i) for i in np.argwhere(block["term"] == UNWRITTEN)[0])
             raise ProgramError(f"reads what was never written, first at {at} of the view")
         return block
 
     def write(self, block: Labels) -> Labels:
+        """Return a copy of the block that names the current op as its writer."""
         assert self.interpreter is not None
         block = block.copy()
         label = self.flow.label(self.interpreter.current)
@@ -122,11 +134,16 @@ class LabelAlgebra:
         return block
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Labels:
+        """Return a block of zeros."""
         block = np.zeros(shape, LABEL)
         block["term"] = ZERO
         return block
 
     def matmul(self, a: Labels, b: Labels) -> Labels:
+        """Return the labels of a block product.
+
+        Raises ProgramError where no declared product is of these blocks.
+        """
         shape = (a.shape[0], b.shape[1])
         if 0 in (*a.shape, *b.shape) or self._only(a, ZERO) or self._only(b, ZERO):
             return self.zeros(shape, "")
@@ -142,7 +159,7 @@ class LabelAlgebra:
                     raise
         raise AssertionError
 
-    def _product(self, a: Labels, b: Labels, product: Product, left: _Term, right: _Term) -> Labels:
+    def _product(self, a: Labels, b: Labels, product: Product, left: Term, right: Term) -> Labels:
         m, k = self._axes(a, product.a, product.transpose_a)
         k_right, n = self._axes(b, product.b, product.transpose_b)
         if not np.array_equal(k, k_right):
@@ -153,16 +170,17 @@ class LabelAlgebra:
             if term.basis in self.arrived:
                 counts = np.kron(counts, term.counts)
         out = np.zeros((len(m), len(n)), LABEL)
-        out["term"] = self.intern(_Term(product.out, tuple(counts.tolist())))
+        out["term"] = self.intern(Term(product.out, tuple(counts.tolist())))
         out["index"] = m[:, None] * self.program.tensor_of[product.out].shape[1] + n[None, :]
         return out
 
     def add(self, x: Labels, y: Labels) -> Labels:
+        """Return the labels of a sum. Raises ProgramError where the elements do not belong together."""
         out = np.where(x["term"] == ZERO, y, x)
         both = (x["term"] != ZERO) & (y["term"] != ZERO)
         if not both.any():
             return out
-        opaque = [number for number, term in enumerate(self.terms) if term is not None and term.opaque]
+        opaque = [number for number, term in enumerate(self.terms) if term is not None and term.is_opaque]
         placed = both & ~np.isin(x["term"], opaque) & ~np.isin(y["term"], opaque)
         if (x["index"] != y["index"])[placed].any():
             raise ProgramError("adds elements of different positions")
@@ -174,17 +192,18 @@ class LabelAlgebra:
     def _sum(self, p: int, q: int) -> int:
         left, right = self.terms[p], self.terms[q]
         assert left is not None and right is not None
-        if left.opaque or right.opaque:
-            return self.intern(_Term("a sum with what a call made", ()))
+        if left.is_opaque or right.is_opaque:
+            return self.intern(Term("a sum with what a call made", ()))
         if left.basis != right.basis or len(left.counts) != len(right.counts):
             raise ProgramError(f"adds a term of {left.basis} to one of {right.basis}")
         if len(left.counts) == 1:
             raise ProgramError(f"adds a finished element of {left.basis} to itself")
         return self.intern(
-            _Term(left.basis, tuple(a + b for a, b in zip(left.counts, right.counts, strict=True)))
+            Term(left.basis, tuple(a + b for a, b in zip(left.counts, right.counts, strict=True)))
         )
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
+        """Return the sum of some blocks. Raises ProgramError for any other reduction."""
         if op != "sum":
             raise ProgramError(f"labels know sums only, not '{op}'")
         total = terms[0].copy()
@@ -193,9 +212,9 @@ class LabelAlgebra:
         return total
 
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
-        """A call is taken to make what its output buffers declare; into scratch it makes something opaque.
+        """Return what a call makes: what its output buffers declare; in scratch, something opaque.
 
-        What it makes of its inputs is its own business, but it is given no sums that still lack a term.
+        What it does with its inputs is its own business. Raises ProgramError for inputs that still lack a summand.
         """
         for view, block in zip(op.ins, ins, strict=True):
             self._check_input(view, block, rank)
@@ -207,9 +226,7 @@ class LabelAlgebra:
             if buffer.tensor is not None:
                 block = global_labels(self, buffer, rank)[index_of(view)].copy()
             else:
-                block["term"] = self.intern(
-                    _Term(f"{op.fn}({self.flow.label(self.interpreter.current)})", ())
-                )
+                block["term"] = self.intern(Term(f"{op.fn}({self.flow.label(self.interpreter.current)})", ()))
                 block["index"] = np.arange(block.size).reshape(block.shape)
             outs.append(block)
         return outs
@@ -221,7 +238,7 @@ class LabelAlgebra:
             return
         story = ""
         for term in (self.terms[int(i)] for i in np.unique(block["term"])):
-            if term is not None and not term.complete:
+            if term is not None and not term.is_complete:
                 story = f"unfinished sums of {term.basis}: {self.describe(term)}"
         if not story and buffer.tensor in self.products.keys() | self.same.keys():
             expected = self.expected(buffer, rank)[index_of(view)]
@@ -235,7 +252,7 @@ class LabelAlgebra:
             raise ProgramError(f"gives a call {story}", op=label, rank=rank, buffer=view.buffer)
 
     def expected(self, buffer: Buffer, rank: int) -> Labels:
-        """What a buffer of `rank` holds when its tensor is finished."""
+        """Return what a buffer of `rank` holds when its tensor is finished."""
         labels = global_labels(self, buffer, rank)
         if buffer.tensor in self.same:
             labels["term"] = self.whole(self.same[buffer.tensor])
@@ -247,7 +264,7 @@ class LabelAlgebra:
     def _only(block: Labels, term: int) -> bool:
         return bool((block["term"] == term).all())
 
-    def _factor(self, block: Labels) -> _Term:
+    def _factor(self, block: Labels) -> Term:
         """The one term of a block: finished, or part of the sum as which its tensor arrived."""
         ids = np.unique(block["term"])
         terms = [self.terms[int(i)] for i in ids]
@@ -256,7 +273,7 @@ class LabelAlgebra:
             names = names if len(names) > 1 else [f"different sums of {names[0]}"]
             raise ProgramError(f"multiplies a block that mixes {', '.join(names)}")
         linear = self.arrived.get(terms[0].basis, (1, False))[1]
-        if not (terms[0].complete or linear):
+        if not (terms[0].is_complete or linear):
             raise ProgramError(f"multiplies unfinished sums of {terms[0].basis}: {self.describe(terms[0])}")
         return terms[0]
 
@@ -271,7 +288,8 @@ class LabelAlgebra:
             raise ProgramError(f"multiplies something that is no block of {tensor}")
         return rows[:, 0], cols[0, :]
 
-    def describe(self, term: _Term) -> str:
+    def describe(self, term: Term) -> str:
+        """Return what a term lacks or has more than once, in words."""
         lacking = [i for i, count in enumerate(term.counts) if count == 0]
         doubled = [i for i, count in enumerate(term.counts) if count > 1]
         parts = [f"lacks {self._summands(term.basis, lacking)}"] if lacking else []
@@ -298,8 +316,16 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
     return shown + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 
 
+def partial_holders(layout: Layout, rank: int) -> list[int]:
+    """Return the ranks whose local values are the terms of those of `rank`, in order of their coordinates."""
+    holders = [rank]
+    for axis in layout.partial_axes:
+        holders = [other for holder in holders for other in layout.mesh.group(holder, axis)]
+    return holders
+
+
 def global_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
-    """Labels of the finished elements of the tensor that a buffer declares, on one rank."""
+    """Return the labels of the finished elements of a buffer's tensor, on one rank."""
     assert buffer.tensor is not None and buffer.layout is not None
     shape = algebra.program.tensor_of[buffer.tensor].shape
     indices = buffer.layout.indices(shape, rank)
@@ -308,98 +334,3 @@ def global_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
     block["index"] = flat
     block["term"] = algebra.whole(buffer.tensor)
     return block
-
-
-def num_elements(program: Program) -> int:
-    """Elements of all buffers of all ranks, which is what the proof must hold in memory."""
-    return sum(
-        buffer.slots * math.prod(program.local_shape(buffer.name, rank))
-        for buffer in program.buffers
-        for rank in program.mesh_of[buffer.mesh].ranks
-    )
-
-
-def check_labels(flow: Dataflow, order: Sequence[Event]) -> None:
-    """Proves that the program computes what it declares. Raises ProgramError with op, rank and buffer."""
-    program = flow.program
-    algebra = LabelAlgebra(program, flow)
-    machine = Interpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
-    algebra.interpreter = machine
-    for buffer in program.buffers:
-        if buffer.kind == "input":
-            for rank in program.mesh_of[buffer.mesh].ranks:
-                for slot in range(buffer.slots):
-                    machine.memory[rank, buffer.name, slot][...] = _input_labels(algebra, buffer, rank)
-    machine.run(order)
-    for buffer in program.buffers:
-        if buffer.kind == "output":
-            assert buffer.layout is not None
-            for rank in program.mesh_of[buffer.mesh].ranks:
-                _check_output(algebra, machine, buffer, buffer.layout, rank)
-
-
-def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
-    block = global_labels(algebra, buffer, rank)
-    assert buffer.layout is not None and buffer.tensor is not None
-    axes = [i for i, p in enumerate(buffer.layout.placements) if isinstance(p, Partial)]
-    if axes:
-        mesh = buffer.layout.mesh
-        coords = mesh.coords(rank)
-        number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
-        counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
-        block["term"] = algebra.intern(_Term(buffer.tensor, counts))
-    return block
-
-
-def _holders(layout: Layout, rank: int) -> list[int]:
-    """The ranks whose local values are the terms of those of `rank`, in order of their coordinates."""
-    holders = [rank]
-    for axis in layout.partial_axes:
-        holders = [other for holder in holders for other in layout.mesh.group(holder, axis)]
-    return holders
-
-
-def _check_output(
-    algebra: LabelAlgebra, machine: Interpreter, buffer: Buffer, layout: Layout, rank: int
-) -> None:
-    assert buffer.tensor is not None
-    holders = _holders(layout, rank)
-    if rank != holders[0]:
-        return
-    found = machine.memory[rank, buffer.name, 0]
-    for other in holders[1:]:
-        try:
-            found = algebra.add(algebra.read(found), algebra.read(machine.memory[other, buffer.name, 0]))
-        except ProgramError as error:
-            raise ProgramError(error.message, rank=other, buffer=buffer.name) from None
-    expected = algebra.expected(buffer, rank)
-    tensor = buffer.tensor
-    unwritten = found["term"] == UNWRITTEN
-    declared = tensor in algebra.products or tensor in algebra.same
-    wrong = (
-        (found["term"] != expected["term"]) | (found["index"] != expected["index"]) if declared else unwritten
-    )
-    if not wrong.any():
-        return
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    element = found[at]
-    where = tuple(
-        int(i) for i in np.unravel_index(int(expected[at]["index"]), algebra.program.tensor_of[tensor].shape)
-    )
-    term = algebra.terms[int(element["term"])]
-    if element["term"] == UNWRITTEN:
-        story = "is never written"
-    elif term is None:
-        story = "is zero"
-    elif element["index"] != expected[at]["index"]:
-        story = f"holds another element of {term.basis}"
-    elif term.complete:
-        story = f"holds {term.basis}"
-    else:
-        story = algebra.describe(term)
-    raise ProgramError(
-        f"{tensor}{list(where)} {story} ({int(wrong.sum())} such elements)",
-        op=algebra.writers[int(element["writer"])],
-        rank=rank,
-        buffer=buffer.name,
-    )

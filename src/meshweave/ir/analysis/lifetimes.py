@@ -14,7 +14,7 @@ Written = Sequence[tuple[Op, Mapping[str, int]]]
 
 
 def lifetimes(program: Program, rank: int) -> dict[tuple[str, int], tuple[int, int]]:
-    """First and last op index at which each used scratch or temp slot of `rank` is needed.
+    """Return the first and last op index at which each used scratch or temp slot of `rank` is needed.
 
     What other ranks reach one-sided lives throughout: they may come at any time.
     """
@@ -39,7 +39,7 @@ def _lifetimes(program: Program, rank: int, ops: Written) -> dict[tuple[str, int
 
 
 def peak_bytes(program: Program, rank: int) -> int:
-    """Most bytes that `rank` holds at once in program order, stashes of calls included."""
+    """Return the most bytes that `rank` holds at once in program order, stashes of calls included."""
     resident = sum(
         buffer.slots * program.buffer_bytes(buffer.name, rank)
         for buffer in program.buffers

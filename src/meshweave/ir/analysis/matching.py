@@ -37,7 +37,7 @@ Node = tuple[int, int]
 class Joint:
     """Ops that take part in one event: all members of a collective, or a send with its recv.
 
-    `members` are in the order of the group; for point to point, the sender first.
+    `kind` is the op's kind, or "message". `members` are in the order of the group; of a message, the sender first.
     """
 
     kind: str
@@ -46,7 +46,13 @@ class Joint:
 
 @dataclass(frozen=True)
 class MatchedProgram:
-    """A program's per-rank ops with their partners."""
+    """A program's per-rank ops with their partners.
+
+    Attributes:
+        ops: the ops of each rank in program order.
+        joints: the events of several ops.
+        joint_of: the number of the joint that an op takes part in, for those that do.
+    """
 
     program: Program
     ops: Mapping[int, Sequence[BoundOp]]
@@ -54,14 +60,20 @@ class MatchedProgram:
     joint_of: Mapping[Node, int]
 
     def op(self, node: Node) -> Op:
+        """Return the op of a node."""
         return self.ops[node[0]][node[1]].op
 
     def label(self, node: Node) -> str:
+        """Return the name of a node for messages."""
         return self.ops[node[0]][node[1]].label
 
 
 def match(program: Program) -> MatchedProgram:
-    """Pairs up every communication op. Raises ProgramError naming op and rank where partners disagree."""
+    """Return the program with every communication op paired up.
+
+    Raises:
+        ProgramError: partners disagree; the error names op and rank.
+    """
     ops = program.instance
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
         lambda: defaultdict(list)

@@ -1,7 +1,7 @@
-"""Races of one-sided accesses: two that overlap, at least one a write, with nothing that orders them.
+"""Races of one-sided accesses: two that overlap, at least one of them a write, and nothing orders them.
 
 Accumulates of one operation commute. A one-sided op may take effect at any time between its start and its
-rank's next fence, also where the rank reaches its own memory that way; a released write is ordered with later
+rank's next fence, even where a rank reaches its own memory with it. A released write is ordered with later
 readers by the edge that it gives them.
 """
 
@@ -29,7 +29,7 @@ class _Access:
 
 
 def check_races(flow: Dataflow, order: Sequence[Event]) -> None:
-    """Raises ProgramError naming both ops, the rank whose memory it is, and the buffer."""
+    """Raise ProgramError for the first race, naming both ops, the rank whose memory it is, and the buffer."""
     accesses = _accesses(flow)
     if not accesses:
         return

@@ -39,7 +39,7 @@ Shape = tuple[int, ...]
 
 
 def equal_parts(sizes: Any, total: int, count: int) -> tuple[int, ...]:
-    """`sizes` of a resolved collective, or `count` equal parts of `total` where it is None."""
+    """Return `sizes` of a resolved collective, or `count` equal parts of `total` where it is None."""
     return (total // count,) * count if sizes is None else sizes
 
 
@@ -70,7 +70,7 @@ class _Check:
 
 
 def check_op(program: Program, bound: BoundOp, rank: int) -> None:
-    """Checks an op that is complete in itself. Raises ProgramError naming op, rank and buffer."""
+    """Check an op that is complete in itself. Raises ProgramError naming op, rank and buffer."""
     check, op = _Check(program, bound, rank), bound.op
     _check_remote(check, op)
     _check_overlaps(check, op)
@@ -145,7 +145,7 @@ def _owner(view: View, rank: int) -> Index:
 
 
 def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> None:
-    """Checks the members of one collective, given as (rank, op). Raises ProgramError naming the odd one."""
+    """Check the members of one collective, given as (rank, op). Raises ProgramError naming the odd one."""
     ops: list[Any] = [bound.op for _, bound in members]
     if not isinstance(ops[0], DataCollective):
         return

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
-from meshweave.ir.analysis.labels import MAX_ELEMENTS, check_labels, num_elements
+from meshweave.ir.analysis.proof import MAX_ELEMENTS, check_labels, num_elements
 from meshweave.ir.analysis.races import check_races
 from meshweave.ir.analysis.shapes import check_op
 from meshweave.ir.program import Program
@@ -23,7 +23,13 @@ ORDERS_TRIED = 20
 
 @dataclass(frozen=True)
 class Validation:
-    """What was proved, the graph, and one legal order. `skipped` says what was not tried and why."""
+    """What `validate` proved.
+
+    Attributes:
+        flow: the dataflow of the program.
+        order: one legal order of its events.
+        skipped: what was not tried, and why.
+    """
 
     flow: Dataflow
     order: list[Event]
@@ -31,10 +37,13 @@ class Validation:
 
 
 def validate(program: Program, *, labels: bool = True) -> Validation:
-    """Checks everything; raises ProgramError at the first fault.
+    """Return the proof that a program is sound.
 
-    With `labels` False the proof of what is computed is left out. It is also left out, and said so in the
-    result, for a program whose buffers hold over `ir.labels.MAX_ELEMENTS` elements.
+    With `labels` False the proof of what is computed is left out. It is also left out, and listed in `skipped`,
+    for a program whose buffers hold over `ir.analysis.proof.MAX_ELEMENTS` elements.
+
+    Raises:
+        ProgramError: at the first fault.
     """
     check_declarations(program)
     flow = analyse(program)

@@ -13,7 +13,7 @@ from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
 
 
 def check_declarations(program: Program) -> None:
-    """Raises ProgramError, naming op or buffer where there is one."""
+    """Check what a program declares. Raises ProgramError, naming op or buffer where there is one."""
     _check_names(program)
     for tensor in program.tensors:
         if any(size < 0 for size in tensor.shape):

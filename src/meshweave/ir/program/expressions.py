@@ -74,6 +74,8 @@ class Var(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Binary(Expr):
+    """`left op right`, with one of the operators in the module docstring."""
+
     op: str
     left: Index
     right: Index
@@ -83,7 +85,10 @@ class Binary(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Select(Expr):
-    """Entry number `index` of a table: `(3, 5, 8)[tp.col]`. Raises ProgramError outside of it."""
+    """Entry number `index` of a table: `(3, 5, 8)[tp.col]`.
+
+    Evaluated outside of the table it raises ProgramError.
+    """
 
     entries: tuple[Index, ...]
     index: Index
@@ -128,7 +133,7 @@ _AST_BOOL: dict[str, ast.boolop] = {"and": ast.And(), "or": ast.Or()}
 
 
 def binary(op: str, left: Index, right: Index) -> Index:
-    """`left op right`, folded where both are known or one is neutral."""
+    """Return `left op right`, folded where both are known or one is neutral."""
     if right == 0 and op in ("//", "%"):
         raise ProgramError(f"division by zero in '{left} {op} 0'")
     if isinstance(left, int) and isinstance(right, int):
@@ -151,15 +156,17 @@ def binary(op: str, left: Index, right: Index) -> Index:
 
 
 def minimum(left: Index, right: Index) -> Index:
+    """Return the smaller of two indices."""
     return binary("min", left, right)
 
 
 def maximum(left: Index, right: Index) -> Index:
+    """Return the larger of two indices."""
     return binary("max", left, right)
 
 
 def select(entries: Sequence[Index], index: Index) -> Index:
-    """`entries[index]`, folded where the index is known or all entries are the same."""
+    """Return `entries[index]`, folded where the index is known or all entries are the same."""
     if all(entry == entries[0] for entry in entries):
         return entries[0]
     if not isinstance(index, int):
@@ -170,7 +177,7 @@ def select(entries: Sequence[Index], index: Index) -> Index:
 
 
 def substitute(index: Index, name: str, value: Index) -> Index:
-    """`index` with `value` in place of the variable `name`."""
+    """Return `index` with `value` in place of the variable `name`."""
     if isinstance(index, Var):
         return value if index.name == name else index
     if isinstance(index, Binary):
@@ -182,12 +189,12 @@ def substitute(index: Index, name: str, value: Index) -> Index:
 
 
 def equal(left: Index, right: Index) -> Index:
-    """The test left == right as an expression (the Python operator compares the trees)."""
+    """Return the test left == right as an expression (the Python operator compares the trees)."""
     return binary("==", left, right)
 
 
 def evaluate(index: Index, env: Mapping[str, int]) -> int:
-    """Value of an index. Raises ProgramError for a name that `env` does not know."""
+    """Return the value of an index. Raises ProgramError for a name that `env` does not know."""
     if isinstance(index, int):
         return int(index)
     if isinstance(index, Var):
@@ -208,7 +215,7 @@ def evaluate(index: Index, env: Mapping[str, int]) -> int:
 
 
 def to_ast(index: Index) -> ast.expr:
-    """The Python syntax tree of an index; `ast.unparse` of it is its text form."""
+    """Return the Python syntax tree of an index; `ast.unparse` of it is its text form."""
     if isinstance(index, int):
         return ast.Constant(index) if index >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-index))
     if isinstance(index, Var):
@@ -232,7 +239,7 @@ def to_ast(index: Index) -> ast.expr:
 
 
 def from_ast(node: ast.expr) -> Index:
-    """An index from Python syntax. Raises ProgramError with line and column for anything else."""
+    """Return an index from Python syntax. Raises ProgramError with line and column for anything else."""
     match node:
         case ast.Constant(value=bool() as truth):
             return int(truth)

@@ -27,7 +27,7 @@ Mode = Literal["read", "write", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The op gives its output away tile by tile as it goes, instead of all at its end.
+    """Makes an op give its output away tile by tile as it goes, instead of all at its end.
 
     Tiles of `tile` elements along output dim `dim` are released from tile number `first`, wrapping around.
     With `update` a tile is added to its target (near-memory op-and-store), else stored. Whoever reads a
@@ -43,10 +43,16 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveStep:
-    """Step `index` of `count` of a lowered `collective`: it runs at that collective's bandwidth and
-    synchronisation cost, and only step 0 pays the launch. `axis` is the mesh axis that it runs along where
-    the op does not say ("tp.row"). A ring that runs in `ways` directions at once has that bandwidth in all of
-    them together; the step is of one of them."""
+    """Step `index` of `count` of a lowered collective.
+
+    It runs at that collective's bandwidth and synchronisation cost, and only step 0 pays the launch.
+
+    Attributes:
+        collective: kind of the collective, such as "all_gather".
+        axis: the mesh axis ("tp.row") that the step runs along, where the op does not say.
+        num_directions: directions (1 or 2) in which the ring runs at once. They share the bandwidth; the step is
+            of one of them. The text form calls it `ways`.
+    """
 
     collective: str
     index: Index
@@ -57,7 +63,7 @@ class CollectiveStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """Base: `lane` is the issue queue, `name` an optional label for people and for messages."""
+    """Base of operations. `lane` is the issue queue, `name` an optional label for people and for messages."""
 
     kind: ClassVar[str] = ""
     is_joint: ClassVar[bool] = False
@@ -66,20 +72,24 @@ class Op:
     name: str = ""
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
-        """What the op reads, writes and updates, in that order; remote views included."""
+        """Return what the op reads, writes and updates, in that order; remote views included."""
         raise AssertionError(f"{type(self).__name__} declares no accesses")
 
     @property
     def reads(self) -> tuple[View, ...]:
+        """Return the views that the op reads."""
         return tuple(view for mode, view in self.accesses() if mode == READ)
 
     @property
     def writes(self) -> tuple[View, ...]:
+        """Return the views that the op writes or updates."""
         return tuple(view for mode, view in self.accesses() if mode != READ)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective(Op):
+    """Base of ops in which all members of the group `over` take part."""
+
     is_joint: ClassVar[bool] = True
     over: Over
 
@@ -148,10 +158,10 @@ class Zero(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Call(Op):
-    """outs = fn(*ins): a callable bound at execution, with its declared cost.
+    """outs = fn(*ins): a callable that is bound at execution, with its declared cost (`flops`, `bytes`).
 
-    `part` says which part of a differentiable stage this is; `stash_bytes` is what a forward part keeps
-    alive until its weight-gradient part ends; `stash` together with `args` (say, the microbatch) names it, and
+    `part` says which part of a differentiable stage this is. `stash_bytes` is what a forward part keeps alive
+    until its weight-gradient part ends. `stash` together with `args` (say, the microbatch) names what is kept;
     the gradient parts wait for the forward part of that name.
     """
 
@@ -176,6 +186,8 @@ class Call(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class DataCollective(Collective):
+    """Base of collectives that read `src` and write `out` on every member."""
+
     out: View
     src: View
 
@@ -212,8 +224,10 @@ class AllReduce(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast(DataCollective):
-    """out = src of member number `root`; the others' src is not read, and may be empty. Counts on `packets`
-    pipelined parts."""
+    """out = src of member number `root`. The others' src is not read, and may be empty.
+
+    Its cost counts on `packets` pipelined parts.
+    """
 
     kind: ClassVar[str] = "broadcast"
     root: Index
@@ -222,7 +236,7 @@ class Broadcast(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(DataCollective):
-    """out of member number `root` = the reduction of all src; the others' out is not written, may be empty."""
+    """out of member number `root` = the reduction of all src. The others' out is not written, and may be empty."""
 
     kind: ClassVar[str] = "reduce"
     root: Index
@@ -232,8 +246,10 @@ class Reduce(DataCollective):
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(DataCollective):
-    """src is cut along `split_dim` (part `peer` of `send_sizes` goes to that member) and what arrives is
-    concatenated along `concat_dim` (`recv_sizes`)."""
+    """out = what the members send to this one, concatenated along `concat_dim` (`recv_sizes`).
+
+    Every member cuts src along `split_dim`; part `peer` of `send_sizes` goes to that member.
+    """
 
     kind: ClassVar[str] = "all_to_all"
     split_dim: int
@@ -258,7 +274,8 @@ class Permute(DataCollective):
 class Fence(Collective):
     """Ends an epoch: one-sided ops of all members before it are complete after it, everywhere.
 
-    The end of the program is a fence of all its ranks."""
+    The end of the program is a fence of all its ranks.
+    """
 
     kind: ClassVar[str] = "fence"
 
@@ -271,7 +288,10 @@ class Fence(Collective):
 
 @dataclass(frozen=True, kw_only=True)
 class Send(Op):
-    """Rendezvous: ends when the matching recv of rank `peer` has taken src. Matched in order per lane and tag."""
+    """Gives src to the matching recv of rank `peer`, and ends when that has taken it (rendezvous).
+
+    Sends and recvs are matched in order per lane and tag.
+    """
 
     kind: ClassVar[str] = "send"
     src: View
@@ -285,6 +305,8 @@ class Send(Op):
 
 @dataclass(frozen=True, kw_only=True)
 class Recv(Op):
+    """out = src of the matching send of rank `peer`, or with `update` out += src."""
+
     kind: ClassVar[str] = "recv"
     out: View
     peer: Index

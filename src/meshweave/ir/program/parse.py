@@ -28,7 +28,11 @@ _MAX_CHARS = 8_000_000
 
 
 def parse(text: str) -> Program:
-    """The program that `text` describes. Raises ProgramError."""
+    """Return the program that `text` describes.
+
+    Raises:
+        ProgramError: the text is not in the form that `ir.program.text` prints; says line and column.
+    """
     if len(text) > _MAX_CHARS:
         raise ProgramError(f"program text of {len(text)} characters is over the limit of {_MAX_CHARS}")
     try:

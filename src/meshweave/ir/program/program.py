@@ -29,7 +29,7 @@ MAX_TURNS = 1 << 20
 
 @dataclass(frozen=True)
 class Tensor:
-    """A logical, global tensor."""
+    """A logical, global tensor, of which buffers hold shards."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,9 +40,12 @@ class Tensor:
 class Buffer:
     """Memory of one rank; every rank of `mesh` has one of this name.
 
-    An input, output or temp buffer holds the shard of `tensor` that `layout` gives its rank, so that each
-    byte has a global index; scratch has only a `shape` (expressions over mesh coordinates allowed). `slots`
-    independent copies exist. `order` lists the dims from outermost to innermost in memory (None: as written).
+    An input, output or temp buffer holds the shard of `tensor` that `layout` gives its rank, so that each byte has
+    a global index. Scratch has only a `shape` (expressions over mesh coordinates allowed).
+
+    Attributes:
+        slots: number of independent copies, for double buffering.
+        order: the dims from outermost to innermost in memory; None for the order written.
     """
 
     name: str
@@ -56,12 +59,13 @@ class Buffer:
     order: tuple[int, ...] | None = None
 
     def num_dims(self, tensors: Mapping[str, Tensor]) -> int:
+        """Return the number of dims, given the tensors of the program."""
         return len(self.shape) if self.tensor is None else len(tensors[self.tensor].shape)
 
 
 @dataclass(frozen=True)
 class Lane:
-    """An issue queue. `fifo` starts ops in program order, `ready` whichever can start; `width` run at once."""
+    """An issue queue: `fifo` starts ops in program order, `ready` any that can start; `width` run at once."""
 
     name: str
     order: Literal["fifo", "ready"] = "fifo"
@@ -92,20 +96,27 @@ Meaning = Product | Same
 
 @dataclass(frozen=True)
 class BoundOp:
-    """An op of one rank with plain integers. `op.over` lists global ranks."""
+    """An op of one rank with plain integers. Its `over` lists global ranks."""
 
     key: Key
     op: Op
 
     @property
     def label(self) -> str:
-        """`matmul 0.3.1`, or with the op's name `gather_a 0.2.1`: kind or name and the position."""
+        """Return the op's name, or else its kind, with its position: `gather_a 0.2.1`, `matmul 0.3.1`."""
         return f"{self.op.name or self.op.kind} {'.'.join(map(str, self.key))}"
 
 
 @dataclass(frozen=True)
 class Program:
-    """See the module docstring; field by field as declared in the text form (`ir.text`)."""
+    """What an algorithm writes and all readings read; the module docstring says what it means.
+
+    Fields stand in the order of the text form (`ir.program.text`).
+
+    Attributes:
+        body: the statements.
+        computes: what output tensors are, which `ir.analysis.validate` proves.
+    """
 
     name: str
     meshes: tuple[Mesh, ...]
@@ -117,23 +128,27 @@ class Program:
 
     @cached_property
     def mesh_of(self) -> dict[str, Mesh]:
+        """Return the meshes by name."""
         return {mesh.name: mesh for mesh in self.meshes}
 
     @cached_property
     def tensor_of(self) -> dict[str, Tensor]:
+        """Return the tensors by name."""
         return {tensor.name: tensor for tensor in self.tensors}
 
     @cached_property
     def buffer_of(self) -> dict[str, Buffer]:
+        """Return the buffers by name."""
         return {buffer.name: buffer for buffer in self.buffers}
 
     @cached_property
     def lane_of(self) -> dict[str, Lane]:
+        """Return the lanes by name."""
         return {lane.name: lane for lane in self.lanes}
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All global ranks of all meshes, ascending."""
+        """Return the global ranks of all meshes, ascending."""
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
     def ops(self) -> Iterator[Op]:
@@ -157,7 +172,7 @@ class Program:
         return self.mesh_of[block.where].ranks if isinstance(block.where, str) else block.where
 
     def environment(self, rank: int) -> dict[str, int]:
-        """Coordinates of `rank` in every mesh that it belongs to, and `rank` itself."""
+        """Return the coordinates of `rank` in every mesh that it belongs to ("tp.row"), and `rank` itself."""
         env = {"rank": rank}
         for mesh in self.meshes:
             if rank in mesh:
@@ -171,7 +186,11 @@ class Program:
         return {}
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
-        """Shape of one slot of a buffer on `rank`. Raises ProgramError for an unknown buffer or foreign rank."""
+        """Return the shape of one slot of a buffer on `rank`.
+
+        Raises:
+            ProgramError: there is no such buffer, or its mesh has no such rank.
+        """
         known = self._shapes.get((name, rank))
         if known is not None:
             return known
@@ -198,23 +217,24 @@ class Program:
         return shape
 
     def buffer_bytes(self, name: str, rank: int) -> int:
-        """Bytes of one slot of a buffer on `rank`."""
+        """Return the bytes of one slot of a buffer on `rank`."""
         return math.prod(self.local_shape(name, rank)) * dtype_bytes(self.buffer_of[name].dtype)
 
     def view_bytes(self, view: View) -> int:
+        """Return the bytes of a resolved view."""
         return view.num_elements * dtype_bytes(self.buffer_of[view.buffer].dtype)
 
     def on_rank(self, rank: int) -> tuple[BoundOp, ...]:
-        """The ops of one rank in program order. Raises ProgramError where an expression does not fit."""
+        """Return the ops of one rank in program order. Raises ProgramError where an expression does not fit."""
         return tuple(self._bind(rank))
 
     def written_on(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
-        """The ops of one rank in program order as they are written, each with what its names stand for."""
+        """Yield the ops of one rank in program order as they are written, each with the values of its names."""
         return ((op, env) for _, op, env in self._unrolled(rank))
 
     @cached_property
     def instance(self) -> dict[int, tuple[BoundOp, ...]]:
-        """The ops of every rank."""
+        """Return the ops of every rank. Raises ProgramError as `on_rank` does."""
         return {rank: self.on_rank(rank) for rank in self.ranks}
 
     def _bind(self, rank: int) -> Iterator[BoundOp]:
@@ -285,7 +305,7 @@ class Program:
         return value
 
     def group(self, over: Over, rank: int) -> tuple[int, ...]:
-        """Global ranks that `over` means for `rank`, in the order of the coordinate."""
+        """Return the global ranks that `over` means for `rank`, in the order of the coordinate."""
         if not isinstance(over, str):
             return over
         mesh_name, _, axis = over.partition(".")

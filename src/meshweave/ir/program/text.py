@@ -23,12 +23,12 @@ WORDS = {"Release": "release", "CollectiveStep": "step", "num_directions": "ways
 
 
 def to_text(program: Program) -> str:
-    """The program as text, ending in a newline."""
+    """Return the program as text, ending in a newline."""
     return "\n".join(_lines(program)) + "\n"
 
 
 def op_to_text(op: Op) -> str:
-    """One op as it stands in the text form."""
+    """Return one op as it stands in the text form."""
     views: list[str] = []
     named: list[str] = []
     for item in fields(op):

@@ -31,6 +31,7 @@ class Range:
 
     @property
     def size(self) -> int:
+        """Return the number of elements, of a resolved selector."""
         start, stop = _ints(self.start, self.stop)
         return stop - start
 
@@ -55,18 +56,19 @@ class Blocked:
         return f"blocked({self.first}, {self.block}, {self.stride}{tail})"
 
     def count_below(self, position: int) -> int:
-        """How many selected elements lie below `position`, up to a constant, ignoring start and stop."""
+        """Return how many selected elements lie below `position`, up to a constant, ignoring start and stop."""
         first, block, stride = _ints(self.first, self.block, self.stride)
         turns, rest = divmod(position - first, stride)
         return turns * block + min(rest, block)
 
     @property
     def size(self) -> int:
+        """Return the number of elements, of a resolved selector."""
         start, stop = _ints(self.start, self.stop)
         return self.count_below(stop) - self.count_below(start)
 
     def intervals(self) -> list[tuple[int, int]]:
-        """The selected elements as half-open ranges, ascending."""
+        """Return the selected elements as half-open ranges, ascending."""
         first, block, stride = _ints(self.first, self.block, self.stride)
         start, stop = _ints(self.start, self.stop)
         begin = first + (start - first) // stride * stride
@@ -84,6 +86,7 @@ def _ints(*values: Index | None) -> tuple[int, ...]:
 
 
 def selector_intervals(selector: Selector) -> list[tuple[int, int]]:
+    """Return the elements of a resolved selector as half-open ranges, ascending."""
     if isinstance(selector, Blocked):
         return selector.intervals()
     start, stop = _ints(selector.start, selector.stop)
@@ -91,13 +94,13 @@ def selector_intervals(selector: Selector) -> list[tuple[int, int]]:
 
 
 def selector_indices(selector: Selector) -> NDArray[np.int64]:
-    """The selected positions of a resolved selector, ascending."""
+    """Return the selected positions of a resolved selector, ascending."""
     pieces = [np.arange(lo, hi) for lo, hi in selector_intervals(selector)]
     return np.concatenate(pieces) if pieces else np.arange(0)
 
 
 def selectors_overlap(a: Selector, b: Selector) -> bool:
-    """Whether two resolved selectors of one dim share an element; exact."""
+    """Return whether two resolved selectors of one dim share an element; exact."""
     (a_start, a_stop), (b_start, b_stop) = _ints(a.start, a.stop), _ints(b.start, b.stop)
     lo, hi = max(a_start, b_start), min(a_stop, b_stop)
     if lo >= hi:
@@ -115,7 +118,10 @@ def selectors_overlap(a: Selector, b: Selector) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """`rank` None means the executing rank's own buffer."""
+    """The part of a buffer that an op reads or writes, one selector per dim.
+
+    `slot` is the copy of the buffer. `rank` is the owner for a one-sided access; None means the executing rank.
+    """
 
     buffer: str
     selectors: tuple[Selector, ...]
@@ -130,17 +136,19 @@ class View:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the number of elements per dim, of a resolved view."""
         return tuple(selector.size for selector in self.selectors)
 
     @property
     def num_elements(self) -> int:
+        """Return the number of elements, of a resolved view."""
         count = 1
         for selector in self.selectors:
             count *= selector.size
         return count
 
     def overlaps(self, other: View) -> bool:
-        """Whether two resolved views of buffers on one rank share an element."""
+        """Return whether two resolved views of buffers on one rank share an element."""
         return (
             self.buffer == other.buffer
             and self.slot == other.slot
@@ -148,7 +156,7 @@ class View:
         )
 
     def covers(self, other: View) -> bool:
-        """Whether this view surely holds every element of `other` (may say no where it does)."""
+        """Return whether this view surely holds every element of `other` (False may mean unknown)."""
         if self.buffer != other.buffer or self.slot != other.slot:
             return False
         for mine, theirs in zip(self.selectors, other.selectors, strict=True):
@@ -162,7 +170,10 @@ class View:
         return True
 
     def resolve(self, env: Mapping[str, int], shape: Sequence[int], num_slots: int) -> View:
-        """This view with integers, in a buffer of local `shape`. Raises ProgramError where it does not fit."""
+        """Return this view with integers, in a buffer of local `shape`.
+
+        Raises ProgramError where it does not fit.
+        """
         if len(self.selectors) != len(shape):
             raise ProgramError(f"view {self} has {len(self.selectors)} dims, its buffer has {len(shape)}")
         slot = evaluate(self.slot, env)
@@ -193,7 +204,7 @@ def _resolve(selector: Selector, size: int, env: Mapping[str, int], view: View) 
 def view(
     buffer: str, *selectors: Selector | slice, slot: Index = 0, rank: Index | None = None, dims: int = 2
 ) -> View:
-    """A view of `buffer`: slices or selectors per dim, whole dims where none is given."""
+    """Return a view of `buffer` from slices or selectors per dim; dims without one are whole."""
     out: list[Selector] = []
     for selector in selectors:
         if isinstance(selector, slice):

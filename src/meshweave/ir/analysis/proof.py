@@ -1,0 +1,120 @@
+"""Proves what a program computes: a run on index labels whose outputs must be the tensors that they declare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshweave.base.errors import ProgramError
+from meshweave.describe.layout import Layout, Partial
+from meshweave.ir.analysis.dataflow import Dataflow, Event
+from meshweave.ir.analysis.interpret import Interpreter
+from meshweave.ir.analysis.labels import (
+    LABEL,
+    UNWRITTEN,
+    LabelAlgebra,
+    Labels,
+    Term,
+    global_labels,
+    partial_holders,
+)
+from meshweave.ir.program import Buffer, Program
+
+MAX_ELEMENTS = 16_000_000
+"""Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
+
+
+def num_elements(program: Program) -> int:
+    """Return the elements of all buffers of all ranks, which the proof must hold in memory."""
+    return sum(
+        buffer.slots * math.prod(program.local_shape(buffer.name, rank))
+        for buffer in program.buffers
+        for rank in program.mesh_of[buffer.mesh].ranks
+    )
+
+
+def check_labels(flow: Dataflow, order: Sequence[Event]) -> None:
+    """Prove that the program computes what it declares, by executing `order` on labels.
+
+    Raises:
+        ProgramError: it does not; the error names op, rank and buffer.
+    """
+    program = flow.program
+    algebra = LabelAlgebra(program, flow)
+    interpreter = Interpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
+    algebra.interpreter = interpreter
+    for buffer in program.buffers:
+        if buffer.kind == "input":
+            for rank in program.mesh_of[buffer.mesh].ranks:
+                for slot in range(buffer.slots):
+                    interpreter.memory[rank, buffer.name, slot][...] = _input_labels(algebra, buffer, rank)
+    interpreter.run(order)
+    for buffer in program.buffers:
+        if buffer.kind == "output":
+            assert buffer.layout is not None
+            for rank in program.mesh_of[buffer.mesh].ranks:
+                _check_output(algebra, interpreter, buffer, buffer.layout, rank)
+
+
+def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
+    block = global_labels(algebra, buffer, rank)
+    assert buffer.layout is not None and buffer.tensor is not None
+    axes = [i for i, p in enumerate(buffer.layout.placements) if isinstance(p, Partial)]
+    if axes:
+        mesh = buffer.layout.mesh
+        coords = mesh.coords(rank)
+        number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
+        counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
+        block["term"] = algebra.intern(Term(buffer.tensor, counts))
+    return block
+
+
+def _check_output(
+    algebra: LabelAlgebra, interpreter: Interpreter, buffer: Buffer, layout: Layout, rank: int
+) -> None:
+    assert buffer.tensor is not None
+    holders = partial_holders(layout, rank)
+    if rank != holders[0]:
+        return
+    result = interpreter.memory[rank, buffer.name, 0]
+    for other in holders[1:]:
+        try:
+            term = interpreter.memory[other, buffer.name, 0]
+            result = algebra.add(algebra.read(result), algebra.read(term))
+        except ProgramError as error:
+            raise ProgramError(error.message, rank=other, buffer=buffer.name) from None
+    expected = algebra.expected(buffer, rank)
+    tensor = buffer.tensor
+    unwritten = result["term"] == UNWRITTEN
+    declared = tensor in algebra.products or tensor in algebra.same
+    wrong = (
+        (result["term"] != expected["term"]) | (result["index"] != expected["index"])
+        if declared
+        else unwritten
+    )
+    if not wrong.any():
+        return
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    position = np.unravel_index(int(expected[at]["index"]), algebra.program.tensor_of[tensor].shape)
+    raise ProgramError(
+        f"{tensor}{list(map(int, position))} {_fault_of(algebra, result[at], expected[at])} "
+        f"({int(wrong.sum())} such elements)",
+        op=algebra.writers[int(result[at]["writer"])],
+        rank=rank,
+        buffer=buffer.name,
+    )
+
+
+def _fault_of(algebra: LabelAlgebra, element: Any, expected: Any) -> str:
+    """Return what is wrong with an output element, to follow its name."""
+    term = algebra.terms[int(element["term"])]
+    if element["term"] == UNWRITTEN:
+        return "is never written"
+    if term is None:
+        return "is zero"
+    if element["index"] != expected["index"]:
+        return f"holds another element of {term.basis}"
+    return f"holds {term.basis}" if term.is_complete else algebra.describe(term)
