@@ -45,9 +45,9 @@ meshweave catalog llama-3-8b --toml > my-model.toml
 ```
 
 An unknown key is an error. A wrong file is refused with a line for each problem: the path of the key, what is
-wrong with its value, and what would be right. The unit of a number is the end of its key: `_s` is seconds, `_bytes`
-bytes, `_bytes_per_s` bytes per second, `_flops_per_s` floating-point operations per second (a multiply-add is 2). A
-whole number may be written as `32e9`.
+wrong with its value, and what would be right. The unit of a number is the end of its key: `_s` is seconds,
+`_bytes` bytes, `_bytes_per_s` bytes per second, `_flops_per_s` floating-point operations per second (a
+multiply-add is 2). A whole number may be written as `32e9`.
 """
 
 TITLES: dict[type[BaseModel], str] = {

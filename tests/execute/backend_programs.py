@@ -280,10 +280,34 @@ def ring(num_ranks, dtype="int64"):
     return parse(text.replace("RANKS", str(num_ranks)))
 
 
+# Both ranks send before they receive: in program order, one thread each waits for ever where sends wait for recvs.
+CROSSING = """
+program("crossing messages")
+q = mesh((2,), ("x",))
+X = tensor((4, 3), "int32")
+x = input(X, q[S(0)])
+Y = tensor((4, 3), "int32")
+y = output(Y, q[S(0)])
+inbox = scratch((2, 3), "int32", on=q)
+there = lane()
+back = lane()
+compute = lane()
+with q:
+    if q.x == 0:
+        send(x, peer=1, lane=there)
+        recv(inbox, peer=1, lane=back)
+    if q.x == 1:
+        send(x, peer=0, lane=back)
+        recv(inbox, peer=0, lane=there)
+    copy(y, inbox, lane=compute)
+"""
+
+
 PROGRAMS = {
     "collectives": lambda: parse(COLLECTIVES),
     "more ranks than rows": lambda: parse(EMPTY),
     "messages": lambda: parse(MESSAGES),
+    "crossing messages": lambda: parse(CROSSING),
     "slow reader": lambda: parse(SLOW_READER),
     "ring 2": lambda: ring(2, "int32"),
     "ring 4": lambda: ring(4),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem
 from meshweave.base.errors import ProgramError
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.dataflow import analyse
@@ -79,32 +79,57 @@ def test_linearised_order_is_one_that_all_ranks_share(path: Path) -> None:
             assert all(ends) or not any(ends)
 
 
+CROSSING = """
+program("crossing messages")
+q = mesh((2,), ("x",))
+x = scratch((4,), "float32", on=q)
+y = scratch((4,), "float32", on=q)
+there = lane()
+back = lane()
+with q:
+    zero(x, lane=there)
+    if q.x == 0:
+        send(x, peer=1, lane=there)
+        recv(y, peer=1, lane=back)
+    if q.x == 1:
+        send(x, peer=0, lane=back)
+        recv(y, peer=0, lane=there)
+"""
+
+
+def test_messages_that_cross_are_issued_in_one_order() -> None:
+    """Both ranks send before they receive in program order; issued in one order, one of them receives first."""
+    assert linearise(parse(CROSSING)) == {0: (0, 1, 2), 1: (0, 2, 1)}
+
+
 @pytest.mark.parametrize(
-    ("ways", "lanes"), [(1, {"row", "col"}), (2, {"row", "col", "row_back", "col_back"})]
+    ("num_directions", "lanes"), [(1, {"row", "col"}), (2, {"row", "col", "row_back", "col_back"})]
 )
-def test_rings_take_one_step_less_than_members(ways: int, lanes: set[str]) -> None:
-    problem = MatmulProblem(48, 48, 48, (3, 4), "ls")
-    program = lower_rings(ALGORITHMS["collective"].program(problem, Config()), ways)  # type: ignore[arg-type]
+def test_rings_take_one_step_less_than_members(num_directions: int, lanes: set[str]) -> None:
+    problem = Matmul2dProblem(48, 48, 48, (3, 4), "ls")
+    program = lower_rings(ALGORITHMS["collective"].program(problem, Config()), num_directions)  # type: ignore[arg-type]
     steps = [op for op in program.ops() if isinstance(op, Permute)]
     assert not any(isinstance(op, (AllGather, ReduceScatter)) for op in program.ops())
-    assert len(steps) == ways * (2 + 3)
+    assert len(steps) == num_directions * (2 + 3)
     assert {op.lane for op in steps} == lanes
     assert [op.step.index for op in steps if op.step and op.lane == "row"] == [0, 1]
 
 
 @pytest.mark.parametrize("slices", [(1,) * 4, (1, 2, 3, 2)])
 def test_a_slice_goes_straight_to_its_place_in_what_is_gathered(slices: tuple[int, ...]) -> None:
-    program = ALGORITHMS["meshslice"].program(MatmulProblem(96, 96, 96, (2, 2)), Config(slices))
+    program = ALGORITHMS["meshslice"].program(Matmul2dProblem(96, 96, 96, (2, 2)), Config(slices))
     assert {"a_s", "b_s"} <= set(program.buffer_of)
     lowered = lower_rings(program)
     assert not {"a_s", "b_s"} & set(lowered.buffer_of)
     assert {op.out.buffer for op in lowered.ops() if isinstance(op, Copy)} == {"a_g", "b_g"}
-    kept = lower_rings(program, should_lower=lambda op: op.lane == "row")  # the other is still gathered from it
+    kept = lower_rings(
+        program, should_lower=lambda op: op.lane == "row"
+    )  # the other is still gathered from it
     assert len({"a_s", "b_s"} & set(kept.buffer_of)) == 1
 
 
 def test_only_wanted_collectives_are_lowered() -> None:
-    program = ALGORITHMS["collective"].program(MatmulProblem(8, 8, 8, (2, 2)), Config())
+    program = ALGORITHMS["collective"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Config())
     lowered = lower_rings(program, should_lower=lambda op: op.lane == "row")
     assert [op.lane for op in lowered.ops() if isinstance(op, AllGather)] == ["col"]
 

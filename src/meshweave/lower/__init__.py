@@ -1,4 +1,4 @@
-"""Passes from what algorithms write to what a transport has, one per file."""
+"""Passes that rewrite a program into the ops that a transport has, one per file."""
 
 from meshweave.lower.chains import lower_chains
 from meshweave.lower.in_place import read_in_place

@@ -1,18 +1,18 @@
 """Broadcast and reduce as pipelined chains of `send` and `recv` along the ring (MeshSlice, section 2.3.3).
 
-A broadcast is cut into D packets. Each runs from the root once along the ring, member after member, and every
-member passes a packet on while the next one comes in. So packet d makes hop h in step d + h, and the last of
-P - 1 hops ends after P + D - 2 steps. A reduce is the same chain with the root at its end: it begins at the
-root's successor, and every member adds its own term to a packet before it passes it on.
+A broadcast is cut into D packets. Each travels from the root along the ring, and every member passes a packet on
+while it receives the next. So packet d makes hop h in step d + h, and the last of P - 1 hops ends after P + D - 2
+steps. A reduce is the same chain with the root at its end: it begins at the root's successor, and every member
+adds its own term to a packet before it passes it on.
 
-A member sends and receives at the same time, which two lanes give: even hops run in the lane of the
-collective, odd hops in one more, so that a member receives in one of them and sends in the other.
+A member sends and receives at the same time because even hops run in the lane of the collective and odd hops in a
+second lane: each member receives in one of them and sends in the other.
 
-It cannot deadlock. Sort all messages by statement, packet and hop: every rank has its ops of either lane,
-and everything that one of its ops waits for, in this order, so that the first message left can always take
-place. That needs lanes that are first-in-first-out; a ready-first one could fill up with early receives.
+The chain cannot deadlock. Sort all messages by statement, packet and hop: every rank has the ops of each lane, and
+everything that one of its ops waits for, in this order, so that the first remaining message can always take place.
+That needs first-in-first-out lanes; a ready-first one could fill up with early receives.
 
-The pass works on the template: place in the chain and neighbours are expressions in the member's coordinate.
+The pass works on the template: position in the chain and neighbours are expressions in the member's coordinate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Repeat, Statement, When
 from meshweave.ir.program.expressions import Index, Var, binary, equal, minimum, select
-from meshweave.ir.program.ops import Broadcast, Copy, Op, Recv, Reduce, Send, CollectiveStep
+from meshweave.ir.program.ops import Broadcast, CollectiveStep, Copy, Op, Recv, Reduce, Send
 from meshweave.ir.program.statements import rewrite, statements_of
 from meshweave.ir.program.views import Range, View
 
@@ -32,54 +32,61 @@ ODD = "_odd"
 """Suffix of the lane for odd hops."""
 
 SUMS = "_sum"
-"""Suffix of the buffer in which a reduce adds up what it passes on."""
+"""Suffix of the buffer in which members of a reduce add up the packets that they pass on."""
 
 
 def lower_chains(
     program: Program, should_lower: Callable[[Broadcast | Reduce], bool] = lambda op: True
 ) -> Program:
-    """The program with its broadcasts and reduces over mesh axes (those that are `wanted`) as chains.
+    """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`.
 
-    Packets are cut along the dim that is outermost in memory; never more than it has elements. Raises
-    ProgramError for a reduction other than the sum, and for views that are no box along any dim.
+    Packets are cut along the dim that is outermost in memory; there are at most as many as it has elements.
+
+    Args:
+        should_lower: selects the collectives to lower; the others stay.
+
+    Raises:
+        ProgramError: a reduction is not a sum, or a view is a box along no dim.
     """
     return _ChainLowering(program, should_lower).run()
 
 
 @dataclass(frozen=True)
 class _ChainMember:
-    """A chain of `count` members and where the executing rank stands in it: at `place` 0, ..., count - 1."""
+    """The executing rank as a member of a chain: its `position` 0, ..., count - 1 and its neighbours."""
 
     count: int
-    place: Index
+    position: Index
     before: Index
     after: Index
     """Global ranks of the neighbours on the ring."""
     lanes: tuple[str, str]
-    """Of even and of odd hops; hop h leads from place h to place h + 1."""
+    """The lanes of even and of odd hops; hop h leads from position h to position h + 1."""
 
-    def where(self, places: range) -> Iterator[tuple[int, Index]]:
-        """The even and the odd ones of some neighbouring places, each as 0 or 1 and a condition."""
+    def where(self, positions: range) -> Iterator[tuple[int, Index]]:
+        """Yield 0 and 1, each with the condition that the rank is at an even or odd one of `positions`."""
         for odd in (0, 1):
-            alike = [place for place in range(self.count) if place % 2 == odd]
-            chosen = [place for place in alike if place in places]
+            of_parity = [position for position in range(self.count) if position % 2 == odd]
+            chosen = [position for position in of_parity if position in positions]
             if not chosen:
                 continue
-            condition = equal(self.place % 2, odd)
+            condition = equal(self.position % 2, odd)
             if len(chosen) == 1:
-                condition = equal(self.place, chosen[0])
+                condition = equal(self.position, chosen[0])
             else:
-                if chosen[0] > alike[0]:
-                    condition = binary("and", condition, self.place >= chosen[0])
-                if chosen[-1] < alike[-1]:
-                    condition = binary("and", condition, self.place <= chosen[-1])
+                if chosen[0] > of_parity[0]:
+                    condition = binary("and", condition, self.position >= chosen[0])
+                if chosen[-1] < of_parity[-1]:
+                    condition = binary("and", condition, self.position <= chosen[-1])
             yield odd, condition
 
 
 @dataclass(frozen=True)
 class _PacketSplit:
-    """How views are cut into `packets`: along `dim`, where they have `extent` elements. `number` is that of the
-    packet at hand."""
+    """How views are cut into `packets`: along `dim`, in which they have `extent` elements.
+
+    `number` is that of the current packet.
+    """
 
     dim: int
     extent: Index
@@ -87,7 +94,7 @@ class _PacketSplit:
     number: Index
 
     def piece(self, view: View) -> View:
-        """The packet at hand of a view."""
+        """Return the current packet of a view."""
         selector = view.selectors[self.dim]
         assert isinstance(selector, Range)
         selectors = list(view.selectors)
@@ -103,8 +110,10 @@ class _PacketSplit:
 
 
 class _ChainLowering:
-    def __init__(self, program: Program, wanted: Callable[[Broadcast | Reduce], bool]) -> None:
-        self.program, self.wanted = program, wanted
+    """The lanes and buffers that the chains of one program add, and the ops that replace its collectives."""
+
+    def __init__(self, program: Program, should_lower: Callable[[Broadcast | Reduce], bool]) -> None:
+        self.program, self.should_lower = program, should_lower
         self.lanes = dict(program.lane_of)
         self.sums: dict[str, Buffer] = {}
         taken = {statement.var for statement in statements_of(program.body) if isinstance(statement, Repeat)}
@@ -123,12 +132,12 @@ class _ChainLowering:
         return [op]
 
     def _applies(self, op: Broadcast | Reduce) -> bool:
-        return isinstance(op.over, str) and "." in op.over and self.wanted(op)
+        return isinstance(op.over, str) and "." in op.over and self.should_lower(op)
 
     # --- chains ---------------------------------------------------------------------------------------
 
     def _broadcast(self, op: Broadcast) -> list[Statement]:
-        """The root copies src to out packet by packet, beside its sends; then all only pass on out."""
+        """Return the chain of a broadcast: the root copies src to out packet by packet, and all send from out."""
         chain = self._chain(op, op.root)
         if chain.count == 1:
             return _copies(op, op.out, op.src)
@@ -136,14 +145,16 @@ class _ChainLowering:
         out = cut.piece(op.out)
         steps: list[Statement] = []
         if own := _copies(op, out, cut.piece(op.src), chain.lanes[1]):
-            steps.append(When(equal(chain.place, 0), tuple(own)))
+            steps.append(When(equal(chain.position, 0), tuple(own)))
         steps += self._recvs(op, chain, range(1, chain.count), out)
         steps += self._sends(op, chain, cut, range(chain.count - 1), out)
         return self._for_all_packets(cut, steps)
 
     def _reduce(self, op: Reduce) -> list[Statement]:
-        """Whoever receives starts from a copy of its own term, to which it adds what comes in; the root does
-        so in out, the others in a buffer of sums, as src must stay what it is."""
+        """Return the chain of a reduce. A receiver copies its own term and adds each packet that arrives to it.
+
+        The root does so in out, the others in a buffer of sums, because src must not change.
+        """
         if op.op != "sum":
             raise ProgramError(f"a chain adds, it knows no '{op.op}'", op=op.name or op.kind)
         chain = self._chain(op, op.root + 1)
@@ -157,12 +168,12 @@ class _ChainLowering:
         sends = self._sends(op, chain, cut, range(1), src)
         if between:
             sums = replace(op.src, buffer=self._sums(op.src.buffer))
-            condition = binary("and", chain.place > 0, chain.place < last)
+            condition = binary("and", chain.position > 0, chain.position < last)
             copies.append(When(condition, tuple(_copies(op, sums, op.src))))
             recvs += self._recvs(op, chain, between, cut.piece(sums))
             sends += self._sends(op, chain, cut, between, cut.piece(sums))
         if own := _copies(op, op.out, op.src):
-            copies.append(When(equal(chain.place, last), tuple(own)))
+            copies.append(When(equal(chain.position, last), tuple(own)))
         recvs += self._recvs(op, chain, range(last, chain.count), out)
         return [*copies, *self._for_all_packets(cut, [*recvs, *sends])]
 
@@ -172,46 +183,46 @@ class _ChainLowering:
         return steps if cut.packets else []
 
     def _recvs(
-        self, op: Broadcast | Reduce, chain: _ChainMember, places: range, out: View
+        self, op: Broadcast | Reduce, chain: _ChainMember, positions: range, out: View
     ) -> list[Statement]:
-        """Of the packet, at some places. A packet comes in by the hop before the place that takes it."""
+        """Return the receives of the current packet at some positions, over the hop that ends there."""
         update, name = isinstance(op, Reduce), op.name or op.kind
         return [
             When(
                 here, (Recv(out=out, peer=chain.before, update=update, lane=chain.lanes[1 - odd], name=name),)
             )
-            for odd, here in chain.where(places)
+            for odd, here in chain.where(positions)
         ]
 
     def _sends(
-        self, op: Broadcast | Reduce, chain: _ChainMember, cut: _PacketSplit, places: range, src: View
+        self, op: Broadcast | Reduce, chain: _ChainMember, cut: _PacketSplit, positions: range, src: View
     ) -> list[Statement]:
         assert isinstance(op.over, str)
-        step = CollectiveStep(op.kind, chain.place + cut.number, cut.packets + (chain.count - 2), op.over)
+        step = CollectiveStep(op.kind, chain.position + cut.number, cut.packets + (chain.count - 2), op.over)
         name = op.name or op.kind
         return [
             When(here, (Send(src=src, peer=chain.after, step=step, lane=chain.lanes[odd], name=name),))
-            for odd, here in chain.where(places)
+            for odd, here in chain.where(positions)
         ]
 
     def _chain(self, op: Broadcast | Reduce, first: Index) -> _ChainMember:
-        """The chain along the ring from member number `first`, counted beyond the last where need be."""
+        """Return the chain along the ring from member number `first`, modulo the number of members."""
         assert isinstance(op.over, str)
         mesh_name, _, axis = op.over.partition(".")
         mesh, at = self.program.mesh_of[mesh_name], Var(op.over)
         count = mesh.size(axis)
         first = first % count if isinstance(first, int) else first
-        place = at if first == 0 else (at - first) % count
+        position = at if first == 0 else (at - first) % count
         before, after = (_rank(mesh, axis, (at + shift) % count) for shift in (count - 1, 1))
         even = replace(self.lanes[op.lane], order="fifo")
         self.lanes[op.lane] = even
         odd = op.lane + ODD if count > 2 else op.lane
         if count > 2:
             self.lanes[odd] = replace(self.lanes.get(odd, even), name=odd, order="fifo")
-        return _ChainMember(count, place, before, after, (op.lane, odd))
+        return _ChainMember(count, position, before, after, (op.lane, odd))
 
     def _cut(self, op: Broadcast | Reduce, view: View, other: View) -> _PacketSplit:
-        """Cuts `view`, whose shape is the same on all members, and `other` alike."""
+        """Return how to cut `view`, whose shape is the same on all members, and `other` in the same manner."""
         buffer = self.program.buffer_of[view.buffer]
         shape = self._shape(buffer)
         for dim in buffer.order or range(len(shape)):
@@ -226,7 +237,7 @@ class _ChainLowering:
     # --- buffers --------------------------------------------------------------------------------------
 
     def _sums(self, of: str) -> str:
-        """Name of the buffer of sums for terms in buffer `of`: one like it."""
+        """Return the name of the buffer of sums for terms in buffer `of`, which has the same shape."""
         if of not in self.sums:
             buffer = self.program.buffer_of[of]
             taken = {*self.program.buffer_of, *(known.name for known in self.sums.values())}
@@ -256,7 +267,7 @@ def _copies(op: Broadcast | Reduce, out: View, src: View, lane: str = "") -> lis
 
 
 def _position(mesh: Mesh, coordinates: dict[str, Index] | None = None) -> Index:
-    """Row-major position in a mesh of the executing rank, or of the one that differs in some coordinates."""
+    """Return the row-major position in a mesh of the executing rank, with some coordinates replaced."""
     position: Index = 0
     for axis, size in zip(mesh.axes, mesh.shape, strict=True):
         position = position * size + (coordinates or {}).get(axis, Var(f"{mesh.name}.{axis}"))
@@ -264,7 +275,7 @@ def _position(mesh: Mesh, coordinates: dict[str, Index] | None = None) -> Index:
 
 
 def _rank(mesh: Mesh, axis: str, coordinate: Index) -> Index:
-    """The global rank that differs from the executing one in one coordinate."""
+    """Return the global rank that differs from the executing one in one coordinate."""
     position, first = _position(mesh, {axis: coordinate}), mesh.ranks[0]
     if mesh.ranks == tuple(range(first, first + mesh.num_ranks)):
         return position + first

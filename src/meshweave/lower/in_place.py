@@ -1,8 +1,8 @@
-"""Remote operands read where they are: for memory that is as near to every rank, such as that of one host.
+"""Read remote operands where they are, for memory that every rank reaches equally fast, such as that of one host.
 
-A get that fills scratch for products, sums and copies that read just that is left out, and they read the remote
-view itself. It must be the same memory in the meantime, so no fence may stand between. What is fetched in
-several pieces to be one operand is still fetched.
+A get is left out if only products, sums and copies read its target, and read exactly that: they read the remote
+view instead. The remote memory must not change in the meantime, so no fence may stand between. An operand that
+several gets put together is still fetched.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ _READERS = (Matmul, Add, Copy)
 
 
 def read_in_place(program: Program) -> Program:
-    """The program with as few gets as its remote operands allow, written out per rank."""
+    """Return the program without the gets whose readers can read the remote view, written out per rank."""
     kept = {rank: _without_gets(program, ops) for rank, ops in program.instance.items()}
-    listed = [(rank, kept[rank][bound.key]) for rank, bound in in_sequential_order(program) if bound.key in kept[rank]]
+    listed = [
+        (rank, kept[rank][bound.key])
+        for rank, bound in in_sequential_order(program)
+        if bound.key in kept[rank]
+    ]
     used = {view.buffer for _, op in listed for _, view in op.accesses()}
     buffers = tuple(b for b in program.buffers if b.kind != "scratch" or b.name in used)
     body = tuple(On((rank,), (op,)) for rank, op in listed)
@@ -28,23 +32,25 @@ def read_in_place(program: Program) -> Program:
 
 
 def _without_gets(program: Program, ops: tuple[BoundOp, ...]) -> dict[tuple[int, ...], Op]:
-    """The ops of a rank that are left, by position; readers of gets that went read the source."""
-    found: dict[tuple[int, ...], Op] = {bound.key: bound.op for bound in ops}
+    """Return the remaining ops of a rank, by position; readers of a removed get read its source."""
+    remaining: dict[tuple[int, ...], Op] = {bound.key: bound.op for bound in ops}
     for index, bound in enumerate(ops):
         get = bound.op
         if not isinstance(get, Get) or program.buffer_of[get.out.buffer].kind != "scratch":
             continue
         readers = _readers(ops[index + 1 :], get.out)
         if readers:
-            del found[bound.key]
+            del remaining[bound.key]
             for key in readers:
-                found[key] = _redirected(found[key], get.out, get.src)
-    return found
+                remaining[key] = _redirected(remaining[key], get.out, get.src)
+    return remaining
 
 
 def _readers(later: tuple[BoundOp, ...], filled: View) -> list[tuple[int, ...]]:
-    """Who reads just what was filled until it is overwritten; nobody, if something else touches it or in between a
-    fence stands."""
+    """Return the positions of the ops that read exactly `filled` before it is overwritten.
+
+    Return none if an op reads or writes a part of it, or a fence stands before a reader.
+    """
     readers: list[tuple[int, ...]] = []
     fenced = False
     for bound in later:

@@ -1,8 +1,8 @@
 """One issue order that all ranks share.
 
-A runtime that issues from one thread per rank (NCCL: a stream and a communicator per lane) deadlocks if
-ranks issue communication in different orders. The events of an untimed run, each a whole collective or a
-send with its recv, are such an order: it respects every edge and lane, and partners come together in it.
+A runtime that issues from one thread per rank (NCCL: a stream and a communicator per lane) deadlocks if ranks
+issue communication in different orders. The events of an untimed run, each a whole collective or a send with its
+recv, give an order without that problem: it respects every edge and lane, and ranks meet in one sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from meshweave.ir.program import Program
 
 
 def linearise(program: Program | Dataflow) -> dict[int, tuple[int, ...]]:
-    """For each rank its op indices in issue order. Raises ProgramError where the program deadlocks."""
+    """Return the op indices of each rank in issue order. Raises ProgramError if the program deadlocks."""
     flow = analyse(program) if isinstance(program, Program) else program
     order: dict[int, list[int]] = {rank: [] for rank in flow.matched.ops}
     for event in untimed_order(flow):

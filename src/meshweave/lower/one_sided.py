@@ -1,14 +1,14 @@
 """One-sided accesses as matched send and recv, for transports that have no remote memory.
 
-Every rank can compute every rank's list, so the owner of the memory knows when it will be read or written
-and can take part. Each get becomes a send of the owner and a recv at the same place of the sequential
-reading; a put or accumulate the other way round. Data edges then order everything that the fences
-ordered, and the fences go. The result is a per-rank program.
+Every rank can compute every rank's list of ops, so the owner of the memory knows when it will be read or written
+and can take part. Each get becomes a send by the owner and a recv at the same position of the sequential reading;
+a put or accumulate becomes a send and a recv by the owner. Data edges then order everything that the fences
+ordered, and the fences are left out. The result is a per-rank program.
 
-Messages of a lane are queued by sender, in lanes of their own: a rank's transfers share its way out, and what
-different ranks send it arrives side by side. It cannot deadlock: both ends of a message stand at one place of the
-sequential reading, in lanes of one name, and these are first-in-first-out, so that the earliest unfinished message
-is at the head of both. A ready-first lane could fill up with early receives.
+Messages of a lane are queued by sender, in lanes of their own: the messages that one rank sends leave one after
+another, and those that different ranks send to it arrive side by side. The program cannot deadlock: both ends of a
+message have one position in the sequential reading, in lanes of one name, and these are first-in-first-out, so
+that the earliest unfinished message is at the head of both. A ready-first lane could fill up with early receives.
 """
 
 from __future__ import annotations
@@ -26,71 +26,76 @@ from meshweave.ir.program.views import Range, View
 
 
 def per_rank(program: Program) -> Program:
-    """The same program with every op written out per rank, in the order of the sequential reading."""
+    """Return the same program with every op written out per rank, in the order of the sequential reading."""
     return replace(
         program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_sequential_order(program))
     )
 
 
 def lower_one_sided(program: Program) -> Program:
-    """The program without remote views and fences. Raises ProgramError for a remote view that it cannot
-    take apart: only get, put, accumulate and the out of a released matmul or copy may be remote."""
+    """Return the program without remote views and fences.
+
+    Raises:
+        ProgramError: an op other than get, put, accumulate or a released matmul or copy has a remote view.
+    """
     body: list[Statement] = []
     staging: dict[str, Buffer] = {}
-    queues = _SenderLanes(program)
+    sender_lanes = _SenderLanes(program)
     for rank, bound in in_sequential_order(program):
         if isinstance(bound.op, Fence):
             continue
         if not is_one_sided(bound.op):
             body.append(On((rank,), (bound.op,)))
             continue
-        for where, op in _as_messages(program, rank, bound, staging):
-            body.append(On((where,), (queues.placed(op, where),)))
-    idle = queues.replaced(body)
-    lanes = tuple(lane for lane in (*program.lanes, *queues.lanes()) if lane.name not in idle)
+        for executor, op in _as_messages(program, rank, bound, staging):
+            body.append(On((executor,), (sender_lanes.in_lane_of_sender(op, executor),)))
+    emptied = sender_lanes.emptied(body)
+    lanes = tuple(lane for lane in (*program.lanes, *sender_lanes.lanes()) if lane.name not in emptied)
     return replace(program, body=tuple(body), lanes=lanes, buffers=program.buffers + tuple(staging.values()))
 
 
 MAX_SENDER_LANES = 8
-"""Queues per lane at most; of more ranks several share one."""
+"""Most sender lanes that replace one lane; more ranks than that share them."""
 
 
 class _SenderLanes:
-    """The lanes that messages go to: one per lane of the program and sender."""
+    """The lanes that messages run in: one per lane of the program and sender."""
 
     def __init__(self, program: Program) -> None:
-        self._place = {rank: index % MAX_SENDER_LANES for index, rank in enumerate(program.ranks)}
+        self._sender_number = {rank: index % MAX_SENDER_LANES for index, rank in enumerate(program.ranks)}
         self._lanes = [lane.name for lane in program.lanes]
         self._taken = set(self._lanes)
         self._names: dict[tuple[str, int], str] = {}
 
-    def placed(self, op: Op, rank: int) -> Op:
-        """The op of `rank` in the lane of whoever sends; what a rank does alone is its own message."""
+    def in_lane_of_sender(self, op: Op, rank: int) -> Op:
+        """Return the op of `rank` in the lane of its sender; of a copy or add, that is the rank itself."""
         if isinstance(op, Matmul):
             return op
         sender = op.peer if isinstance(op, Recv) else rank
         assert isinstance(sender, int)
-        return replace(op, lane=self._name(op.lane, self._place[sender]))
+        return replace(op, lane=self._name(op.lane, self._sender_number[sender]))
 
-    def _name(self, lane: str, place: int) -> str:
-        name = self._names.get((lane, place))
+    def _name(self, lane: str, number: int) -> str:
+        name = self._names.get((lane, number))
         if name is None:
-            name = f"{lane}_{place}"
+            name = f"{lane}_{number}"
             while name in self._taken:
                 name += "_"
             self._taken.add(name)
-            self._names[lane, place] = name
+            self._names[lane, number] = name
         return name
 
     def lanes(self) -> list[Lane]:
+        """Return the sender lanes in use."""
         return [Lane(self._names[key]) for key in sorted(self._names)]
 
-    def replaced(self, body: Iterable[Statement]) -> set[str]:
-        """Lanes of which nothing is left."""
+    def emptied(self, body: Iterable[Statement]) -> set[str]:
+        """Return the lanes of the program that no op of `body` runs in any more."""
         return set(self._lanes) - {op.lane for op in ops_of(body)}
 
 
 def in_sequential_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
+    """Yield (rank, op) for every op of every rank, in the order of the sequential reading."""
     pairs = [(rank, bound) for rank, ops in program.instance.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))
 
@@ -143,7 +148,7 @@ def _deliver(rank: int, src: View, out: View, update: bool, op: Op) -> list[tupl
 
 
 def _staging_view(program: Program, rank: int, out: View, staging: dict[str, Buffer]) -> View:
-    """A local buffer for a product whose result belongs to another rank."""
+    """Return a view of a local buffer for a product whose result belongs to another rank."""
     of = program.buffer_of[out.buffer]
     name = f"{out.buffer}_out"
     known = staging.get(name)

@@ -1,11 +1,11 @@
 """All-gather and reduce-scatter as rings of `permute`.
 
-On a ring of P members an all-gather takes P - 1 steps: in step t member i passes on the part of member
-i - t. A reduce-scatter runs the other way: in step t member i sends its partial sum of part i - 1 - t and
-adds its own term to what arrives, so that part i is complete at member i after P - 1 steps. A two-way ring
-cuts every part in two halves that travel in opposite directions, each in a lane of its own.
+On a ring of P members an all-gather takes P - 1 steps: in step t member i passes on the part of member i - t. In
+step t of a reduce-scatter member i sends its partial sum of part i - 1 - t and adds its own term to the one that
+arrives, so that part i is complete at member i after P - 1 steps. A bidirectional ring cuts every part in two
+halves that travel in opposite directions, each in a lane of its own.
 
-The pass works on the template: parts are addressed by expressions in the member's coordinate.
+The pass works on the template: parts are addressed by expressions in the member's mesh coordinate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program import Buffer, Lane, Program, Statement
 from meshweave.ir.program.expressions import Index, Var, maximum, select, substitute
-from meshweave.ir.program.ops import Add, AllGather, Copy, Op, Permute, ReduceScatter, CollectiveStep
+from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Copy, Op, Permute, ReduceScatter
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, View
 
@@ -27,7 +27,7 @@ BACK = "_back"
 """Suffix of the lane for the second direction."""
 
 INBOX_SLOTS = 3
-"""One partial sum is added to and passed on, one arrives, and the receive of the next one can be posted."""
+"""Slots for partial sums: one is passed on, one arrives, and the receive of the next can already be posted."""
 
 
 def lower_rings(
@@ -35,21 +35,29 @@ def lower_rings(
     num_directions: Literal[1, 2] = 1,
     should_lower: Callable[[AllGather | ReduceScatter], bool] = lambda op: True,
 ) -> Program:
-    """The program with its all-gathers and reduce-scatters over mesh axes (those that are `wanted`) as rings.
+    """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`.
 
-    Raises ProgramError for a collective without `sizes` whose parts cannot be told from its views.
+    Args:
+        num_directions: 2 for bidirectional rings.
+        should_lower: selects the collectives to lower; the others stay.
+
+    Raises:
+        ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views.
     """
-    pass_ = _RingLowering(program, num_directions, should_lower)
-    body = rewrite(program.body, pass_.replacement)
-    lanes = program.lanes + tuple(pass_.new_lanes.values())
-    kept = tuple(buffer for buffer in program.buffers if buffer.name not in pass_.dropped)
-    return replace(program, body=body, lanes=lanes, buffers=kept + tuple(pass_.new_buffers.values()))
+    lowering = _RingLowering(program, num_directions, should_lower)
+    body = rewrite(program.body, lowering.replacement)
+    lanes = program.lanes + tuple(lowering.new_lanes.values())
+    kept = tuple(buffer for buffer in program.buffers if buffer.name not in lowering.dropped)
+    return replace(program, body=body, lanes=lanes, buffers=kept + tuple(lowering.new_buffers.values()))
 
 
 @dataclass(frozen=True)
 class _DirectedPart:
-    """What travels in one direction: of each member's part, the piece from `skip` on, `size` long; both are
-    expressions in the member number `peer`. The ring runs in `ways` directions at once."""
+    """The share of every member's part that travels in one of `num_directions` directions of the ring.
+
+    It begins `skip` elements into the part and has `size` elements; both are expressions in the member number
+    `peer`. `starts` says where each member's part begins in the gathered dim, `shift` is 1 or -1, the direction.
+    """
 
     shift: int
     lane: str
@@ -59,7 +67,7 @@ class _DirectedPart:
     num_directions: int = 1
 
     def bounds(self, member: Index, count: int) -> tuple[Index, Index]:
-        """[start, stop) of a member's piece within the gathered dim."""
+        """Return [start, stop) of a member's share within the gathered dim."""
         begins = [self.starts[p] + substitute(self.skip, "peer", p) for p in range(count)]
         ends = [begins[p] + substitute(self.size, "peer", p) for p in range(count)]
         step = _stride(begins), _stride(ends)
@@ -68,12 +76,12 @@ class _DirectedPart:
         return select(begins, member), select(ends, member)
 
     def extent(self, member: Index, count: int) -> Index:
-        """Size of a member's piece."""
+        """Return the size of a member's share."""
         return select([substitute(self.size, "peer", p) for p in range(count)], member)
 
 
 def _stride(values: list[Index]) -> int | None:
-    """The common difference of integers in arithmetic progression, or None."""
+    """Return the common difference of integers in arithmetic progression, or None."""
     if not all(isinstance(value, int) for value in values):
         return None
     gaps = {b - a for a, b in pairwise(values)}
@@ -82,17 +90,19 @@ def _stride(values: list[Index]) -> int | None:
 
 
 class _RingLowering:
+    """The lanes and buffers that the rings of one program add, and the ops that replace its collectives."""
+
     def __init__(
-        self, program: Program, ways: int, wanted: Callable[[AllGather | ReduceScatter], bool]
+        self, program: Program, num_directions: int, should_lower: Callable[[AllGather | ReduceScatter], bool]
     ) -> None:
-        self.program, self.ways, self.wanted = program, ways, wanted
+        self.program, self.num_directions, self.should_lower = program, num_directions, should_lower
         self.new_lanes: dict[str, Lane] = {}
         self.new_buffers: dict[str, Buffer] = {}
-        self.dropped = self._passed_through(program)
+        self.dropped = self._buffers_only_gathered(program)
         self._pending_copy: Copy | None = None
 
     def replacement(self, op: Op) -> list[Statement]:
-        """Return what stands in the place of `op`. A copy into a dropped buffer waits for the gather after it."""
+        """Return the ops that replace `op`. A copy into a dropped buffer waits for the gather after it."""
         if isinstance(op, Copy) and op.out.buffer in self.dropped:
             self._pending_copy = op
             return []
@@ -103,17 +113,17 @@ class _RingLowering:
             return self._scatter(op)
         return [op]
 
-    def _passed_through(self, program: Program) -> set[str]:
-        """Scratch in which a copy makes the `src` of the gather right after it, and that has no other use.
+    def _buffers_only_gathered(self, program: Program) -> set[str]:
+        """Return scratch whose only use is between a copy and the gather right after it, as its `src`.
 
-        Such a copy can go to the own part of the gathered dim at once, and the buffer is dropped.
+        Such a copy can write the own part of the gathered dim directly, and the buffer is dropped.
         """
         uses = Counter(view.buffer for op in program.ops() for _, view in op.accesses())
 
         for body in bodies_of(program.body):
             for before, op in pairwise(body):
-                is_made = isinstance(before, Copy) and before.release is None
-                if is_made and isinstance(op, AllGather) and self._applies(op):
+                is_copied = isinstance(before, Copy) and before.release is None
+                if is_copied and isinstance(op, AllGather) and self._applies(op):
                     assert isinstance(before, Copy)
                     uses[before.out.buffer] -= 2 if before.out == op.src else 0
         return {
@@ -121,14 +131,16 @@ class _RingLowering:
         }
 
     def _applies(self, op: AllGather | ReduceScatter) -> bool:
-        return isinstance(op.over, str) and "." in op.over and self.wanted(op)
+        return isinstance(op.over, str) and "." in op.over and self.should_lower(op)
 
     def _parts(self, op: AllGather | ReduceScatter, count: int) -> list[_DirectedPart]:
         size = self._part_size(op, count)
         starts: list[Index] = [0]
         for peer in range(count - 1):
             starts.append(starts[-1] + substitute(size, "peer", peer))
-        if self.ways == 1 or count < 3 or size == 1:  # on two members both directions are the same link
+        if (
+            self.num_directions == 1 or count < 3 or size == 1
+        ):  # on two members both directions are the same link
             return [_DirectedPart(1, op.lane, 0, size, tuple(starts))]
         half = (size + 1) // 2
         back = op.lane + BACK
@@ -140,7 +152,7 @@ class _RingLowering:
         ]
 
     def _part_size(self, op: AllGather | ReduceScatter, count: int) -> Index:
-        """Size of member `peer`'s part along the dim."""
+        """Return the size of member `peer`'s part along the dim."""
         if isinstance(op.sizes, tuple):
             return select(op.sizes, Var("peer"))
         if op.sizes is not None:
@@ -170,22 +182,22 @@ class _RingLowering:
 
     # --- rings ----------------------------------------------------------------------------------------
 
-    def _gather(self, op: AllGather, made: Copy | None) -> list[Statement]:
-        """The ring; `made` is the copy that makes its `src`, where that goes straight to its place."""
+    def _gather(self, op: AllGather, pending: Copy | None) -> list[Statement]:
+        """Return the ring; `pending` is the copy of its `src` that can write the own part directly, or None."""
         count, at = self._ring(op)
         parts = self._parts(op, count)
         own = _sub(op.out, op.dim, *_whole_part(parts, at, count))
         out: list[Statement] = []
-        if made is None:
+        if pending is None:
             out.append(Copy(out=own, src=op.src, lane=op.lane, name=_name(op, "own")))
         else:
-            out.append(replace(made, out=own))
+            out.append(replace(pending, out=own))
         for step in range(count - 1):
             for part in parts:
                 sender: Index = (at - part.shift * step) % count if step else at
                 sent = _sub(op.out, op.dim, *part.bounds(sender, count))
-                got = _sub(op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count, count))
-                out.append(self._permute(op, part, step, count, got, sent))
+                received = _sub(op.out, op.dim, *part.bounds((at - part.shift * (step + 1)) % count, count))
+                out.append(self._permute(op, part, step, count, received, sent))
         return out
 
     def _scatter(self, op: ReduceScatter) -> list[Statement]:
@@ -203,19 +215,19 @@ class _RingLowering:
     ) -> list[Op]:
         inbox = self._inbox(op, part, count)
         sends, takes = (at - part.shift * (1 + step)) % count, (at - part.shift * (2 + step)) % count
-        got = _box(inbox, op.dim, part.extent(takes, count), step % INBOX_SLOTS)
+        received = _box(inbox, op.dim, part.extent(takes, count), step % INBOX_SLOTS)
         if step:
             sent = _box(inbox, op.dim, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
         else:
             sent = _sub(op.src, op.dim, *part.bounds(sends, count))
-        permute = self._permute(op, part, step, count, got, sent)
+        permute = self._permute(op, part, step, count, received, sent)
         if step < count - 2:
-            mine = _sub(op.src, op.dim, *part.bounds(takes, count))
-            return [permute, Add(out=got, src=mine, lane=part.lane, name=_name(op, "add"))]
+            own_term = _sub(op.src, op.dim, *part.bounds(takes, count))
+            return [permute, Add(out=received, src=own_term, lane=part.lane, name=_name(op, "add"))]
         first = substitute(part.skip, "peer", at)
         last = first + substitute(part.size, "peer", at)
         target = _sub(op.out, op.dim, first, last)
-        return [permute, Add(out=target, src=got, lane=part.lane, name=_name(op, "add"))]
+        return [permute, Add(out=target, src=received, lane=part.lane, name=_name(op, "add"))]
 
     def _ring(self, op: AllGather | ReduceScatter) -> tuple[int, Var]:
         assert isinstance(op.over, str)
@@ -223,11 +235,17 @@ class _RingLowering:
         return self.program.mesh_of[mesh].size(axis), Var(op.over)
 
     def _permute(
-        self, op: AllGather | ReduceScatter, part: _DirectedPart, step: int, count: int, got: View, sent: View
+        self,
+        op: AllGather | ReduceScatter,
+        part: _DirectedPart,
+        step: int,
+        count: int,
+        received: View,
+        sent: View,
     ) -> Op:
         return Permute(
             over=op.over,
-            out=got,
+            out=received,
             src=sent,
             shift=part.shift,
             step=CollectiveStep(op.kind, step, count - 1, num_directions=part.num_directions),
@@ -236,7 +254,7 @@ class _RingLowering:
         )
 
     def _inbox(self, op: ReduceScatter, part: _DirectedPart, count: int) -> Buffer:
-        """Where partial sums arrive: slots of the largest piece, with `dim` outermost in memory."""
+        """Return the buffer for arriving partial sums: slots of the largest share, `dim` outermost in memory."""
         assert isinstance(op.over, str)
         of = self.program.buffer_of[op.src.buffer]
         name = f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}"
@@ -262,7 +280,7 @@ def _whole_part(parts: list[_DirectedPart], member: Index, count: int) -> tuple[
 
 
 def _sub(view: View, dim: int, start: Index, stop: Index) -> View:
-    """[start, stop) of a view along a dim in which it is a box."""
+    """Return [start, stop) of a view along a dim in which it is a box."""
     selector = view.selectors[dim]
     assert isinstance(selector, Range)
     selectors = list(view.selectors)

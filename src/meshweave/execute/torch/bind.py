@@ -16,17 +16,18 @@ from torch import Tensor
 from meshweave.base.errors import BindError, ProgramError, did_you_mean
 from meshweave.execute.calls import Calls, CallTable
 from meshweave.execute.memory.base import RemoteMemory
+from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.comm import bind_communication
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.lanes import Ahead, LaneRun, Streams, cross_lane_waits
-from meshweave.execute.torch.one_sided import OneSided, without_fences
+from meshweave.execute.torch.one_sided import OneSided
 from meshweave.execute.torch.views import Action, Chain, Staging, empty
-from meshweave.execute.torch.wire import Exchange, Wire, wire_orders
+from meshweave.execute.torch.wire import Exchange, Wire
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
-from meshweave.ir.analysis.edges import exposed_buffers, local_edges, write_edges
-from meshweave.ir.program import BoundOp, Buffer, Lane, Program
+from meshweave.ir.program import BoundOp, Lane, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, Recv
+from meshweave.lower.linearise import linearise
 from meshweave.trace import Span, Trace
 
 Mode = Literal["threads", "linear"]
@@ -49,25 +50,23 @@ class BoundProgram:
 
     def __init__(
         self,
-        program: Program,
-        rank: int,
+        analysis: RankAnalysis,
         context: TorchContext,
         memory: _Buffers,
-        ops: Sequence[BoundOp],
         execute: Callable[[], Mapping[int, tuple[int, int]]],
         trace: bool,
     ) -> None:
-        self.program, self.rank, self.context = program, rank, context
+        self.program, self.rank, self.context = analysis.program, analysis.rank, context
         self._unset, self._execute, self._is_traced = memory.unset, execute, trace
-        self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in ops] if trace else []
-        held = {b.name: b for b in _held(program, rank)}
-        seen = {name: memory.given.get(name, memory.slots[name, 0]) for name in held}
-        self.inputs = {name: seen[name] for name, b in held.items() if b.kind == "input"}
-        self.outputs = {name: seen[name] for name, b in held.items() if b.kind == "output"}
+        self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in analysis.ops] if trace else []
+        buffers = analysis.buffers
+        visible = {name: memory.given.get(name, memory.slots[name, 0]) for name in buffers}
+        self.inputs = {name: visible[name] for name, b in buffers.items() if b.kind == "input"}
+        self.outputs = {name: visible[name] for name, b in buffers.items() if b.kind == "output"}
         self._copies_in = [
             (memory.slots[name, slot], value)
             for name, value in self.inputs.items()
-            for slot in range(held[name].slots)
+            for slot in range(buffers[name].slots)
             if memory.slots[name, slot] is not value
         ]
         self._copies_out = [
@@ -143,9 +142,8 @@ def bind(
 
     Mode "threads" (the default on a CPU) runs each lane in a thread of its own, in program order one op at a
     time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
-    ops from the calling thread in `order`, with a stream and a communicator per lane on CUDA. It needs an
-    order that all ranks share and in which no op waits for a later one: program order has that if messages
-    are written so that each receive stands where its send does; a lowering may hand over another.
+    ops from the calling thread in `order`, with a stream and a communicator per lane on CUDA. NCCL needs an
+    order that all ranks share and in which no op waits for a later one: by default that of `lower.linearise`.
     The CUDA path follows NCCL's rules but its tests need several GPUs, and none of this project's own runs
     has exercised it.
 
@@ -156,7 +154,8 @@ def bind(
             are aliased, not copied. Inputs left out get their value in the first `run`; what else is left out
             is allocated. A tensor whose dims lie in memory as the buffer's `order` says needs least staging.
         calls: the functions that `call` ops name; see `execute.calls`. Outs are copied.
-        order: op indices, for mode "linear"; None is program order.
+        order: op indices, for mode "linear", the same sequence of communication on all ranks. None is the order
+            of `lower.linearise`; with `memory` program order, which fences make the same.
         trace: let `run` return a Trace.
         memory: where the buffers lie that other ranks reach, for a program with one-sided ops; all its ranks then
             make sure that they bind the same program. Given tensors that lie in it are aliased. Others of such
@@ -178,17 +177,17 @@ def bind(
         raise BindError(f"mode 'threads' is for tensors on a CPU, not on {context.device}: take 'linear'")
     if order is not None and mode != "linear":
         raise BindError("an order is for mode 'linear'")
-    ops = program.on_rank(rank)
-    exposed = exposed_buffers(program)
-    _check_tensors(program, rank, tensors, context.device)
+    analysis = RankAnalysis(program, rank, memory is not None, context.shares_groups)
+    ops = analysis.ops
+    _check_tensors(analysis, tensors, context.device)
     _check_serial(program)
-    remote = OneSided(memory, context, program, rank, tensors) if memory is not None and exposed else None
-    buffers = _allocate(program, rank, tensors, context.device, remote.own if remote else {})
-    matched = without_fences(program) if remote else program
-    context.prepare(matched)
+    remote = OneSided(memory, context, analysis, tensors) if memory is not None and analysis.exposed else None
+    buffers = _allocate(analysis, tensors, context.device, remote.own if remote else {})
+    matched = analysis.matched_program
+    context.prepare(matched, analysis.channels)
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
     binder = Binder(rank, buffers.slots, Staging(context.device), CallTable(calls or {}), aliased)
-    wire = Wire(context, binder, matched, wire_orders(matched), context.channels(matched))
+    wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels)
 
     def local_or_matched(bound: BoundOp) -> Action:
         return binder.local(bound) if bound.op.kind in COMPUTE_KINDS else bind_communication(wire, bound)
@@ -200,6 +199,8 @@ def bind(
         actions = [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
     before = local_edges(ops, exposed)
     if mode == "linear":
+        if order is None:
+            order = range(len(ops)) if remote else linearise(program)[rank]
         execute = _linear(context, ops, actions, before, order, trace)
     else:
         execute = _threads(context, ops, actions, before, trace, exposed)
@@ -220,10 +221,6 @@ def _check_serial(program: Program) -> None:
         ) from None
 
 
-def _held(program: Program, rank: int) -> list[Buffer]:
-    return [buffer for buffer in program.buffers if rank in program.mesh_of[buffer.mesh]]
-
-
 @dataclass(frozen=True)
 class _Buffers:
     """The tensor of each (buffer, slot) of a rank; what the caller gave and had to be kept apart from that; the
@@ -234,8 +231,9 @@ class _Buffers:
     unset: set[str]
 
 
-def _check_tensors(program: Program, rank: int, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-    bindable = {b.name: b for b in _held(program, rank) if b.kind in ("input", "output")}
+def _check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    program, rank = analysis.program, analysis.rank
+    bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
     for name, tensor in tensors.items():
         if name not in bindable:
             raise BindError(
@@ -248,8 +246,7 @@ def _check_tensors(program: Program, rank: int, tensors: Mapping[str, Tensor], d
 
 
 def _allocate(
-    program: Program,
-    rank: int,
+    analysis: RankAnalysis,
     tensors: Mapping[str, Tensor],
     device: torch.device,
     exposed: Mapping[tuple[str, int], Tensor],
@@ -257,8 +254,8 @@ def _allocate(
     """`exposed` are buffers that other ranks reach, and that have their memory already."""
     slots = dict(exposed)
     given: dict[str, Tensor] = {}
-    for buffer in _held(program, rank):
-        shape, dtype = program.local_shape(buffer.name, rank), torch_dtype(buffer.dtype)
+    for buffer in analysis.buffers.values():
+        shape, dtype = analysis.program.local_shape(buffer.name, analysis.rank), torch_dtype(buffer.dtype)
         for slot in range(buffer.slots):
             if (buffer.name, slot) not in exposed:
                 slots[buffer.name, slot] = empty(shape, dtype, buffer.order, device)
@@ -268,7 +265,8 @@ def _allocate(
                 slots[buffer.name, 0] = tensor
             elif exposed[buffer.name, 0].data_ptr() != tensor.data_ptr():
                 given[buffer.name] = tensor
-    return _Buffers(slots, given, {b.name for b in _held(program, rank) if b.kind == "input"} - set(tensors))
+    inputs = {name for name, buffer in analysis.buffers.items() if buffer.kind == "input"}
+    return _Buffers(slots, given, inputs - set(tensors))
 
 
 def _check(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -288,23 +286,19 @@ def _lanes(ops: Sequence[BoundOp]) -> list[str]:
 
 
 def _threads(
-    context: TorchContext,
-    ops: Sequence[BoundOp],
-    actions: Sequence[Action],
-    before: Sequence[Sequence[int]],
-    trace: bool,
-    exposed: frozenset[str],
+    context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
 ) -> Callable[[], Mapping[int, tuple[int, int]]]:
+    ops = analysis.ops
     names = _lanes(ops)
     lane_of = [names.index(bound.op.lane) for bound in ops]
     lanes = [LaneRun(name) for name in names]
-    for index, needed in enumerate(cross_lane_waits(lane_of, before, len(lanes))):
+    for index, needed in enumerate(cross_lane_waits(lane_of, analysis.edges, len(lanes))):
         lane = lanes[lane_of[index]]
         lane.actions.append(actions[index])
         lane.waits.append(tuple((lanes[other], count) for other, count in needed))
         lane.labels.append(ops[index].label)
         lane.indices.append(index)
-    _post_ahead(ops, actions, lanes, lane_of, exposed)
+    _post_ahead(analysis, actions, lanes, lane_of)
     crew = context.crew
 
     def execute() -> Mapping[int, tuple[int, int]]:
@@ -318,18 +312,14 @@ def _threads(
 
 
 def _post_ahead(
-    ops: Sequence[BoundOp],
-    actions: Sequence[Action],
-    lanes: Sequence[LaneRun],
-    lane_of: Sequence[int],
-    exposed: frozenset[str],
+    analysis: RankAnalysis, actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
 ) -> None:
     """While a lane waits in an exchange, the receives of its next one are posted if their memory is free.
 
     Not further ahead, nor past another kind of communication: between two ranks receives match in the order
     of posting. Nor into exposed buffers, whose remote readers only fences keep apart.
     """
-    before = write_edges(ops)
+    ops, before = analysis.ops, analysis.write_edges
     place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
     for lane in lanes:
         previous: Exchange | None = None
@@ -345,7 +335,7 @@ def _post_ahead(
             early = exchange is not None and exchange.receives
             if staged and not isinstance(ops[index].op, Recv):
                 early = False
-            if any(view.buffer in exposed for view in ops[index].op.writes):
+            if any(view.buffer in analysis.exposed for view in ops[index].op.writes):
                 early = False
             if previous is not None and exchange is not None and early:
                 needed: dict[int, int] = {}
@@ -361,10 +351,9 @@ def _linear(
     ops: Sequence[BoundOp],
     actions: Sequence[Action],
     before: Sequence[Sequence[int]],
-    order: Sequence[int] | None,
+    order: Sequence[int],
     trace: bool,
 ) -> Callable[[], Mapping[int, tuple[int, int]]]:
-    order = range(len(ops)) if order is None else order
     if sorted(order) != list(range(len(ops))):
         raise BindError(f"the order must list each of the {len(ops)} ops once")
     place = {index: at for at, index in enumerate(order)}
