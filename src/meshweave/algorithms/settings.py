@@ -1,0 +1,87 @@
+"""Problems from text: an example of an algorithm with some of its fields set, as on the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from meshweave.algorithms.contract import Algorithm
+from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.describe.layout import Layout
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.spec import layout_of_spec, spec_of
+
+MAX_SIZE = 2**40
+"""More elements along a dim than anything has: a slip of the keyboard."""
+
+
+def problem_from(entry: Algorithm[Any, Any], settings: Iterable[str] = ()) -> Any:
+    """Return the first example of an algorithm with fields set, as in `rows=16`, `mesh_shape=2x4`, `a=2x4 S0R`.
+
+    A field takes what it holds in the example: a whole number, a word, sizes joined by `x`, or a mesh shape and a
+    spec string for a layout.
+
+    Raises:
+        LayoutError: there is no such field, or the value does not fit it.
+    """
+    problem = next(entry.examples())
+    assert is_dataclass(problem) and not isinstance(problem, type)
+    known = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    changes = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals or name not in known:
+            options = ", ".join(f"{field}={_text(value)}" for field, value in known.items() if _text(value))
+            nearest = did_you_mean(name, known)
+            raise LayoutError(f"{entry.name} has no setting '{setting[:60]}'{nearest}; it has {options}")
+        changes[name] = _value(name, text, known[name])
+    return replace(problem, **changes)
+
+
+def _text(value: object) -> str:
+    match value:
+        case bool() | None:
+            return ""
+        case int() | str():
+            return str(value)
+        case tuple() if value and all(isinstance(item, int) for item in value):
+            return "x".join(map(str, value))
+        case Layout():
+            return f"'{'x'.join(map(str, value.mesh.shape))} {_spec(value)}'"
+    return ""
+
+
+def _spec(layout: Layout) -> str:
+    try:
+        return spec_of(layout, 2)
+    except LayoutError:
+        return str(layout.placements)
+
+
+def _value(name: str, text: str, example: object) -> Any:
+    try:
+        match example:
+            case int():
+                return _size(text)
+            case tuple():
+                return tuple(_size(part) for part in text.split("x"))
+            case Layout():
+                shape, _, spec = text.strip().partition(" ")
+                sides = tuple(_size(part) for part in shape.split("x"))
+                if math.prod(sides) > 1 << 16:
+                    raise ValueError
+                axes = tuple(f"x{number}" for number in range(len(sides)))
+                return layout_of_spec(spec.strip(), Mesh.of(f"mesh_{shape}", sides, axes))
+            case _:
+                return text
+    except ValueError:
+        raise LayoutError(f"{name}={text[:60]}: give a value such as {name}={_text(example)}") from None
+
+
+def _size(text: str) -> int:
+    size = int(text)
+    if not 0 <= size <= MAX_SIZE:
+        raise ValueError
+    return size
