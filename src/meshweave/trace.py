@@ -6,7 +6,7 @@ simulation and on one host (CLOCK_MONOTONIC); across hosts they must be aligned 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import to_s
+from meshweave.describe.layout.intervals import num_common, num_indices, union
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.program.ops import COMPUTE_KINDS
 
@@ -47,7 +48,7 @@ class Trace:
     spans: tuple[Span, ...]
 
     @cached_property
-    def of(self) -> Mapping[tuple[int, int], Span]:
+    def span_of(self) -> Mapping[tuple[int, int], Span]:
         """Spans by (rank, op index)."""
         return {(span.rank, span.index): span for span in self.spans}
 
@@ -60,18 +61,20 @@ class Trace:
 
     def overlap_s(self, rank: int) -> float:
         """Time during which `rank` was computing (matmul or call) and communicating at once, in seconds."""
-        compute = _union(s for s in self.spans if s.rank == rank and s.kind in ("matmul", "call"))
-        communicate = _union(s for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS)
-        shared = 0
-        for a, b in compute:
-            for c, d in communicate:
-                shared += max(0, min(b, d) - max(a, c))
-        return to_s(shared)
+        compute = union(
+            (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind in ("matmul", "call")
+        )
+        communicate = union(
+            (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS
+        )
+        return to_s(num_common(compute, communicate))
 
     def exposed_s(self, rank: int) -> float:
         """Time during which `rank` communicated without computing, in seconds."""
-        communicate = _union(s for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS)
-        return to_s(sum(b - a for a, b in communicate)) - self.overlap_s(rank)
+        communicate = union(
+            (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS
+        )
+        return to_s(num_indices(communicate)) - self.overlap_s(rank)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -91,16 +94,6 @@ def merge(traces: Sequence[Trace]) -> Trace:
     return Trace(traces[0].program, traces[0].source, tuple(spans))
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for start, end in sorted((s.start_ps, s.end_ps) for s in spans):
-        if out and start <= out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]))
-        else:
-            out.append((start, end))
-    return out
-
-
 def check_order(trace: Trace, flow: Dataflow) -> int:
     """Checks that a trace respects the program: edges, fifo lanes, and partners. Returns the number of
     orderings checked; raises ProgramError naming the two ops that are out of order."""
@@ -109,7 +102,7 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
     def require(first: tuple[int, int], then: tuple[int, int]) -> None:
         nonlocal checked
         checked += 1
-        a, b = trace.of[first], trace.of[then]
+        a, b = trace.span_of[first], trace.span_of[then]
         if a.end_ps > b.start_ps:
             raise ProgramError(
                 f"starts before {a.label} of rank {a.rank} ends, which it must wait for",
@@ -117,7 +110,7 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
                 rank=b.rank,
             )
 
-    missing = [node for node in flow.nodes() if node not in trace.of]
+    missing = [node for node in flow.nodes() if node not in trace.span_of]
     if missing:
         raise ProgramError("is not in the trace", op=flow.label(missing[0]), rank=missing[0][0])
     for node in flow.nodes():
@@ -133,8 +126,8 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
             continue
         for number, index in enumerate(queue):  # started in order, and at most `width` at once
             checked += 1
-            span = trace.of[rank, index]
-            earlier = [trace.of[rank, other] for other in queue[:number]]
+            span = trace.span_of[rank, index]
+            earlier = [trace.span_of[rank, other] for other in queue[:number]]
             late = [other for other in earlier if other.start_ps > span.start_ps]
             if late or sum(other.end_ps > span.start_ps for other in earlier) >= declared.width:
                 raise ProgramError(f"is started out of turn in lane {lane}", op=span.label, rank=rank)

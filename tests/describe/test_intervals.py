@@ -20,8 +20,8 @@ from meshweave.describe.layout.intervals import (
     even_cuts,
     flattened,
     joined,
-    length,
     num_common,
+    num_indices,
     select,
     union,
 )
@@ -66,7 +66,7 @@ def test_blocked(first: int, block: int, gap: int, start: int, size: int) -> Non
 @given(st.lists(spans))
 def test_joined_keeps_elements_and_order(intervals: list[Interval]) -> None:
     result = joined(intervals)
-    assert indices(result) == indices(intervals) and length(result) == length(intervals)
+    assert indices(result) == indices(intervals) and num_indices(result) == num_indices(intervals)
     assert all(start < stop for start, stop in result)
     assert all(before[1] != after[0] for before, after in itertools.pairwise(result))
 

@@ -25,6 +25,7 @@ from meshweave.algorithms.universal.slicing import split_counts
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Intervals, Layout
+from meshweave.describe.layout.intervals import num_common, num_indices
 from meshweave.tune.universal import SLICES
 
 Vector = NDArray[np.float64]
@@ -186,7 +187,9 @@ class LayoutBounds:
         key = index, group_of
         if key not in self._owners:
             dim = 0 if self.sizes[0] >= self.sizes[1] else 1
-            self._owners[key] = split_among_replicas(whole, dim, dict(zip(self._ranks, group_of, strict=True)))
+            self._owners[key] = split_among_replicas(
+                whole, dim, dict(zip(self._ranks, group_of, strict=True))
+            )
         return self._owners[key]
 
     def _complete(self, operand: Operand, index: int, group_of: Groups) -> bool:
@@ -259,20 +262,20 @@ class LayoutBounds:
         boxes = [_indices(box_of, rank, DIMS[stationary].index(fixed)) for rank in ranks]
         sides = [_indices(part_of, rank, DIMS[moving].index(fixed)) for rank in ranks]
         spans = [_indices(part_of, rank, DIMS[moving].index(loop)) for rank in ranks]
-        common = [_common(box, side) for box, side in zip(boxes, sides, strict=True)]
+        common = [num_common(box, side) for box, side in zip(boxes, sides, strict=True)]
         element, length = dtype_bytes(self.dtype), self.sizes[loop]
         teams = self._teams(stationary, still, group_of)
         for team in teams:
             if 0 in box_of.shape(ranks[team[0]]):
                 continue
-            whole = _size(boxes[team[0]]) * length
+            whole = num_indices(boxes[team[0]]) * length
             lacking = whole - _covered([(common[at], spans[at]) for at in team])
             (found.sent if moving == "c" else found.received)[team] = element * lacking / len(team)
             found.lacking[team] = lacking / max(whole, 1)
             if moving == "c":
                 for at, side in enumerate(sides):
                     if group_of[at] == group_of[team[0]]:
-                        landing = element * _common(boxes[team[0]], side) * _size(spans[at])
+                        landing = element * num_common(boxes[team[0]], side) * num_indices(spans[at])
                         found.added[at] += landing
                         found.received[at] += landing if at not in team else 0.0
         for team in teams:
@@ -293,28 +296,11 @@ def _indices(of: OwnerMap, rank: int, dim: int) -> Intervals:
     return of.dims[dim].classes[of.block_of[rank][dim]]
 
 
-def _size(intervals: Intervals) -> int:
-    return sum(stop - start for start, stop in intervals)
-
-
-def _common(left: Intervals, right: Intervals) -> int:
-    """How many indices two ascending lists have in common."""
-    count = i = j = 0
-    while i < len(left) and j < len(right):
-        lo, hi = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
-        count += max(hi - lo, 0)
-        if left[i][1] <= right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return count
-
-
 def _covered(members: Sequence[tuple[int, Intervals]]) -> int:
     """Sum over all indices of the most that a member has at hand there; each has so many where its list has the
     index."""
     if len(members) == 1:
-        return members[0][0] * _size(members[0][1])
+        return members[0][0] * num_indices(members[0][1])
     events: list[tuple[int, int, int]] = []
     for number, (_, intervals) in enumerate(members):
         for start, stop in intervals:

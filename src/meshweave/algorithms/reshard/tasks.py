@@ -16,6 +16,7 @@ from itertools import pairwise, product
 
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.describe.layout import Intervals, Layout
+from meshweave.describe.layout.intervals import common_runs, even_cuts
 
 Offsets = tuple[int, ...]
 
@@ -90,7 +91,7 @@ def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap
     src_shards, dst_shards = _ranks_of_shards(src, shape), _ranks_of_shards(dst, shape)
     for src_shard, sources in src_shards.items():
         for dst_shard, destinations in dst_shards.items():
-            runs = [list(_common_runs(a, b)) for a, b in zip(src_shard, dst_shard, strict=True)]
+            runs = [list(common_runs(a, b)) for a, b in zip(src_shard, dst_shard, strict=True)]
             boxes = tuple(
                 (
                     tuple(run[0] for run in box),
@@ -112,20 +113,6 @@ def _ranks_of_shards(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Inter
     return {shard: tuple(ranks) for shard, ranks in ranks_of.items()}
 
 
-def _common_runs(a: Intervals, b: Intervals) -> Iterator[tuple[int, int, int]]:
-    """Yield (offset in a, offset in b, length) of each run of indices that both lists contain without a gap."""
-    i = j = offset_a = offset_b = 0
-    while i < len(a) and j < len(b):
-        (a_lo, a_hi), (b_lo, b_hi) = a[i], b[j]
-        lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
-        if lo < hi:
-            yield offset_a + lo - a_lo, offset_b + lo - b_lo, hi - lo
-        if a_hi <= b_hi:
-            i, offset_a = i + 1, offset_a + a_hi - a_lo
-        else:
-            j, offset_b = j + 1, offset_b + b_hi - b_lo
-
-
 # --- cutting pieces --------------------------------------------------------------------------------------
 
 
@@ -142,7 +129,7 @@ def cut(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
         dim += 1
         row //= shape[dim]
     parts = -(-shape[dim] // max(most // row, 1))
-    bounds = [shape[dim] * number // parts for number in range(parts + 1)]
+    bounds = even_cuts(shape[dim], parts)
     out = []
     for lead in product(*(range(size) for size in shape[:dim])):
         for lo, hi in pairwise(bounds):

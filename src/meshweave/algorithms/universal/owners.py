@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from meshweave.describe.layout import Intervals, Layout, Partial, chunk_bounds
+from meshweave.describe.layout.intervals import num_indices, select
 
 BlockKey = tuple[int, int, int]
 """(row class, column class, term)."""
@@ -65,7 +66,7 @@ class DimTable:
 
     def size(self, number: int) -> int:
         """Return the number of indices of a class."""
-        return sum(stop - start for start, stop in self.classes[number])
+        return num_indices(self.classes[number])
 
     def split(self, intervals: Iterable[tuple[int, int]]) -> list[ClassSegment]:
         """Return a list of indices, cut where the class or the place in memory changes."""
@@ -175,7 +176,7 @@ def split_among_replicas(whole: OwnerMap, dim: int, group_of: Mapping[int, int])
         size = table.size(number)
         for part in range(num_replicas[number]):
             lo, hi = chunk_bounds(size, num_replicas[number], part)
-            classes.append(_positions(intervals, lo, hi))
+            classes.append(select(intervals, [(lo, hi)]))
             offsets.append(lo)
     parts = DimTable(classes, offsets)
     block_of: dict[int, BlockKey] = {}
@@ -202,17 +203,6 @@ def _replicas(
             num_replicas[block[dim]] = max(num_replicas[block[dim]], len(members))
             replica_of.update((rank, index) for index, rank in enumerate(members))
     return replica_of, num_replicas
-
-
-def _positions(intervals: Intervals, lo: int, hi: int) -> Intervals:
-    """Return the indices at positions [lo, hi) of a list of indices."""
-    out, position = [], 0
-    for start, stop in intervals:
-        first, last = max(lo, position), min(hi, position + stop - start)
-        if first < last:
-            out.append((start + first - position, start + last - position))
-        position += stop - start
-    return tuple(out)
 
 
 ClassPair = tuple[int, int]

@@ -15,7 +15,7 @@ Intervals = tuple[Interval, ...]
 """An index list: half-open [start, stop) ranges of global indices along one dim."""
 
 
-def length(intervals: Iterable[Interval]) -> int:
+def num_indices(intervals: Iterable[Interval]) -> int:
     """Return the number of elements."""
     return sum(stop - start for start, stop in intervals)
 

@@ -29,7 +29,7 @@ from meshweave.describe.layout.intervals import (
     chunk_bounds,
     flattened,
     joined,
-    length,
+    num_indices,
     select,
 )
 from meshweave.describe.layout.mesh import Mesh
@@ -160,7 +160,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the shard of `rank`. Raises LayoutError as `intervals` does."""
-        return tuple(map(length, self.intervals(shape, rank)))
+        return tuple(map(num_indices, self.intervals(shape, rank)))
 
     def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
         """Return the global indices of the local elements, one array per dim."""
@@ -188,7 +188,9 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
                     f"{layout}: {placement} names a dim that a tensor of shape {sizes} does not have"
                 )
             intervals = dims[placement.dim]
-            dims[placement.dim] = select(intervals, _positions(placement, length(intervals), parts, index))
+            dims[placement.dim] = select(
+                intervals, _positions(placement, num_indices(intervals), parts, index)
+            )
     if layout.folds is None:
         return tuple(dims)
     folded, at = [], 0

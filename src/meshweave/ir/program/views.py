@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
+from meshweave.describe.layout.intervals import blocked
 from meshweave.ir.program.expressions import Index, evaluate
 
 
@@ -71,9 +72,7 @@ class Blocked:
         """Return the selected elements as half-open ranges, ascending."""
         first, block, stride = _ints(self.first, self.block, self.stride)
         start, stop = _ints(self.start, self.stop)
-        begin = first + (start - first) // stride * stride
-        pieces = ((max(at, start), min(at + block, stop)) for at in range(begin, stop, stride))
-        return [(lo, hi) for lo, hi in pieces if lo < hi]
+        return blocked(first, block, stride, start, stop)
 
 
 Selector = Range | Blocked
