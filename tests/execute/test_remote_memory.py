@@ -22,7 +22,7 @@ from meshweave.execute.ranks.agreement import agree  # noqa: E402
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
-from meshweave.execute.torch.one_sided import fence_groups, flags_of, without_fences  # noqa: E402
+from meshweave.execute.torch.one_sided import completion_flags, fence_groups, without_fences  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
 from meshweave.ir.program.ops import Fence  # noqa: E402
 from meshweave.ir.program.parse import parse  # noqa: E402
@@ -131,8 +131,8 @@ def test_fences_and_flags_are_the_same_list_everywhere():
     assert fence_groups(views) == [(0, 1, 2, 3), (0, 1), (2, 3)]
     assert not any(isinstance(op, Fence) for op in without_fences(views).ops())
     assert len(list(without_fences(views).ops())) == len(list(views.ops())) - 3
-    assert flags_of(program_of("universal_b")) == ({}, {})
-    sets, awaited = flags_of(program_of("t3_ring"))
+    assert completion_flags(program_of("universal_b")) == ({}, {})
+    sets, awaited = completion_flags(program_of("t3_ring"))
     assert all(to for to in sets.values()) and set(awaited) & {(rank, 2) for rank in range(4)} == set()
     for rank in range(4):
         flags = [to[rank] for to in sets.values() if rank in to]

@@ -197,15 +197,14 @@ def bind(
     else:
         remote.use(binder)
         actions = [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
-    before = local_edges(ops, exposed)
     if mode == "linear":
         if order is None:
             order = range(len(ops)) if remote else linearise(program)[rank]
-        execute = _linear(context, ops, actions, before, order, trace)
+        execute = _linear(context, analysis, actions, order, trace)
     else:
-        execute = _threads(context, ops, actions, before, trace, exposed)
+        execute = _threads(context, analysis, actions, trace)
     execute = remote.around(execute) if remote else execute
-    return BoundProgram(program, rank, context, buffers, ops, execute, trace)
+    return BoundProgram(analysis, context, buffers, execute, trace)
 
 
 def _check_serial(program: Program) -> None:
@@ -348,12 +347,12 @@ def _post_ahead(
 
 def _linear(
     context: TorchContext,
-    ops: Sequence[BoundOp],
+    analysis: RankAnalysis,
     actions: Sequence[Action],
-    before: Sequence[Sequence[int]],
     order: Sequence[int],
     trace: bool,
 ) -> Callable[[], Mapping[int, tuple[int, int]]]:
+    ops, before = analysis.ops, analysis.edges
     if sorted(order) != list(range(len(ops))):
         raise BindError(f"the order must list each of the {len(ops)} ops once")
     place = {index: at for at, index in enumerate(order)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
@@ -98,7 +98,7 @@ class TorchContext:
             known = _defaults[str(device)] = (world, cls(device=device))
         return known[1]
 
-    def prepare(self, program: Program) -> None:
+    def prepare(self, program: Program, channels: Mapping[str, int] | None = None) -> None:
         """Makes the groups that `program` needs and that are not there yet. `bind` calls it.
 
         A program on all ranks of the world makes its groups together. One on some of them, such as one replica
@@ -107,7 +107,7 @@ class TorchContext:
         Raises BindError where the program has ranks that the world does not have.
         """
         among_members = self.is_distributed and len(program.ranks) < self.num_ranks
-        for key in group_keys(program, self.channels(program)):
+        for key in group_keys(program, self.channels(program) if channels is None else channels):
             channel, ranks = key
             known = key, program.ranks
             if known in self._groups or (among_members and self.rank not in ranks):
@@ -136,7 +136,12 @@ class TorchContext:
     def channels(self, program: Program) -> dict[str, int]:
         """The channel of each communicating lane: see `channels`. NCCL runs a communicator's work in one
         order, so that there each lane has its own."""
-        return assign_channels(program, shared=self.device.type != "cuda")
+        return assign_channels(program, shared=self.shares_groups)
+
+    @property
+    def shares_groups(self) -> bool:
+        """Whether lanes may share process groups."""
+        return str(self.device.type) != "cuda"
 
     def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
         """The process group of a channel over `ranks`, in any order. `program` must have been prepared."""

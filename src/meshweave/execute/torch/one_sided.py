@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action, Strided, chain, natural, pair_up, strided
-from meshweave.ir.analysis.edges import exposed_buffers, is_tracked, tracked_edges
+from meshweave.ir.analysis.edges import is_tracked, tracked_edges
 from meshweave.ir.analysis.matching import match
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
 from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.views import Range, View
+
+if TYPE_CHECKING:
+    from meshweave.execute.torch.analysis import RankAnalysis
 
 _Result = TypeVar("_Result")
 
@@ -51,10 +54,12 @@ def fence_groups(program: Program) -> list[tuple[int, ...]]:
     return list(found)
 
 
-def flags_of(
-    program: Program,
-) -> tuple[dict[tuple[int, int], dict[int, int]], dict[tuple[int, int], list[int]]]:
-    """By op as (rank, index): the flag that it sets on each rank when done, and the own flags it waits for."""
+CompletionFlags = tuple[dict[tuple[int, int], dict[int, int]], dict[tuple[int, int], list[int]]]
+"""By op as (rank, index): the flag that it sets on each rank once complete; the own flags that it waits for."""
+
+
+def completion_flags(program: Program) -> CompletionFlags:
+    """Return the flags by which released remote writes tell their readers that they are complete."""
     sets: dict[tuple[int, int], dict[int, int]] = {}
     awaited: dict[tuple[int, int], list[int]] = {}
     if not any(is_tracked(op) and any(view.rank is not None for view in op.writes) for op in program.ops()):
@@ -79,23 +84,23 @@ class OneSided:
         self,
         memory: RemoteMemory,
         context: TorchContext,
-        program: Program,
-        rank: int,
+        analysis: RankAnalysis,
         tensors: Mapping[str, Tensor],
     ) -> None:
         """Collective among the program's ranks. Raises BindError where they are about to run different programs,
         or some have no such memory; RankLostError, DeadlineError: see `TorchContext.guard`."""
+        program, rank = analysis.program, analysis.rank
         if memory.is_closed or memory.rank != rank:
             why = "closed" if memory.is_closed else f"that of rank {memory.rank}"
             raise BindError(f"rank {rank} of program {program.name} cannot use this memory: it is {why}")
         self._memory, self._context, self._program, self._rank = memory, context, program, rank
         agree(context, program, talk=memory.talk)
-        self.exposed = exposed_buffers(program)
-        self._sets, self._awaited = flags_of(program)
+        self.exposed = analysis.exposed
+        self._sets, self._awaited = analysis.completion_flags
         wanted: dict[Key, Slot] = {}
         given: dict[Key, Tensor] = {}
-        for buffer in program.buffers:
-            if buffer.name not in self.exposed or rank not in program.mesh_of[buffer.mesh]:
+        for buffer in analysis.buffers.values():
+            if buffer.name not in self.exposed:
                 continue
             shape = program.local_shape(buffer.name, rank)
             strides = _strides(shape, buffer.order or natural(len(shape)))
@@ -106,7 +111,7 @@ class OneSided:
             if tensor is not None and memory.locate(tensor.detach(), program.ranks) is not None:
                 given[buffer.name, 0] = tensor.detach()
         num_flags = 1 + max((flag for to in self._sets.values() for flag in to.values()), default=-1)
-        self._groups = fence_groups(program)
+        self._groups = analysis.fence_groups
         what = f"program {program.name}"
         self._window = memory.expose(program.ranks, wanted, given, self._groups, num_flags, what)
         self.own = {key: self._window.own[key] for key in wanted}
@@ -157,13 +162,13 @@ class OneSided:
                 flag: writer[0] for writer, to in self._sets.items() for r, flag in to.items() if r == node[0]
             }
             peers = sorted({setters[flag] for flag in flags})
-            until = self._window.await_flags(flags, peers, f"what {bound.label} reads")
-            steps.insert(0, lambda: until(self._run))
+            wait_for = self._window.await_flags(flags, peers, f"what {bound.label} reads")
+            steps.insert(0, lambda: wait_for(self._run))
         for rank, flag in self._sets.get(node, {}).items():
-            steps.append(self._told(self._window.notify(rank, flag)))
+            steps.append(self._completion_signal(self._window.notify(rank, flag)))
         return chain(steps)
 
-    def _told(self, notify: Callable[[int], object]) -> Action:
+    def _completion_signal(self, notify: Callable[[int], object]) -> Action:
         return lambda: notify(self._run)
 
     def _bind(self, bound: BoundOp) -> Action:

@@ -1,0 +1,100 @@
+"""What binding derives from a program. Each fact is derived once per bound program, when it is first needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshweave.execute.torch.groups import assign_channels
+from meshweave.execute.torch.one_sided import CompletionFlags, completion_flags, fence_groups, without_fences
+from meshweave.execute.torch.views import Order
+from meshweave.execute.torch.wire import WireKey, wire_orders
+from meshweave.ir.analysis.edges import (
+    Conflicts,
+    access_conflicts,
+    exposed_buffers,
+    local_edges,
+    write_edges,
+)
+from meshweave.ir.program import BoundOp, Buffer, Program
+
+
+@dataclass(frozen=True)
+class RankAnalysis:
+    """One rank's part of a program, as all parts of `bind` read it.
+
+    Attributes:
+        has_memory: whether a remote memory carries the one-sided ops and fences of the program.
+        shares_groups: whether lanes may share process groups.
+    """
+
+    program: Program
+    rank: int
+    has_memory: bool
+    shares_groups: bool
+
+    @cached_property
+    def ops(self) -> tuple[BoundOp, ...]:
+        """The ops of this rank in program order, with plain integers."""
+        return tuple(self.program.on_rank(self.rank))
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        """The buffers that this rank has, by name."""
+        program = self.program
+        return {b.name: b for b in program.buffers if self.rank in program.mesh_of[b.mesh]}
+
+    @cached_property
+    def exposed(self) -> frozenset[str]:
+        """The buffers that some rank reads or writes from afar."""
+        return exposed_buffers(self.program)
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether the program runs over a remote memory."""
+        return self.has_memory and bool(self.exposed)
+
+    # -- order among this rank's ops -------------------------------------------------------------------------
+
+    @cached_property
+    def _conflicts(self) -> Conflicts:
+        return access_conflicts(self.ops)
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the earlier ops that it must wait for."""
+        return local_edges(self.ops, self.exposed, self._conflicts)
+
+    @cached_property
+    def write_edges(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the earlier ops that must end before its results may be written."""
+        return write_edges(self._conflicts)
+
+    # -- process groups --------------------------------------------------------------------------------------
+
+    @cached_property
+    def matched_program(self) -> Program:
+        """The program as process groups see it: without fences where a memory has them."""
+        return without_fences(self.program) if self.is_one_sided else self.program
+
+    @cached_property
+    def channels(self) -> dict[str, int]:
+        """The channel of each communicating lane; see `assign_channels`."""
+        return assign_channels(self.matched_program, shared=self.shares_groups)
+
+    @cached_property
+    def wire_orders(self) -> dict[WireKey, Order]:
+        """The memory order in which each lane's ops of a kind send their tensors."""
+        return wire_orders(self.matched_program)
+
+    # -- one-sided access ------------------------------------------------------------------------------------
+
+    @cached_property
+    def fence_groups(self) -> list[tuple[int, ...]]:
+        """All ranks, then the sets of ranks that fence among themselves."""
+        return fence_groups(self.program)
+
+    @cached_property
+    def completion_flags(self) -> CompletionFlags:
+        """The flags by which released remote writes say that they are complete."""
+        return completion_flags(self.program)
