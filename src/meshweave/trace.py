@@ -1,7 +1,21 @@
-"""The timeline record that simulators and executors both emit, so that prediction and measurement compare.
+"""Traces: when each op of a program ran, predicted or measured, in one form so that the two compare.
 
-Times are integer picoseconds from the start of the run. Spans of different ranks share one clock in a
-simulation and on one host (CLOCK_MONOTONIC); across hosts they must be aligned first (`execute.clocks`).
+A `Span` is one op of one rank: what it was, in which lane, and from when to when. A `Trace` is the spans of one
+run, from whatever `source` made it:
+
+- "estimate": a skeleton followed turn by turn (`estimate.timeline`); its spans are tasks, of rank 0 alone.
+- "simulate": the discrete-event simulator. A span starts when its op is issued, waiting for partners included.
+- "numpy": the in-process executor. It runs one event at a time, so its times are those of numpy, not of a machine.
+- "torch": a run on real ranks, timed by `execute.torch`; `merge` joins the traces that each rank made.
+
+Times are integer picoseconds from the start of the run. All ranks of a simulation, and all of one host
+(CLOCK_MONOTONIC), share a clock; those of several hosts are aligned first (`execute.ranks.clocks`).
+
+Two traces of the same program are compared op by op: (rank, index in the rank's op list) names the same op in
+both, as `a.span_of[rank, index]` and `b.span_of[rank, index]`. As a whole they are compared by `duration_s`, and
+by how much of the communication is hidden (`overlap_s`) or not (`exposed_s`). Side by side they are drawn by
+`to_chrome`, or by `report.timeline`. `check_order` proves that a trace, measured or simulated, is legal: every op
+started after what it had to wait for had ended.
 """
 
 from __future__ import annotations
@@ -21,7 +35,13 @@ from meshweave.ir.program.ops import COMPUTE_KINDS
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op of one rank: `index` is its place in the rank's op list, `label` its kind or name and position."""
+    """One op of one rank, from `start_ps` to `end_ps`.
+
+    Attributes:
+        index: its place in the rank's op list.
+        kind: kind of the op, such as "matmul".
+        label: its name, or else its kind, with its position in the program.
+    """
 
     rank: int
     index: int
@@ -41,7 +61,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """`source` says who emitted it: "estimate", "simulate", "numpy", "torch"."""
+    """The spans of one run of a program; `source` says who made it: "estimate", "simulate", "numpy", "torch"."""
 
     program: str
     source: str
@@ -49,18 +69,18 @@ class Trace:
 
     @cached_property
     def span_of(self) -> Mapping[tuple[int, int], Span]:
-        """Spans by (rank, op index)."""
+        """Return the spans by (rank, op index)."""
         return {(span.rank, span.index): span for span in self.spans}
 
     @property
     def duration_s(self) -> float:
-        """From the first start to the last end, in seconds."""
+        """Return the seconds from the first start to the last end."""
         if not self.spans:
             return 0.0
         return to_s(max(s.end_ps for s in self.spans) - min(s.start_ps for s in self.spans))
 
     def overlap_s(self, rank: int) -> float:
-        """Time during which `rank` was computing (matmul or call) and communicating at once, in seconds."""
+        """Return the seconds in which `rank` computes (matmul or call) and communicates at once."""
         compute = union(
             (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind in ("matmul", "call")
         )
@@ -70,13 +90,14 @@ class Trace:
         return to_s(num_common(compute, communicate))
 
     def exposed_s(self, rank: int) -> float:
-        """Time during which `rank` communicated without computing, in seconds."""
+        """Return the seconds in which `rank` communicates without computing."""
         communicate = union(
             (s.start_ps, s.end_ps) for s in self.spans if s.rank == rank and s.kind not in COMPUTE_KINDS
         )
         return to_s(num_indices(communicate)) - self.overlap_s(rank)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the trace as JSON, which `from_json` reads back."""
         return {
             "program": self.program,
             "source": self.source,
@@ -85,18 +106,22 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
+        """Return the trace that `to_json` wrote."""
         return cls(data["program"], data["source"], tuple(Span(**span) for span in data["spans"]))
 
 
 def merge(traces: Sequence[Trace]) -> Trace:
-    """One trace of the per-rank traces of a run."""
+    """Return one trace of the per-rank traces of a run."""
     spans = sorted((s for trace in traces for s in trace.spans), key=lambda s: (s.start_ps, s.rank, s.index))
     return Trace(traces[0].program, traces[0].source, tuple(spans))
 
 
 def check_order(trace: Trace, flow: Dataflow) -> int:
-    """Checks that a trace respects the program: edges, fifo lanes, and partners. Returns the number of
-    orderings checked; raises ProgramError naming the two ops that are out of order."""
+    """Return how many orderings a trace was checked for: the edges and fifo lanes of its program.
+
+    Raises:
+        ProgramError: two ops are out of order, or an op is missing; the error names them.
+    """
     checked = 0
 
     def require(first: tuple[int, int], then: tuple[int, int]) -> None:
@@ -135,7 +160,7 @@ def check_order(trace: Trace, flow: Dataflow) -> int:
 
 
 def to_chrome(traces: Sequence[Trace]) -> dict[str, Any]:
-    """Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us."""
+    """Return Chrome / Perfetto trace events: one process per (source, rank), one thread per lane, times in us."""
     events: list[dict[str, Any]] = []
     for number, trace in enumerate(traces):
         lanes = sorted({span.lane for span in trace.spans})

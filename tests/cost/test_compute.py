@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.base.errors import DescriptionError
-from meshweave.calibrate.write import to_toml
+from meshweave.calibrate.cluster_toml import to_toml
 from meshweave.cost.compute import Tiles, tile_traffic
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price

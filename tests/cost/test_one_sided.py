@@ -28,13 +28,13 @@ def test_routes_of_a_full_mesh() -> None:
 
 def test_each_pair_has_its_own_rate() -> None:
     pvc, h100 = machine(load_cluster("pvc-node")), machine(load_cluster("h100-node"))
-    assert pvc.one_sided(0, 1, adds=False).rate == 230 * 10**9
-    assert pvc.one_sided(0, 2, adds=False).rate == 26_500_000_000
-    assert pvc.one_sided(0, 1, adds=True).rate == 184 * 10**9  # 80 % of a copy
-    assert pvc.one_sided(0, 3, adds=True).rate == 21_200_000_000
-    assert pvc.one_sided(0, 3, adds=True).flops_per_byte == 0
-    assert h100.one_sided(0, 3, adds=True).flops_per_byte == round(0.152 * 67e12 / 360e9)
-    assert h100.one_sided(0, 3, adds=False).flops_per_byte == 0
+    assert pvc.one_sided_constants(0, 1, adds=False).rate == 230 * 10**9
+    assert pvc.one_sided_constants(0, 2, adds=False).rate == 26_500_000_000
+    assert pvc.one_sided_constants(0, 1, adds=True).rate == 184 * 10**9  # 80 % of a copy
+    assert pvc.one_sided_constants(0, 3, adds=True).rate == 21_200_000_000
+    assert pvc.one_sided_constants(0, 3, adds=True).flops_per_byte == 0
+    assert h100.one_sided_constants(0, 3, adds=True).flops_per_byte == round(0.152 * 67e12 / 360e9)
+    assert h100.one_sided_constants(0, 3, adds=False).flops_per_byte == 0
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
@@ -60,7 +60,7 @@ if rank == 0:
     h100 = Machine.of(load_cluster("h100-node"), program)
     found = simulate(program, h100)
     (product,) = [span for span in found.spans(0) if span.kind == "matmul"]
-    share = h100.one_sided(0, 1, adds=True).flops_per_byte * 360e9 / 67e12
+    share = h100.one_sided_constants(0, 1, adds=True).flops_per_byte * 360e9 / 67e12
     assert share == pytest.approx(0.152, abs=0.003)
     expected_s = 2 * 4096**3 / 67e12 / ((1 - share) if is_beside else 1)
     assert (product.end_ps - product.start_ps) / 1e12 == pytest.approx(expected_s, rel=1e-6)

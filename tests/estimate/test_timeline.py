@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
@@ -34,7 +34,7 @@ def machine_of(shape: tuple[int, ...]) -> Machine:
 def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
     """To the picosecond, in every algorithm, for products of uneven sizes too."""
     entry, size = ALGORITHMS[name], st.integers(1, 20_000)
-    problem = MatmulProblem(
+    problem = Matmul2dProblem(
         *data.draw(st.tuples(size, size, size)),
         data.draw(st.sampled_from(MESHES[name])),
         data.draw(st.sampled_from(entry.dataflows)),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import (
     Chip,
@@ -204,7 +204,7 @@ def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
     for _ in range(6):
         shape = rng.choice(shapes)
         sizes = (rng.randrange(64, 2000) for _ in range(3))
-        problem = MatmulProblem(*sizes, shape, rng.choice(entry.dataflows), "bfloat16")
+        problem = Matmul2dProblem(*sizes, shape, rng.choice(entry.dataflows), "bfloat16")
         made = entry.program(problem, rng.choice(list(entry.candidates(problem))))
         cluster = load_cluster(f"tpu-v4-pod:{problem.num_chips}")
         path_of(made, cluster)
@@ -213,7 +213,7 @@ def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
 
 def test_a_logical_mesh_is_slowed_by_its_longer_ways() -> None:
     """A 2x8 mesh on a torus of 4x4: its rings of 8 take links of both axes."""
-    problem = MatmulProblem(4096, 4096, 4096, (2, 8), "os", "bfloat16")
+    problem = Matmul2dProblem(4096, 4096, 4096, (2, 8), "os", "bfloat16")
     entry = ALGORITHMS["collective"]
     made = entry.program(problem, next(entry.candidates(problem)))
     cluster = load_cluster("tpu-v4-4x4")

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_programs import random_cluster, random_machine, random_program
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem
 from meshweave.base.errors import MeshweaveError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
@@ -98,7 +98,7 @@ def algorithm(draw: random.Random) -> Program:
     sizes = [draw.choice([draw.randint(1, 40), 48, 1000 + draw.randint(0, 40)]) for _ in range(3)]
     shape = draw.choice(MESHES[entry.name])
     dtype = draw.choice(["float32", "bfloat16"])
-    problem = MatmulProblem(sizes[0], sizes[1], sizes[2], shape, draw.choice(entry.dataflows), dtype)
+    problem = Matmul2dProblem(sizes[0], sizes[1], sizes[2], shape, draw.choice(entry.dataflows), dtype)
     widths = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, min(5, problem.sliced_size))))
     config = Config(widths, draw.choice([1, 2, 3, 8]), draw.choice([1, 2, 5]), draw.choice(["row", "col"]))
     program = entry.program(problem, config)

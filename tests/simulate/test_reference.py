@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem
 from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -152,7 +152,7 @@ def test_a_send_buffer_only_frees_senders(path: Path) -> None:
     plain, early = (simulate(flow, Machine.of(c, made), contention=False) for c in (cluster, buffered))
     check_order(early, flow)
     if all(lane.order == "fifo" for lane in made.lanes):
-        assert all(early.of[node].end_ps <= plain.of[node].end_ps for node in flow.nodes())
+        assert all(early.span_of[node].end_ps <= plain.span_of[node].end_ps for node in flow.nodes())
     if not {"send", "permute"} & {span.kind for span in plain.spans}:
         assert early == plain
     check_order(simulate(flow, Machine.of(buffered, made)), flow)
@@ -172,8 +172,8 @@ with ranks(1):
     for room, sent_s in ((0, 1.1e-3), (999_999, 1.1e-3), (1_000_000, 1e-4)):
         cluster = replace(torus(latency_s=1e-4, chips=2), send_buffer_bytes=room)
         trace = simulate(made, Machine.of(cluster, made))
-        assert trace.of[0, 0].end_ps / 1e12 == pytest.approx(sent_s, abs=1e-12)
-        assert trace.of[1, 0].end_ps / 1e12 == pytest.approx(1.1e-3, abs=1e-12)
+        assert trace.span_of[0, 0].end_ps / 1e12 == pytest.approx(sent_s, abs=1e-12)
+        assert trace.span_of[1, 0].end_ps / 1e12 == pytest.approx(1.1e-3, abs=1e-12)
 
 
 def test_a_permute_lasts_until_its_own_part_has_come_where_the_buffer_takes_what_it_sends() -> None:
@@ -189,7 +189,7 @@ def test_a_permute_lasts_until_its_own_part_has_come_where_the_buffer_takes_what
 
 
 def test_equal_inputs_give_equal_traces_of_a_product() -> None:
-    problem = MatmulProblem(512, 384, 640, (2, 4), "rs", "bfloat16")
+    problem = Matmul2dProblem(512, 384, 640, (2, 4), "rs", "bfloat16")
     made = lower_rings(ALGORITHMS["meshslice"].program(problem, Config((1, 2, 1))), 2)
     machine = Machine.of(load_cluster("tpu-v4-pod:8"), made)
     first = simulate(made, machine)

@@ -50,7 +50,7 @@ with tp:
 def ends(cluster: Cluster, made: Program, index: int = -1) -> list[float]:
     """Milliseconds at which one op of each rank ends, the last one by default."""
     trace = simulate(made, Machine.of(cluster, made))
-    return [trace.of[rank, index % len(made.on_rank(rank))].end_ps / 1e9 for rank in made.ranks]
+    return [trace.span_of[rank, index % len(made.on_rank(rank))].end_ps / 1e9 for rank in made.ranks]
 
 
 def seconds(cluster: Cluster, body: str) -> float:
@@ -111,7 +111,7 @@ def test_who_is_late_delays_its_neighbours_step_by_step() -> None:
             later
             for over in may_begin
             for end in (over.sender, over.receiver)
-            for later in steps.over(over, end)
+            for later in steps.end_message(over, end)
         ]
     assert waves == [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4], [2, 3]]
     assert sorted(message.sender for message in steps.join(7)) == [6, 7]
@@ -174,8 +174,8 @@ def test_a_chain_waits_for_both_ends_of_a_hop() -> None:
     assert chain.join(1) == chain.join(2) == []
     (first,) = chain.join(0)
     assert (first.sender, first.receiver) == (2, 0)
-    assert chain.over(first, 2) == []
-    assert [(m.sender, m.receiver, m.delay_ps) for m in chain.over(first, 0)] == [(2, 0, 1), (0, 1, 0)]
+    assert chain.end_message(first, 2) == []
+    assert [(m.sender, m.receiver, m.delay_ps) for m in chain.end_message(first, 0)] == [(2, 0, 1), (0, 1, 0)]
 
 
 def test_an_all_to_all_goes_one_place_farther_each_step() -> None:
@@ -259,5 +259,5 @@ copy(q(1)[:, :250], s(2), lane=z)
 copy(q(2)[:, :250], s(1), lane=z)
 """)
     trace = simulate(made, Machine.of(ring(), made))
-    starts = [trace.of[0, index].start_ps for index in range(4)]
+    starts = [trace.span_of[0, index].start_ps for index in range(4)]
     assert starts == [0, 0, 4 * 10**6, 6 * 10**6]

@@ -1,4 +1,4 @@
-"""What both ways to simulate keep: when each op was issued and when it ended."""
+"""What both simulators in Python keep: when each op was issued and when it ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshweave.trace import Span, Trace
 
 
 class TraceRecorder:
-    """Follows the program's `Issuer`; `trace` is what came of it."""
+    """Base of simulators that follow a program's `Issuer`: it holds when each op was issued and ended."""
 
     def __init__(self, flow: Dataflow) -> None:
         self.flow = flow
@@ -18,7 +18,7 @@ class TraceRecorder:
         self.ended_ps: dict[Node, int] = {}
 
     def trace(self) -> Trace:
-        """The spans of all ops. Raises ProgramError where some have not ended: the program deadlocks."""
+        """Return the spans of all ops. Raises ProgramError where some have not ended: the program deadlocks."""
         if any(node not in self.ended_ps for node in self.flow.nodes()):
             raise self.issuer.deadlock_error()
         spans = []

@@ -1,8 +1,8 @@
 """The closed-form reading: time of a skeleton as a max-plus recurrence, jumped over once it is periodic.
 
 A software pipeline costs prologue + (n - 1) steady + epilogue (MeshSlice, section 3.2.2). Instead of
-writing that down per algorithm, the recurrence of its tasks is followed for a few turns; max-plus
-recurrences are linear, so as soon as one turn shifts all that the next one depends on by the same amount,
+writing that down per algorithm, the recurrence of its tasks is followed for a few turns. Max-plus
+recurrences are linear: as soon as one turn shifts all that the next one depends on by the same amount,
 all further turns of that phase do, and they are skipped in one step. All in integers, so the result is exact.
 """
 
@@ -23,7 +23,7 @@ CostPs = Callable[[Work], int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a program by its skeleton. The parts are sums over ops, overlapped or not."""
+    """Seconds of a program. The parts are sums over ops, whether they overlap or not."""
 
     total_s: float
     compute_s: float
@@ -34,11 +34,12 @@ class Estimate:
 
     @property
     def communication_s(self) -> float:
+        """Return the seconds of launches, synchronisations and transfers."""
         return self.launch_s + self.sync_s + self.transfer_s
 
     @property
     def exposed_s(self) -> float:
-        """Time in which the products do not run: what communication, copies and waiting add."""
+        """Return the seconds in which no product runs: what communication, copies and waiting add."""
         return self.total_s - self.compute_s
 
 
@@ -47,7 +48,7 @@ _Step = tuple[int, int, int, list[int], list[tuple[int, int]]]
 
 
 class TimedSkeleton:
-    """A skeleton with the durations of its tasks: how long it takes, exactly or at least."""
+    """A skeleton with the durations of its tasks."""
 
     __slots__ = ("_phases",)
 
@@ -58,7 +59,7 @@ class TimedSkeleton:
         ]
 
     def floor_ps(self) -> int:
-        """A lower bound that costs next to nothing: what the longest lane has to do."""
+        """Return a lower bound in picoseconds that costs next to nothing: what the longest lane has to do."""
         lanes: dict[str, int] = {}
         for turns, tasks, durations in self._phases:
             for task, duration in zip(tasks, durations, strict=True):
@@ -66,7 +67,7 @@ class TimedSkeleton:
         return max(lanes.values(), default=0)
 
     def total_ps(self) -> int:
-        """Makespan in picoseconds; exact."""
+        """Return the makespan in picoseconds; exact."""
         if not any(task.after for _, tasks, _ in self._phases for task in tasks):
             return self.floor_ps()
         numbers: dict[str, int] = {}
@@ -223,12 +224,12 @@ def _rate(wait: tuple[int, int]) -> int:
 
 
 def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs) -> int:
-    """Makespan in picoseconds, each op of a task taking `cost_ps(work)`; exact."""
+    """Return the makespan in picoseconds where each op of a task takes `cost_ps(work)`; exact."""
     return TimedSkeleton(skeleton, cost_ps).total_ps()
 
 
 def estimate(skeleton: Skeleton, machine: Machine) -> Estimate:
-    """Prices every task on `machine` and follows the skeleton. Raises UnsupportedError as `price` does."""
+    """Return the time of a skeleton on a machine. Raises UnsupportedError as `cost.price.price` does."""
     prices: dict[Work, Price] = {}
 
     def priced(work: Work) -> Price:

@@ -16,12 +16,13 @@ MAX_TASKS = 200_000
 
 
 def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Trace:
-    """The trace of rank 0 that `estimate(skeleton, machine)` implies, of the same duration to the picosecond.
+    """Return the trace of rank 0 behind `estimate(skeleton, machine)`, of the same duration to the picosecond.
 
-    Every turn is followed: nothing is jumped over. Tasks that stand for several equal ops are one span, and a
-    span begins when its task does, with no waiting for partners in it. `name` is that of the program.
+    Every turn is followed: nothing is jumped over. Tasks that stand for several equal ops are one span, and a span
+    begins when its task does, with no waiting for partners in it. `name` is that of the program.
 
-    Raises UnsupportedError where there are more than `MAX_TASKS` tasks, and as `price` does.
+    Raises:
+        UnsupportedError: there are more than `MAX_TASKS` tasks, or `cost.price.price` raises it.
     """
     count = sum(phase.turns * len(phase.tasks) for phase in skeleton.phases)
     if count > MAX_TASKS:

@@ -23,7 +23,7 @@ from meshweave.trace import Trace
 
 
 class UncontendedSimulator(TraceRecorder):
-    """A run in which ops meet nowhere."""
+    """A simulator in which every op has engines and links to itself."""
 
     def __init__(self, flow: Dataflow, machine: Machine) -> None:
         super().__init__(flow)
@@ -34,6 +34,7 @@ class UncontendedSimulator(TraceRecorder):
         self.arrived: dict[int, set[int]] = defaultdict(set)
 
     def run(self) -> Trace:
+        """Return the trace of the program. Raises ProgramError where it deadlocks."""
         for node in self.issuer.start():
             self._issue(node)
         while self.events:
@@ -100,9 +101,10 @@ class UncontendedSimulator(TraceRecorder):
 
 
 def estimate_program(program: Program | Dataflow, machine: Machine) -> Estimate:
-    """Return the time of a program without contention, each op at its closed form, for algorithms without a skeleton.
+    """Return the time of a program without contention, for algorithms without a skeleton.
 
-    The parts are sums over the ops of the first rank; a message counts where it is sent.
+    Every op takes its closed form. The parts are sums over the ops of the first rank; a message counts where it is
+    sent.
 
     Raises:
         ProgramError: the program deadlocks.

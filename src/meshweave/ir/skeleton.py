@@ -11,7 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from meshweave.ir.work import Work
+from meshweave.base.errors import UnsupportedError
+from meshweave.ir.analysis.edges import is_one_sided, local_edges
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Recv, Send
+from meshweave.ir.work import Work, work_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,24 @@ class Skeleton:
         if last is not None:
             phases.append(Phase(count, last))
         return cls(tuple(phases))
+
+
+def skeleton_of(program: Program) -> Skeleton:
+    """Return a skeleton of one turn: the ops of the first rank, after those that its edges name.
+
+    It is exact where all ranks do the same work on shards of equal size, and slower to make than a skeleton that an
+    algorithm writes itself. Raises UnsupportedError for messages from rank to rank, whose partners it does not hold.
+    """
+    ops = program.on_rank(program.ranks[0])
+    for bound in ops:
+        if isinstance(bound.op, (Send, Recv)) or is_one_sided(bound.op):
+            raise UnsupportedError(
+                f"{program.name}: {bound.label} has a partner; its algorithm must write a skeleton"
+            )
+    names = [f"{number} {bound.op.name or bound.op.kind}" for number, bound in enumerate(ops)]
+    edges = local_edges(ops)
+    tasks = (
+        Task(name, bound.op.lane, work_of(program, bound.op), tuple((names[other], 0) for other in before))
+        for name, bound, before in zip(names, ops, edges, strict=True)
+    )
+    return Skeleton((Phase(1, tuple(tasks)),))

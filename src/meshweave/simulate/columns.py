@@ -16,7 +16,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import On, Program, Repeat, When
-from meshweave.ir.program.expressions import Binary, Index, Select, Var
+from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     OP_TYPES,
     READ,
@@ -45,6 +45,7 @@ from meshweave.ir.program.ops import (
 from meshweave.ir.program.statements import preorder
 from meshweave.ir.program.views import Blocked, View
 from meshweave.ir.work import axis_of, refuse_in_place
+from meshweave.simulate.expression_columns import ExpressionColumns
 
 Column = NDArray[np.int64]
 
@@ -55,33 +56,26 @@ MAX_OPS = 200_000_000
 """Ops of all ranks; at some 40 bytes each that is what a large machine holds."""
 
 _UNDEFINED = np.iinfo(np.int64).min
-_CODES = {
-    sign: 2 + number
-    for number, sign in enumerate(
-        ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", ">", ">=", "and", "or")
-    )
-}
-_SELECT = 17
 _OP, _ON, _REPEAT, _WHEN = range(4)
 _TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
 
 
 class Columns:
-    """`data` is what the core takes. `price_names` lists the mesh axes ("tp.row"; "" for none) whose constants
-    it will ask for, in its order. `has_pairs` says whether there are ops that cost what lies
-    between two ranks: one-sided ones, and messages that are no step of a collective."""
+    """A program template as columns of integers.
+
+    Attributes:
+        data: the columns that the core takes, by name.
+        price_names: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
+        has_pairs: whether some ops cost what lies between two ranks: one-sided ones, and messages that are no
+            step of a collective.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = np.array(program.ranks, dtype=np.int64)
         self.price_names: list[str] = []
         self.has_pairs = False
-        self._code: list[int] = []
-        self._expr_starts = [0]
-        self._exprs: dict[Index, int] = {}
-        self._tables = [0]
-        self._entries: list[int] = []
-        self._slots = {"rank": 0, "peer": 1}
+        self._expressions = ExpressionColumns()
         self._coords: list[Column] = []
         self._sets: dict[Any, int] = {}
         self._set_ranks: list[Column] = []
@@ -103,40 +97,46 @@ class Columns:
         self._lanes = {lane.name: number for number, lane in enumerate(program.lanes)}
         self._buffers = {buffer.name: number for number, buffer in enumerate(program.buffers)}
         self._at = {mesh.name: np.searchsorted(self.ranks, mesh.ranks) for mesh in program.meshes}
+        self._buffer_rows: list[tuple[int, ...]] = []
+        self._shapes: list[Column] = []
+        self._shape_exprs: list[int] = []
         self._coordinates()
-        buffers, shapes, shape_exprs = self._describe_buffers()
+        self._describe_buffers()
         self._describe_statements()
-        self.data: dict[str, Column] = {
+        self.data = self._described()
+
+    def _described(self) -> dict[str, Column]:
+        return {
             "ranks": self.ranks,
             "num_coords": _flat([len(self._coords)]),
-            "num_vars": _flat([len(self._slots)]),
+            "num_vars": _flat([self._expressions.num_slots]),
             "num_sets": _flat([len(self._set_ranks)]),
             "num_axes": _flat([len(self._axes)]),
             "max_ops": _flat([MAX_OPS]),
             "coords": _flat(np.stack(self._coords, axis=1)) if self._coords else _flat([]),
-            "code": _flat(self._code),
-            "exprs": _flat(self._expr_starts),
-            "tables": _flat(self._tables),
-            "entries": _flat(self._entries),
+            "code": _flat(self._expressions.code),
+            "exprs": _flat(self._expressions.starts),
+            "tables": _flat(self._expressions.tables),
+            "entries": _flat(self._expressions.entries),
             "sets": _offsets(self._set_ranks),
             "set_ranks": _joined(self._set_ranks),
             "axis_group": _joined(self._axis_groups),
             "groups": _offsets(self._members),
             "members": _joined(self._members),
             "group_price": _flat(self._group_price),
-            "lists": _joined([_flat(one) for one in self._lists]),
-            "list_offsets": _offsets([_flat(one) for one in self._lists]),
+            "lists": _joined([_flat(sizes) for sizes in self._lists]),
+            "list_offsets": _offsets([_flat(sizes) for sizes in self._lists]),
             "args": _flat(self._args),
-            "buffers": _flat(buffers),
-            "shapes": shapes,
-            "shape_exprs": _flat(shape_exprs),
+            "buffers": _flat(self._buffer_rows),
+            "shapes": _joined(self._shapes),
+            "shape_exprs": _flat(self._shape_exprs),
             "views": _flat(self._view_rows),
             "selectors": _flat(self._selectors),
             "ops": _flat(self._op_rows),
             "accesses": _flat(self._accesses),
             "op_access": _flat(self._op_access),
             "statements": _flat(self._statements),
-            "lanes": _flat([(int(lane.order == "ready"), lane.width) for lane in program.lanes]),
+            "lanes": _flat([(int(lane.order == "ready"), lane.width) for lane in self.program.lanes]),
         }
 
     # --- names ----------------------------------------------------------------------------------------
@@ -147,38 +147,8 @@ class Columns:
             for axis, place in zip(mesh.axes, places, strict=True):
                 column = np.full(len(self.ranks), _UNDEFINED, dtype=np.int64)
                 column[self._at[mesh.name]] = place
-                self._slots[f"{mesh.name}.{axis}"] = len(self._slots)
+                self._expressions.slot(f"{mesh.name}.{axis}")
                 self._coords.append(column)
-
-    def _expr(self, index: Index) -> int:
-        """Number of an expression; equal ones share it."""
-        known = self._exprs.get(index)
-        if known is None:
-            code: list[int] = []
-            self._emit(index, code)  # adds the entries of tables first
-            self._code += code
-            self._expr_starts.append(len(self._code) // 2)
-            known = self._exprs[index] = len(self._expr_starts) - 2
-        return known
-
-    def _emit(self, index: Index, code: list[int]) -> None:
-        if isinstance(index, Var):
-            code += (1, self._slots.setdefault(index.name, len(self._slots)))
-        elif isinstance(index, Binary):
-            self._emit(index.left, code)
-            self._emit(index.right, code)
-            code += (_CODES[index.op], 0)
-        elif isinstance(index, Select):
-            self._emit(index.index, code)
-            self._entries += [self._expr(entry) for entry in index.entries]
-            self._tables.append(len(self._entries))
-            code += (_SELECT, len(self._tables) - 2)
-        else:
-            assert isinstance(index, int)
-            code += (0, int(index))
-
-    def _maybe(self, index: Index | None) -> int:
-        return -1 if index is None else self._expr(index)
 
     def _set(self, where: str | tuple[int, ...]) -> int:
         """Number of a set of ranks; -1 for all of them."""
@@ -244,26 +214,21 @@ class Columns:
 
     # --- buffers and views ----------------------------------------------------------------------------
 
-    def _describe_buffers(self) -> tuple[list[tuple[int, ...]], Column, list[int]]:
-        program = self.program
-        rows: list[tuple[int, ...]] = []
-        shapes: list[Column] = []
-        size = 0
-        exprs: list[int] = []
+    def _describe_buffers(self) -> None:
+        program, size = self.program, 0
         for buffer in program.buffers:
-            common = dtype_bytes(buffer.dtype), buffer.slots, buffer.num_dims(program.tensor_of)
-            where = self._set(buffer.mesh)
+            num_dims = buffer.num_dims(program.tensor_of)
+            common = dtype_bytes(buffer.dtype), buffer.slots, num_dims, self._set(buffer.mesh)
             if buffer.tensor is None:
-                rows.append((*common, where, 0, len(exprs)))
-                exprs += [self._expr(extent) for extent in buffer.shape]
+                self._buffer_rows.append((*common, 0, len(self._shape_exprs)))
+                self._shape_exprs += [self._expressions.number(extent) for extent in buffer.shape]
                 continue
-            table = np.full((len(self.ranks), common[2]), -1, dtype=np.int64)
+            table = np.full((len(self.ranks), num_dims), -1, dtype=np.int64)
             mesh = program.mesh_of[buffer.mesh]
             table[self._at[buffer.mesh]] = [program.local_shape(buffer.name, rank) for rank in mesh.ranks]
-            rows.append((*common, where, 1, size))
-            shapes.append(_flat(table))
+            self._buffer_rows.append((*common, 1, size))
+            self._shapes.append(_flat(table))
             size += table.size
-        return rows, _joined(shapes), exprs
 
     def _view(self, view: View) -> int:
         known = self._views.get(view)
@@ -273,12 +238,22 @@ class Columns:
                 raise ProgramError(
                     f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}"
                 )
-            row = self._buffers[view.buffer], self._expr(view.slot), self._maybe(view.rank)
+            row = (
+                self._buffers[view.buffer],
+                self._expressions.number(view.slot),
+                self._expressions.number_or_none(view.rank),
+            )
             self._view_rows.append((*row, len(self._selectors), len(view.selectors)))
             for selector in view.selectors:
-                ends = self._expr(selector.start), self._maybe(selector.stop)
+                ends = (
+                    self._expressions.number(selector.start),
+                    self._expressions.number_or_none(selector.stop),
+                )
                 if isinstance(selector, Blocked):
-                    parts = (self._expr(part) for part in (selector.first, selector.block, selector.stride))
+                    parts = (
+                        self._expressions.number(part)
+                        for part in (selector.first, selector.block, selector.stride)
+                    )
                     self._selectors.append((1, *ends, *parts))
                 else:
                     self._selectors.append((0, *ends, -1, -1, -1))
@@ -292,10 +267,10 @@ class Columns:
                 case On(where=where):
                     row = _ON, self._set(where), 0, end
                 case Repeat(var=var, count=count):
-                    slot = self._slots.setdefault(var, len(self._slots))
-                    row = _REPEAT, slot, self._expr(count), end
+                    slot = self._expressions.slot(var)
+                    row = _REPEAT, slot, self._expressions.number(count), end
                 case When(condition=condition):
-                    row = _WHEN, 0, self._expr(condition), end
+                    row = _WHEN, 0, self._expressions.number(condition), end
                 case _:
                     row = _OP, len(self._op_rows), 0, end
                     self._op(statement)
@@ -316,9 +291,9 @@ class Columns:
                 out, src, other = self._view(op.out), self._view(op.a), self._view(op.b)
                 flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
             case Call():
-                flops, nbytes = self._expr(op.flops), self._expr(op.bytes)
+                flops, nbytes = self._expressions.number(op.flops), self._expressions.number(op.bytes)
                 stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
-                args = [self._expr(arg) for arg in op.args]
+                args = [self._expressions.number(arg) for arg in op.args]
             case Collective():
                 axis = self._axis(op.over)
                 if isinstance(op, DataCollective):
@@ -328,11 +303,11 @@ class Columns:
                 elif isinstance(op, AllToAll):
                     dim, sizes = op.split_dim, self._sizes(op.send_sizes)
                 elif isinstance(op, (Broadcast, Reduce)):
-                    first, second = self._expr(op.root), self._expr(op.packets)
+                    first, second = self._expressions.number(op.root), self._expressions.number(op.packets)
                 elif isinstance(op, Permute):
-                    first = self._expr(op.shift)
+                    first = self._expressions.number(op.shift)
             case Send() | Recv():
-                first, second = self._expr(op.peer), self._expr(op.tag)
+                first, second = self._expressions.number(op.peer), self._expressions.number(op.tag)
                 if isinstance(op, Send):
                     src = self._view(op.src)
                     self.has_pairs = self.has_pairs or op.step is None
@@ -349,7 +324,7 @@ class Columns:
         step = getattr(op, "step", None)
         comm, step_index, directions = -1, -1, 1
         if step is not None:
-            comm, step_index = COMM_KINDS.index(step.collective), self._expr(step.index)
+            comm, step_index = COMM_KINDS.index(step.collective), self._expressions.number(step.index)
             directions = step.num_directions
         self._op_rows.append(
             (
@@ -366,13 +341,13 @@ class Columns:
         if isinstance(sizes, tuple):
             self._lists.append(sizes)
             return 2, len(self._lists) - 1
-        return 1, self._expr(sizes)
+        return 1, self._expressions.number(sizes)
 
     def _note_accesses(self, op: Op) -> None:
         for mode, view in op.accesses():
             # Whether a product reads what it adds to may depend on the turn.
             depends = isinstance(op, Matmul) and mode == READ and view is op.out
-            condition = self._expr(op.accumulate) if depends else -1  # type: ignore[attr-defined]
+            condition = self._expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
             self._accesses.append((MODES[mode], self._view(view), condition))
         self._op_access.append(len(self._accesses))
 

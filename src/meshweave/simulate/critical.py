@@ -1,11 +1,12 @@
 """What bounds a simulated run: its critical path, and how much faster no schedule could be.
 
 The path is walked back from the op that ends last. All of an op's time is on it, unless a partner came later:
-then only from that partner's issue on, and the walk goes on with what let the partner be issued. So the steps of
-a path follow each other without gaps, and their times add up to the run's duration, to the picosecond.
+then only the time from that partner's issue on, and the walk goes on with what let the partner be issued. So the
+segments of a path follow each other without gaps, and their times add up to the run's duration, to the
+picosecond.
 
-Within a transfer, launch and synchronisation are what the machine's constants say, the rest is transfer:
-whatever late neighbours and shared links added in the middle of it too.
+Within a transfer, launch and synchronisation are what the machine's constants say. The rest is transfer, which
+includes what late neighbours and shared links added in the middle of it.
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class PathSegment:
-    """A stretch of the path: an op from when nobody was missing to its end. `launch_ps` and `sync_ps` are part of
-    it, `slowed_ps` is by how much it took longer than alone on an idle machine."""
+    """A segment of the critical path: an op, from when its last partner was there to its end.
+
+    Attributes:
+        launch_ps, sync_ps: the parts of it that are launch and synchronisation.
+        slowed_ps: how much longer it took than alone on an idle machine.
+    """
 
     rank: int
     index: int
@@ -54,7 +59,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Where the time goes that is neither launch nor synchronisation."""
+        """Return where the time goes that is neither launch nor synchronisation."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind == "wait":
@@ -73,7 +78,7 @@ class LowerBound:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """`steps` from the start of the run to its end; `bounds` from the largest to the smallest."""
+    """The critical path of a run: `segments` from its start to its end; `bounds`, the largest first."""
 
     segments: tuple[PathSegment, ...]
     duration_ps: int
@@ -81,7 +86,7 @@ class CriticalPath:
 
     @cached_property
     def parts_ps(self) -> dict[str, int]:
-        """Picoseconds by category, summing exactly to the duration."""
+        """Return the picoseconds of each category, which sum exactly to the duration."""
         parts = dict.fromkeys(CATEGORIES, 0)
         for step in self.segments:
             parts["launch"] += step.launch_ps
@@ -91,7 +96,7 @@ class CriticalPath:
 
     @cached_property
     def axes_ps(self) -> dict[str, int]:
-        """Picoseconds of transfer by mesh axis, the largest first."""
+        """Return the picoseconds of transfer by mesh axis, the largest first."""
         axes: dict[str, int] = defaultdict(int)
         for step in self.segments:
             if step.category == "transfer":
@@ -100,18 +105,18 @@ class CriticalPath:
 
     @cached_property
     def slowed_ps(self) -> int:
-        """By how much the steps took longer than alone: shared links and memory, neighbours that came late."""
+        """Return how much longer the segments took than alone, for shared links and memory and late neighbours."""
         return sum(step.slowed_ps for step in self.segments)
 
     @property
     def over_bound(self) -> float | None:
-        """The duration over the largest bound; None where nothing is bounded."""
+        """Return the duration over the largest bound; None where nothing is bounded."""
         most = self.bounds[0].ps if self.bounds else 0
         return self.duration_ps / most if most else None
 
     @cached_property
     def verdict(self) -> str:
-        """One line: what most of the path is, and how far the run is from the nearest bound."""
+        """Return one line: what most of the path is, and how far the run is from the nearest bound."""
         if not self.duration_ps:
             return "bound by nothing: no time passes"
         parts = self.parts_ps
@@ -139,7 +144,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def critical_path(run: Simulation) -> CriticalPath:
-    """The critical path of a simulation, and the bounds beside it."""
+    """Return the critical path of a simulation, and the bounds beside it."""
     steps = tuple(_BackwardWalk(run).segments())[::-1]
     return CriticalPath(steps, run.duration_ps, tuple(sorted(_bounds(run), key=lambda bound: -bound.ps)))
 
@@ -177,7 +182,7 @@ class _BackwardWalk:
         self.seen: set[int] = set()
 
     def segments(self) -> Iterator[PathSegment]:
-        """From the end back to the start."""
+        """Yield the segments from the end of the run back to its start."""
         if not self.run.num_ops or not self.run.duration_ps:
             return
         at: int | None = int(np.argmax(self.ended))

@@ -1,8 +1,8 @@
 """The fast simulator: the reference's model (`simulate.reference`) in a C++ core, for thousands of ranks.
 
-The program goes over as a template in columns and is expanded there; only routes between chips are worked out
-here, because which link carries what is `cost.machine`'s business. The same program gives the same integers as
-the reference, op by op.
+The core gets the program as a template in columns and expands it itself. Only the routes between chips are found
+here, because `cost.machine` knows which link carries what. The same program gives the same integers as the
+reference, op by op.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _IDLE = "too many statements"
 
 
 def simulate(program: Program, machine: Machine) -> Simulation:
-    """Simulates a program on a machine, with contention: what `simulate.reference` says, op by op, but fast.
+    """Return a simulation of a program on a machine, with contention: what `simulate.reference` says, but fast.
 
-    Raises ProgramError where partners disagree, the program deadlocks or an expression does not fit,
-    UnsupportedError for a group that the machine cannot place.
+    Raises:
+        ProgramError: partners disagree, the program deadlocks, or an expression does not fit.
+        UnsupportedError: the machine cannot place a group.
     """
     try:
         columns = Columns(program)
@@ -90,8 +91,10 @@ class _Routes:
         self.known: dict[tuple[int, int, int], list[int]] = {}
 
     def add(self, wanted: Column, columns: Columns, into: dict[str, Column]) -> None:
-        """Puts the wanted routes, rows of (source, target, back) in positions, into the machine's columns, and
-        for a program with one-sided ops or messages what these cost over each of them."""
+        """Put the wanted routes, rows of (source, target, back) in positions, into the machine's columns.
+
+        For a program with one-sided ops or messages, their costs over each route are added as well.
+        """
         rows, ranks = wanted.reshape(-1, 3), columns.ranks
         pairs = np.column_stack((ranks[rows[:, 0]], ranks[rows[:, 1]], rows[:, 2])).tolist()
         routes = [self.known.get(pair) or self._route(*pair) for pair in map(tuple, pairs)]

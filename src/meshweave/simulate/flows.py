@@ -18,8 +18,15 @@ Resource = Hashable
 
 @dataclass(eq=False)
 class Flow:
-    """`uses` is the weight on each resource; `ended` is called when the flow is over. `version` tells a
-    scheduled end that a later one has replaced it."""
+    """An amount under way.
+
+    Attributes:
+        uses: its weight on each resource.
+        cap: most units per second.
+        left: what is left, in units x picoseconds per second.
+        ended: called when the flow is over.
+        version: tells a scheduled end that a later one has replaced it.
+    """
 
     uses: Mapping[Resource, int]
     cap: int
@@ -32,7 +39,7 @@ class Flow:
 
 @dataclass
 class FlowTable:
-    """All flows under way. `rate_of` gives a resource's rate per second. Rates change in `share` only."""
+    """All flows under way. `rate_of` returns a resource's rate per second. Rates change in `share` only."""
 
     rate_of: Callable[[Resource], int]
     capacity: dict[Resource, int] = field(default_factory=dict)
@@ -40,7 +47,7 @@ class FlowTable:
     touched: dict[Flow, None] = field(default_factory=dict)
 
     def start(self, flow: Flow) -> None:
-        """Adds a flow, which has no rate before the next `share`; its cap becomes what it could have alone."""
+        """Add a flow, which has no rate before the next `share`; its cap becomes what it could have alone."""
         for resource, weight in flow.uses.items():
             if resource not in self.capacity:
                 self.capacity[resource] = self.rate_of(resource)
@@ -49,14 +56,14 @@ class FlowTable:
         self.touched[flow] = None
 
     def end(self, flow: Flow) -> None:
-        """Takes a flow out; the others keep their rates until the next `share`."""
+        """Take a flow out; the others keep their rates until the next `share`."""
         for resource in flow.uses:
             del self.on[resource][flow]
             self.touched.update(self.on[resource])
         self.touched.pop(flow, None)
 
     def share(self, now_ps: int) -> list[Flow]:
-        """Shares the rates anew where flows came or went; returns the flows whose rate changed."""
+        """Share the rates anew where flows came or went, and return the flows whose rate changed."""
         flows = self._together(self.touched)
         self.touched.clear()
         rates = self._max_min(flows)
@@ -71,7 +78,7 @@ class FlowTable:
         return changed
 
     def end_ps(self, flow: Flow) -> int:
-        """When the flow ends if its rate stays."""
+        """Return when the flow ends if its rate stays."""
         return flow.since_ps + -(-flow.left // flow.rate)
 
     def _together(self, seeds: Iterable[Flow]) -> list[Flow]:
@@ -115,5 +122,5 @@ class FlowTable:
 
 
 def amount_left(amount: int) -> int:
-    """An amount in the units in which flows count what is left."""
+    """Return an amount in the units of `Flow.left`."""
     return amount * PS_PER_S

@@ -40,11 +40,14 @@ Demand = tuple[int, int, Mapping[Resource, int]]
 
 
 def simulate(program: Program | Dataflow, machine: Machine, *, contention: bool = True) -> Trace:
-    """Simulates a program on a machine. A span starts when its op is issued, waiting for partners included.
+    """Return the trace of a program on a machine, in which a span starts when its op is issued.
 
     Without `contention` each op takes its closed form, as if it had engines and links to itself, and all members
-    of a collective start together. Raises ProgramError where partners disagree or the program deadlocks,
-    UnsupportedError for a group that the machine cannot place.
+    of a collective start together.
+
+    Raises:
+        ProgramError: partners disagree, or the program deadlocks.
+        UnsupportedError: the machine cannot place a group.
     """
     flow = analyse(program) if isinstance(program, Program) else program
     return (

@@ -1,4 +1,4 @@
-"""What a simulation found, in columns by op; traces and reports are made of it on demand."""
+"""The result of a simulation, in columns by op; traces and reports are made of it on demand."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ class Simulation:
     """What `engine.simulate` returns. All times are integer picoseconds from the start of the run.
 
     Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
-    `rows` is each op's number among the ops as the program writes them. `outputs` holds the core's columns, by op:
-    `issued_ps`, `ended_ps`, `cause` (the op whose end let it be issued, -1 at the start), `last_partner` (of the partners
-    that it exchanges something with the one that came last, if later than itself, else -1); by rank `parts_ps`;
-    by resource `carried`; and `num_events`.
+
+    Attributes:
+        rows: each op's number among the ops as the program writes them.
+        outputs: the core's columns. By op: `issued_ps`; `ended_ps`; `cause`, the op whose end let it be issued (-1
+            at the start); `last_partner`, of the partners that it exchanges something with the one that came last
+            (-1 if none came later than itself). By rank: `parts_ps`. By resource: `carried`. And `num_events`.
+        link_names: the links among the resources, in order.
     """
 
     program: Program
@@ -62,33 +65,39 @@ class Simulation:
 
     @property
     def num_ops(self) -> int:
+        """Return the number of ops of all ranks."""
         return int(self.starts[-1])
 
     @property
     def num_events(self) -> int:
+        """Return the number of events that the core went through."""
         return int(self.outputs["num_events"])
 
     @cached_property
     def duration_ps(self) -> int:
-        """From the start to the last end, in picoseconds."""
+        """Return the time from the start to the last end, in picoseconds."""
         return int(self.outputs["ended_ps"].max(initial=0))
 
     @property
     def duration_s(self) -> float:
+        """Return the time from the start to the last end, in seconds."""
         return to_s(self.duration_ps)
 
     def position(self, rank: int) -> int:
-        """Where a global rank stands in `ranks`."""
+        """Return where a global rank stands in `ranks`."""
         return int(np.searchsorted(self.ranks, rank))
 
     def parts(self, rank: int) -> dict[str, float]:
-        """Seconds of a rank's ops, summed whether they overlap or not: products and calls, copies, and of its
-        communication the launches, synchronisations and transfers, and what it waited for late partners."""
+        """Return the seconds of each part of a rank's ops, summed whether they overlap or not.
+
+        The parts are products and calls, copies, and of its communication the launches, synchronisations,
+        transfers and waits for late partners.
+        """
         row = self.outputs["parts_ps"].reshape(-1, len(PARTS))[self.position(rank)]
         return {name: to_s(int(value)) for name, value in zip(PARTS, row, strict=True)}
 
     def exposed_s(self, rank: int) -> float:
-        """Seconds in which a rank does not compute: what communication, copies and waiting add to the run."""
+        """Return the seconds in which a rank does not compute: what communication, copies and waiting add."""
         spans = sorted(
             (span.start_ps, span.end_ps) for span in self.spans(rank) if span.kind in ("matmul", "call")
         )
@@ -99,7 +108,7 @@ class Simulation:
         return to_s(self.duration_ps - busy)
 
     def spans(self, rank: int) -> Iterable[Span]:
-        """The spans of one rank in program order."""
+        """Yield the spans of one rank in program order."""
         position = self.position(rank)
         begin, stop = int(self.starts[position]), int(self.starts[position + 1])
         issued = self.outputs["issued_ps"][begin:stop].tolist()
@@ -109,7 +118,7 @@ class Simulation:
             yield Span(rank, index, op.lane, op.kind, bound.label, issued[index], ended[index])
 
     def trace(self, ranks: Iterable[int] | None = None) -> Trace:
-        """The timeline of some ranks, or all."""
+        """Return the timeline of some ranks, or of all."""
         wanted = self.ranks.tolist() if ranks is None else ranks
         spans = [span for rank in wanted for span in self.spans(rank)]
         spans.sort(key=lambda span: (span.start_ps, span.rank, span.lane, span.index))
@@ -117,7 +126,7 @@ class Simulation:
 
     @cached_property
     def links(self) -> tuple[LinkUse, ...]:
-        """Every link that a message of the program can take, with what it carried."""
+        """Return every link that a message of the program can take, with what it carried."""
         carried = self.outputs["carried"][2 * len(self.ranks) :].tolist()
         whole_s = max(self.duration_s, 1e-12)
         rates = [self.machine.link_rate(link) for link in self.link_names]

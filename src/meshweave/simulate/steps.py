@@ -35,9 +35,14 @@ from meshweave.ir.work import Transfer, bytes_along, work_of
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`amount` bytes from member to member, at most at `cap`, `delay_ps` after it may begin. What arrives is
-    stored, or where it `adds` read, added to and stored. `buffered` says whether a send buffer may take it;
-    `hop` is its place in a chain."""
+    """`amount` bytes from member to member, at most at `cap`, that flow `delay_ps` after the message may begin.
+
+    Attributes:
+        adds: what arrives is added to what is there, which reads that too, instead of stored.
+        back: it takes the backward direction where both are equally long.
+        buffered: a send buffer may take it, so that the sender is done early.
+        hop: its place in a chain.
+    """
 
     sender: int
     receiver: int
@@ -51,21 +56,23 @@ class Message:
 
 
 class MessageSchedule(Protocol):
-    """What has happened among some members. Whatever is returned may begin now."""
+    """The messages among the members of one joint: which may begin, given what has happened."""
 
     def join(self, member: int) -> list[Message]:
-        """A member has issued its op."""
+        """Return the messages that may begin as a member has issued its op."""
 
     def end_message(self, message: Message, member: int) -> list[Message]:
-        """A message is over for one of its ends."""
+        """Return the messages that may begin as a message is over for one of its ends."""
 
     def is_done(self, member: int) -> bool:
-        """Whether a member has no message left."""
+        """Return whether a member has no message left."""
 
 
 class ShiftExchange:
-    """In step t every member sends to the member `shift(t)` places on; it goes on to the next step once what it
-    sends and what it receives are both over."""
+    """A schedule in which every member sends to the member `shift(t)` places on in step t.
+
+    A member goes on to the next step once what it sends and what it receives are both over.
+    """
 
     def __init__(
         self,
@@ -104,7 +111,7 @@ class ShiftExchange:
 
 
 class PacketChain:
-    """Packets that run one after the other from the first of `order` to the last."""
+    """A schedule in which packets run one after the other from the first of `order` to the last."""
 
     def __init__(
         self, order: Sequence[int], packets: int, message: Callable[[int, int, int, int], Message]
@@ -143,9 +150,12 @@ class PacketChain:
 
 
 def message_schedules(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[MessageSchedule, ...]:
-    """How a joint goes on, each part on its own; nothing where its members only meet: a fence, a group of one.
+    """Return the message schedules of a joint, each independent of the others.
 
-    Raises UnsupportedError for a group that the machine cannot place.
+    There are none where the members only meet: a fence, a group of one.
+
+    Raises:
+        UnsupportedError: the machine cannot place the group.
     """
     if joint.kind == "message":
         return (_pair(flow, joint, machine),)
