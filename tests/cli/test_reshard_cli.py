@@ -12,24 +12,24 @@ import pytest
 from damage import CONFIG, HOSTS, changed_json, changed_lines
 from test_fuzz import VALUES, Case
 
-from meshweave.cli import reshard_runs
 from meshweave.cli.app import run_app
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.parse import parse
+from meshweave.tune import reshard as tune_reshard
 
 PAPER = ("--shape", "1024,1024,512", "--dtype", "float32", "--cluster", "p3.8xlarge")
 CASE_5 = ("--from", "2x4 S1RR", "--to", "2x4 S0RR", *PAPER)
 SMALL = ("--from", "2x4 S0RR", "--to", "2x4 RS01R", "--shape", "16,16,8", "--cluster", "p3.8xlarge")
 
 
-def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def run_reshard(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
     status = run_app(["reshard", *args])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
 
-def found(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
-    status, out, err = called(capsys, *args, "--json")
+def read_json(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    status, out, err = run_reshard(capsys, *args, "--json")
     assert (status, err) == (0, "")
     data: dict[str, Any] = json.loads(out)
     return data
@@ -37,7 +37,7 @@ def found(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
 
 def test_strategies_and_orders_beside_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
     """Case 5 of AlpaComm's table 2: 4 columns of 512 MB to two hosts each, over NICs of 1.25 GB/s."""
-    status, out, err = called(capsys, *CASE_5)
+    status, out, err = run_reshard(capsys, *CASE_5)
     assert (status, err) == (0, "")
     assert "4 unit tasks of 4 pieces; at least 2.15 GB between hosts" in out
     assert "busiest NIC needs 859 ms" in out and "chosen: broadcast, order best" in out
@@ -53,7 +53,9 @@ def test_strategies_and_orders_beside_the_bound(capsys: pytest.CaptureFixture[st
 
 
 def test_json_holds_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    data = found(capsys, *CASE_5, "--strategy", "send_recv,broadcast", "--order", "best,naive", "--simulate")
+    data = read_json(
+        capsys, *CASE_5, "--strategy", "send_recv,broadcast", "--order", "best,naive", "--simulate"
+    )
     assert [(plan["strategy"], plan["order"]) for plan in data["plans"]] == [
         (strategy, order) for strategy in ("send_recv", "broadcast") for order in ("best", "naive")
     ]
@@ -69,12 +71,12 @@ def test_json_holds_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_where_meshes_begin(capsys: pytest.CaptureFixture[str]) -> None:
-    in_place = found(capsys, *SMALL, "--to-at", "0")
+    in_place = read_json(capsys, *SMALL, "--to-at", "0")
     assert in_place["to"]["ranks"] == list(range(8)) and in_place["num_chips"] == 8
     assert in_place["chosen"]["peak_memory"]["before_and_after_bytes"] == (8 + 2) * 16 * 8 * 2
-    apart = found(capsys, *SMALL, "--at", "8", "--to-at", "0")
+    apart = read_json(capsys, *SMALL, "--at", "8", "--to-at", "0")
     assert apart["from"]["ranks"] == list(range(8, 16)) and apart["num_chips"] == 16
-    by_host = found(
+    by_host = read_json(
         capsys, "--from", "2x3 RRR", "--to", "3x2 RRR", *PAPER, "--row-per-host", "--strategy", "broadcast"
     )
     assert by_host["from"]["ranks"] == [0, 1, 2, 4, 5, 6] and by_host["num_chips"] == 20
@@ -84,7 +86,7 @@ def test_where_meshes_begin(capsys: pytest.CaptureFixture[str]) -> None:
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg, trace, out = tmp_path / "lines.svg", tmp_path / "trace.json", tmp_path / "program.txt"
     args = (*SMALL, "--svg", str(svg), "--trace", str(trace), "--out", str(out))
-    status, said, _ = called(capsys, *args)
+    status, said, _ = run_reshard(capsys, *args)
     assert status == 0 and said.count("written: ") == 3
     picture = svg.read_text()
     ElementTree.fromstring(picture)
@@ -94,12 +96,12 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert validate(parse(out.read_text())).skipped == ()
     assert run_app(["simulate", str(out), "--cluster", "p3.8xlarge"]) == 0
     capsys.readouterr()
-    assert called(capsys, *SMALL, "--ranks", "5,9", "--svg", str(svg))[0] == 0
+    assert run_reshard(capsys, *SMALL, "--ranks", "5,9", "--svg", str(svg))[0] == 0
     assert ">rank 5<" in svg.read_text() and ">rank 0<" not in svg.read_text()
 
 
 def test_a_long_schedule_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = called(
+    _, out, _ = run_reshard(
         capsys, *SMALL[:-2], "--cluster", "dgx-h100", "--to", "8x4 RRS01", "--shape", "16,16,64"
     )
     assert "more (--json has all)" in out
@@ -108,7 +110,7 @@ def test_a_long_schedule_is_shortened(capsys: pytest.CaptureFixture[str]) -> Non
 def test_more_than_a_chip_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """In place, where nothing leaves a rank."""
     args = ("--from", "4 RRR", "--to", "4 RRR", "--to-at", "0", *PAPER)
-    _, out, _ = called(capsys, *args, "--dtype", "float64", "--shape", "1024,1024,1024")
+    _, out, _ = run_reshard(capsys, *args, "--dtype", "float64", "--shape", "1024,1024,1024")
     assert "17.2 GB before and after" in out and "; more than the 16 GB of a chip" in out
     assert "nothing is sent" in out
 
@@ -116,12 +118,12 @@ def test_more_than_a_chip_holds(capsys: pytest.CaptureFixture[str]) -> None:
 def test_too_large_to_simulate(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reshard_runs, "MAX_SIMULATED_OPS", 2100)
-    status, out, _ = called(capsys, *CASE_5, "--simulate", "--order", "best")
+    monkeypatch.setattr(tune_reshard, "MAX_SIMULATED_OPS", 2100)
+    status, out, _ = run_reshard(capsys, *CASE_5, "--simulate", "--order", "best")
     assert status == 0 and "too large" in out and "ops, more than the 2,100" in out
-    data = found(capsys, *CASE_5, "--simulate", "--order", "best", "--strategy", "broadcast,send_recv")
+    data = read_json(capsys, *CASE_5, "--simulate", "--order", "best", "--strategy", "broadcast,send_recv")
     assert [plan["simulated_s"] is None for plan in data["plans"]] == [True, False]
-    status, _, err = called(capsys, *CASE_5, "--svg", str(tmp_path / "lines.svg"))
+    status, _, err = run_reshard(capsys, *CASE_5, "--svg", str(tmp_path / "lines.svg"))
     assert status == 2 and "no picture" in err and not list(tmp_path.iterdir())
 
 
@@ -132,12 +134,12 @@ def test_a_state_dict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     more = {"model_type": "llama", "vocab_size": 128, "tie_word_embeddings": False}
     config.write_text(json.dumps(sizes | more))
     args = (str(config), "--from", "2x2", "--to", "2x2", "--cluster", "p3.8xlarge")
-    data = found(capsys, *args, "--simulate")
+    data = read_json(capsys, *args, "--simulate")
     assert data["num_tensors"] == 21 and data["num_chips"] == 8
     parameters = 2 * 128 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert data["least_bytes_across_hosts"] == 2 * parameters
     out = tmp_path / "program.txt"
-    status, said, _ = called(capsys, *args, "--out", str(out))
+    status, said, _ = run_reshard(capsys, *args, "--out", str(out))
     assert status == 0 and f"{parameters:,} parameters of bfloat16, FSDP x TP on a 2x2 mesh" in said
     assert validate(parse(out.read_text())).skipped == ()
 
@@ -180,7 +182,7 @@ def test_a_state_dict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 def test_a_mistake_is_one_line_and_status_2(
     capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
 ) -> None:
-    status, out, err = called(capsys, *args)
+    status, out, err = run_reshard(capsys, *args)
     assert status == 2 and out == ""
     assert err.startswith("error: ") and err.count("\n") == 1
     assert message in err

@@ -24,13 +24,14 @@ from reshard_rank_functions import (
     over,
 )
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import meshweave
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.resharding import Place
+from meshweave.nn.shard_spec import ShardSpec
 
 # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ def state_refusals(check: Check) -> None:
     for case, words, attempt in (
         (
             "plain",
-            "up.weight is a Tensor and no DTensor: distribute_tensor(",
+            "up.weight is a Tensor, and the state has no DTensor that says which ranks have it: distribute",
             call({"up.weight": torch.ones(6, 5)}),
         ),
         ("missing", "there are no placements for up.weight", call(one, {"up.wight": [S0]})),
@@ -211,7 +212,9 @@ def state_refusals(check: Check) -> None:
 
     check.refused("placed otherwise", "LayoutError", "into has w of torch.float64 and shape (4, 3)", in_place)
     view = DTensor(
-        source["w"]._local_tensor, Place(first, (S0,)).spec((4, 3), torch.float64), requires_grad=False
+        source["w"]._local_tensor,
+        ShardSpec(first, (S0,)).dtensor_spec((4, 3), torch.float64),
+        requires_grad=False,
     )
 
     def on_itself() -> Any:
@@ -225,6 +228,105 @@ def state_refusals(check: Check) -> None:
         check.that("on itself, without a part", on_itself() == {"w": view})
 
 
+# --- plain tensors and optimizer states -------------------------------------------------------------------------
+
+
+def plain(check: Check) -> None:
+    """Plain tensors arrive as plain tensors on the destination, from all source meshes or one."""
+    first, last, rank = over(0, 1), over(2, 3), dist.get_rank()
+    whole = integers((4, 3), 1)
+    steps = {"step": torch.tensor(7.0), "mask": integers((3, 2), 2) > 0, "count": torch.tensor(3)}
+    for case, here, there in (
+        ("apart", first, last),
+        ("overlap", first, over(1, 2, 3)),
+        ("same", first, first),
+    ):
+        mine = steps if rank in (0, 1) else {name: torch.zeros_like(one) for name, one in steps.items()}
+        for _ in range(2):
+            state = {"w": laid(whole, here, [S0])} | mine
+            arrived = meshweave.reshard_state_dict(state, there, {"w": [S1]}, context=check.context)
+            check.that(f"{case}: order", list(arrived) == list(state))
+            check.lies(f"{case}: w", arrived["w"], whole, there, [S1])
+            for name, expected in steps.items():
+                got = arrived[name]
+                check.that(
+                    f"{case}: {name} is plain", not isinstance(got, DTensor) and got.dtype == expected.dtype
+                )
+                is_there = rank in there.mesh.tolist()
+                check.that(
+                    f"{case}: {name} is {got}", torch.equal(got, expected) if is_there else not got.numel()
+                )
+    stages = {"a": laid(whole, first, [S0]), "b": laid(whole, over(1, 2), [S0]), "step": torch.tensor(5)}
+    into = {"step": torch.tensor(0)}
+    arrived = meshweave.reshard_state_dict(
+        stages, over(3), lambda name, _: [R], into=into, context=check.context
+    )
+    check.lies("of two stages", arrived["b"], whole, over(3), [R])
+    check.that("into", rank != 3 or (arrived["step"] is into["step"] and into["step"].item() == 5))
+    state = {"w": laid(whole, first, [S0]), "step": torch.tensor(rank)}
+    words = "must be the same on all source ranks, and differs between rank 0 and rank 1"
+
+    def different() -> Any:
+        return meshweave.reshard_state_dict(state, last, {"w": [S1]}, context=check.context)
+
+    for _ in range(2):
+        check.refused("different values", "BindError", words, different)
+    for case, words, given, placements in (
+        ("sharded", "step is a plain tensor, which arrives whole", state, {"w": [S1], "step": [S0]}),
+        (
+            "another type",
+            "step is a set; a state dict has tensors, numbers",
+            state | {"step": {1}},
+            {"w": [S1]},
+        ),
+        (
+            "twice",
+            "the state has two tensors named w.v",
+            {"w": {"v": state["w"]}, "w.v": state["w"]},
+            {"w.v": [S1]},
+        ),
+    ):
+
+        def refused(given: Any = given, placements: Any = placements) -> Any:
+            return meshweave.reshard_state_dict(given, last, placements, context=check.context)
+
+        check.refused(case, "LayoutError", words, refused)
+
+
+def optimizer(check: Check) -> None:
+    """The state of AdamW after two steps, as torch gives it, from four ranks to two."""
+    four = over(0, 1, 2, 3)
+    for case, target in (("a part", over(0, 1)), ("permuted", over(3, 1))):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)).to(torch.bfloat16)
+        for layer in model:
+            for name, one in list(layer.named_parameters()):
+                layer.register_parameter(
+                    name, torch.nn.Parameter(distribute_tensor(one.detach(), four, [S0]))
+                )
+        adam = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        for seed in range(2):
+            for one in model.parameters():
+                one.grad = distribute_tensor(integers(one.shape, seed, torch.bfloat16), four, [S0])
+            adam.step()
+        state = get_optimizer_state_dict(model, adam)
+        whole = {
+            name: {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in each.items()}
+            for name, each in state["state"].items()
+        }
+        arrived = meshweave.reshard_state_dict(state, target, lambda name, _: [S0], context=check.context)
+        check.that(f"{case}: groups", arrived["param_groups"] == state["param_groups"])
+        for name, each in whole.items():
+            for key, expected in each.items():
+                got = arrived["state"][name][key]
+                if key == "step":
+                    is_there = dist.get_rank() in target.mesh.tolist()
+                    same = got.dtype == expected.dtype and (torch.equal(got, expected) or not is_there)
+                    check.that(f"{case}: step of {name} is {got}", same and not isinstance(got, DTensor))
+                else:
+                    check.lies(f"{case}: {name} {key}", got, expected, target, [S0])
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +336,7 @@ def refusals(check: Check) -> None:
     wide = laid(integers((4, 6)).to(torch.complex128), first, [S0])
     greatest = DTensor(
         laid(integers((4, 6)), first, [R])._local_tensor,
-        Place(first, (Partial("max"),)).spec((4, 6), x.dtype),
+        ShardSpec(first, (Partial("max"),)).dtensor_spec((4, 6), x.dtype),
         requires_grad=False,
     )
 

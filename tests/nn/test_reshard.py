@@ -28,6 +28,8 @@ SECTIONS = {
     "by lot": "draws",
     "gradients": f"{MORE}:gradients",
     "state dicts": f"{MORE}:states",
+    "plain tensors in state dicts": f"{MORE}:plain",
+    "optimizer states": f"{MORE}:optimizer",
     "state dicts that do not fit": f"{MORE}:state_refusals",
     "wrong arguments": f"{MORE}:refusals",
 }

@@ -1,4 +1,4 @@
-"""What `meshweave reshard` tells of its plans, as text and as JSON."""
+"""The output of `meshweave reshard`: tables and JSON of a comparison of plans."""
 
 from __future__ import annotations
 
@@ -6,69 +6,77 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from meshweave.algorithms.reshard.plan import ReshardPlan, Turn
+from meshweave.algorithms.reshard.plan import ReshardPlan, ScheduledMulticast
 from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.reshard_problem import Asked
-from meshweave.cli.reshard_runs import Run
+from meshweave.cli.reshard_problem import ReshardRequest
+from meshweave.tune.reshard import ReshardCandidate, ReshardComparison
 
 FIRST, LAST = 12, 3
-"""Turns shown of a long schedule, from its beginning and its end."""
+"""Multicasts shown of a long schedule, from its beginning and its end."""
 
 
-def to_json(asked: Asked, runs: Sequence[Run], chosen: Run) -> dict[str, Any]:
+def to_json(request: ReshardRequest, comparison: ReshardComparison) -> dict[str, Any]:
+    """Return all of a comparison as JSON."""
+    chosen = comparison.chosen
     plan = chosen.plan
-    rank, held, scratch = chosen.peak
     return {
-        "what": asked.what,
-        "cluster": asked.cluster.name,
-        "num_chips": asked.cluster.num_chips,
-        "from": {"mesh": list(asked.src.shape), "ranks": list(asked.src.ranks)},
-        "to": {"mesh": list(asked.dst.shape), "ranks": list(asked.dst.ranks)},
-        "num_tensors": len(asked.problem.items),
+        "what": request.what,
+        "cluster": request.cluster.name,
+        "num_chips": request.cluster.num_chips,
+        "from": {"mesh": list(request.src.shape), "ranks": list(request.src.ranks)},
+        "to": {"mesh": list(request.dst.shape), "ranks": list(request.dst.ranks)},
+        "num_tensors": len(request.problem.moves),
         "num_unit_tasks": len(plan.tasks),
         "num_pieces": _num_pieces(plan),
         "bound_s": plan.bound_s,
         "least_bytes_across_hosts": plan.least_bytes_across_hosts,
         "plans": [
             {
-                "strategy": run.plan.strategy.name,
-                "order": run.plan.order,
-                "predicted_s": run.plan.predicted_s,
-                "simulated_s": run.simulated_s,
-                **({"not_simulated": run.note} if run.note else {}),
-                "bytes_across_hosts": run.plan.bytes_across_hosts,
-                "num_messages": run.plan.num_messages,
+                "strategy": candidate.plan.strategy.name,
+                "order": candidate.plan.order,
+                "predicted_s": candidate.plan.predicted_s,
+                "simulated_s": candidate.simulated_s,
+                **({"not_simulated": candidate.note} if candidate.note else {}),
+                "bytes_across_hosts": candidate.plan.bytes_across_hosts,
+                "num_messages": candidate.plan.num_messages,
             }
-            for run in runs
+            for candidate in comparison.candidates
         ],
         "chosen": {
             "strategy": plan.strategy.name,
             "order": plan.order,
             "predicted_s": plan.predicted_s,
             "simulated_s": chosen.simulated_s,
-            "peak_memory": {
-                "rank": rank,
-                "before_and_after_bytes": held,
-                "scratch_bytes": scratch,
-                "bytes": held + scratch,
-                "fits_a_chip": held + scratch <= asked.cluster.chip.memory_bytes,
-            },
-            "schedule": [_turn(plan, turn) for turn in plan.turns],
+            "peak_memory": _memory_json(chosen, request),
+            "schedule": [_multicast_json(plan, scheduled) for scheduled in plan.multicasts],
         },
     }
 
 
-def _turn(plan: ReshardPlan, turn: Turn) -> dict[str, Any]:
-    hosts = [{"host": plan.fabric.host_of[ranks[0]], "ranks": list(ranks)} for ranks in turn.cast.hosts]
+def _memory_json(chosen: ReshardCandidate, request: ReshardRequest) -> dict[str, Any]:
+    rank, local, scratch = chosen.peak_memory
     return {
-        "start_s": turn.start_s,
-        "end_s": turn.end_s,
-        "senders": list(turn.cast.senders),
+        "rank": rank,
+        "before_and_after_bytes": local,
+        "scratch_bytes": scratch,
+        "bytes": local + scratch,
+        "fits_a_chip": local + scratch <= request.cluster.chip.memory_bytes,
+    }
+
+
+def _multicast_json(plan: ReshardPlan, scheduled: ScheduledMulticast) -> dict[str, Any]:
+    hosts = [
+        {"host": plan.network.host_of[ranks[0]], "ranks": list(ranks)} for ranks in scheduled.multicast.hosts
+    ]
+    return {
+        "start_s": scheduled.start_s,
+        "end_s": scheduled.end_s,
+        "senders": list(scheduled.multicast.senders),
         "hosts": hosts,
-        "inside_one_host": turn.cast.is_local,
-        "bytes": turn.cast.num_bytes,
-        "num_pieces": len(turn.cast.pieces),
-        "num_chunks": turn.chunks,
+        "inside_one_host": scheduled.multicast.is_local,
+        "bytes": scheduled.multicast.num_bytes,
+        "num_pieces": len(scheduled.multicast.pieces),
+        "num_chunks": scheduled.chunks,
     }
 
 
@@ -79,32 +87,38 @@ def _num_pieces(plan: ReshardPlan) -> int:
 # --- text -----------------------------------------------------------------------------------------------
 
 
-def print_found(asked: Asked, runs: Sequence[Run], chosen: Run, took_s: float) -> None:
+def print_comparison(request: ReshardRequest, comparison: ReshardComparison) -> None:
+    """Print the table of candidates, and the peak memory and the schedule of the chosen one."""
     from rich.console import Console
 
+    chosen = comparison.chosen
     plan = chosen.plan
     console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
-    console.print(asked.what, markup=False)
+    console.print(request.what, markup=False)
     tasks, pieces = _count(len(plan.tasks), "unit task"), _count(_num_pieces(plan), "piece")
     console.print(
         f"{tasks} of {pieces}; at least {format_bytes(plan.least_bytes_across_hosts)} between hosts, which the "
         f"busiest NIC needs {format_s(plan.bound_s)} for"
     )
-    console.print(_plans_table(runs))
-    for run in runs:
-        if run.note:
-            console.print(f"{run.title}: not simulated: {run.note}", markup=False)
-    console.print(f"chosen: {chosen.title}; {len(runs)} planned in {format_s(took_s)}")
-    rank, held, scratch = chosen.peak
+    console.print(_plans_table(comparison.candidates))
+    for candidate in comparison.candidates:
+        if candidate.note:
+            console.print(f"{candidate.title}: not simulated: {candidate.note}", markup=False)
     console.print(
-        f"peak memory: {format_bytes(held + scratch)} at most, on rank {rank}: {format_bytes(held)} before and "
-        f"after together, {format_bytes(scratch)} of scratch{_beyond(asked, held + scratch)}"
+        f"chosen: {chosen.title}; {len(comparison.candidates)} planned in {format_s(comparison.planning_s)}"
     )
-    console.print(_schedule_table(plan) if plan.turns else "nothing is sent: every rank has what it needs")
+    rank, local, scratch = chosen.peak_memory
+    console.print(
+        f"peak memory: {format_bytes(local + scratch)} at most, on rank {rank}: {format_bytes(local)} before and "
+        f"after together, {format_bytes(scratch)} of scratch{_memory_warning(request, local + scratch)}"
+    )
+    console.print(
+        _schedule_table(plan) if plan.multicasts else "nothing is sent: every rank has what it needs"
+    )
 
 
-def _beyond(asked: Asked, num_bytes: int) -> str:
-    room = asked.cluster.chip.memory_bytes
+def _memory_warning(request: ReshardRequest, num_bytes: int) -> str:
+    room = request.cluster.chip.memory_bytes
     return f"; more than the {format_bytes(room)} of a chip" if num_bytes > room else ""
 
 
@@ -112,12 +126,12 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def _plans_table(runs: Sequence[Run]) -> object:
+def _plans_table(candidates: Sequence[ReshardCandidate]) -> object:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    is_simulated = any(run.simulation is not None or run.note for run in runs)
+    is_simulated = any(candidate.simulation is not None or candidate.note for candidate in candidates)
     columns = [
         "strategy",
         "order",
@@ -127,21 +141,21 @@ def _plans_table(runs: Sequence[Run]) -> object:
     ]
     for column in (*columns, "between hosts", "x least", "messages"):
         table.add_column(column, justify="left" if column in columns[:2] else "right", no_wrap=True)
-    for run in runs:
-        plan, simulated_s = run.plan, run.simulated_s
-        cells = [format_s(plan.predicted_s), _over(plan.predicted_s, plan.bound_s)]
+    for candidate in candidates:
+        plan, simulated_s = candidate.plan, candidate.simulated_s
+        cells = [format_s(plan.predicted_s), _ratio(plan.predicted_s, plan.bound_s)]
         if is_simulated:
             if simulated_s is None:
                 cells += ["too large", "-"]
             else:
-                cells += [format_s(simulated_s), _over(simulated_s, plan.bound_s)]
+                cells += [format_s(simulated_s), _ratio(simulated_s, plan.bound_s)]
         moved, least = plan.bytes_across_hosts, plan.least_bytes_across_hosts
-        cells += [format_bytes(moved), _over(moved, least), f"{plan.num_messages:,}"]
+        cells += [format_bytes(moved), _ratio(moved, least), f"{plan.num_messages:,}"]
         table.add_row(plan.strategy.name, plan.order, *cells)
     return table
 
 
-def _over(value: float, least: float) -> str:
+def _ratio(value: float, least: float) -> str:
     return f"{value / least:.2f}" if least else "-"
 
 
@@ -153,40 +167,44 @@ def _schedule_table(plan: ReshardPlan) -> object:
     for column in ("start", "end", "from", "to, the first rank of each host first", "bytes", "chunks"):
         left = column.startswith(("from", "to"))
         table.add_column(column, justify="left" if left else "right", no_wrap=not left)
-    for turn in _shortened(plan.turns):
-        if turn is None:
-            table.add_row("...", "", "", f"{len(plan.turns) - FIRST - LAST:,} more (--json has all)", "", "")
+    for scheduled in _shortened(plan.multicasts):
+        if scheduled is None:
+            table.add_row(
+                "...", "", "", f"{len(plan.multicasts) - FIRST - LAST:,} more (--json has all)", "", ""
+            )
             continue
-        senders = turn.cast.senders
+        senders = scheduled.multicast.senders
         table.add_row(
-            format_s(turn.start_s),
-            format_s(turn.end_s),
-            _ranks(senders) + ("" if turn.cast.is_local else f" (host {_hosts(plan, senders)})"),
-            "inside host " + _where(plan, turn) if turn.cast.is_local else _where(plan, turn),
-            format_bytes(turn.cast.num_bytes),
-            str(turn.chunks),
+            format_s(scheduled.start_s),
+            format_s(scheduled.end_s),
+            _ranks(senders) + ("" if scheduled.multicast.is_local else f" (host {_hosts(plan, senders)})"),
+            "inside host " + _where(plan, scheduled)
+            if scheduled.multicast.is_local
+            else _where(plan, scheduled),
+            format_bytes(scheduled.multicast.num_bytes),
+            str(scheduled.chunks),
         )
     return table
 
 
-def _shortened(turns: Sequence[Turn]) -> Iterator[Turn | None]:
-    if len(turns) <= FIRST + LAST + 1:
-        yield from turns
+def _shortened(multicasts: Sequence[ScheduledMulticast]) -> Iterator[ScheduledMulticast | None]:
+    if len(multicasts) <= FIRST + LAST + 1:
+        yield from multicasts
         return
-    yield from turns[:FIRST]
+    yield from multicasts[:FIRST]
     yield None
-    yield from turns[-LAST:]
+    yield from multicasts[-LAST:]
 
 
 def _hosts(plan: ReshardPlan, ranks: Sequence[int]) -> str:
-    return _ranks(tuple(dict.fromkeys(plan.fabric.host_of[rank] for rank in ranks)))
+    return _ranks(tuple(dict.fromkeys(plan.network.host_of[rank] for rank in ranks)))
 
 
-def _where(plan: ReshardPlan, turn: Turn) -> str:
+def _where(plan: ReshardPlan, scheduled: ScheduledMulticast) -> str:
     """`host 2: 9, 10, 11, 8; ...` of at most four hosts."""
-    shown = [f"{plan.fabric.host_of[ranks[0]]}: {_ranks(ranks)}" for ranks in turn.cast.hosts[:4]]
-    more = len(turn.cast.hosts) - len(shown)
-    text = "; ".join(shown) if turn.cast.is_local else "; ".join(f"host {one}" for one in shown)
+    shown = [f"{plan.network.host_of[ranks[0]]}: {_ranks(ranks)}" for ranks in scheduled.multicast.hosts[:4]]
+    more = len(scheduled.multicast.hosts) - len(shown)
+    text = "; ".join(shown) if scheduled.multicast.is_local else "; ".join(f"host {each}" for each in shown)
     return f"{text}; {more} hosts more" if more else text
 
 

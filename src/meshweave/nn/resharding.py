@@ -1,8 +1,8 @@
-"""What moves between meshes, outside autograd: agreed upon, planned once per kind and context, bound to shards.
+"""Reshards outside autograd: ranks agree on what moves, and plan it once per kind and context.
 
-Ranks that take part in a reshard know what they were called with and nothing else. So the first of a kind begins
-with words: each says what it is about to move and which host it is on, or why it cannot. Then all make the same
-plan, and agree that it is the same.
+A rank knows only what it was called with. So at the first reshard of a kind all ranks exchange messages first:
+each says what it is about to move and which host it is on, or why it refuses. Then all make the same plan, and
+check that it is the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor
 
 from meshweave.algorithms.reshard import (
     ReshardPlan,
@@ -34,15 +33,14 @@ from meshweave.base.errors import BindError, LayoutError, MeshweaveError
 from meshweave.cost.fabric import HostNetwork
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.describe.machine.network import HostsNetwork
 from meshweave.execute.ranks.agreement import agree, exchange
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import torch_dtype
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.nn.placements import layout_of, layout_on
 from meshweave.nn.products import DTYPES
+from meshweave.nn.shard_spec import ShardSpec
 
 _AS = {
     "uint8": (
@@ -61,104 +59,57 @@ _AS = {
 CARRIERS: dict[torch.dtype, str] = DTYPES | {
     getattr(torch, name): carrier for carrier, names in _AS.items() for name in names if hasattr(torch, name)
 }
-"""The dtype of a program in which values of a dtype move: another of the same size where programs have not it."""
+"""The dtype of a program that values of a dtype move in: one of the same size where programs lack the dtype."""
 
 _MACHINES = {"cpu": ("local-cpu", "p3.8xlarge"), "cuda": ("h100-node", "dgx-h100")}
-"""Clusters of the catalog whose rates hold within a host and between hosts, where the caller names none."""
+"""By device type: the catalog's clusters whose rates hold inside a host and between hosts, by default."""
 
 _LEAST_MESSAGE_BYTES = 1 << 10
-"""Smaller messages than this do not pay, whatever they save in memory."""
+"""Smaller messages cost too much time for the memory that they save."""
 
 
 class _Reshards(dict[Any, Any]):
-    """What a context has agreed upon, planned and bound."""
+    """The reshards that the ranks of a context have agreed upon, planned and bound."""
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where reshards run, and on what machine they are planned for."""
+class ReshardSession:
+    """The context of the ranks that reshard, and the cluster that they plan for; None takes their hosts."""
 
     context: TorchContext
     cluster: Cluster | str | None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, cluster: Cluster | str | None, context: TorchContext | None) -> Site:
-        return cls(context or TorchContext.default(mesh.device_type), cluster)
+    def of(
+        cls, device_mesh: DeviceMesh, cluster: Cluster | str | None, context: TorchContext | None
+    ) -> ReshardSession:
+        """Return the session of a call; by default in the context of the default process group.
+
+        Raises:
+            LayoutError: `device_mesh` is no DeviceMesh.
+        """
+        if not isinstance(device_mesh, DeviceMesh):
+            raise LayoutError(f"device_mesh is {with_article(device_mesh)}; it must be a DeviceMesh")
+        return cls(context or TorchContext.default(device_mesh.device_type), cluster)
 
     @property
     def rank(self) -> int:
+        """Return this process's global rank."""
         return self.context.rank or 0
 
     @property
-    def known(self) -> dict[Any, Any]:
+    def cache(self) -> dict[Any, Any]:
+        """Return what the context has agreed upon, planned and bound so far."""
         return self.context.cache(_Reshards)
 
-    def nothing(self, dtype: torch.dtype) -> Tensor:
-        """The local part of a DTensor on a rank outside its mesh, as torch has it."""
+    def no_elements(self, dtype: torch.dtype) -> Tensor:
+        """Return the local part of a DTensor on a rank outside its mesh, as torch has it."""
         return torch.empty(0, dtype=dtype, device=self.context.device)
 
 
 @dataclass(frozen=True)
-class Place:
-    """How a tensor lies: `order` in which axes shard a dim, where it is not the usual."""
-
-    device_mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    order: Any = None
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> Place:
-        spec = compat.spec_of(tensor)
-        return cls(spec.mesh, tuple(spec.placements), compat.explicit_shard_order(spec))
-
-    def spec(self, shape: Sequence[int], dtype: torch.dtype) -> compat.DTensorSpec:
-        return compat.make_spec(self.device_mesh, self.placements, shape, dtype, self.order)
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        """Raises LayoutError, see `layout_of`."""
-        # First, for torch makes no spec of what does not fit, in other words.
-        layout_on(self.device_mesh, self.placements, shape, None, self.order)
-        return layout_of(self.spec(shape, torch.float32), None)
-
-    @property
-    def is_partial(self) -> bool:
-        return any(isinstance(placement, Partial) for placement in self.placements)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is Shard and Replicate only, in the usual order."""
-        return self.order is None and all(type(one) in (Shard, Replicate) for one in self.placements)
-
-    @property
-    def of_gradient(self) -> Place:
-        """The gradient of each term of a sum is the gradient of the sum."""
-        return self._with_sums([Replicate()] * len(self.placements))
-
-    def summed(self, target: Place, shape: Sequence[int]) -> Place:
-        """Sums made where they are, in shards if some dim that the target shards divides evenly, else in full."""
-        if not self.is_partial:
-            return self
-        taken = [one.dim for one in self.placements if compat.is_sharded(one)]
-        wanted = dict.fromkeys(one.dim for one in target.placements if compat.is_sharded(one))
-        instead: list[Placement] = []
-        for axis, placement in enumerate(self.placements):
-            size = self.device_mesh.size(axis)
-            free = (dim for dim in wanted if dim not in taken and shape[dim] and shape[dim] % size == 0)
-            dim = next(free, None) if isinstance(placement, Partial) else None
-            instead.append(Replicate() if dim is None else Shard(dim))
-            taken += [] if dim is None else [dim]
-        return self._with_sums(instead)
-
-    def _with_sums(self, instead: Sequence[Placement]) -> Place:
-        if not self.is_partial:
-            return self
-        pairs = zip(self.placements, instead, strict=True)
-        return Place(self.device_mesh, tuple(new if isinstance(one, Partial) else one for one, new in pairs))
-
-
-@dataclass(frozen=True)
-class Move:
-    """A tensor of global `shape`, from one layout to another."""
+class DTensorMove:
+    """A tensor of global `shape` that moves from one layout to another, all sums made."""
 
     name: str
     shape: tuple[int, ...]
@@ -167,50 +118,48 @@ class Move:
     dst: Layout
 
     @classmethod
-    def of(cls, name: str, tensor: DTensor, source: Place, target: Place) -> Move:
-        """Of a tensor that lies as `source` says, once sums are made. Raises LayoutError, BindError."""
-        shape, dtype = tuple(map(int, tensor.shape)), tensor.dtype
-        called = f"{name}: " if name else ""
-        if dtype not in CARRIERS:
-            known = ", ".join(str(known).removeprefix("torch.") for known in CARRIERS)
-            raise BindError(f"{called}{dtype} is no dtype that reshard moves: {known}")
+    def of(cls, name: str, tensor: Tensor, source: ShardSpec, target: ShardSpec) -> DTensorMove:
+        """Return the move of a tensor that lies as `source` says before its sums are made.
+
+        Raises:
+            LayoutError: the placements do not fit the tensor, or `target` is partial.
+            BindError: the dtype does not move.
+        """
+        shape, prefix = tuple(map(int, tensor.shape)), f"{name}: " if name else ""
+        check_dtype(tensor.dtype, prefix)
         try:
             before, dst = source.layout(shape), target.layout(shape)
         except LayoutError as error:
-            raise LayoutError(f"{called}{error}") from None
+            raise LayoutError(f"{prefix}{error}") from None
         if target.is_partial:
             raise LayoutError(
-                f"{called}the destination {dst} is a sum yet to be made; reshard to Shard or Replicate"
+                f"{prefix}the destination {dst} is a sum yet to be made; reshard to Shard or Replicate"
             )
         if source.device_mesh.device_type != target.device_mesh.device_type:
             raise LayoutError(
-                f"{called}from {source.device_mesh} to {target.device_mesh}: both must be of one type of device"
+                f"{prefix}from {source.device_mesh} to {target.device_mesh}: both must be of one type of device"
             )
-        return cls(
-            name,
-            shape,
-            dtype,
-            source.summed(target, shape).layout(shape) if before.partial_axes else before,
-            dst,
-        )
+        src = source.summed(target, shape).layout(shape) if before.partial_axes else before
+        return cls(name, shape, tensor.dtype, src, dst)
 
     @cached_property
-    def item(self) -> TensorMove:
-        """For the planner; a tensor without dims is one of a single element there."""
+    def tensor_move(self) -> TensorMove:
+        """Return the move for the planner, for which a tensor without dims has a single element."""
         return TensorMove(self.name or "x", self.shape or (1,), CARRIERS[self.dtype], self.src, self.dst)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
+        """Return the move in words, which all ranks must agree on."""
         size = "x".join(map(str, self.shape)) or "scalar"
         return f"{self.name} {self.dtype} {size} from {self.src} to {self.dst}".strip().replace("torch.", "")
 
-    def carried(self, local: Tensor) -> Tensor:
-        """A local part as the program sees it: the same memory."""
+    def as_carried(self, local: Tensor) -> Tensor:
+        """Return a local part as the program sees it, in the same memory."""
         local = local.detach().resolve_conj().view(torch_dtype(CARRIERS[self.dtype]))
         return local if self.shape else local.view(1)
 
     def check(self, local: Tensor, layout: Layout, rank: int) -> None:
-        """Raises LayoutError where a rank's part is not what its placements say."""
+        """Raise LayoutError if a rank's part does not have the shape that its placements give it."""
         if tuple(local.shape) != (shape := layout.local_shape(self.shape, rank)):
             raise LayoutError(
                 f"{self.name or 'the tensor'} is {tuple(local.shape)} on rank {rank}; as {layout} a tensor of "
@@ -218,132 +167,171 @@ class Move:
             )
 
 
-def local_part(tensor: DTensor) -> Tensor:
-    """This rank's part, outside autograd."""
-    return compat.local_tensor(tensor)
+def check_dtype(dtype: torch.dtype, prefix: str = "") -> None:
+    """Raise BindError, its text after `prefix`, if tensors of a dtype do not move."""
+    if dtype not in CARRIERS:
+        known = ", ".join(str(known).removeprefix("torch.") for known in CARRIERS)
+        raise BindError(f"{prefix}{dtype} is no dtype that reshard moves: {known}")
+
+
+def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
+    """Return this rank's part of a tensor once the sums of its mesh are made."""
+    if not source.is_partial:
+        return compat.local_tensor(tensor)
+    placements = source.summed(target, tensor.shape).placements
+    return compat.local_tensor(tensor.detach().redistribute(source.device_mesh, placements))
 
 
 def ranks_of(meshes: Iterable[DeviceMesh]) -> tuple[int, ...]:
-    """The global ranks of all of these, ascending."""
+    """Return the global ranks of all of these meshes, ascending."""
     return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.mesh.reshape(-1).tolist()}))
 
 
-# --- words before bytes -----------------------------------------------------------------------------------------
+def with_article(value: object) -> str:
+    """Return the name of a value's type for an error: `a list`."""
+    return f"a {type(value).__name__}"
+
+
+# --- agreement before bytes move --------------------------------------------------------------------------------
 
 _WHAT = "all to say what they reshard"
 
 
 @contextlib.contextmanager
-def telling(site: Site, ranks: Sequence[int]) -> Iterator[None]:
-    """What this rank refuses in here is told to the others of `ranks`, which listen at the first of a kind."""
+def share_refusal(session: ReshardSession, ranks: Sequence[int]) -> Iterator[None]:
+    """Tell the other `ranks`, which listen at the first reshard of a kind, of an error raised inside."""
     try:
         yield
-    except Exception as error:  # of the caller's functions, too: the others are not to wait for it
-        if site.rank in ranks:
-            words = json.dumps({"refuses": f"{type(error).__name__}: {error}"})
+    except (
+        Exception
+    ) as error:  # errors of the caller's functions, too: the others must not wait for this rank
+        if session.rank in ranks:
+            message = json.dumps({"refuses": f"{type(error).__name__}: {error}"})
             with contextlib.suppress(MeshweaveError):
-                exchange(site.context, ranks, words, _WHAT)
+                exchange(session.context, ranks, message, _WHAT)
         raise
 
 
-def _hosts(site: Site, ranks: Sequence[int], told: Sequence[str]) -> dict[int, str]:
-    """The host of each rank, once all have said that they are about to move the same.
+def _agreed_hosts(
+    session: ReshardSession, ranks: Sequence[int], descriptions: Sequence[str], digests: Mapping[str, str]
+) -> dict[int, str]:
+    """Return the host name of each rank, once all have said that they are about to move the same.
 
-    Raises BindError, naming the ranks and what differs, where they are not; RankLostError, DeadlineError.
+    `digests` are those of values that must be the same on all ranks that have them, by name.
+
+    Raises:
+        BindError: ranks are about to move different tensors, have different values, or one of them refuses.
+        RankLostError, DeadlineError: other ranks are missing or late.
     """
-    digest = hashlib.sha256("\n".join(told).encode()).hexdigest()
-    words = json.dumps({"asks": digest, "host": socket.gethostname()})
-    said = {rank: json.loads(text) for rank, text in exchange(site.context, ranks, words, _WHAT).items()}
-    refusals = {rank: one["refuses"] for rank, one in said.items() if "refuses" in one}
+    digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
+    message = json.dumps({"asks": digest, "host": socket.gethostname(), "digests": dict(digests)})
+    messages = exchange(session.context, ranks, message, _WHAT)
+    answers = {rank: json.loads(text) for rank, text in messages.items()}
+    refusals = {rank: answer["refuses"] for rank, answer in answers.items() if "refuses" in answer}
     if refusals:
         first, why = next(iter(refusals.items()))
         raise BindError(f"{ranks_text(list(refusals))} will not reshard; rank {first} has {why}")
-    if len({one["asks"] for one in said.values()}) > 1:
-        lists = exchange(site.context, ranks, json.dumps(list(told)), _WHAT)
+    if len({answer["asks"] for answer in answers.values()}) > 1:
+        lists = exchange(session.context, ranks, json.dumps(list(descriptions)), _WHAT)
         raise BindError(_difference({rank: json.loads(text) for rank, text in lists.items()}))
-    return {rank: one["host"] for rank, one in said.items()}
+    _check_same_values({rank: answer["digests"] for rank, answer in answers.items()})
+    return {rank: answer["host"] for rank, answer in answers.items()}
 
 
-def _difference(told: Mapping[int, Sequence[str]]) -> str:
-    for at in range(max(map(len, told.values()))):
+def _difference(descriptions: Mapping[int, Sequence[str]]) -> str:
+    for at in range(max(map(len, descriptions.values()))):
         parties: dict[str, list[int]] = {}
-        for rank, one in told.items():
-            parties.setdefault(one[at] if at < len(one) else "nothing more", []).append(rank)
+        for rank, each in descriptions.items():
+            parties.setdefault(each[at] if at < len(each) else "nothing more", []).append(rank)
         if len(parties) > 1:
             sides = ", ".join(f"{ranks_text(ranks)} '{text}'" for text, ranks in parties.items())
             return f"ranks are about to reshard different tensors: {sides}"
     return "ranks are about to reshard different tensors"
 
 
-def _fabric(site: Site, hosts: Mapping[int, str]) -> HostNetwork:
-    """The machine as the ranks found it, with the catalog's rates: where ranks sit matters more than how fast."""
-    within, between = (
-        load_cluster(name) for name in _MACHINES.get(site.context.device.type, _MACHINES["cpu"])
+def _check_same_values(digests: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise BindError if ranks have different values of one name."""
+    ranks_with: dict[str, dict[str, list[int]]] = {}
+    for rank, digest_of in digests.items():
+        for name, digest in digest_of.items():
+            ranks_with.setdefault(name, {}).setdefault(digest, []).append(rank)
+    for name, parties in ranks_with.items():
+        if len(parties) > 1:
+            sides = " and ".join(map(ranks_text, parties.values()))
+            raise BindError(
+                f"{name} is a plain tensor, which must be the same on all source ranks, and differs between "
+                f"{sides}; make a DTensor of what is not replicated"
+            )
+
+
+def _host_network(session: ReshardSession, host_names: Mapping[int, str]) -> HostNetwork:
+    """Return the network of the hosts that ranks said they are on, with the catalog's rates."""
+    node, hosts = (
+        load_cluster(name) for name in _MACHINES.get(session.context.device.type, _MACHINES["cpu"])
     )
-    assert isinstance(between.network, HostsNetwork)
-    near, far = HostNetwork.of(within, 1), HostNetwork.of(between, 1)
-    number_of = {name: number for number, name in enumerate(dict.fromkeys(hosts.values()))}
-    host_of, nic_of = [0] * (max(hosts) + 1), [0] * (max(hosts) + 1)
-    ranks_on = dict.fromkeys(number_of, 0)
-    for rank, name in hosts.items():
-        host_of[rank], nic_of[rank] = number_of[name], ranks_on[name] % between.network.nics_per_host
-        ranks_on[name] += 1
-    return HostNetwork(
-        tuple(host_of),
-        tuple(nic_of),
-        far.nic_bytes_per_s,
-        near.local_bytes_per_s,
-        max(far.nic_latency_s, near.local_latency_s),
-        near.local_latency_s,
-    )
+    return HostNetwork.of_host_names(host_names, node, hosts)
 
 
 # --- plans and programs -----------------------------------------------------------------------------------------
 
 
 def program_of(
-    moves: tuple[Move, ...], site: Site, *, extra_bytes: int | None = None, note: str = ""
+    moves: tuple[DTensorMove, ...],
+    session: ReshardSession,
+    *,
+    extra_bytes: int | None = None,
+    note: str = "",
+    digests: Mapping[str, str] | None = None,
 ) -> Program:
-    """The program that does `moves`; number i of them is from buffer xi to buffer yi.
+    """Return the program of `moves`; number i of them is from buffer xi to buffer yi.
 
-    At the first of a kind all ranks of the moves agree; `note` is part of what they must agree on.
+    Args:
+        extra_bytes: the most scratch memory of a rank, in bytes.
+        note: anything else that ranks must agree on at the first reshard of a kind.
+        digests: of values that must be the same on all ranks that have them. None needs no check; else ranks
+            exchange them at every call.
 
     Raises:
-        LayoutError: the cluster has fewer chips than there are ranks; `extra_bytes` is not enough.
+        LayoutError: the cluster has fewer chips than there are ranks, or `extra_bytes` is not enough.
         DescriptionError: there is no such cluster.
-        BindError: ranks are about to move different tensors; nothing has moved then.
+        BindError: ranks are about to move different tensors, or have different values; nothing has moved then.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
-    kind = moves, site.cluster, extra_bytes
-    if (kind, note) not in site.known:
+    kind = moves, session.cluster, extra_bytes
+    if digests is not None or (kind, note) not in session.cache:
         meshes = dict.fromkeys(layout.mesh for move in moves for layout in (move.src, move.dst))
         ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
-        fabric = None
-        with telling(site, ranks):
-            if site.cluster is not None:
-                cluster = load_cluster(site.cluster) if isinstance(site.cluster, str) else site.cluster
-                fabric = HostNetwork.of(cluster, ranks[-1] + 1)
-        also = note, f"extra_bytes {extra_bytes}" if extra_bytes is not None else "", _called(site.cluster)
-        hosts = _hosts(site, ranks, [*(move.told for move in moves), *filter(None, also)])
-        if kind not in site.known:
-            problem = ReshardProblem(tuple(move.item for move in moves))
-            program = reshard_program(_planned(problem, fabric or _fabric(site, hosts), extra_bytes))
-            agree(site.context, program)
-            site.known[kind] = program
-        site.known[kind, note] = True
-    found: Program = site.known[kind]
-    return found
+        network = None
+        with share_refusal(session, ranks):
+            if session.cluster is not None:
+                cluster = session.cluster
+                if isinstance(cluster, str):
+                    cluster = load_cluster(cluster)
+                network = HostNetwork.of(cluster, ranks[-1] + 1)
+        limit = f"extra_bytes {extra_bytes}" if extra_bytes is not None else ""
+        options = filter(None, (note, limit, _cluster_text(session.cluster)))
+        descriptions = [*(move.description for move in moves), *options]
+        host_names = _agreed_hosts(session, ranks, descriptions, digests or {})
+        if kind not in session.cache:
+            problem = ReshardProblem(tuple(move.tensor_move for move in moves))
+            network = network or _host_network(session, host_names)
+            program = reshard_program(_plan_within(problem, network, extra_bytes))
+            agree(session.context, program)
+            session.cache[kind] = program
+        session.cache[kind, note] = True
+    agreed: Program = session.cache[kind]
+    return agreed
 
 
-def _called(cluster: Cluster | str | None) -> str:
+def _cluster_text(cluster: Cluster | str | None) -> str:
     if cluster is None:
         return ""
     return f"cluster {cluster if isinstance(cluster, str) else cluster.name}"
 
 
-def _planned(problem: ReshardProblem, fabric: HostNetwork, extra_bytes: int | None) -> ReshardPlan:
-    """In as large messages as `extra_bytes` lets ranks pack and pass on. Raises LayoutError."""
-    plan = plan_reshard(problem, fabric)
+def _plan_within(problem: ReshardProblem, network: HostNetwork, extra_bytes: int | None) -> ReshardPlan:
+    """Return the plan with the largest messages that need no more than `extra_bytes` of scratch on any rank."""
+    plan = plan_reshard(problem, network)
     if extra_bytes is None:
         return plan
     message_bytes = max(min(extra_bytes, MESSAGE_BYTES), _LEAST_MESSAGE_BYTES)
@@ -361,5 +349,5 @@ def _planned(problem: ReshardProblem, fabric: HostNetwork, extra_bytes: int | No
                 f"extra_bytes is {extra_bytes}, and rank {rank} needs {scratch} even if no message is larger than "
                 f"{2 * message_bytes} bytes"
             )
-        plan = plan_reshard(problem, fabric, message_bytes=message_bytes)
+        plan = plan_reshard(problem, network, message_bytes=message_bytes)
         message_bytes //= 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
 from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
@@ -46,12 +47,34 @@ def exact(jobs: JobSet, time_s: float = 10.0) -> Schedule:
     )
     hint = schedule_in_order(rounded, known.routes, known.order)
 
+    model, starts, presences = _model(rounded, hint)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_time_in_seconds = time_s
+    status = solver.solve(model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return known
+    routes = [[bool(solver.value(p)) for p in present].index(True) for present in presences]
+    order = by_start([solver.value(start) for start in starts])
+    solved = schedule_in_order(jobs, routes, order, algorithm="exact")
+    if solved.makespan > known.makespan:
+        solved = known
+    proven = (status == cp_model.OPTIMAL and coarse == 1) or solved.makespan <= exclusive_bound(jobs)
+    return replace(solved, proven=proven)
+
+
+def _model(jobs: JobSet, hint: Schedule) -> tuple[Any, list[Any], list[list[Any]]]:
+    """Return the model, and its variables: the start of each job, and whether it takes each of its routes."""
+    from ortools.sat.python import cp_model
+
     model = cp_model.CpModel()
-    makespan = model.new_int_var(exclusive_bound(rounded), hint.makespan, "makespan")
+    makespan = model.new_int_var(exclusive_bound(jobs), hint.makespan, "makespan")
     model.add_hint(makespan, hint.makespan)
     on: list[list[cp_model.IntervalVar]] = [[] for _ in jobs.class_of]
-    starts, presences = [], []
-    for j, job in enumerate(rounded.jobs):
+    starts: list[Any] = []
+    presences: list[list[Any]] = []
+    for j, job in enumerate(jobs.jobs):
         start = model.new_int_var(0, hint.makespan - job.duration, f"start{j}")
         model.add_hint(start, hint.starts[j])
         model.add(start + job.duration <= makespan)
@@ -69,18 +92,4 @@ def exact(jobs: JobSet, time_s: float = 10.0) -> Schedule:
     for intervals in on:
         model.add_no_overlap(intervals)
     model.minimize(makespan)
-
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = 0
-    solver.parameters.max_time_in_seconds = time_s
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return known
-    routes = [[bool(solver.value(p)) for p in present].index(True) for present in presences]
-    order = by_start([solver.value(start) for start in starts])
-    solved = schedule_in_order(jobs, routes, order, algorithm="exact")
-    if solved.makespan > known.makespan:
-        solved = known
-    proven = (status == cp_model.OPTIMAL and coarse == 1) or solved.makespan <= exclusive_bound(jobs)
-    return replace(solved, proven=proven)
+    return model, starts, presences

@@ -1,0 +1,108 @@
+"""The options of `meshweave reshard`: their types and help texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshweave.algorithms.reshard import STRATEGIES
+from meshweave.algorithms.reshard.order import ORDERS
+from meshweave.cli.options import JSON_HELP
+
+SourceMesh = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        help="The mesh that has it, and a spec of how it lies there: '2x4 S0RR' shards dim 0 of three along "
+        "mesh axis 0, R replicates. Of a model the mesh alone, FSDP x TP: 8x8.",
+    ),
+]
+
+DestinationMesh = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        help="The mesh that gets it, and a spec: '2x4 RS01R'. Of a model the mesh alone, replicas x TP: 4x2.",
+    ),
+]
+
+ClusterName = Annotated[
+    str,
+    typer.Option(
+        help="A catalog cluster or a TOML file; ':N' sets the number of chips (p3.8xlarge:16). Default of N: "
+        "as many as the meshes need."
+    ),
+]
+
+ModelName = Annotated[
+    str | None,
+    typer.Argument(
+        help="A Llama-like model whose state dict is moved: a catalog name (llama-2-7b), a TOML file, or a "
+        "Hugging Face config.json or its folder. Left out: one tensor, given by --shape."
+    ),
+]
+
+TensorShape = Annotated[
+    str | None, typer.Option(help="Sizes of the tensor, separated by commas: 1024,1024,512.")
+]
+
+ElementType = Annotated[str, typer.Option(help="Element type.")]
+
+SourceFirst = Annotated[int, typer.Option(help="First rank of the mesh that has it; rank r is chip r.")]
+
+DestinationFirst = Annotated[
+    int | None,
+    typer.Option(
+        help="First rank of the mesh that gets it; meshes may overlap. Default: behind the other one."
+    ),
+]
+
+RowPerHost = Annotated[
+    bool,
+    typer.Option("--row-per-host", help="Start each row of a mesh (its last axis) in a host of its own."),
+]
+
+StrategyNames = Annotated[
+    str,
+    typer.Option(
+        "--strategy", help=f"How copies spread: {', '.join(STRATEGIES)}, with commas between, or 'all'."
+    ),
+]
+
+OrderNames = Annotated[
+    str,
+    typer.Option(
+        "--order",
+        help=f"Who sends and in which order: {', '.join(ORDERS)}, with commas between. exact needs "
+        "meshweave[exact] and up to 10 s.",
+    ),
+]
+
+SimulateAll = Annotated[
+    bool, typer.Option("--simulate", help="Run every plan in the simulator, message by message.")
+]
+
+ShownRanks = Annotated[
+    str,
+    typer.Option(
+        help="Ranks in picture and trace, with commas between. Default: of each host the one that moves most "
+        "bytes between hosts, of up to 8 hosts."
+    ),
+]
+
+PicturePath = Annotated[
+    Path | None, typer.Option(help="Write the simulated timeline of the chosen plan as a picture.")
+]
+
+TracePath = Annotated[
+    Path | None, typer.Option(help="Write a Chrome / Perfetto trace of the same simulation.")
+]
+
+ProgramPath = Annotated[
+    Path | None,
+    typer.Option(help="Write the chosen plan as a program, for `meshweave show` and `simulate`."),
+]
+
+PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
