@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -36,20 +36,20 @@ def end_ps(program: Program, contention: bool) -> int:
 
 
 @st.composite
-def layered(draw: st.DrawFn) -> MatmulProblem:
+def layered(draw: st.DrawFn) -> Matmul2dProblem:
     size = st.integers(1, 30) | st.sampled_from([24, 36])
     shape = draw(st.sampled_from(LAYERED))
-    return MatmulProblem(*draw(st.tuples(size, size, size)), shape, draw(st.sampled_from(["os", "ls", "rs"])))
+    return Matmul2dProblem(*draw(st.tuples(size, size, size)), shape, draw(st.sampled_from(["os", "ls", "rs"])))
 
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(layered(), st.integers(0, 2), st.integers(0, 10**6))
-def test_25d_on_larger_meshes(problem: MatmulProblem, ways: int, seed: int) -> None:
+def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) -> None:
     """The properties of the table on meshes that are too large for it."""
     entry = ALGORITHMS["25d"]
-    made = entry.program(problem, Config())
+    made = entry.program(problem, Matmul2dConfig())
     for rank in made.ranks:
-        assert traffic(made, rank) == entry.traffic(problem, Config(), rank)
+        assert traffic(made, rank) == entry.traffic(problem, Matmul2dConfig(), rank)
     program = lower_rings(made, ways) if ways else made  # type: ignore[arg-type]
     assert validate(program).skipped == ()
     rng = np.random.default_rng(seed)
@@ -60,14 +60,14 @@ def test_25d_on_larger_meshes(problem: MatmulProblem, ways: int, seed: int) -> N
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(layered(), st.integers(1, 40))
-def test_25d_skeleton_on_larger_meshes(problem: MatmulProblem, scale: int) -> None:
+def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> None:
     """Exact on even shards, although rows and columns are skewed by different distances; else a bound."""
     entry = ALGORITHMS["25d"]
     for factor in (scale, scale * problem.num_chips):
         scaled = replace(problem, m=problem.m * factor, n=problem.n * factor, k=problem.k * factor)
-        program = entry.program(scaled, Config())
+        program = entry.program(scaled, Matmul2dConfig())
         machine = Machine.of(POD, program)
-        skeleton = entry.skeleton(scaled, Config())
+        skeleton = entry.skeleton(scaled, Matmul2dConfig())
         estimated = skeleton_ps(skeleton, lambda work, on=machine: price(work, on).total_ps)  # type: ignore[misc]
         simulated = end_ps(program, contention=False)
         assert estimated == simulated if factor > scale else estimated >= simulated
@@ -76,8 +76,8 @@ def test_25d_skeleton_on_larger_meshes(problem: MatmulProblem, scale: int) -> No
 @pytest.mark.parametrize("sizes", [(8192, 12288, 12288), (512, 256, 128)], ids=["computes", "moves"])
 def test_cannon_costs_skew_and_steady_state(sizes: tuple[int, int, int]) -> None:
     """The skew over P / 2 hops is its prologue; then every turn is the longer of product and shift."""
-    problem = MatmulProblem(*sizes, (8, 8), "os", "bfloat16")
-    program = ALGORITHMS["cannon"].program(problem, Config())
+    problem = Matmul2dProblem(*sizes, (8, 8), "os", "bfloat16")
+    program = ALGORITHMS["cannon"].program(problem, Matmul2dConfig())
     machine = Machine.of(POD, program)
     local = [size // 8 for size in sizes]
     product = price(matmul_work(*local, dtype="bfloat16"), machine).total_ps
@@ -90,7 +90,7 @@ def test_cannon_costs_skew_and_steady_state(sizes: tuple[int, int, int]) -> None
 
 def test_a_permute_that_goes_nowhere_is_a_copy() -> None:
     """Row 0 is not skewed: it moves no bytes, and takes a copy's time."""
-    program = ALGORITHMS["cannon"].program(MatmulProblem(8, 8, 8, (4, 4)), Config())
+    program = ALGORITHMS["cannon"].program(Matmul2dProblem(8, 8, 8, (4, 4)), Matmul2dConfig())
     for rank, hops in ((0, 0), (4, 1), (8, 2), (12, 1)):
         skew = next(bound.op for bound in program.on_rank(rank) if bound.op.name == "skew_a")
         work = work_of(program, skew)
@@ -102,7 +102,7 @@ def test_a_permute_that_goes_nowhere_is_a_copy() -> None:
 
 
 def test_a_switch_has_no_hops() -> None:
-    program = ALGORITHMS["cannon"].program(MatmulProblem(8, 8, 8, (2, 2)), Config())
+    program = ALGORITHMS["cannon"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
     far, near = (Transfer("permute", "tp.col", 8, 1 << 20, hops=hops) for hops in (4, 1))
     switch, torus = (Machine.of(load_cluster(name), program) for name in ("dgx-h100", "tpu-v4-pod:4"))
     assert price(far, switch) == price(near, switch)
@@ -112,34 +112,34 @@ def test_a_switch_has_no_hops() -> None:
 @pytest.mark.parametrize("dataflow", ["os", "ls", "rs"])
 def test_a_lone_message_is_no_faster_with_contention(dataflow: str) -> None:
     """With one chunk for four chips, no other message is on the links that a skew over two hops takes."""
-    program = ALGORITHMS["cannon"].program(MatmulProblem(640, 512, 1, (4, 4), dataflow), Config())  # type: ignore[arg-type]
+    program = ALGORITHMS["cannon"].program(Matmul2dProblem(640, 512, 1, (4, 4), dataflow), Matmul2dConfig())  # type: ignore[arg-type]
     assert end_ps(program, contention=True) >= end_ps(program, contention=False)
 
 
 def test_bytes_of_the_published_comparison() -> None:
     """GPT-3's (1024K, 12K, 48K) in bf16 on 1024 chips (MeshSlice, section 7): 1.6 GB against 336 MB a chip."""
-    problem = MatmulProblem(1024 * K, 12 * K, 48 * K, (16, 16, 4), "os", "bfloat16")
-    moved = traffic(ALGORITHMS["25d"].program(problem, Config()), 0)
+    problem = Matmul2dProblem(1024 * K, 12 * K, 48 * K, (16, 16, 4), "os", "bfloat16")
+    moved = traffic(ALGORITHMS["25d"].program(problem, Matmul2dConfig()), 0)
     shards = sum(2 * rows * columns // 256 for rows, columns in ((1024 * K, 48 * K), (48 * K, 12 * K)))
     assert moved["tp.row"] + moved["tp.col"] == 4 * shards  # P / c moves of both: the skew and three shifts
     assert round((moved["tp.row"] + moved["tp.col"]) / 1e9, 2) == 1.63
 
     weights, out = 2 * 12 * K * 48 * K // 256, 2 * 1024 * K * 12 * K // 1024
     entry = ALGORITHMS["meshslice_dp"]
-    forward = traffic(entry.program(replace(problem, mesh_shape=(32, 8, 4), dataflow="ls"), Config()), 0)
+    forward = traffic(entry.program(replace(problem, mesh_shape=(32, 8, 4), dataflow="ls"), Matmul2dConfig()), 0)
     assert forward == {"tp.row": 31 * weights, "tp.col": 7 * out}
     # The paper counts (c - 1) w for the gradients. An all-reduce in parts needs 2 (c - 1) w / c.
-    gradient = MatmulProblem(12 * K, 48 * K, 1024 * K, (32, 8, 4), "rs", "bfloat16")
-    assert traffic(entry.program(gradient, Config()), 0)["tp.depth"] == 2 * 3 * weights // 4
+    gradient = Matmul2dProblem(12 * K, 48 * K, 1024 * K, (32, 8, 4), "rs", "bfloat16")
+    assert traffic(entry.program(gradient, Matmul2dConfig()), 0)["tp.depth"] == 2 * 3 * weights // 4
     assert round((sum(forward.values()) + 3 * weights) / 1e6) == 337
 
 
 def test_meshes_that_rotations_can_use() -> None:
-    assert ALGORITHMS["cannon"].meshes(16) == ((4, 4),)
-    assert ALGORITHMS["cannon"].meshes(8) == ()
-    assert ALGORITHMS["25d"].meshes(1024) == ((16, 16, 4),)
-    assert ALGORITHMS["25d"].meshes(16) == ()
-    assert (2, 1, 2) in ALGORITHMS["meshslice_dp"].meshes(4)
+    assert ALGORITHMS["cannon"].mesh_shapes(16) == ((4, 4),)
+    assert ALGORITHMS["cannon"].mesh_shapes(8) == ()
+    assert ALGORITHMS["25d"].mesh_shapes(1024) == ((16, 16, 4),)
+    assert ALGORITHMS["25d"].mesh_shapes(16) == ()
+    assert (2, 1, 2) in ALGORITHMS["meshslice_dp"].mesh_shapes(4)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_meshes_that_rotations_can_use() -> None:
 )
 def test_other_meshes_are_user_errors(name: str, mesh: tuple[int, ...], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        ALGORITHMS[name].program(MatmulProblem(8, 8, 8, mesh), Config())
+        ALGORITHMS[name].program(Matmul2dProblem(8, 8, 8, mesh), Matmul2dConfig())

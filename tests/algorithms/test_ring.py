@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
-from meshweave.algorithms.matmul2d.common.ring_costs import turn_counts
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.ring_costs import iteration_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Permute, Step
+from meshweave.ir.program.ops import Permute, CollectiveStep
 from meshweave.ir.work import work_of
 from meshweave.simulate.reference import simulate
 
 
 def ring(parts: int, turns: int, dataflow: str = "os", name: str = "wang", size: int = 64) -> Program:
-    problem = MatmulProblem(size, size, size, (1, parts), dataflow)  # type: ignore[arg-type]
-    return ALGORITHMS[name].program(problem, Config((1,) * turns))
+    problem = Matmul2dProblem(size, size, size, (1, parts), dataflow)  # type: ignore[arg-type]
+    return ALGORITHMS[name].program(problem, Matmul2dConfig((1,) * turns))
 
 
 def moves(program: Program, lane: str) -> list[Permute]:
@@ -46,9 +46,9 @@ def test_as_many_launches_as_turns_that_move_something(dataflow: str, turns: int
 @pytest.mark.parametrize("dataflow", ["os", "ls"])
 def test_turns_are_dealt_the_same_steps_of_both_directions(dataflow: str) -> None:
     program = ring(8, 3, dataflow)
-    pair = [Step("send_recv", index, 2, ways=2) for index in (0, 1)]
+    pair = [CollectiveStep("send_recv", index, 2, num_directions=2) for index in (0, 1)]
     assert [op.step for op in moves(program, "col")] == 2 * pair
-    assert [op.step for op in moves(program, "col_back")] == [*pair, Step("send_recv", 0, 1, ways=2)]
+    assert [op.step for op in moves(program, "col_back")] == [*pair, CollectiveStep("send_recv", 0, 1, num_directions=2)]
     assert (
         len({op.shift for op in moves(program, "col")} | {op.shift for op in moves(program, "col_back")}) == 2
     )
@@ -62,7 +62,7 @@ def test_two_parts_take_one_plain_step(dataflow: str) -> None:
 
 
 def test_no_more_turns_than_steps_and_home() -> None:
-    assert [turn_counts(parts) for parts in (1, 2, 3, 4, 5, 8)] == [
+    assert [iteration_counts(parts) for parts in (1, 2, 3, 4, 5, 8)] == [
         [1],
         [2],
         [2],
@@ -79,8 +79,8 @@ def test_no_more_turns_than_steps_and_home() -> None:
 def test_the_other_collective_waits_for_products_of_both_directions(
     dataflow: str, overlap: str, turns: int
 ) -> None:
-    problem = MatmulProblem(1200, 1200, 1200, (5, 4), dataflow)  # type: ignore[arg-type]
-    config = Config((1,) * turns, overlap=overlap)  # type: ignore[arg-type]
+    problem = Matmul2dProblem(1200, 1200, 1200, (5, 4), dataflow)  # type: ignore[arg-type]
+    config = Matmul2dConfig((1,) * turns, overlap=overlap)  # type: ignore[arg-type]
     program = ALGORITHMS["wang"].program(problem, config)
     pod = load_cluster("tpu-v4-pod:20")
     machine = Machine.of(replace(pod, chip=replace(pod.chip, gemm_tile=None)), program)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
-from meshweave.algorithms.matmul2d.summa import Turn, turns_of
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d.summa import SliceStep, slice_steps
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
@@ -18,8 +18,8 @@ from meshweave.ir.program.ops import Broadcast, Reduce
 SUMMA = ALGORITHMS["summa"]
 
 
-def config(turns: int, packets: int = 1) -> Config:
-    return Config((1,) * turns, packets=packets)
+def config(turns: int, packets: int = 1) -> Matmul2dConfig:
+    return Matmul2dConfig((1,) * turns, packets=packets)
 
 
 @settings(deadline=None, max_examples=300)
@@ -28,8 +28,8 @@ def test_turns_cover_the_dim_and_panels_lie_in_one_shard(data: st.DataObject) ->
     size = data.draw(st.integers(1, 90))
     shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
     count = data.draw(st.integers(1, size))
-    problem = MatmulProblem(8, 8, size, shape)
-    turns = turns_of(problem, count)
+    problem = Matmul2dProblem(8, 8, size, shape)
+    turns = slice_steps(problem, count)
     assert len(turns) == count
     assert min(turn.width for turn in turns) > 0
     ends = [turn.start + turn.width for turn in turns]
@@ -58,27 +58,27 @@ def test_turns_cover_the_dim_and_panels_lie_in_one_shard(data: st.DataObject) ->
     ],
 )
 def test_turns_end_at_shards_where_they_can(shape: tuple[int, int], count: int, widths: list[int]) -> None:
-    turns = turns_of(MatmulProblem(8, 8, 48, shape), count)
+    turns = slice_steps(Matmul2dProblem(8, 8, 48, shape), count)
     assert [turn.width for turn in turns] == widths
 
 
 def test_panels_of_uneven_shards() -> None:
-    problem = MatmulProblem(8, 8, 31, (2, 3))  # rows hold 16 and 15 of k, columns 11, 11 and 9
-    assert turns_of(problem, 2) == (Turn(0, 16), Turn(16, 15))
-    assert Turn(0, 16).panels(problem, problem.horizontal) == ((0, 11), (11, 5))
-    assert Turn(0, 16).panels(problem, problem.vertical) == ((0, 16),)
+    problem = Matmul2dProblem(8, 8, 31, (2, 3))  # rows hold 16 and 15 of k, columns 11, 11 and 9
+    assert slice_steps(problem, 2) == (SliceStep(0, 16), SliceStep(16, 15))
+    assert SliceStep(0, 16).panels(problem, problem.horizontal) == ((0, 11), (11, 5))
+    assert SliceStep(0, 16).panels(problem, problem.vertical) == ((0, 16),)
 
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_turns_without_elements_are_a_user_error(count: int) -> None:
     with pytest.raises(LayoutError, match=f"{count} turns over a dim of 3 elements; between 1 and 3"):
-        turns_of(MatmulProblem(8, 8, 3, (2, 2)), count)
+        slice_steps(Matmul2dProblem(8, 8, 3, (2, 2)), count)
 
 
 @pytest.mark.parametrize("dataflow", DATAFLOWS)
 def test_even_turns_are_a_loop(dataflow: str) -> None:
     """One template for all, however many: P turns of one broadcast per axis, as in the paper's figure 2."""
-    program = SUMMA.program(MatmulProblem(64, 64, 64, (4, 4), dataflow), config(4, packets=8))  # type: ignore[arg-type]
+    program = SUMMA.program(Matmul2dProblem(64, 64, 64, (4, 4), dataflow), config(4, packets=8))  # type: ignore[arg-type]
     (where,) = program.body
     assert isinstance(where, On)
     (loop,) = where.body
@@ -94,17 +94,17 @@ def test_synchronisations_grow_quadratically_with_the_mesh() -> None:
     cluster, packets = load_cluster("tpu-v4-pod:256"), 4
     for members in (4, 8, 16):
         machine = mesh_machine(cluster, (members, members), ("row", "col"))
-        problem = MatmulProblem(4096, 4096, 4096, (members, members), "os", "bfloat16")
+        problem = Matmul2dProblem(4096, 4096, 4096, (members, members), "os", "bfloat16")
         sync_s = cluster.network.axis(0).comm("broadcast").sync_s
         for name, per_axis in (("summa", members * (members + packets - 2)), ("collective", members - 1)):
-            chosen = config(members, packets) if name == "summa" else Config()
+            chosen = config(members, packets) if name == "summa" else Matmul2dConfig()
             found = estimate(ALGORITHMS[name].skeleton(problem, chosen), machine)
             assert found.sync_s == pytest.approx(2 * per_axis * sync_s)
 
 
 def test_offered_configurations_are_few() -> None:
     for shape in ((1, 1), (2, 2), (16, 16), (4, 15), (32, 8), (256, 1)):
-        offered = list(SUMMA.configs(MatmulProblem(4096, 4096, 4096, shape)))
+        offered = list(SUMMA.candidates(Matmul2dProblem(4096, 4096, 4096, shape)))
         assert 1 <= len(offered) <= 40
         assert len(set(offered)) == len(offered)
-    assert {c.packets for c in SUMMA.configs(MatmulProblem(64, 64, 64, (2, 2)))} == {1}  # no hop to pipeline
+    assert {c.packets for c in SUMMA.candidates(Matmul2dProblem(64, 64, 64, (2, 2)))} == {1}  # no hop to pipeline

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Placements
 from meshweave.base.errors import DescriptionError, LayoutError, MeshweaveError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
@@ -181,8 +181,8 @@ def slice_curve(plan: Plan, candidate: Candidate, cluster: Cluster) -> dict[str,
     return out
 
 
-def _problem(plan: Plan, item: PassPlan, shape: tuple[int, ...]) -> MatmulProblem:
-    return MatmulProblem(item.m, item.n, item.k, shape, item.dataflow, plan.dtype)
+def _problem(plan: Plan, item: PassPlan, shape: tuple[int, ...]) -> Matmul2dProblem:
+    return Matmul2dProblem(item.m, item.n, item.k, shape, item.dataflow, plan.dtype)
 
 
 # --- timelines ------------------------------------------------------------------------------------------
@@ -243,13 +243,13 @@ def _reduced_meshes(entry: Matmul2d) -> tuple[tuple[int, ...], ...]:
 
 
 def same_local_product(
-    problem: MatmulProblem, shape: tuple[int, ...], placements: Placements
-) -> MatmulProblem:
+    problem: Matmul2dProblem, shape: tuple[int, ...], placements: Placements
+) -> Matmul2dProblem:
     """Return the problem on a mesh of another shape in which each rank multiplies matrices of the size it did.
 
     A dim shrinks with the mesh axes over which it is sharded in both matrices that have it. One that the
     matrices shard over different axes, or that one of them does not shard, is gathered, and keeps its size.
-    Raises LayoutError as MatmulProblem does.
+    Raises LayoutError as Matmul2dProblem does.
     """
     letters = {
         "a": ("k", "m") if problem.dataflow == "rs" else ("m", "k"),

@@ -6,7 +6,7 @@ from meshweave.algorithms.contract import lookup, table
 from meshweave.algorithms.matmul2d.cannon import CANNON
 from meshweave.algorithms.matmul2d.collective import COLLECTIVE
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.problem import DATAFLOWS, Config, Dataflow, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import DATAFLOWS, Dataflow, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.meshslice import MESHSLICE
 from meshweave.algorithms.matmul2d.one_dim import FSDP, TENSOR_1D
 from meshweave.algorithms.matmul2d.replicated import MESHSLICE_DP
@@ -42,9 +42,9 @@ __all__ = [
     "ALGORITHMS",
     "DATAFLOWS",
     "ENTRIES",
-    "Config",
     "Dataflow",
     "Matmul2d",
-    "MatmulProblem",
+    "Matmul2dConfig",
+    "Matmul2dProblem",
     "algorithm",
 ]

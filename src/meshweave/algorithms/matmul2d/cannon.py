@@ -1,16 +1,16 @@
 """Cannon: products on a square mesh in which only neighbours talk (Cannon 1969; MeshSlice, section 2.3.2).
 
-The sliced dim has P chunks, P the side of the mesh. In turn t chip (i, j) works on chunk i + j + t, modulo P.
-So at any time the chips of a row, and those of a column, all hold different chunks, and to go on to the next
-turn every chip passes its part to the neighbour and takes one from the other neighbour. Inputs are first
-skewed to where turn 0 needs them: row i (column j) of a moving input goes i (j) places round the ring. The sums
-of a moving output travel the same way from wherever they start, and one permute in the end brings them home.
+The sliced dim has P chunks, where P is the side of the mesh. In step t chip (i, j) works on chunk i + j + t,
+modulo P. So at any time the chips of a row, and those of a column, all hold different chunks. Between two steps
+every chip sends its part to one neighbour and receives one from the other. Inputs are first skewed to where step
+0 needs them: row i (column j) of a moving input goes i (j) places around the ring. The sums of a moving output
+travel in the same direction from wherever they start, and one permute in the end brings them to their owners.
 
-Partial sums of a moving output wait for nothing but their own addition: a turn multiplies into a buffer of
-its own, adds what came from the neighbour and passes the sum on, so products and moves overlap here too.
+Partial sums of a moving output wait for their own addition only: a step multiplies into a buffer of its own, adds
+the sum that came from the neighbour and sends the result on. So products and moves overlap here too.
 
-Sizes need not divide: what a chip holds in turn t has the size of chunk i + j + t. A 2.5D product does only
-some of these turns on each of several meshes, from different starts (`two_half_d`); it is built here as well.
+Sizes need not divide: what a chip holds in step t has the size of chunk i + j + t. A 2.5D product does some of
+these steps on each of several meshes, from different starts (`two_half_d`); its program is written here as well.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from meshweave.algorithms.matmul2d.common.extents import (
 )
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Config,
-    MatmulProblem,
-    Moving,
+    Matmul2dConfig,
+    Matmul2dProblem,
+    MovingMatrix,
     Placements,
     two_d_placements,
 )
+from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, chunk_bounds
@@ -48,12 +49,15 @@ from meshweave.ir.work import Transfer, move_work
 SLOTS = 2
 """Double buffering: the product reads (or writes) one part while the ring moves the other."""
 
-TURN = Var("t")
+STEP = Var("t")
 
 
 @dataclass(frozen=True)
-class Turns:
-    """Which turns of the product a mesh does: `count` of them from `start` on, which may depend on `depth`."""
+class CannonSteps:
+    """The steps that a mesh does: `count` of the `side` steps of the product, from `start` on.
+
+    `start` may depend on the coordinate along `depth`.
+    """
 
     side: int
     count: int
@@ -61,18 +65,19 @@ class Turns:
 
     @property
     def layers(self) -> int:
+        """The number of meshes that share the steps of a product."""
         return self.side // self.count
 
-    def part(self, turn: Index) -> Index:
-        """Number of the chunk that chip (row, col) works on."""
-        return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + turn) % self.side
+    def chunk_at(self, step: Index) -> Index:
+        """Return the number of the chunk that chip (row, col) works on."""
+        return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:
-        """How far the parts of a moving input must go along `axis` for turn 0."""
+        """Return how many places the parts of a moving input must go along `axis` for step 0."""
         return self.side - (self._across(axis) + self.start) % self.side
 
     def unskew(self, axis: str) -> Index:
-        """How far those of a moving output must go after the last turn to be home."""
+        """Return how many places the parts of a moving output must go after the last step to their owners."""
         return (self._across(axis) + self.start + (self.count - 1)) % self.side
 
     @staticmethod
@@ -80,12 +85,12 @@ class Turns:
         return Var(f"{MESH}.{_other(axis)}")
 
 
-def all_turns(problem: MatmulProblem) -> Turns:
-    """Raises LayoutError for a mesh that is not square."""
+def all_steps(problem: Matmul2dProblem) -> CannonSteps:
+    """Return all steps of a product. Raises LayoutError for a mesh that is not square."""
     shape = problem.mesh_shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise LayoutError(f"Cannon's product needs a square mesh, not {shape}")
-    return Turns(shape[0], shape[0])
+    return CannonSteps(shape[0], shape[0])
 
 
 def _other(axis: str) -> str:
@@ -95,75 +100,75 @@ def _other(axis: str) -> str:
 # --- program --------------------------------------------------------------------------------------------
 
 
-class _Builder:
-    """`target` is the buffer in which this mesh's sum for its block of C ends."""
+class _CannonProgramBuilder:
+    """The program on one mesh, whose sums for its block of C end in buffer `target`."""
 
-    def __init__(self, problem: MatmulProblem, turns: Turns, target: str) -> None:
-        self.problem, self.turns, self.target = problem, turns, target
+    def __init__(self, problem: Matmul2dProblem, steps: CannonSteps, target: str) -> None:
+        self.problem, self.steps, self.target = problem, steps, target
         self.moving = (problem.horizontal, problem.vertical)
         self.buffers: list[Buffer] = []
-        if turns.side > 1:
+        if steps.side > 1:
             for moving in self.moving:
                 for suffix, slots in (("p", SLOTS), ("in", 1)) if moving.scattered else (("s", SLOTS),):
                     self._declare(f"{moving.operand}_{suffix}", moving, slots)
 
-    def _declare(self, name: str, moving: Moving, slots: int) -> None:
+    def _declare(self, name: str, moving: MovingMatrix, slots: int) -> None:
         problem = self.problem
-        along = -(-problem.stored_shape(moving.operand)[moving.dim] // self.turns.side)
+        along = -(-problem.stored_shape(moving.operand)[moving.dim] // self.steps.side)
         across = local_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
         shape = (across, along) if moving.dim == 1 else (along, across)
         # A part that is narrower than the buffer is still one run of memory where its dim is the outer one.
-        order = (1, 0) if moving.dim == 1 and problem.sliced_size % self.turns.side else None
+        order = (1, 0) if moving.dim == 1 and problem.sliced_size % self.steps.side else None
         self.buffers.append(
             Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=slots, order=order)
         )
 
     def body(self) -> Iterator[Statement]:
-        turns = self.turns
-        if turns.side == 1:
+        steps = self.steps
+        if steps.side == 1:
             yield self._product("c", "a", "b")
             return
         for moving in self.moving:
             if not moving.scattered:
                 got = self._part(moving, "s", 0)
-                yield self._permute(moving, "skew", got, _whole(moving.operand), turns.skew(moving.axis))
-        if turns.count > 1:
-            yield Repeat("t", turns.count - 1, tuple(self._turn(TURN, last=False)))
-        yield from self._turn(turns.count - 1, last=True)
+                yield self._permute(moving, "skew", got, full_matrix(moving.operand), steps.skew(moving.axis))
+        if steps.count > 1:
+            yield Repeat("t", steps.count - 1, tuple(self._step(STEP, last=False)))
+        yield from self._step(steps.count - 1, last=True)
 
-    def _turn(self, turn: Index, last: bool) -> Iterator[Statement]:
-        operand: dict[str, View] = {name: _whole(name) for name in "abc"}
-        operand["c"] = _whole(self.target)
+    def _step(self, step: Index, last: bool) -> Iterator[Statement]:
+        operand: dict[str, View] = {name: full_matrix(name) for name in "abc"}
+        operand["c"] = full_matrix(self.target)
         for moving in self.moving:
-            operand[moving.operand] = self._part(moving, "p" if moving.scattered else "s", turn)
-        adds = binary(">", turn, 0) if self.problem.dataflow == "os" else 0
+            operand[moving.operand] = self._part(moving, "p" if moving.scattered else "s", step)
+        adds = binary(">", step, 0) if self.problem.dataflow == "os" else 0
         yield self._product(operand["c"], operand["a"], operand["b"], adds)
         for moving in self.moving:
             if moving.scattered:
-                yield from self._pass_on(moving, turn, last, operand["c"])
+                yield from self._pass_on(moving, step, last, operand["c"])
             elif not last:
-                got = self._part(moving, "s", turn + 1)
+                got = self._part(moving, "s", step + 1)
                 yield self._permute(moving, "shift", got, operand[moving.operand], -1)
 
-    def _pass_on(self, moving: Moving, turn: Index, last: bool, sum_: View) -> Iterator[Statement]:
-        """Adds the sum that has come by to this turn's product, and passes the result on, in the end home."""
-        came = replace(self._part(moving, "in", turn), slot=0)
-        add = Add(out=sum_, src=came, lane=moving.axis, name="add_c")
-        guarded = binary(">", turn, 0)
-        if not isinstance(guarded, int):
-            yield When(guarded, (add,))
-        elif guarded:
+    def _pass_on(self, moving: MovingMatrix, step: Index, last: bool, sum_: View) -> Iterator[Statement]:
+        """Add the sum that has arrived to this step's product, and send the result on, at last to its owner."""
+        arrived = replace(self._part(moving, "in", step), slot=0)
+        add = Add(out=sum_, src=arrived, lane=moving.axis, name="add_c")
+        has_arrived = binary(">", step, 0)
+        if not isinstance(has_arrived, int):
+            yield When(has_arrived, (add,))
+        elif has_arrived:
             yield add
         if last:
-            shift = self.turns.unskew(moving.axis)
-            yield self._permute(moving, "unskew", _whole(self.target), sum_, shift)
+            shift = self.steps.unskew(moving.axis)
+            yield self._permute(moving, "unskew", full_matrix(self.target), sum_, shift)
         else:
-            # One slot is enough: the lane has added what came before it takes the next.
-            got = replace(self._part(moving, "in", turn + 1), slot=0)
+            # One slot is enough: the lane adds what has arrived before it receives the next.
+            got = replace(self._part(moving, "in", step + 1), slot=0)
             yield self._permute(moving, "shift", got, sum_, -1)
 
     def _product(self, c: View | str, a: View | str, b: View | str, accumulate: Index = 0) -> Op:
-        out, left, right = (_whole(view) if isinstance(view, str) else view for view in (c, a, b))
+        out, left, right = (full_matrix(view) if isinstance(view, str) else view for view in (c, a, b))
         dataflow = self.problem.dataflow
         return Matmul(
             out=out,
@@ -175,15 +180,15 @@ class _Builder:
             lane="compute",
         )
 
-    def _part(self, moving: Moving, suffix: str, turn: Index) -> View:
-        size, side = self.problem.sliced_size, self.turns.side
+    def _part(self, moving: MovingMatrix, suffix: str, step: Index) -> View:
+        size, side = self.problem.sliced_size, self.steps.side
         along: Selector = FULL
         if size % side:
-            along = Range(0, chunk_extent(size, side, self.turns.part(turn)))
+            along = Range(0, chunk_extent(size, side, self.steps.chunk_at(step)))
         selectors = (FULL, along) if moving.dim == 1 else (along, FULL)
-        return View(f"{moving.operand}_{suffix}", selectors, turn % SLOTS)
+        return View(f"{moving.operand}_{suffix}", selectors, step % SLOTS)
 
-    def _permute(self, moving: Moving, what: str, got: View, sent: View, shift: Index) -> Op:
+    def _permute(self, moving: MovingMatrix, what: str, got: View, sent: View, shift: Index) -> Op:
         return Permute(
             over=f"{MESH}.{moving.axis}",
             out=got,
@@ -194,15 +199,13 @@ class _Builder:
         )
 
 
-def _whole(buffer: str) -> View:
-    return View(buffer, (FULL, FULL))
-
-
-def build(problem: MatmulProblem, turns: Turns, name: str, placements: Placements | None = None) -> Program:
-    """The program of `name`. Where `turns` are not all, C is summed and cut up over `depth` in the end."""
-    layered = turns.layers > 1
+def build(
+    problem: Matmul2dProblem, steps: CannonSteps, name: str, placements: Placements | None = None
+) -> Program:
+    """Return the program called `name`. If meshes share the steps, C is reduced and scattered over `depth`."""
+    layered = steps.layers > 1
     placed = placements or two_d_placements(problem)
-    builder = _Builder(problem, turns, "c_sum" if layered else "c")
+    builder = _CannonProgramBuilder(problem, steps, "c_sum" if layered else "c")
     body = tuple(builder.body())
     lanes, buffers = ["compute", "row", "col"], builder.buffers
     if layered:
@@ -211,10 +214,10 @@ def build(problem: MatmulProblem, turns: Turns, name: str, placements: Placement
         buffers.append(Buffer("c_sum", "scratch", MESH, problem.dtype, shape=shape))
         total = ReduceScatter(
             over=f"{MESH}.depth",
-            out=_whole("c"),
-            src=_whole("c_sum"),
+            out=full_matrix("c"),
+            src=full_matrix("c_sum"),
             dim=0,
-            sizes=chunk_extent(shape[0], turns.layers, Var("peer")),
+            sizes=chunk_extent(shape[0], steps.layers, Var("peer")),
             lane="depth",
             name="sum_c",
         )
@@ -231,29 +234,29 @@ def build(problem: MatmulProblem, turns: Turns, name: str, placements: Placement
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def build_skeleton(problem: MatmulProblem, turns: Turns) -> Skeleton:
-    """The skeleton of `build`, skew and unskew at the row and column that go farthest round.
+def build_skeleton(problem: Matmul2dProblem, steps: CannonSteps) -> Skeleton:
+    """Return the skeleton of `build`, with skew and unskew of the row and column that go farthest around.
 
-    Every duration is the largest of any chip, so this is an upper bound. On even shards the chip in that row
-    and column attains it. On uneven ones a chain of moves attains it as well, as it may follow the largest chunk
-    all the way; a chip that computes all the time does not, since one of its products is smaller.
+    Every duration is the largest of any chip, so its time is an upper bound. It is attained on even shards, by the
+    chip in that row and column. On uneven shards a chain of moves attains it, too, since it may follow the largest
+    chunk all the way. A chain of products does not, since one of them is smaller.
     """
-    if turns.count == 1:
-        return Skeleton((Phase(1, _tasks(problem, turns, first=True, last=True)),))
-    phases = [Phase(1, _tasks(problem, turns, first=True, last=False))]
-    if turns.count > 2:
-        phases.append(Phase(turns.count - 2, _tasks(problem, turns, first=False, last=False)))
-    phases.append(Phase(1, _tasks(problem, turns, first=False, last=True)))
+    if steps.count == 1:
+        return Skeleton((Phase(1, _tasks(problem, steps, first=True, last=True)),))
+    phases = [Phase(1, _tasks(problem, steps, first=True, last=False))]
+    if steps.count > 2:
+        phases.append(Phase(steps.count - 2, _tasks(problem, steps, first=False, last=False)))
+    phases.append(Phase(1, _tasks(problem, steps, first=False, last=True)))
     return Skeleton(tuple(phases))
 
 
-def _tasks(problem: MatmulProblem, turns: Turns, first: bool, last: bool) -> tuple[Task, ...]:
-    """One turn: the skew before the first, what ends the product after the last."""
+def _tasks(problem: Matmul2dProblem, steps: CannonSteps, first: bool, last: bool) -> tuple[Task, ...]:
+    """Return the tasks of one step, with the skew before the first and what ends the product after the last."""
     placed = two_d_placements(problem)
-    each = -(-problem.sliced_size // turns.side)
+    each = -(-problem.sliced_size // steps.side)
     first_dim, second_dim = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
     product = Task("matmul", "compute", slice_work(problem, first_dim, second_dim, each))
-    if turns.side == 1:
+    if steps.side == 1:
         return (product,)
     parts = {
         moving: each * largest_extent(problem, placed, moving.operand, 1 - moving.dim)
@@ -270,47 +273,47 @@ def _tasks(problem: MatmulProblem, turns: Turns, first: bool, last: bool) -> tup
                 add = move_work(part, problem.dtype, "add")
                 after.append(Task("add_c", moving.axis, add, (("matmul", 0),)))
             what = "unskew" if last else "shift"
-            after.append(_move(problem, turns, moving, what, part, (("matmul", 0),)))
+            after.append(_move(problem, steps, moving, what, part, (("matmul", 0),)))
             continue
         if first:
-            before.append(_move(problem, turns, moving, "skew", part))
+            before.append(_move(problem, steps, moving, "skew", part))
         waits.append((f"skew_{moving.operand}", 0) if first else (f"shift_{moving.operand}", 1))
         if not last:  # what arrives takes the place of the part that the product before this one read
-            after.append(_move(problem, turns, moving, "shift", part, (("matmul", 1),)))
-    if last and turns.layers > 1:
-        after.append(_sum(problem, turns, "unskew_c" if output else "matmul"))
+            after.append(_move(problem, steps, moving, "shift", part, (("matmul", 1),)))
+    if last and steps.layers > 1:
+        after.append(_sum(problem, steps, "unskew_c" if output else "matmul"))
     return (*before, replace(product, after=tuple(waits)), *after)
 
 
 def _move(
-    problem: MatmulProblem,
-    turns: Turns,
-    moving: Moving,
+    problem: Matmul2dProblem,
+    steps: CannonSteps,
+    moving: MovingMatrix,
     what: str,
     elements: int,
     after: tuple[tuple[str, int], ...] = (),
 ) -> Task:
-    hops = 1 if what == "shift" else turns.side // 2
+    hops = 1 if what == "shift" else steps.side // 2
     size = elements * dtype_bytes(problem.dtype)
-    work = Transfer("permute", f"{MESH}.{moving.axis}", turns.side, size, hops=hops)
+    work = Transfer("permute", f"{MESH}.{moving.axis}", steps.side, size, hops=hops)
     return Task(f"{what}_{moving.operand}", moving.axis, work, after)
 
 
-def _sum(problem: MatmulProblem, turns: Turns, after: str) -> Task:
+def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
     rows, columns = (largest_extent(problem, two_d_placements(problem), "c", dim) for dim in (0, 1))
-    part = -(-rows // turns.layers) * columns * dtype_bytes(problem.dtype)
-    work = Transfer("reduce_scatter", f"{MESH}.depth", turns.layers, part)
+    part = -(-rows // steps.layers) * columns * dtype_bytes(problem.dtype)
+    work = Transfer("reduce_scatter", f"{MESH}.depth", steps.layers, part)
     return Task("sum_c", "depth", work, ((after, 0),))
 
 
 # --- bytes ----------------------------------------------------------------------------------------------
 
 
-def traffic(problem: MatmulProblem, rank: int, count: int, start: int = 0) -> dict[str, int]:
-    """Bytes that a rank takes in on its own mesh in `count` turns from `start` on.
+def traffic(problem: Matmul2dProblem, rank: int, count: int, start: int = 0) -> dict[str, int]:
+    """Return the bytes that a rank receives on its own mesh in `count` steps from `start` on, by "mesh.axis".
 
-    An input: the part of every turn, but for the first where the ring's skew is no move. An output: the part
-    of every turn after the first, and in the end the part that is at home, but for the same exception.
+    Of an input it receives the part of every step, but not that of the first where the skew is 0. Of an output it
+    receives the part of every step after the first, and its own in the end, but not where the unskew is 0.
     """
     mesh = problem.mesh
     layout = Layout(mesh, two_d_placements(problem)["a"])
@@ -324,7 +327,7 @@ def traffic(problem: MatmulProblem, rank: int, count: int, start: int = 0) -> di
     out = {}
     for moving in (problem.horizontal, problem.vertical):
         at, across = (col, row) if moving.axis == "col" else (row, col)
-        later = sum(extent(row + col + start + turn) for turn in range(1, count))
+        later = sum(extent(row + col + start + step) for step in range(1, count))
         if moving.scattered:
             ends = extent(at) if (across + start + count - 1) % side else 0
         else:
@@ -349,16 +352,18 @@ class Cannon(Matmul2d):
         side = math.isqrt(num_chips)
         return ((side, side),) if side * side == num_chips else ()
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
-        yield Config()
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
+        yield Matmul2dConfig()
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
-        return build(problem, all_turns(problem), self.name)
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        return build(problem, all_steps(problem), self.name)
 
-    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
-        return build_skeleton(problem, all_turns(problem))
+    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        return build_skeleton(problem, all_steps(problem))
 
-    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return traffic(problem, rank, problem.mesh_shape[0])
 
 

@@ -1,8 +1,8 @@
 """Collective 2D product (Schatz et al., SIAM J. Sci. Comput. 2016; MeshSlice, section 2.3.4).
 
-One all-gather per moving input, one local product, one reduce-scatter of a moving output. It moves the
-least and launches the least, and hides nothing: all communication lies before or after the product. It is
-MeshSlice with a single slice, which needs no slicing copy, and is built as such.
+One all-gather per moving input, one local product, one reduce-scatter of a moving output. It moves the least and
+launches the least, and hides nothing: all communication is before or after the product. It is MeshSlice with a
+single slice, which needs no copy into slices, and is written as such.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
-from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.slices import Slices
 from meshweave.algorithms.matmul2d.meshslice import build, build_skeleton
 from meshweave.describe.machine.cluster import Cluster
@@ -18,7 +18,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 
 
-def _one_slice(problem: MatmulProblem) -> Slices:
+def _one_slice(problem: Matmul2dProblem) -> Slices:
     return Slices(problem.sliced_size, (1,), 1)
 
 
@@ -27,16 +27,18 @@ class Collective(Matmul2d):
     title = "Collective"
     source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
-        yield Config()
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
+        yield Matmul2dConfig()
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         return build(problem, _one_slice(problem), self.name)
 
-    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         return build_skeleton(problem, _one_slice(problem))
 
-    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return problem.traffic_bytes(rank)
 
 

@@ -1,7 +1,7 @@
 """1D baselines on a ring of P chips: tensor parallelism with sequence sharding, and FSDP.
 
-Both cut every matrix along one dim and move one of the three around the ring, decomposed and overlapped with
-the products as Wang et al. do (MeshSlice, section 4.3). They differ in what moves:
+Both shard every matrix along one dim and move one of the three around the ring, in steps that overlap with the
+products as in Wang et al. (MeshSlice, section 4.3). They differ in the matrix that moves:
 
     tensor parallel   os  gathers A (tokens)      ls  scatters C (tokens)      rs  gathers A (tokens)
     FSDP              os  gathers B (weights)     ls  gathers B (weights)      rs  scatters C (weight gradient)
@@ -18,14 +18,19 @@ from typing import ClassVar
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import (
-    Config,
     Dataflow,
-    MatmulProblem,
-    Moving,
+    Matmul2dConfig,
+    Matmul2dProblem,
+    MovingMatrix,
     Placements,
 )
-from meshweave.algorithms.matmul2d.common.ring import Ring, build
-from meshweave.algorithms.matmul2d.common.ring_costs import build_skeleton, peak_bytes, traffic, turn_counts
+from meshweave.algorithms.matmul2d.common.ring import RingProduct, build
+from meshweave.algorithms.matmul2d.common.ring_costs import (
+    build_skeleton,
+    iteration_counts,
+    peak_bytes,
+    traffic,
+)
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Program
@@ -41,13 +46,13 @@ def _placements(dims: tuple[int, int, int]) -> Placements:
     return {operand: (Replicate(), Shard(dim)) for operand, dim in zip("abc", dims, strict=True)}
 
 
-def tensor_placements(problem: MatmulProblem) -> Placements:
-    """Activations by tokens or features, weights by features, as the dataflow demands."""
+def tensor_placements(problem: Matmul2dProblem) -> Placements:
+    """Return placements of activations by tokens or features, and of weights by features, by dataflow."""
     return _placements(_TENSOR_DIMS[problem.dataflow])
 
 
-def fsdp_placements(problem: MatmulProblem) -> Placements:
-    """Rows of every stored matrix: tokens of activations, the first dim of weights."""
+def fsdp_placements(problem: Matmul2dProblem) -> Placements:
+    """Return placements by the rows of every stored matrix: tokens of activations, the first dim of weights."""
     return _placements((0, 0, 0))
 
 
@@ -61,28 +66,30 @@ class _OnRing(Matmul2d):
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         return ((1, num_chips),)
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
-        for count in turn_counts(problem.axis_size("col")):
-            yield Config((1,) * count)
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
+        for count in iteration_counts(problem.axis_size("col")):
+            yield Matmul2dConfig((1,) * count)
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         return build(self._ring(problem, config), self.name)
 
-    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         return build_skeleton(self._ring(problem, config))
 
-    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return traffic(self._ring(problem, config), rank)
 
-    def peak_bytes(self, problem: MatmulProblem, config: Config, rank: int = 0) -> int:
+    def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
         if rank:
             return super().peak_bytes(problem, config, rank)
         return peak_bytes(self._ring(problem, config))
 
-    def _ring(self, problem: MatmulProblem, config: Config) -> Ring:
+    def _ring(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
         operand = self.moves[problem.dataflow]
-        moving = Moving(operand, "col", 0, operand == "c")
-        return Ring(problem, self.operand_placements(problem), moving, None, config.slice_count)
+        moving = MovingMatrix(operand, "col", 0, operand == "c")
+        return RingProduct(problem, self.operand_placements(problem), moving, None, config.slice_count)
 
 
 class TensorParallel1d(_OnRing):
@@ -91,7 +98,7 @@ class TensorParallel1d(_OnRing):
     source = "Korthikanti et al., MLSys '23; MeshSlice, section 4.3"
     moves = _TENSOR_MOVES
 
-    def operand_placements(self, problem: MatmulProblem) -> Placements:
+    def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return tensor_placements(problem)
 
 
@@ -101,7 +108,7 @@ class FullyShardedDataParallel(_OnRing):
     source = "Zhao et al., VLDB '23; MeshSlice, section 4.3"
     moves = _FSDP_MOVES
 
-    def operand_placements(self, problem: MatmulProblem) -> Placements:
+    def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return fsdp_placements(problem)
 
 

@@ -1,14 +1,14 @@
 """MeshSlice with data parallelism on a 3D torus (MeshSlice, section 7).
 
-Tokens are cut over the third axis, `depth`, and the weight matrix is copied along it, so that each layer of
-the torus is a 2D mesh that runs MeshSlice on its own tokens. Against a 2.5D product the base mesh need not be
-square, and the inputs are not skewed. Layers meet only where the result is the gradient of the weights: the
-sum over tokens is then also one over `depth`.
+Tokens are sharded over the third axis, `depth`, and the weight matrix is replicated over it, so that each layer
+of the torus is a 2D mesh that runs MeshSlice on its own tokens. Unlike in a 2.5D product the base mesh need not
+be square, and the inputs are not skewed. Layers communicate only where the result is the gradient of the weights:
+its sum over tokens is then also one over `depth`.
 
-Which dim counts tokens follows from the dataflow where Y or X stays put (`passes.TABLE`): M for os and ls,
-the products of the forward pass and of the gradient of the input, and K for rs, that of the weights. Where W
-stays put the tokens are N or M or K of other products; those are still computed correctly here, but with
-another dim cut over `depth`, which is then no data parallelism.
+Where Y or X is stationary, the dataflow says which dim counts tokens (`passes.TABLE`): M for os and ls, the
+products of the forward pass and of the input's gradient, and K for rs, that of the weights' gradient. Where W is
+stationary, tokens are another dim. Such products are computed correctly here, but another dim is sharded over
+`depth`, which is no data parallelism then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent
-from meshweave.algorithms.matmul2d.common.problem import MESH, Config, MatmulProblem, Placements
+from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dConfig, Matmul2dProblem, Placements
 from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
 from meshweave.algorithms.matmul2d.meshslice import build, least_tasks, runs, uniform_slices
 from meshweave.base.errors import LayoutError
@@ -34,83 +34,86 @@ from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, move_work
 
 
-def placements(problem: MatmulProblem) -> Placements:
-    """Matrices with tokens as rows are cut over `depth` as well, behind the rows of the mesh; the third one,
-    the weights or their gradient, is copied along it."""
-    cut, copied = (Shard(0), Shard(1), Shard(0)), (Shard(0), Shard(1), Replicate())
+def placements(problem: Matmul2dProblem) -> Placements:
+    """Return placements of tokens that are sharded over `row` and then `depth`, and of weights (or their gradient)
+    that are replicated over `depth`."""
+    sharded, replicated = (Shard(0), Shard(1), Shard(0)), (Shard(0), Shard(1), Replicate())
     weights = "c" if problem.dataflow == "rs" else "b"
-    return {operand: copied if operand == weights else cut for operand in "abc"}
+    return {operand: replicated if operand == weights else sharded for operand in "abc"}
 
 
-def _sums(problem: MatmulProblem) -> bool:
+def _sums(problem: Matmul2dProblem) -> bool:
     return problem.dataflow == "rs" and problem.mesh_shape[2] > 1
 
 
-def program(problem: MatmulProblem, config: Config) -> Program:
-    """Raises LayoutError for a mesh without a third axis."""
+def program(problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+    """Return the program. Raises LayoutError for a mesh without a third axis."""
     if len(problem.mesh_shape) != 3:
         raise LayoutError(
             f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
         )
-    made = build(problem, slices_of(problem, config), "meshslice_dp", placements(problem))
+    layers = build(problem, slices_of(problem, config), "meshslice_dp", placements(problem))
     if not _sums(problem):
-        return made
+        return layers
     gradient = View("c", (FULL, FULL))
     total = AllReduce(over=f"{MESH}.depth", out=gradient, src=gradient, lane="depth", name="sum_c")
-    (on,) = made.body
+    (on,) = layers.body
     assert isinstance(on, On)
-    return replace(made, lanes=(*made.lanes, Lane("depth")), body=(replace(on, body=(*on.body, total)),))
+    return replace(layers, lanes=(*layers.lanes, Lane("depth")), body=(replace(on, body=(*on.body, total)),))
 
 
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    """That of MeshSlice on the largest layer, and the sum over layers."""
+def skeleton(problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+    """Return the skeleton of MeshSlice on the largest layer, with the sum over layers."""
     slices, placed = slices_of(problem, config), placements(problem)
     listed = runs(problem, slices, placed)
     if not _sums(problem):
         return Skeleton.of_runs(listed)
-    turns = [tasks for count, tasks in listed for _ in range(count)]
+    steps = [tasks for count, tasks in listed for _ in range(count)]
     for number, ending in enumerate(_endings(problem, slices)):
-        turns[ending.turn] += tuple(_ending_tasks(problem, slices, ending, number))
-    return Skeleton.of_turns(turns)
+        steps[ending.step] += tuple(_ending_tasks(problem, slices, ending, number))
+    return Skeleton.of_turns(steps)
 
 
 class _Ending(NamedTuple):
-    """Some row of the mesh has its last elements of C in slice `turn`, `part` of them; its shard has `rows`."""
+    """The last slice of which a row of the mesh has elements: `part` in slice `step`, `rows` in all."""
 
-    turn: int
+    step: int
     part: int
     rows: int
 
 
-def _endings(problem: MatmulProblem, slices: Slices) -> list[_Ending]:
-    """Those that may be the last to end: of the whole shards, and of the one that the end of M cuts short.
+def _endings(problem: Matmul2dProblem, slices: Slices) -> list[_Ending]:
+    """Return the endings that may be the last: of the whole shards, and of the one that the end of M cuts short.
 
-    The sum waits for the last slice of which its row of the mesh has something at all. That may be a later
-    one, or more of it, on the shorter shard, which has less to sum; then either may end last.
+    The sum over layers waits for the last slice of which its row of the mesh has elements. On the shorter shard
+    that may be a later slice, or more of it, but there is less to sum. Then either may end last.
     """
     count = problem.mesh_shape[0]
     each = -(-problem.m // count)
-    found: list[_Ending] = []
+    endings: list[_Ending] = []
     for short, rows in enumerate((each, problem.m % each)):
-        for turn in reversed(range(len(slices.widths))):
-            start, stop = slices.bounds(turn)
-            part = slices.largest_of_each(count, start, stop - start)[short]
+        for step in reversed(range(len(slices.widths))):
+            start, stop = slices.bounds(step)
+            part = slices.largest_parts_of(count, start, stop - start)[short]
             if part:
-                found.append(_Ending(turn, part, rows))
+                endings.append(_Ending(step, part, rows))
                 break
-    return found[:1] if found[-1][:2] <= found[0][:2] else found
+    return endings[:1] if endings[-1][:2] <= endings[0][:2] else endings
 
 
-def _ending_tasks(problem: MatmulProblem, slices: Slices, ending: _Ending, number: int) -> Iterator[Task]:
-    """The sum of an ending. What MeshSlice's own tasks put in place in that turn is the largest part of any
-    row; a row with less of it does so in a lane of its own."""
+def _ending_tasks(problem: Matmul2dProblem, slices: Slices, ending: _Ending, number: int) -> Iterator[Task]:
+    """Yield the sum over layers of an ending.
+
+    MeshSlice's own tasks copy the largest part of any row into place. A row with less does so in a lane of its
+    own.
+    """
     rows, before = problem.mesh_shape[0], "matmul" if problem.mesh_shape[0] == 1 else "scatter_c"
     columns = largest_extent(problem, placements(problem), "c", 1)
     if len(slices.widths) > 1:
-        if ending.part < slices.largest_part(rows, ending.turn):
+        if ending.part < slices.largest_part(rows, ending.step):
             copy = move_work(ending.part * columns, problem.dtype)
             yield Task(f"place_c_{number}", f"row_{number}", copy, ((before, 0),))
             before = f"place_c_{number}"
@@ -121,14 +124,14 @@ def _ending_tasks(problem: MatmulProblem, slices: Slices, ending: _Ending, numbe
     )
 
 
-def _sum(problem: MatmulProblem, rows: int) -> Task:
+def _sum(problem: Matmul2dProblem, rows: int) -> Task:
     columns = largest_extent(problem, placements(problem), "c", 1)
     size = rows * columns * dtype_bytes(problem.dtype)
     return Task("sum_c", "depth", Transfer("all_reduce", f"{MESH}.depth", problem.mesh_shape[2], size))
 
 
-def least(problem: MatmulProblem) -> Iterator[Skeleton]:
-    """What is left of any slicing, as for MeshSlice, and the sum of the largest shard."""
+def least(problem: Matmul2dProblem) -> Iterator[Skeleton]:
+    """Yield what any slicing needs, as for MeshSlice, with the sum over layers of the largest shard."""
     tasks = least_tasks(problem, placements(problem))
     if _sums(problem):
         tasks = (*tasks, _sum(problem, -(-problem.m // problem.mesh_shape[0])))
@@ -138,9 +141,9 @@ def least(problem: MatmulProblem) -> Iterator[Skeleton]:
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-def traffic(problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
-    """Each moving matrix crosses its axis of the layer once (MeshSlice, section 2.3.1); the gradient of the
-    weights crosses `depth` twice, to be summed and to be spread."""
+def traffic(problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+    """Return the bytes that a rank moves: each moving matrix crosses its axis once (MeshSlice, section 2.3.1), and
+    the gradient of the weights crosses `depth` twice, to be reduced and gathered."""
     placed, out = placements(problem), {}
     for moving in (problem.horizontal, problem.vertical):
         shape = problem.stored_shape(moving.operand)
@@ -158,7 +161,7 @@ def traffic(problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]
 
 
 def meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Every (rows, columns, depth) of that many chips with a depth; without one it is MeshSlice."""
+    """Return every (rows, columns, depth) of that many chips with a depth above 1."""
     return tuple(shape for shape in factorisations(num_chips, 3) if shape[2] > 1)
 
 
@@ -170,22 +173,24 @@ class MeshSliceDataParallel(Matmul2d):
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         return meshes(num_chips)
 
-    def operand_placements(self, problem: MatmulProblem) -> Placements:
+    def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return placements(problem)
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
         return uniform_slices(problem)
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         return program(problem, config)
 
-    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         return skeleton(problem, config)
 
-    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return traffic(problem, config, rank)
 
-    def least(self, problem: MatmulProblem) -> Iterator[Skeleton]:
+    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
         return least(problem)
 
 

@@ -1,16 +1,16 @@
 """SUMMA: 2D products panel by panel (van de Geijn & Watts, Concurrency 9(4), 1997; MeshSlice, section 2.3.3).
 
-Cut the sliced dim into panels, so thin that each lies in one shard of either moving matrix. Then every
-panel has one owner in each mesh row or column. In its turn the owners broadcast it along their axis and all
-chips multiply; a panel of a moving output is summed up at its owners instead. Over all turns the products
-add up to C (os) or are its parts (ls, rs). No skewing, any mesh, any sizes, and while one panel is
-multiplied the next ones are under way.
+The sliced dim is cut into panels, so thin that each lies in one shard of either moving matrix. Then every panel
+has one owner in each mesh row or column. In one step the owners broadcast a panel along their axis and all chips
+multiply; a panel of a moving output is reduced to its owners instead. Over all steps the products add up to C
+(os) or are its parts (ls, rs). There is no skew, any mesh and any sizes will do, and while one panel is
+multiplied the next ones are on their way.
 
-A broadcast keeps a ring busy only if it is streamed: D packets pass P - 1 hops in P + D - 2 steps, each with
-its own synchronisation. With one broadcast per panel and a number of panels that grows with the mesh, these
-steps add up quadratically; that is the price of one-to-all communication where an all-gather has all members
-send at once. `Config.packets` is D. `Config.slices` counts turns. Fewer turns than panels are the unrolled
-loop (MeshSlice, section 4.2): neighbouring panels, each broadcast by its owner, make one larger product.
+A broadcast keeps a ring busy only if it is pipelined: D packets pass P - 1 hops in P + D - 2 hop times, each
+with its own synchronisation. With one broadcast per panel and a number of panels that grows with the mesh, these
+add up quadratically. That is the price of one-to-all communication; in an all-gather all members send at once.
+`Matmul2dConfig.packets` is D. `Matmul2dConfig.slices` counts steps. Fewer steps than panels are the unrolled loop
+(MeshSlice, section 4.2): neighbouring panels, each broadcast by its owner, make one larger product.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, slice_work
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Config,
-    MatmulProblem,
-    Moving,
+    Matmul2dConfig,
+    Matmul2dProblem,
+    MovingMatrix,
     two_d_placements,
 )
 from meshweave.base.errors import LayoutError
@@ -45,19 +45,19 @@ SLOTS = 2
 """Double buffering: panels arrive in one slot while the product reads the other."""
 
 PACKETS = (1, 4, 16, 64)
-MOST_TURNS = 10
-"""How many turn counts a tuner is offered."""
+MOST_STEP_COUNTS = 10
+"""The most step counts that a tuner is offered."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Elements [start, start + width) of the sliced dim, which are multiplied together."""
+class SliceStep:
+    """One step of the product: elements [start, start + width) of the sliced dim."""
 
     start: int
     width: int
 
-    def panels(self, problem: MatmulProblem, moving: Moving) -> tuple[tuple[int, int], ...]:
-        """(offset, width) of the parts that lie in one shard of a matrix each, in order."""
+    def panels(self, problem: Matmul2dProblem, moving: MovingMatrix) -> tuple[tuple[int, int], ...]:
+        """Return (offset, width) of each panel of the step: the parts of it that lie in one shard of a matrix."""
         each = problem.largest_part(problem.sliced_size, moving.axis)
         stop = self.start + self.width
         inner = range(self.start // each * each + each, stop, each)
@@ -65,26 +65,32 @@ class Turn:
         return tuple((lo, hi - lo) for lo, hi in pairwise(edges))
 
 
-def turns_of(problem: MatmulProblem, count: int) -> tuple[Turn, ...]:
-    """`count` turns. They end at shard boundaries of either axis, nearest to their even shares; where there
-    are too few of these, between them as well. Raises LayoutError for more turns than elements."""
+def slice_steps(problem: Matmul2dProblem, count: int) -> tuple[SliceStep, ...]:
+    """Return `count` steps that end at the shard boundaries of either axis nearest to even shares.
+
+    Where there are too few boundaries, steps end between them as well. Raises LayoutError for more steps than
+    elements.
+    """
     size = problem.sliced_size
     if not 1 <= count <= size:
         raise LayoutError(f"{count} turns over a dim of {size} elements; between 1 and {size} make sense")
     edges = _edges(problem, count)
-    ends = [0]  # as positions in `edges`, of which enough must be left for the turns to come
+    ends = [0]  # as positions in `edges`, of which enough must be left for the steps to come
     for number in range(1, count):
         above = bisect_left(edges, -(-number * size // count))
         below_is_nearer = (edges[above] + edges[above - 1]) * count >= 2 * number * size
         nearest = above - 1 if below_is_nearer else above
         ends.append(min(max(nearest, ends[-1] + 1), len(edges) - 1 - (count - number)))
     ends.append(len(edges) - 1)
-    return tuple(Turn(edges[lo], edges[hi] - edges[lo]) for lo, hi in pairwise(ends))
+    return tuple(SliceStep(edges[lo], edges[hi] - edges[lo]) for lo, hi in pairwise(ends))
 
 
-def _edges(problem: MatmulProblem, least: int) -> list[int]:
-    """Where turns may begin and end, so that at least `least` of them are possible: at shard boundaries, and
-    where these are too few, between them as well, the widest pieces cut first."""
+def _edges(problem: Matmul2dProblem, least: int) -> list[int]:
+    """Return where steps may begin and end, so that at least `least` of them are possible.
+
+    These are the shard boundaries, and where they are too few, points between them; the widest parts are cut
+    first.
+    """
     size = problem.sliced_size
     edges = {0, size}
     for axis in ("row", "col"):
@@ -92,7 +98,7 @@ def _edges(problem: MatmulProblem, least: int) -> list[int]:
     shards = sorted(edges)
     if len(shards) > least:
         return shards
-    # A part is cut into equal pieces; it comes first in the heap by (minus) their width.
+    # A part is cut into equal pieces. The part with the widest pieces is first in the heap.
     parts = [(-float(hi - lo), lo, hi, 1) for lo, hi in pairwise(shards)]
     heapify(parts)
     for _ in range(least - len(parts)):
@@ -103,31 +109,31 @@ def _edges(problem: MatmulProblem, least: int) -> list[int]:
     return sorted(edges)
 
 
-def _are_alike(problem: MatmulProblem, turns: tuple[Turn, ...]) -> bool:
-    """Whether all turns have the same panels, so that one stands for all."""
+def _are_alike(problem: Matmul2dProblem, steps: tuple[SliceStep, ...]) -> bool:
+    """Return whether all steps have the same panels, so that one stands for all."""
     moving = (problem.horizontal, problem.vertical)
-    width = turns[0].width
-    if any(turn.width != width for turn in turns):
+    width = steps[0].width
+    if any(step.width != width for step in steps):
         return False
     shards = [problem.largest_part(problem.sliced_size, matrix.axis) for matrix in moving]
     if all(width % each == 0 or each % width == 0 for each in shards):
-        return True  # whole shards to a turn, or whole turns to a shard
-    return len({(turn.width, *(turn.panels(problem, matrix) for matrix in moving)) for turn in turns}) == 1
+        return True  # each step has whole shards, or each shard has whole steps
+    return len({(step.width, *(step.panels(problem, matrix) for matrix in moving)) for step in steps}) == 1
 
 
 # --- program --------------------------------------------------------------------------------------------
 
 
-class _Builder:
-    def __init__(self, problem: MatmulProblem, turns: tuple[Turn, ...], packets: int) -> None:
-        self.problem, self.turns, self.packets = problem, turns, packets
-        self.several = len(turns) > 1
+class _SummaProgramBuilder:
+    def __init__(self, problem: Matmul2dProblem, steps: tuple[SliceStep, ...], packets: int) -> None:
+        self.problem, self.steps, self.packets = problem, steps, packets
+        self.several = len(steps) > 1
         self.moving = (problem.horizontal, problem.vertical)
 
     def buffers(self) -> tuple[Buffer, ...]:
-        """Per matrix that crosses its axis, the panels of a turn side by side."""
+        """Return scratch for the panels of a step, side by side, per matrix that crosses its axis."""
         problem = self.problem
-        widest = max(turn.width for turn in self.turns)
+        widest = max(step.width for step in self.steps)
         out = []
         for moving in self.moving:
             if problem.axis_size(moving.axis) == 1:
@@ -141,21 +147,23 @@ class _Builder:
             out.append(Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=slots, order=order))
         return tuple(out)
 
-    def turn(self, number: Index, turn: Turn) -> list[Op]:
-        """The ops of one turn. Where `number` is an expression, they are those of any turn like `turn`."""
+    def step_ops(self, number: Index, step: SliceStep) -> list[Op]:
+        """Return the ops of one step. Where `number` is an expression, these are the ops of any equal step."""
         dataflow = self.problem.dataflow
         slot = number % SLOTS if self.several else 0
         operand = {name: View(name, (FULL, FULL)) for name in "abc"}
         before: list[Op] = []
         after: list[Op] = []
         for moving in self.moving:
-            if self.problem.axis_size(moving.axis) == 1:  # the shard is the whole: used where it lies
-                start = turn.start if isinstance(number, int) else number * turn.width
-                operand[moving.operand] = _along(moving, moving.operand, Range(start, start + turn.width))
+            if (
+                self.problem.axis_size(moving.axis) == 1
+            ):  # the shard is the whole matrix, and is used where it lies
+                start = step.start if isinstance(number, int) else number * step.width
+                operand[moving.operand] = _along(moving, moving.operand, Range(start, start + step.width))
                 continue
-            operand[moving.operand] = _along(moving, _panels_of(moving), Range(0, turn.width), slot)
-            panels = turn.panels(self.problem, moving)
-            ops = [self._move(moving, number, turn, slot, *panel) for panel in panels]
+            operand[moving.operand] = _along(moving, _panels_of(moving), Range(0, step.width), slot)
+            panels = step.panels(self.problem, moving)
+            ops = [self._move(moving, number, step, slot, *panel) for panel in panels]
             (after if moving.scattered else before).extend(ops)
         product = Matmul(
             out=operand["c"],
@@ -168,12 +176,14 @@ class _Builder:
         )
         return [*before, product, *after]
 
-    def _move(self, moving: Moving, number: Index, turn: Turn, slot: Index, offset: int, width: int) -> Op:
-        """One panel from its owner to all, or summed up from all to its owner.
+    def _move(
+        self, moving: MovingMatrix, number: Index, step: SliceStep, slot: Index, offset: int, width: int
+    ) -> Op:
+        """Return the broadcast of a panel from its owner to all, or its reduction from all to its owner.
 
-        The others' view of the shard is empty: they neither read nor write it, and no edge should say so.
+        On other ranks the view of the shard is empty: they neither read nor write it, and no edge should say so.
         """
-        owner, local = self._place(moving, number, turn, offset)
+        owner, local = self._place(moving, number, step, offset)
         over = f"{MESH}.{moving.axis}"
         mine = equal(Var(over), owner)
         shard = _along(moving, moving.operand, Range(local * mine, (local + width) * mine))
@@ -183,40 +193,42 @@ class _Builder:
         name, lane = _op_name(moving), moving.axis
         return kind(over=over, out=out, src=src, root=owner, packets=self.packets, lane=lane, name=name)
 
-    def _place(self, moving: Moving, number: Index, turn: Turn, offset: int) -> tuple[Index, Index]:
-        """Which shard element `offset` of a turn lies in, and where in it."""
+    def _place(
+        self, moving: MovingMatrix, number: Index, step: SliceStep, offset: int
+    ) -> tuple[Index, Index]:
+        """Return in which shard element `offset` of a step lies, and where in it."""
         each = self.problem.largest_part(self.problem.sliced_size, moving.axis)
         if isinstance(number, int):
-            return divmod(turn.start + offset, each)
-        if turn.width % each == 0:
-            return number * (turn.width // each) + offset // each, offset % each
-        if each % turn.width == 0:
-            per_shard = each // turn.width
-            return number // per_shard, number % per_shard * turn.width + offset
-        start = number * turn.width + offset
+            return divmod(step.start + offset, each)
+        if step.width % each == 0:
+            return number * (step.width // each) + offset // each, offset % each
+        if each % step.width == 0:
+            per_shard = each // step.width
+            return number // per_shard, number % per_shard * step.width + offset
+        start = number * step.width + offset
         return start // each, start % each
 
 
-def _panels_of(moving: Moving) -> str:
+def _panels_of(moving: MovingMatrix) -> str:
     return f"{moving.operand}_panel"
 
 
-def _op_name(moving: Moving) -> str:
+def _op_name(moving: MovingMatrix) -> str:
     return f"{'reduce' if moving.scattered else 'broadcast'}_{moving.operand}"
 
 
-def _along(moving: Moving, buffer: str, selector: Range, slot: Index = 0) -> View:
+def _along(moving: MovingMatrix, buffer: str, selector: Range, slot: Index = 0) -> View:
     return View(buffer, (selector, FULL) if moving.dim == 0 else (FULL, selector), slot)
 
 
-def program(problem: MatmulProblem, config: Config) -> Program:
-    turns = turns_of(problem, config.slice_count)
-    builder = _Builder(problem, turns, config.packets)
+def program(problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+    steps = slice_steps(problem, config.slice_count)
+    builder = _SummaProgramBuilder(problem, steps, config.packets)
     body: tuple[Op | Repeat, ...]
-    if len(turns) > 1 and _are_alike(problem, turns):
-        body = (Repeat("p", len(turns), tuple(builder.turn(Var("p"), turns[0]))),)
+    if len(steps) > 1 and _are_alike(problem, steps):
+        body = (Repeat("p", len(steps), tuple(builder.step_ops(Var("p"), steps[0]))),)
     else:
-        body = tuple(op for number, turn in enumerate(turns) for op in builder.turn(number, turn))
+        body = tuple(op for number, step in enumerate(steps) for op in builder.step_ops(number, step))
     declared = problem.declarations("summa")
     lanes = tuple(Lane(lane) for lane in ("compute", "row", "col"))
     return replace(
@@ -227,28 +239,33 @@ def program(problem: MatmulProblem, config: Config) -> Program:
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def skeleton(problem: MatmulProblem, config: Config) -> Skeleton:
-    """Rank (0, 0) has the largest shard along either axis, so that it has the largest panels and products,
-    and no group waits for anyone else."""
-    turns = turns_of(problem, config.slice_count)
-    # Of turns that are alike, the first ones wait for no slot and all others are the same.
-    different = SLOTS + 1 if _are_alike(problem, turns) else len(turns)
-    tasks = [_tasks(problem, turns, number, config.packets) for number in range(min(different, len(turns)))]
-    return Skeleton.of_turns([*tasks, *tasks[-1:] * (len(turns) - len(tasks))])
+def skeleton(problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+    """Return the skeleton of rank (0, 0).
+
+    It has the largest shard along either axis, so it has the largest panels and products, and no group waits for
+    another rank.
+    """
+    steps = slice_steps(problem, config.slice_count)
+    # If steps are alike, the first ones wait for no slot and all others are the same.
+    different = SLOTS + 1 if _are_alike(problem, steps) else len(steps)
+    tasks = [_tasks(problem, steps, number, config.packets) for number in range(min(different, len(steps)))]
+    return Skeleton.of_turns([*tasks, *tasks[-1:] * (len(steps) - len(tasks))])
 
 
-def _tasks(problem: MatmulProblem, turns: tuple[Turn, ...], number: int, packets: int) -> tuple[Task, ...]:
-    turn = turns[number]
+def _tasks(
+    problem: Matmul2dProblem, steps: tuple[SliceStep, ...], number: int, packets: int
+) -> tuple[Task, ...]:
+    step = steps[number]
     before: list[Task] = []
     after: list[Task] = []
     waits: list[tuple[str, int]] = []
     for moving in (problem.horizontal, problem.vertical):
         if problem.axis_size(moving.axis) == 1:
             continue
-        works = _works(problem, moving, turn, packets)
+        works = _panel_works(problem, moving, step, packets)
         if not moving.scattered:
             before += [
-                Task(f"{_op_name(moving)}{at}", moving.axis, work, _last_reader(turns, number, offset))
+                Task(f"{_op_name(moving)}{at}", moving.axis, work, _last_reader(steps, number, offset))
                 for at, (offset, work) in enumerate(works)
             ]
             waits.append((before[-1].name, 0))
@@ -259,18 +276,18 @@ def _tasks(problem: MatmulProblem, turns: tuple[Turn, ...], number: int, packets
         ]
         if number >= SLOTS:  # the product overwrites panels that must be on their way
             left = [
-                offset for offset, _ in turns[number - SLOTS].panels(problem, moving) if offset < turn.width
+                offset for offset, _ in steps[number - SLOTS].panels(problem, moving) if offset < step.width
             ]
             waits.append((f"{_op_name(moving)}{len(left) - 1}", SLOTS))
     sizes = {
         "m": problem.largest_part(problem.m, "row"),
         "n": problem.largest_part(problem.n, "col"),
-        "k": turn.width,
+        "k": step.width,
     }
     if problem.dataflow == "ls":
-        sizes |= {"n": turn.width, "k": problem.largest_part(problem.k, "col")}
+        sizes |= {"n": step.width, "k": problem.largest_part(problem.k, "col")}
     elif problem.dataflow == "rs":
-        sizes |= {"m": turn.width, "k": problem.largest_part(problem.k, "row")}
+        sizes |= {"m": step.width, "k": problem.largest_part(problem.k, "row")}
     return (
         *before,
         Task("matmul", "compute", matmul_work(**sizes, dtype=problem.dtype), tuple(waits)),
@@ -278,29 +295,34 @@ def _tasks(problem: MatmulProblem, turns: tuple[Turn, ...], number: int, packets
     )
 
 
-def _works(problem: MatmulProblem, moving: Moving, turn: Turn, packets: int) -> list[tuple[int, Transfer]]:
-    """Offset and work of each panel of a turn."""
+def _panel_works(
+    problem: Matmul2dProblem, moving: MovingMatrix, step: SliceStep, packets: int
+) -> list[tuple[int, Transfer]]:
+    """Return offset and work of each panel of a step."""
     size = problem.axis_size(moving.axis)
     across = largest_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
     line_bytes = across * dtype_bytes(problem.dtype)
     kind, over = "reduce" if moving.scattered else "broadcast", f"{MESH}.{moving.axis}"
     return [
         (offset, Transfer(kind, over, size, width * line_bytes, packets))
-        for offset, width in turn.panels(problem, moving)
+        for offset, width in step.panels(problem, moving)
     ]
 
 
-def _last_reader(turns: tuple[Turn, ...], number: int, offset: int) -> tuple[tuple[str, int], ...]:
-    """The last product that read a slot as far as `offset`, where the next panel is to arrive."""
+def _last_reader(steps: tuple[SliceStep, ...], number: int, offset: int) -> tuple[tuple[str, int], ...]:
+    """Return the wait for the last product that read a slot beyond `offset`, where a panel is to arrive."""
     for past in range(number - SLOTS, -1, -SLOTS):
-        if turns[past].width > offset:
+        if steps[past].width > offset:
             return (("matmul", number - past),)
     return ()
 
 
-def floor(problem: MatmulProblem, config: Config) -> Skeleton:
-    """At least this has to be done, however the turns fall: all products, per axis a broadcast for each panel,
-    of which there are as many as turns or as shards, and the packets of all bytes."""
+def floor(problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+    """Return a skeleton of a few tasks that is never slower than that of the steps of a config.
+
+    It has all products, and per axis the latencies of one broadcast per panel, of which there are at least as many
+    as steps or as shards, and the packets of all bytes.
+    """
     size, placed = problem.sliced_size, two_d_placements(problem)
     first, second = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
     tasks = [Task("matmul", "compute", slice_work(problem, first, second, size))]
@@ -321,30 +343,32 @@ def floor(problem: MatmulProblem, config: Config) -> Skeleton:
     return Skeleton((Phase(1, tuple(tasks)),))
 
 
-def least(problem: MatmulProblem) -> Iterator[Skeleton]:
-    """With as few turns as possible, for each number of packets that is offered."""
-    return (floor(problem, Config(packets=packets)) for packets in PACKETS)
+def least(problem: Matmul2dProblem) -> Iterator[Skeleton]:
+    """Yield the `floor` of one step for each number of packets that a tuner is offered."""
+    return (floor(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
 
 
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-def configs(problem: MatmulProblem) -> Iterator[Config]:
-    """Turns: a common multiple of rows and columns, halved as long as it goes, doubled twice, and 1; each with
-    several packet counts where a broadcast has a hop to pipeline over."""
+def configs(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
+    """Yield step counts: the least common multiple of rows and columns, its halves, doubles and 1.
+
+    Each comes with several packet counts where a broadcast has hops to pipeline over.
+    """
     common = math.lcm(*problem.mesh_shape[:2])
     if problem.num_chips == 1:
-        yield Config()
+        yield Matmul2dConfig()
         return
     counts = {4 * common, 2 * common, common}
     while common % 2 == 0:
         common //= 2
         counts.add(common)
-    offered = sorted(count for count in counts if count <= problem.sliced_size)[-MOST_TURNS + 1 :]
+    offered = sorted(count for count in counts if count <= problem.sliced_size)[-MOST_STEP_COUNTS + 1 :]
     packets = PACKETS if max(problem.mesh_shape[:2]) > 2 else PACKETS[:1]
     for count in sorted({1, *offered}):
         for number in packets:
-            yield Config((1,) * count, packets=number)
+            yield Matmul2dConfig((1,) * count, packets=number)
 
 
 class Summa(Matmul2d):
@@ -352,23 +376,25 @@ class Summa(Matmul2d):
     title = "SUMMA"
     source = "van de Geijn and Watts 1997; MeshSlice, sections 2.3.3 and 4.2"
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
         return configs(problem)
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         return program(problem, config)
 
-    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
+    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         return skeleton(problem, config)
 
-    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
         return problem.traffic_bytes(rank)
 
-    def floor(self, problem: MatmulProblem, config: Config) -> Skeleton:
+    def floor(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         return floor(problem, config)
 
-    def least(self, problem: MatmulProblem) -> Iterator[Skeleton]:
+    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
         return least(problem)
 
 

@@ -1,9 +1,9 @@
-"""MeshSlice with tapered slices: thin ones first and last, so that little is left outside of the pipeline.
+"""MeshSlice with tapered slices: thin ones first and last, so that prologue and epilogue are short.
 
-What a sliced product cannot hide is the movement of its first slice before the first product, and the last
-product (or what moves after it) at the end. Both shrink with these slices alone, while slices between
-them stay wide, few, and cheap to launch. The paper's slices are all equal (MeshSlice, section 3.2.2), and these
-are offered as well, so that this is never slower than `meshslice`.
+A sliced product cannot hide the movement of its first slice before the first product, and the last product (or
+what moves after it) at the end. Both shrink with these slices alone, while those between them stay wide, few, and
+cheap to launch. The paper's slices are all equal (MeshSlice, section 3.2.2). They are offered as well, so that
+this is never slower than `meshslice`.
 
 The widths rise to the widest, which repeats, and fall again: 1:2:2:1, 1:2:3:3:2:1, 1:4:4:1, 1:2:4:2:1.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice, slice_counts, uniform_slices
 from meshweave.describe.machine.cluster import Cluster
 
@@ -27,14 +27,16 @@ class MeshSliceTapered(MeshSlice):
     title = "MeshSlice, tapered"
     source = "MeshSlice, section 3.1, with slices of unequal width"
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
         """Yield MeshSlice's slices, then tapers of which whole periods fit a shard, as equal slices must."""
         yield from uniform_slices(problem, BLOCK)
         for blocks in slice_counts(problem, BLOCK):
             for ramp, widest in RAMPS:
                 middle, rest = divmod(blocks - 2 * sum(ramp), widest)
                 if rest == 0 and 1 <= middle <= MOST_WIDEST:
-                    yield Config((*ramp, *(widest,) * middle, *reversed(ramp)), BLOCK)
+                    yield Matmul2dConfig((*ramp, *(widest,) * middle, *reversed(ramp)), BLOCK)
 
 
 MESHSLICE_TAPERED = MeshSliceTapered()

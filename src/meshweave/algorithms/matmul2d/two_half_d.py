@@ -1,12 +1,12 @@
 """2.5D products: Cannon on c meshes of P x P at once (Solomonik and Demmel, Euro-Par 2011; MeshSlice, section 7).
 
-Copies of both inputs on c meshes buy less traffic: each mesh does P / c of Cannon's P turns, starting at
-another one, and has then only P / c - 1 shifts left behind the skew. What it has summed up is a term of C,
-and the terms are reduced over `depth`, where each mesh keeps its share of the rows. With c = 1 this would be
-Cannon, with c = P a 3D product, in which nothing is shifted at all.
+With both inputs replicated over c meshes there is less traffic: each mesh does P / c of Cannon's P steps, from
+another start, and shifts only P / c - 1 times after the skew. Its sums are a term of C. The terms are reduced
+over `depth`, and each mesh keeps its share of the rows. With c = 1 this would be Cannon's product, with c = P a
+3D product, in which nothing is shifted at all.
 
-Which of the c stretches of turns a mesh takes is free. Here mesh l begins at turn (l + 1) P / c, modulo P, so
-that rank 0, whose bytes are reported for all, is not the one that needs no skew.
+Any mesh may take any of the c ranges of steps. Here mesh l begins at step (l + 1) P / c, modulo P, so that rank 0,
+whose bytes are reported for all, is not the one that needs no skew.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from meshweave.algorithms.matmul2d.cannon import Turns, build, build_skeleton, traffic
+from meshweave.algorithms.matmul2d.cannon import CannonSteps, build, build_skeleton, traffic
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.problem import (
     MESH,
-    Config,
-    MatmulProblem,
+    Matmul2dConfig,
+    Matmul2dProblem,
     Placements,
     two_d_placements,
 )
@@ -32,33 +32,33 @@ from meshweave.ir.program.expressions import Var
 from meshweave.ir.skeleton import Skeleton
 
 
-def turns(problem: MatmulProblem) -> Turns:
-    """What each mesh does. Raises LayoutError for a mesh that is not P x P x c with c dividing P."""
+def depth_steps(problem: Matmul2dProblem) -> CannonSteps:
+    """Return the steps of each mesh. Raises LayoutError for a mesh that is not P x P x c with c dividing P."""
     shape = problem.mesh_shape
     if shape not in meshes(math.prod(shape)):
         raise LayoutError(f"a 2.5D product needs a mesh P x P x c where c > 1 divides P, not {shape}")
     count = shape[0] // shape[2]
-    return Turns(shape[0], count, (Var(f"{MESH}.depth") + 1) * count)
+    return CannonSteps(shape[0], count, (Var(f"{MESH}.depth") + 1) * count)
 
 
-def placements(problem: MatmulProblem) -> Placements:
-    """Inputs are copied along `depth`; what each mesh holds of C is cut along it, by rows."""
-    copied = (Shard(0), Shard(1), Replicate())
-    return {"a": copied, "b": copied, "c": (Shard(0), Shard(1), Shard(0))}
+def placements(problem: Matmul2dProblem) -> Placements:
+    """Return placements of inputs that are replicated over `depth`, and of a C whose rows are sharded over it."""
+    replicated = (Shard(0), Shard(1), Replicate())
+    return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
 
 
 def meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Every (P, P, c) of that many chips with 1 < c and c dividing P."""
-    found = []
+    """Return every (P, P, c) of that many chips with 1 < c and c dividing P."""
+    shapes = []
     for side in range(2, math.isqrt(num_chips) + 1):
         layers, rest = divmod(num_chips, side * side)
         if not rest and layers > 1 and side % layers == 0:
-            found.append((side, side, layers))
-    return tuple(found)
+            shapes.append((side, side, layers))
+    return tuple(shapes)
 
 
-def traffic_bytes(problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
-    """Those of its turns, and what a mesh gives away of its sums: all rows but its own."""
+def traffic_bytes(problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
+    """Return the bytes that a rank moves: those of its steps, and of its sums all rows but its own."""
     side, _, layers = problem.mesh_shape
     layer = problem.mesh.coords(rank)[2]
     count = side // layers
@@ -78,19 +78,21 @@ class TwoHalfD(Matmul2d):
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         return meshes(num_chips)
 
-    def operand_placements(self, problem: MatmulProblem) -> Placements:
+    def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return placements(problem)
 
-    def candidates(self, problem: MatmulProblem, cluster: Cluster | None = None) -> Iterator[Config]:
-        yield Config()
+    def candidates(
+        self, problem: Matmul2dProblem, cluster: Cluster | None = None
+    ) -> Iterator[Matmul2dConfig]:
+        yield Matmul2dConfig()
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
-        return build(problem, turns(problem), self.name, placements(problem))
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        return build(problem, depth_steps(problem), self.name, placements(problem))
 
-    def skeleton(self, problem: MatmulProblem, config: Config) -> Skeleton:
-        return build_skeleton(problem, turns(problem))
+    def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        return build_skeleton(problem, depth_steps(problem))
 
-    def traffic(self, problem: MatmulProblem, config: Config, rank: int) -> dict[str, int]:
+    def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return traffic_bytes(problem, config, rank)
 
 

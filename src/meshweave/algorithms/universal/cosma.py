@@ -8,6 +8,7 @@ hold are gathered, there is one product, and C is summed over the boxes that dif
 
 from __future__ import annotations
 
+from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.algorithms.universal.config import permuted
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
@@ -16,7 +17,6 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.network import factorisations
 from meshweave.ir.program import Buffer, Lane, On, Product, Program, Tensor
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, ReduceScatter
-from meshweave.ir.program.views import FULL, View
 
 Grid = tuple[int, int, int]
 """Into how many parts m, n and k are cut."""
@@ -26,20 +26,20 @@ _SHARED: dict[str, tuple[tuple[int, int, int], tuple[Placement, Placement, Place
     "b": ((1, 2, 0), (Shard(1), Shard(0), Shard(1))),
     "c": ((0, 1, 2), (Shard(0), Shard(1), Shard(0))),
 }
-"""Of each matrix the mesh axes (of m, n, k) in the order in which they cut it, and how; the last one cuts a block
-among the ranks that need it whole."""
+"""For each matrix the mesh axes (m, n, k) in the order in which they shard it, and the placements. The last axis
+shards a block among the ranks that need all of it."""
 _AXES = ("m", "n", "k")
 
 
 def face_elements(m: int, n: int, k: int, grid: Grid) -> float:
-    """Elements that a rank takes in of A and B, and gives away of C."""
+    """Return the elements of A and B that a rank receives, and of C that it sends."""
     pm, pn, pk = grid
     a, b, c = m * k / (pm * pk), k * n / (pk * pn), m * n / (pm * pn)
     return a * (1 - 1 / pn) + b * (1 - 1 / pm) + c * (1 - 1 / pk)
 
 
 def chosen_grid(m: int, n: int, k: int, num_ranks: int) -> Grid:
-    """The grid with the least faces; of equal ones that which cuts k most, which has the least to gather."""
+    """Return the grid with the smallest faces; of equal ones that which cuts k most, so that it gathers least."""
     grids = [(pm, pn, pk) for pm, pn, pk in factorisations(num_ranks, 3)]
     return min(grids, key=lambda grid: (face_elements(m, n, k, grid), -grid[2], grid))
 
@@ -94,19 +94,28 @@ def cosma_program(
         over, lane = f"{mesh.name}.{_AXES[axis]}", "move"
         ops.append(
             AllGather(
-                over=over, out=_whole(used[name]), src=_whole(name), lane=lane, dim=dim, name=f"gather_{name}"
+                over=over,
+                out=full_matrix(used[name]),
+                src=full_matrix(name),
+                lane=lane,
+                dim=dim,
+                name=f"gather_{name}",
             )
         )
     out = "c" if pk == 1 else "c_terms"
-    ops.append(Matmul(out=_whole(out), a=_whole(used["a"]), b=_whole(used["b"]), lane="compute"))
+    ops.append(
+        Matmul(out=full_matrix(out), a=full_matrix(used["a"]), b=full_matrix(used["b"]), lane="compute")
+    )
     if pk > 1:
         buffers.append(Buffer(out, "scratch", base.name, dtype, shape=(m // pm, n // pn)))
         over = f"{layouts['c'].mesh.name}.k"
         if all_reduce:
-            ops.append(AllReduce(over=over, out=_whole("c"), src=_whole(out), lane="move", name="reduce_c"))
+            ops.append(
+                AllReduce(over=over, out=full_matrix("c"), src=full_matrix(out), lane="move", name="reduce_c")
+            )
         else:
             scatter = ReduceScatter(
-                over=over, out=_whole("c"), src=_whole(out), lane="move", dim=0, name="scatter_c"
+                over=over, out=full_matrix("c"), src=full_matrix(out), lane="move", dim=0, name="scatter_c"
             )
             ops.append(scatter)
     meshes = tuple(dict.fromkeys((base, *(layout.mesh for layout in layouts.values()))))
@@ -123,7 +132,3 @@ def _cuts(layout: Layout, dim: int, but: str) -> int:
         if isinstance(placement, Shard) and placement.dim == dim and axis != but:
             count *= size
     return count
-
-
-def _whole(buffer: str) -> View:
-    return View(buffer, (FULL, FULL))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
@@ -118,7 +119,14 @@ class _ReshardedProgramBuilder:
         body.append(
             On(
                 mesh.name,
-                (Matmul(out=_whole(out), a=_whole(operands["a"]), b=_whole(operands["b"]), lane=COMPUTE),),
+                (
+                    Matmul(
+                        out=full_matrix(out),
+                        a=full_matrix(operands["a"]),
+                        b=full_matrix(operands["b"]),
+                        lane=COMPUTE,
+                    ),
+                ),
             )
         )
         if sums:
@@ -139,7 +147,7 @@ class _ReshardedProgramBuilder:
     # --- operands ---------------------------------------------------------------------------------------------
 
     def _reshard(self, operand: str, now: Shard, wanted: Placement) -> Iterator[Statement]:
-        out, src = _whole(f"{operand}_moved"), _whole(operand)
+        out, src = full_matrix(f"{operand}_moved"), full_matrix(operand)
         if self.direct:
             for place, rank in enumerate(self.mesh.ranks):
                 yield On((rank,), tuple(self._fetched(operand, now, wanted, place)))
@@ -198,8 +206,8 @@ class _ReshardedProgramBuilder:
         if not self.direct:
             scatter = ReduceScatter(
                 over=self.over,
-                out=_whole("c"),
-                src=_whole("c_terms"),
+                out=full_matrix("c"),
+                src=full_matrix("c_terms"),
                 lane=MOVE,
                 name="scatter_c",
                 dim=dim,
@@ -228,10 +236,6 @@ class _ReshardedProgramBuilder:
         for ahead, term in enumerate(terms, start=1):
             owner = self.mesh.ranks[(place + ahead) % count]
             yield Get(out=term, src=View("c_terms", tuple(part), rank=owner), lane=MOVE)
-        yield Copy(out=_whole("c"), src=View("c_terms", tuple(part)), lane=COMPUTE)
+        yield Copy(out=full_matrix("c"), src=View("c_terms", tuple(part)), lane=COMPUTE)
         for term in terms:
-            yield Add(out=_whole("c"), src=term, lane=COMPUTE)
-
-
-def _whole(buffer: str) -> View:
-    return View(buffer, (FULL, FULL))
+            yield Add(out=full_matrix("c"), src=term, lane=COMPUTE)

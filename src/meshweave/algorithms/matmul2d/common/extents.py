@@ -1,15 +1,15 @@
-"""Sizes of shards: as expressions for program templates, and the largest for skeletons, with their products."""
+"""Sizes of shards: as expressions for program templates, and the largest for skeletons."""
 
 from __future__ import annotations
 
-from meshweave.algorithms.matmul2d.common.problem import MESH, MatmulProblem, Placements
+from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dProblem, Placements
 from meshweave.describe.layout import Shard
 from meshweave.ir.program.expressions import Index, Var, minimum
 from meshweave.ir.work import Compute, matmul_work
 
 
 def chunk_extent(size: Index, parts: int, at: Index) -> Index:
-    """Size of chunk `at` of `size` elements cut into `parts`, as an expression."""
+    """Return the size of chunk `at` of `size` elements cut into `parts`, as an expression."""
     if parts == 1:
         return size
     if isinstance(size, int) and size % parts == 0:
@@ -18,8 +18,8 @@ def chunk_extent(size: Index, parts: int, at: Index) -> Index:
     return minimum((at + 1) * each, size) - minimum(at * each, size)
 
 
-def local_extent(problem: MatmulProblem, placements: Placements, operand: str, dim: int) -> Index:
-    """Size of a dim of an operand's shard, as an expression in the coordinates of the axes that cut it."""
+def local_extent(problem: Matmul2dProblem, placements: Placements, operand: str, dim: int) -> Index:
+    """Return the size of a dim of an operand's shard, as an expression in the mesh coordinates."""
     size: Index = problem.stored_shape(operand)[dim]
     for axis, placement in zip(problem.mesh.axes, placements[operand], strict=True):
         if placement == Shard(dim):
@@ -27,8 +27,8 @@ def local_extent(problem: MatmulProblem, placements: Placements, operand: str, d
     return size
 
 
-def largest_extent(problem: MatmulProblem, placements: Placements, operand: str, dim: int) -> int:
-    """The same on the rank where it is largest, which by the chunk rule is the first."""
+def largest_extent(problem: Matmul2dProblem, placements: Placements, operand: str, dim: int) -> int:
+    """Return the size of a dim of an operand's largest shard, which by the chunk rule is the first."""
     size = problem.stored_shape(operand)[dim]
     for parts, placement in zip(problem.mesh_shape, placements[operand], strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -36,7 +36,7 @@ def largest_extent(problem: MatmulProblem, placements: Placements, operand: str,
     return size
 
 
-def slice_work(problem: MatmulProblem, first: int, second: int, width: int) -> Compute:
-    """The product of a stationary shard of `first` x `second` elements and a slice of `width`."""
+def slice_work(problem: Matmul2dProblem, first: int, second: int, width: int) -> Compute:
+    """Return the product of a stationary shard of `first` x `second` elements with a slice of `width`."""
     dims = {"os": (first, second, width), "ls": (first, width, second), "rs": (width, second, first)}
     return matmul_work(*dims[problem.dataflow], problem.dtype)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.algorithms.matmul2d.common.problem import Dataflow, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import Dataflow, Matmul2dProblem
 
 Stationary = Literal["y", "x", "w"]
 PassName = Literal["forward", "backward_data", "backward_weight"]
@@ -60,7 +60,7 @@ _TRANSPOSED: dict[Dataflow, Dataflow] = {"os": "os", "ls": "rs", "rs": "ls"}
 
 
 def pass_rule(stationary: Stationary, name: PassName, transposed: bool = False) -> PassRule:
-    """The entry of Table 1 for one pass, or its transposed version."""
+    """Return the entry of Table 1 for one pass, or its transposed version."""
     rule = TABLE[stationary][name]
     if not transposed:
         return rule
@@ -78,9 +78,12 @@ def pass_problem(
     dtype: str,
     ranks: tuple[int, ...] | None = None,
     transposed: bool = False,
-) -> MatmulProblem:
-    """The product of one pass of a layer, or its transposed version. Raises LayoutError as MatmulProblem does."""
+) -> Matmul2dProblem:
+    """Return the product of one pass of a layer, or its transposed version.
+
+    Raises LayoutError as Matmul2dProblem does.
+    """
     rule = pass_rule(stationary, name, transposed)
     size = {"t": tokens, "i": in_features, "o": out_features}
     m, n, k = (size[letter] for letter in rule.sizes)
-    return MatmulProblem(m, n, k, mesh_shape, rule.dataflow, dtype, ranks)
+    return Matmul2dProblem(m, n, k, mesh_shape, rule.dataflow, dtype, ranks)

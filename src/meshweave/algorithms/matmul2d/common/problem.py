@@ -36,9 +36,15 @@ MESH = "tp"
 
 
 @dataclass(frozen=True)
-class Moving:
-    """A matrix that moves: `operand` ("a", "b" or "c") travels along mesh axis `axis`; dim `dim` of it is
-    sliced and sharded over that axis. It is gathered before the product, or, `scattered`, reduced after it."""
+class MovingMatrix:
+    """A matrix that moves along a mesh axis.
+
+    Attributes:
+        operand: "a", "b" or "c".
+        axis: the mesh axis.
+        dim: the dim of the stored matrix that is sliced, and sharded over that axis.
+        scattered: whether it is reduced and scattered after the product; if not, it is gathered before it.
+    """
 
     operand: str
     axis: Literal["row", "col"]
@@ -51,7 +57,7 @@ _VERTICAL = {"os": "b", "ls": "b", "rs": "c"}
 
 
 @dataclass(frozen=True)
-class MatmulProblem:
+class Matmul2dProblem:
     """C (M, N) from M, N, K on a (rows, columns) or (rows, columns, depth) mesh.
 
     Raises LayoutError for sizes that make no sense.
@@ -78,6 +84,7 @@ class MatmulProblem:
 
     @cached_property
     def mesh(self) -> Mesh:
+        """The mesh, with axes row, col and maybe depth."""
         axes = AXES[: len(self.mesh_shape)]
         if self.ranks is None:
             return Mesh.of(MESH, self.mesh_shape, axes)
@@ -85,6 +92,7 @@ class MatmulProblem:
 
     @property
     def num_chips(self) -> int:
+        """The number of chips of the mesh."""
         return math.prod(self.mesh_shape)
 
     @property
@@ -93,7 +101,7 @@ class MatmulProblem:
         return 2 * self.m * self.n * self.k
 
     def stored_shape(self, operand: str) -> tuple[int, int]:
-        """Global shape of operand "a", "b" or "c" as it is stored."""
+        """Return the global shape of operand "a", "b" or "c" as it is stored."""
         if operand == "a":
             return (self.k, self.m) if self.dataflow == "rs" else (self.m, self.k)
         if operand == "b":
@@ -102,39 +110,42 @@ class MatmulProblem:
 
     @cached_property
     def stationary(self) -> str:
+        """The operand that does not move."""
         return {"os": "c", "ls": "a", "rs": "b"}[self.dataflow]
 
     @cached_property
     def sliced_size(self) -> int:
+        """The size of the dim that the two moving matrices share."""
         return {"os": self.k, "ls": self.n, "rs": self.m}[self.dataflow]
 
     @cached_property
-    def horizontal(self) -> Moving:
+    def horizontal(self) -> MovingMatrix:
         """The matrix that moves between columns."""
         operand = _HORIZONTAL[self.dataflow]
-        return Moving(operand, "col", 1, operand == "c")
+        return MovingMatrix(operand, "col", 1, operand == "c")
 
     @cached_property
-    def vertical(self) -> Moving:
+    def vertical(self) -> MovingMatrix:
         """The matrix that moves between rows."""
         operand = _VERTICAL[self.dataflow]
-        return Moving(operand, "row", 0, operand == "c")
+        return MovingMatrix(operand, "row", 0, operand == "c")
 
     def axis_size(self, axis: str) -> int:
+        """Return the number of chips along a mesh axis."""
         return self.mesh_shape[AXES.index(axis)]
 
     def largest_part(self, size: int, axis: str) -> int:
-        """Largest part of `size` elements chunked over a mesh axis."""
+        """Return the largest part of `size` elements chunked over a mesh axis."""
         return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
-        """A program with mesh, tensors, meaning and operand buffers a, b, c declared, and nothing done yet.
+        """Return a program without ops that declares mesh, tensors, operand buffers a, b, c and meaning.
 
-        A matrix that moves along its dim 1 lies in memory with that dim outermost, as its pieces do that
-        travel: then no slice of it needs to be transposed on the way.
+        A matrix that moves along its dim 1 has that dim outermost in memory, as its parts have that travel. So no
+        slice of it needs to be transposed.
         """
         mesh = self.mesh
-        turned = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
+        column_major = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
         placed = placements or two_d_placements(self)
         tensors = tuple(Tensor(op.upper(), self.stored_shape(op), self.dtype) for op in "abc")
         buffers = tuple(
@@ -145,7 +156,7 @@ class MatmulProblem:
                 self.dtype,
                 op.upper(),
                 Layout(mesh, placed[op]),
-                order=(1, 0) if op in turned else None,
+                order=(1, 0) if op in column_major else None,
             )
             for op in "abc"
         )
@@ -153,8 +164,10 @@ class MatmulProblem:
         return Program(name, (mesh,), tensors, buffers, (), (), (meaning,))
 
     def traffic_bytes(self, rank: int) -> dict[str, int]:
-        """Logical bytes that a rank must move per mesh axis when each moving matrix crosses its axis once:
-        (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven shards."""
+        """Return the logical bytes that a rank moves, by "mesh.axis", if each moving matrix crosses its axis once.
+
+        They are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven shards.
+        """
         layout = Layout(self.mesh, two_d_placements(self)["a"])
         out = {}
         for moving in (self.horizontal, self.vertical):
@@ -167,8 +180,8 @@ class MatmulProblem:
         return out
 
 
-def two_d_placements(problem: MatmulProblem) -> Placements:
-    """Rows over `row`, columns over `col`, all operands alike; copies along `depth`."""
+def two_d_placements(problem: Matmul2dProblem) -> Placements:
+    """Return placements with rows over `row` and columns over `col` for all operands, replicated over `depth`."""
     placed: tuple[Placement, ...] = (Shard(0), Shard(1))
     if len(problem.mesh_shape) == 3:
         placed = (*placed, Replicate())
@@ -176,12 +189,12 @@ def two_d_placements(problem: MatmulProblem) -> Placements:
 
 
 def two_d_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Every (rows, columns) of that many chips."""
+    """Return every (rows, columns) of that many chips."""
     return factorisations(num_chips, 2)
 
 
 @dataclass(frozen=True)
-class Config:
+class Matmul2dConfig:
     """What an algorithm may choose.
 
     `slices` lists the relative widths of the slices (all equal: the plain slice count; for algorithms that are

@@ -1,20 +1,20 @@
 """Products overlapped with the ring steps of one moving matrix (Wang et al., ASPLOS '23, section 3).
 
-An all-gather around a ring delivers one part after another, so the product can start with the part that is at
-home and take each further one as it arrives. A reduce-scatter passes partial sums on, so the product of a part
-is needed just before that part moves, the one that stays last. Cut in S turns, neighbouring parts share a
+An all-gather around a ring delivers one part after another, so the product can start with the local part and
+take each further part as it arrives. A reduce-scatter passes partial sums on, so the product of a part is needed
+just before that part moves, and the product of the local part comes last. In S iterations, several parts share a
 product: fewer and larger products, at the price of a coarser overlap ("unrolling"; MeshSlice, section 4.2).
 
-Parts travel both ways around the ring at once, as Wang et al. have them, so that both links of an axis are busy:
+Parts travel in both directions around the ring at once, as in Wang et al., so that both links of an axis are busy:
 of the P - 1 parts that must come to a chip, P // 2 come forwards and (P - 1) // 2 backwards, each whole. The ring
-takes P // 2 steps then; on two chips both ways are the same link, and one is used. The ring steps that one turn
-takes in a direction are issued as one operation, so that S turns pay for S launches.
+takes P // 2 steps then. On two chips both directions are the same link, and one is used. The ring steps that one
+iteration takes in a direction are issued as one operation, so that S iterations pay for S launches.
 
-At home, in turn 0 of a gather (or the last of a scatter), nothing has to move; the P // 2 steps are dealt to the
-other S - 1 turns as evenly as possible, so that S is at most P // 2 + 1. Parts that came the same way in one turn
-share a product. They lie side by side except where they wrap around the end of the matrix, and are then two
-products. This module builds such rings for any operand and axis, `ring_costs` says what they cost; `wang` uses it
-on a 2D mesh and `one_dim` for 1D tensor parallelism and FSDP.
+The iteration of the local part, the first of a gather and the last of a scatter, moves nothing. The P // 2 steps
+are divided among the other S - 1 iterations as evenly as possible, so that S is at most P // 2 + 1. Parts that
+travel in the same direction in one iteration share a product. They are neighbours, except that they may wrap
+around the end of the matrix; then they are two products. This module writes the program for any operand and axis,
+`ring_costs` says what it costs; `wang` uses it on a 2D mesh, `one_dim` for 1D tensor parallelism and FSDP.
 """
 
 from __future__ import annotations
@@ -24,49 +24,65 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from meshweave.algorithms.matmul2d.common.extents import largest_extent
-from meshweave.algorithms.matmul2d.common.problem import MESH, MatmulProblem, Moving, Placements
+from meshweave.algorithms.matmul2d.common.extents import chunk_extent, largest_extent, local_extent
+from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dProblem, MovingMatrix, Placements
+from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
 from meshweave.ir.program import Buffer, Lane, On, Program
 from meshweave.ir.program.expressions import Index, Var, binary, minimum
 from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Matmul, Op, Permute, ReduceScatter
 from meshweave.ir.program.views import FULL, Range, Selector, View
 from meshweave.lower.rings import BACK
 
-Letters = tuple[str, str]
+DimLetters = tuple[str, str]
+"""Which of m, n, k the two dims of a stored matrix are."""
+
+Steps = tuple[int, int]
+"""The ring steps [start, stop) of an iteration."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One direction of a ring: parts from `sign` * 1, `sign` * 2, ... `steps` places on come to a chip (gathered),
-    or sums of theirs go out to them. `suffix` tells its lane, ops and buffers from those of the other one."""
+class RingDirection:
+    """One direction of a ring.
+
+    Attributes:
+        sign: 1 if the parts that come to a chip are those of the chips after it, -1 if of those before it.
+        steps: the number of ring steps.
+        suffix: ends the names of its lane, ops and buffers.
+    """
 
     sign: int
     steps: int
     suffix: str
 
-    def in_turn(self, turn: tuple[int, int]) -> range:
-        """The steps of a turn [first, last + 1) that there are in this direction."""
-        return range(turn[0], min(turn[1], self.steps))
+    def steps_in(self, iteration: Steps) -> range:
+        """Return the steps of an iteration that there are in this direction."""
+        return range(iteration[0], min(iteration[1], self.steps))
 
 
 @dataclass(frozen=True)
-class Ring:
-    """How to overlap one product: `moving` goes around its axis in parts; `other`, where there is one, is
-    gathered before (or reduced after) all products, by a collective. `count` is the number of turns S."""
+class RingProduct:
+    """A product that is overlapped with the ring steps of one matrix.
 
-    problem: MatmulProblem
+    Attributes:
+        moving: the matrix that goes around its axis in parts.
+        exposed: a second matrix that moves, by one collective before (or after) all products, or None.
+        num_iterations: S.
+    """
+
+    problem: Matmul2dProblem
     placements: Placements
-    moving: Moving
-    other: Moving | None
-    count: int
+    moving: MovingMatrix
+    exposed: MovingMatrix | None
+    num_iterations: int
 
     @property
-    def parts(self) -> int:
+    def num_parts(self) -> int:
+        """The number of parts, one per chip of the ring."""
         return self.problem.axis_size(self.moving.axis)
 
     @property
-    def letters(self) -> dict[str, Letters]:
-        """Which of m, n, k each stored dim of each operand is."""
+    def dim_letters(self) -> dict[str, DimLetters]:
+        """Which of m, n, k the stored dims of each operand are."""
         dataflow = self.problem.dataflow
         return {
             "a": ("k", "m") if dataflow == "rs" else ("m", "k"),
@@ -75,74 +91,81 @@ class Ring:
         }
 
     @property
-    def cut(self) -> str:
-        """The letter of the dim that is cut in parts."""
-        return self.letters[self.moving.operand][self.moving.dim]
+    def cut_letter(self) -> str:
+        """Which of m, n, k is cut into parts."""
+        return self.dim_letters[self.moving.operand][self.moving.dim]
 
     @property
-    def size(self) -> int:
+    def cut_size(self) -> int:
+        """The global size of the dim that is cut into parts."""
         return self.problem.stored_shape(self.moving.operand)[self.moving.dim]
 
     @property
-    def each(self) -> int:
-        return -(-self.size // self.parts)
+    def part_size(self) -> int:
+        """The size of the largest part."""
+        return -(-self.cut_size // self.num_parts)
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """The directions in which parts travel, the one with more steps first."""
-        both = Way(1, self.parts // 2, ""), Way(-1, (self.parts - 1) // 2, BACK)
-        return tuple(way for way in both if way.steps)
+    def directions(self) -> tuple[RingDirection, ...]:
+        """The directions in which parts travel, that with more steps first."""
+        both = RingDirection(1, self.num_parts // 2, ""), RingDirection(-1, (self.num_parts - 1) // 2, BACK)
+        return tuple(direction for direction in both if direction.steps)
 
     @cached_property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """[first, last + 1) of the ring steps of each turn that moves something, in either direction."""
-        sizes = (size for count, size, _ in self.group_sizes for _ in range(count))
+    def iterations(self) -> tuple[tuple[int, int], ...]:
+        """The ring steps of each iteration that moves something."""
+        sizes = (size for count, size, _ in self.iteration_sizes for _ in range(count))
         return tuple(pairwise(accumulate(sizes, initial=0)))
 
     @property
-    def group_sizes(self) -> list[tuple[int, int, int]]:
-        """(number of groups, steps forwards and backwards in each) of `groups`, larger ones first."""
-        steps = self.parts // 2
-        count = min(max(self.count - 1, 1), steps)
+    def iteration_sizes(self) -> list[tuple[int, int, int]]:
+        """(number of iterations, steps forwards, steps backwards in each), larger ones first; see `iterations`."""
+        steps = self.num_parts // 2
+        count = min(max(self.num_iterations - 1, 1), steps)
         if not count:
             return []
         each, rest = divmod(steps, count)
-        last = each - (self.parts + 1) % 2  # with an even number of parts one step more goes forwards
+        last = each - (self.num_parts + 1) % 2  # with an even number of parts one step more goes forwards
         sizes = [(rest, each + 1, each + 1), (count - rest - 1, each, each), (1, each, last)]
         return [size for size in sizes if size[0]]
 
     def bounds(self, part: Index) -> tuple[Index, Index]:
-        """[start, stop) of a part within the cut dim."""
-        begin, end = part * self.each, (part + 1) * self.each
-        if self.size % self.parts:
-            return minimum(begin, self.size), minimum(end, self.size)
+        """Return [start, stop) of a part within the cut dim."""
+        begin, end = part * self.part_size, (part + 1) * self.part_size
+        if self.cut_size % self.num_parts:
+            return minimum(begin, self.cut_size), minimum(end, self.cut_size)
         return begin, end
 
     def extent(self, part: Index) -> Index:
-        if self.size % self.parts == 0:
-            return self.each
+        """Return the size of a part."""
+        if self.cut_size % self.num_parts == 0:
+            return self.part_size
         begin, end = self.bounds(part)
         return end - begin
 
     def local_extents(self) -> dict[str, int]:
-        """Largest local size of m, n, k in a product, the cut one whole."""
+        """Return the largest local sizes of m, n, k in a product; that of the cut dim is global."""
         sizes = {"m": self.problem.m, "n": self.problem.n, "k": self.problem.k}
-        for operand, letters in self.letters.items():
-            whole = {m.dim for m in (self.moving, self.other) if m is not None and m.operand == operand}
+        for operand, letters in self.dim_letters.items():
+            whole = {
+                matrix.dim
+                for matrix in (self.moving, self.exposed)
+                if matrix is not None and matrix.operand == operand
+            }
             for dim, letter in enumerate(letters):
                 if dim not in whole:
                     local = largest_extent(self.problem, self.placements, operand, dim)
                     sizes[letter] = min(sizes[letter], local)
-        sizes[self.cut] = self.size
+        sizes[self.cut_letter] = self.cut_size
         return sizes
 
 
 # --- program --------------------------------------------------------------------------------------------
 
 
-def build(ring: Ring, name: str) -> Program:
-    """The program of a ring product."""
-    builder = _Builder(ring)
+def build(ring: RingProduct, name: str) -> Program:
+    """Return the program of a ring product."""
+    builder = _RingProgramBuilder(ring)
     body = tuple(builder.body())
     declared = ring.problem.declarations(name, ring.placements)
     lanes = {op.lane: Lane(op.lane) for op in body}
@@ -154,180 +177,192 @@ def build(ring: Ring, name: str) -> Program:
     )
 
 
-class _Builder:
-    def __init__(self, ring: Ring) -> None:
+class _RingProgramBuilder:
+    def __init__(self, ring: RingProduct) -> None:
         self.ring = ring
         self.buffers: dict[str, Buffer] = {}
-        self.at = Var(f"{MESH}.{ring.moving.axis}")
-        self.holder = {operand: operand for operand in "abc"}
-        """The buffer from which (or into which) products take an operand."""
+        self.coordinate = Var(f"{MESH}.{ring.moving.axis}")
+        self.buffer_of = {operand: operand for operand in "abc"}
+        """The buffer from which products read an operand, or into which they write the result."""
 
     def body(self) -> Iterator[Op]:
-        ring, other = self.ring, self.ring.other
-        if other is not None and ring.problem.axis_size(other.axis) > 1:
-            whole = self._whole_buffer(other)
-            if other.scattered:
-                self.holder["c"] = whole
+        ring, exposed = self.ring, self.ring.exposed
+        if exposed is not None and ring.problem.axis_size(exposed.axis) > 1:
+            whole = self._whole_buffer(exposed)
+            if exposed.scattered:
+                self.buffer_of["c"] = whole
             else:
-                self.holder[other.operand] = whole
-                yield self._collective(other, whole)
+                self.buffer_of[exposed.operand] = whole
+                yield self._collective(exposed, whole)
         yield from self._scatter() if ring.moving.scattered else self._gather()
-        if other is not None and other.scattered and self.holder["c"] != "c":
-            yield self._collective(other, self.holder["c"])
+        if exposed is not None and exposed.scattered and self.buffer_of["c"] != "c":
+            yield self._collective(exposed, self.buffer_of["c"])
 
-    def _collective(self, other: Moving, whole: str) -> Op:
-        over, lane = f"{MESH}.{other.axis}", other.axis
-        shard, block = _full(other.operand), _full(whole)
-        size = self.ring.problem.stored_shape(other.operand)[other.dim]
-        parts = self.ring.problem.axis_size(other.axis)
-        sizes: Index = size // parts
-        if size % parts:
-            each, peer = -(-size // parts), Var("peer")
-            sizes = minimum((peer + 1) * each, size) - minimum(peer * each, size)
-        if other.scattered:
+    def _collective(self, exposed: MovingMatrix, whole: str) -> Op:
+        """Return the gather of a matrix into buffer `whole`, or the reduce-scatter from there."""
+        over, lane = f"{MESH}.{exposed.axis}", exposed.axis
+        shard, block = full_matrix(exposed.operand), full_matrix(whole)
+        size = self.ring.problem.stored_shape(exposed.operand)[exposed.dim]
+        sizes = chunk_extent(size, self.ring.problem.axis_size(exposed.axis), Var("peer"))
+        if exposed.scattered:
             return ReduceScatter(
                 over=over,
                 out=shard,
                 src=block,
-                dim=other.dim,
+                dim=exposed.dim,
                 sizes=sizes,
                 lane=lane,
-                name=f"scatter_{other.operand}",
+                name=f"scatter_{exposed.operand}",
             )
         return AllGather(
             over=over,
             out=block,
             src=shard,
-            dim=other.dim,
+            dim=exposed.dim,
             sizes=sizes,
             lane=lane,
-            name=f"gather_{other.operand}",
+            name=f"gather_{exposed.operand}",
         )
 
     def _gather(self) -> Iterator[Op]:
         ring, moving = self.ring, self.ring.moving
-        yield self._product(*ring.bounds(self.at), own=True, first=True)
-        if ring.parts == 1:
+        yield self._product(*ring.bounds(self.coordinate), own=True, first=True)
+        if ring.num_parts == 1:
             return
-        whole = self.holder[moving.operand] = self._whole_buffer(moving)
-        for turn in ring.groups:
-            for step in range(*turn):
-                for way in ring.ways:
-                    if step in way.in_turn(turn):
-                        at = self._beside(way.sign * step)
-                        sent = self._part(whole, at) if step else _full(moving.operand)
-                        got = self._part(whole, self._beside(way.sign * (step + 1)))
-                        yield self._permute(got, sent, -way.sign, step, way, turn)
-            for way in ring.ways:
-                yield from self._products(*(way.sign * (step + 1) for step in way.in_turn(turn)))
+        whole = self.buffer_of[moving.operand] = self._whole_buffer(moving)
+        for iteration in ring.iterations:
+            for step in range(*iteration):
+                for direction in ring.directions:
+                    if step in direction.steps_in(iteration):
+                        at = self._part_from(direction.sign * step)
+                        sent = self._part(whole, at) if step else full_matrix(moving.operand)
+                        got = self._part(whole, self._part_from(direction.sign * (step + 1)))
+                        yield self._permute(got, sent, -direction.sign, step, direction, iteration)
+            for direction in ring.directions:
+                yield from self._products(
+                    *(direction.sign * (step + 1) for step in direction.steps_in(iteration))
+                )
 
     def _scatter(self) -> Iterator[Op]:
         ring = self.ring
-        if ring.parts == 1:
-            yield self._product(*ring.bounds(self.at), own=True, first=True)
+        if ring.num_parts == 1:
+            yield self._product(*ring.bounds(self.coordinate), own=True, first=True)
             return
-        own, whole = self.holder["c"], self._whole_buffer(ring.moving)
-        inboxes = {way: self._inbox(way) for way in ring.ways}
-        for turn in ring.groups:
-            self.holder["c"] = whole
-            for way in ring.ways:
-                yield from self._products(*(way.sign * (way.steps - step) for step in way.in_turn(turn)))
-            for step in range(*turn):
-                for way in ring.ways:
-                    if step in way.in_turn(turn):
-                        yield from self._pass_on(whole, inboxes[way], step, way, turn)
-        self.holder["c"] = own
-        yield self._product(*ring.bounds(self.at), own=True, first=True)
-        for way in ring.ways:
-            yield self._add(_full("c"), self._box(inboxes[way], self.at, way.steps - 1), way)
+        own, whole = self.buffer_of["c"], self._whole_buffer(ring.moving)
+        inboxes = {direction: self._inbox(direction) for direction in ring.directions}
+        for iteration in ring.iterations:
+            self.buffer_of["c"] = whole
+            for direction in ring.directions:
+                yield from self._products(
+                    *(direction.sign * (direction.steps - step) for step in direction.steps_in(iteration))
+                )
+            for step in range(*iteration):
+                for direction in ring.directions:
+                    if step in direction.steps_in(iteration):
+                        yield from self._pass_on(whole, inboxes[direction], step, direction, iteration)
+        self.buffer_of["c"] = own
+        yield self._product(*ring.bounds(self.coordinate), own=True, first=True)
+        for direction in ring.directions:
+            yield self._add(
+                full_matrix("c"),
+                self._box(inboxes[direction], self.coordinate, direction.steps - 1),
+                direction,
+            )
 
-    def _pass_on(self, whole: str, inbox: str, step: int, way: Way, turn: tuple[int, int]) -> Iterator[Op]:
-        """A step of a scatter: what has arrived and the own term go on."""
-        part = self._beside(way.sign * (way.steps - step))
+    def _pass_on(
+        self, whole: str, inbox: str, step: int, direction: RingDirection, iteration: Steps
+    ) -> Iterator[Op]:
+        """Write one step of a scatter: add the local term to the sum that has arrived, and send it on."""
+        part = self._part_from(direction.sign * (direction.steps - step))
         sent = self._part(whole, part)
         if step:
             arrived = self._box(inbox, part, step - 1)
-            yield self._add(arrived, sent, way)
+            yield self._add(arrived, sent, direction)
             sent = arrived
-        got = self._box(inbox, self._beside(way.sign * (way.steps - step - 1)), step)
-        yield self._permute(got, sent, way.sign, step, way, turn)
+        got = self._box(inbox, self._part_from(direction.sign * (direction.steps - step - 1)), step)
+        yield self._permute(got, sent, direction.sign, step, direction, iteration)
 
-    def _beside(self, places: int) -> Index:
-        """The part of the member so many places on."""
+    def _part_from(self, places: int) -> Index:
+        """Return the part of the chip so many places after this one."""
         if not places:
-            return self.at
-        return (self.at + places if places > 0 else self.at - -places) % self.ring.parts
+            return self.coordinate
+        return (self.coordinate + places if places > 0 else self.coordinate - -places) % self.ring.num_parts
 
     def _products(self, *places: int) -> Iterator[Op]:
-        """Products over the parts of members so many places on, which are side by side: in up to two pieces."""
+        """Write the products of the parts of the chips so many places after this one, which are neighbours.
+
+        They are one product, or two where the parts wrap around the end of the matrix.
+        """
         if not places:
             return
         ring = self.ring
-        first, last = self._beside(min(places)), self._beside(max(places))
+        first, last = self._part_from(min(places)), self._part_from(max(places))
         begin, end = ring.bounds(first)[0], ring.bounds(last)[1]
         if first == last:
             yield self._product(begin, end)
             return
         wraps = binary("<", last, first)
-        yield self._product(begin, wraps * ring.size + (1 - wraps) * end)
+        yield self._product(begin, wraps * ring.cut_size + (1 - wraps) * end)
         yield self._product(0, wraps * end)
 
     def _product(self, begin: Index, end: Index, own: bool = False, first: bool = False) -> Op:
-        """The product over [begin, end) of the cut dim; `own` takes the part at home from the shard itself."""
+        """Return the product over [begin, end) of the cut dim. An `own` part is read from the shard itself."""
         ring, dataflow = self.ring, self.ring.problem.dataflow
         views = {}
-        for operand, letters in ring.letters.items():
+        for operand, letters in ring.dim_letters.items():
             if own and operand == ring.moving.operand:
-                views[operand] = _full(operand)
+                views[operand] = full_matrix(operand)
                 continue
             selectors: list[Selector] = [
-                Range(begin, end) if letter == ring.cut else FULL for letter in letters
+                Range(begin, end) if letter == ring.cut_letter else FULL for letter in letters
             ]
-            views[operand] = View(self.holder[operand], tuple(selectors))
+            views[operand] = View(self.buffer_of[operand], tuple(selectors))
         return Matmul(
             out=views["c"],
             a=views["a"],
             b=views["b"],
             transpose_a=dataflow == "rs",
             transpose_b=dataflow == "ls",
-            accumulate=int(ring.cut == "k" and not first),
+            accumulate=int(ring.cut_letter == "k" and not first),
             lane="compute",
         )
 
     # --- moving ---------------------------------------------------------------------------------------
 
-    def _permute(self, got: View, sent: View, shift: int, step: int, way: Way, turn: tuple[int, int]) -> Op:
-        """Ring step `step` of a direction, one of those of a turn."""
-        axis, steps = self.ring.moving.axis, way.in_turn(turn)
+    def _permute(
+        self, got: View, sent: View, shift: int, step: int, direction: RingDirection, iteration: Steps
+    ) -> Op:
+        """Return ring step `step` of a direction, one of those of an iteration."""
+        axis, steps = self.ring.moving.axis, direction.steps_in(iteration)
         return Permute(
             over=f"{MESH}.{axis}",
             out=got,
             src=sent,
             shift=shift,
-            step=turn_step(self.ring, step - steps.start, len(steps)),
-            lane=axis + way.suffix,
-            name=f"step{step}_{self.ring.moving.operand}{way.suffix}",
+            step=launch_group(self.ring, step - steps.start, len(steps)),
+            lane=axis + direction.suffix,
+            name=f"step{step}_{self.ring.moving.operand}{direction.suffix}",
         )
 
-    def _add(self, out: View, src: View, way: Way) -> Op:
-        lane = self.ring.moving.axis + way.suffix
-        return Add(out=out, src=src, lane=lane, name=f"add_{self.ring.moving.operand}{way.suffix}")
+    def _add(self, out: View, src: View, direction: RingDirection) -> Op:
+        lane = self.ring.moving.axis + direction.suffix
+        return Add(out=out, src=src, lane=lane, name=f"add_{self.ring.moving.operand}{direction.suffix}")
 
     def _part(self, buffer: str, part: Index) -> View:
-        return _along(buffer, self.ring.moving.dim, Range(*self.ring.bounds(part)))
+        return matrix_slice(buffer, self.ring.moving.dim, Range(*self.ring.bounds(part)))
 
     def _box(self, buffer: str, part: Index, step: int) -> View:
-        return _along(buffer, self.ring.moving.dim, Range(0, self.ring.extent(part)), step % 2)
+        return matrix_slice(buffer, self.ring.moving.dim, Range(0, self.ring.extent(part)), step % 2)
 
-    def _whole_buffer(self, moving: Moving) -> str:
-        """Scratch `x_g` for a moving operand along its whole dim, which is outermost in memory."""
+    def _whole_buffer(self, moving: MovingMatrix) -> str:
+        """Declare scratch `x_g` for a moving operand along its whole dim, which is outermost in memory."""
         size = self.ring.problem.stored_shape(moving.operand)[moving.dim]
         return self._scratch(f"{moving.operand}_g", moving, size, 1)
 
-    def _inbox(self, way: Way) -> str:
-        return self._scratch(f"c_in{way.suffix}", self.ring.moving, self.ring.each, 2)
+    def _inbox(self, direction: RingDirection) -> str:
+        return self._scratch(f"c_in{direction.suffix}", self.ring.moving, self.ring.part_size, 2)
 
-    def _scratch(self, name: str, moving: Moving, along: int, slots: int) -> str:
+    def _scratch(self, name: str, moving: MovingMatrix, along: int, slots: int) -> str:
         problem = self.ring.problem
         shape: list[Index] = [along, along]
         shape[1 - moving.dim] = self._across(moving)
@@ -337,30 +372,14 @@ class _Builder:
         )
         return name
 
-    def _across(self, moving: Moving) -> Index:
-        """Local extent of the dim of a moving matrix that does not move."""
-        problem, dim = self.ring.problem, 1 - moving.dim
-        size = problem.stored_shape(moving.operand)[dim]
-        for axis, placement in zip(problem.mesh.axes, self.ring.placements[moving.operand], strict=True):
-            if getattr(placement, "dim", None) == dim:
-                parts = problem.axis_size(axis)
-                each = -(-size // parts)
-                if size % parts == 0:
-                    return each
-                at = Var(f"{MESH}.{axis}")
-                return minimum((at + 1) * each, size) - minimum(at * each, size)
-        return size
+    def _across(self, moving: MovingMatrix) -> Index:
+        """Return the local size of the dim of a moving matrix that does not move."""
+        return local_extent(self.ring.problem, self.ring.placements, moving.operand, 1 - moving.dim)
 
 
-def turn_step(ring: Ring, index: int, count: int) -> CollectiveStep | None:
-    """Which of the `count` ring steps of a turn in a direction this is; only the first pays the launch. One of a
-    ring with one direction is alone in its turn."""
-    return CollectiveStep("send_recv", index, count, num_directions=2) if len(ring.ways) == 2 else None
+def launch_group(ring: RingProduct, index: int, count: int) -> CollectiveStep | None:
+    """Return which of the `count` ring steps of an iteration this is; only the first pays the launch.
 
-
-def _full(buffer: str) -> View:
-    return View(buffer, (FULL, FULL))
-
-
-def _along(buffer: str, dim: int, selector: Selector, slot: int = 0) -> View:
-    return View(buffer, (selector, FULL) if dim == 0 else (FULL, selector), slot)
+    In a ring of one direction every step is a launch of its own.
+    """
+    return CollectiveStep("send_recv", index, count, num_directions=2) if len(ring.directions) == 2 else None

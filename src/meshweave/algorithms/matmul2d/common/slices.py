@@ -1,4 +1,4 @@
-"""The slices of MeshSlice: which elements of the sliced dim each consists of, and how much of it a shard holds."""
+"""The slices of MeshSlice: of which elements of the sliced dim each consists, and how much of it a shard holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from meshweave.algorithms.matmul2d.common.problem import Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import LayoutError
 from meshweave.ir.program.expressions import Index, maximum, minimum
 from meshweave.ir.program.views import Blocked, Selector
@@ -15,9 +15,14 @@ from meshweave.ir.program.views import Blocked, Selector
 
 @dataclass(frozen=True)
 class Slices:
-    """Which elements of the sliced dim (of `size`) form slice s, and how they lie on a mesh axis.
+    """The slices of a dim, and how they lie on a mesh axis.
 
-    Blocks of `block` elements are dealt to slices in periods of sum(widths) blocks.
+    Blocks of elements go to the slices in turn, in periods of sum(widths) blocks.
+
+    Attributes:
+        size: elements of the dim.
+        widths: for each slice its number of blocks in a period.
+        block: elements of a block.
     """
 
     size: int
@@ -26,44 +31,45 @@ class Slices:
 
     @cached_property
     def period(self) -> int:
+        """Elements of a period."""
         return sum(self.widths) * self.block
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """[start, stop) of slice `number` within a period."""
+        """Return [start, stop) of slice `number` within a period."""
         start = sum(self.widths[:number]) * self.block
         return start, start + self.widths[number] * self.block
 
-    def count_below(self, position: Index, start: Index, width: Index) -> Index:
-        """How many elements of the slice [start, start + width) of the period lie below `position`."""
+    def num_below_index(self, position: Index, start: Index, width: Index) -> Index:
+        """Return how many elements of slice [start, start + width) of the period lie below `position`."""
         rest = minimum(maximum(position % self.period - start, 0), width)
         return (position // self.period) * width + rest
 
     def part(self, axis_size: int, coordinate: Index, start: Index, width: Index) -> tuple[Index, Selector]:
-        """Size and local selector of the slice on the shard at `coordinate` of a mesh axis."""
+        """Return the size and the local selector of a slice on the shard at `coordinate` of a mesh axis."""
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
             return each // self.period * width, Blocked(start, width, self.period)
         begin, end = coordinate * each, (coordinate + 1) * each
         if self.size % axis_size:
             begin, end = minimum(begin, self.size), minimum(end, self.size)
-        size = self.count_below(end, start, width) - self.count_below(begin, start, width)
+        size = self.num_below_index(end, start, width) - self.num_below_index(begin, start, width)
         return size, Blocked(start - begin % self.period, width, self.period)
 
     def largest_part(self, axis_size: int, number: int) -> int:
-        """Size of slice `number` on the shard of a mesh axis that holds most of it."""
+        """Return the size of slice `number` on the shard of a mesh axis that holds most of it."""
         start, stop = self.bounds(number)
-        return self.largest(axis_size, start, stop - start)
+        return self.largest_part_of(axis_size, start, stop - start)
 
-    def largest(self, axis_size: int, start: int, width: int) -> int:
-        """The same for the slice [start, start + width) of the period."""
-        return max(self.largest_of_each(axis_size, start, width))
+    def largest_part_of(self, axis_size: int, start: int, width: int) -> int:
+        """Return the same for the slice [start, start + width) of the period."""
+        return max(self.largest_parts_of(axis_size, start, width))
 
-    def largest_of_each(self, axis_size: int, start: int, width: int) -> tuple[int, int]:
-        """How much of a slice the whole shard that holds most of it holds, and the one cut short by the end
-        of the dim (0 where there is none), without looking at every shard.
+    def largest_parts_of(self, axis_size: int, start: int, width: int) -> tuple[int, int]:
+        """Return the most that a whole shard holds of a slice, and what the shard holds that the end of the dim
+        cuts short (0 where there is none), without looking at every shard.
 
-        As the begin of a shard moves along the period, what the shard holds of a slice rises to a plateau
-        and falls again, so the largest part is that of a begin next to where the plateau starts.
+        As the start of a shard moves along the period, what the shard holds of a slice rises to a plateau and
+        falls again. So the largest part is that of a shard that starts next to where the plateau does.
         """
         each = -(-self.size // axis_size)
         if self.size % (axis_size * self.period) == 0:
@@ -72,29 +78,30 @@ class Slices:
         known = _residues(rest, self.period, full)
         at = bisect_left(known, (start + width - rest if rest >= width else start) % self.period)
         whole = max(
-            self.below(begin + each, start, width) - self.below(begin, start, width)
+            self.num_below(begin + each, start, width) - self.num_below(begin, start, width)
             for begin in (known[at % len(known)], known[at - 1])
         )
-        return whole, self.below(self.size, start, width) - self.below(full * each, start, width)
+        return whole, self.num_below(self.size, start, width) - self.num_below(full * each, start, width)
 
-    def below(self, position: int, start: int, width: int) -> int:
-        """`count_below` of plain integers."""
-        turns, rest = divmod(position, self.period)
-        return turns * width + min(max(rest - start, 0), width)
+    def num_below(self, position: int, start: int, width: int) -> int:
+        """Return `num_below_index` of plain integers."""
+        periods, rest = divmod(position, self.period)
+        return periods * width + min(max(rest - start, 0), width)
 
     def total(self, number: int) -> int:
+        """Return the elements of slice `number` in the whole dim."""
         start, stop = self.bounds(number)
-        return self.below(self.size, start, stop - start)
+        return self.num_below(self.size, start, stop - start)
 
 
 @lru_cache(maxsize=256)
 def _residues(step: int, period: int, count: int) -> tuple[int, ...]:
-    """The different remainders of the first `count` multiples of `step`, in order."""
+    """Return the different remainders of the first `count` multiples of `step` by `period`, ascending."""
     return tuple(sorted({i * step % period for i in range(min(count, period // math.gcd(step, period)))}))
 
 
-def slices_of(problem: MatmulProblem, config: Config) -> Slices:
-    """The slices of a problem. Raises LayoutError where there are more than the sliced dim has elements."""
+def slices_of(problem: Matmul2dProblem, config: Matmul2dConfig) -> Slices:
+    """Return the slices of a problem. Raises LayoutError where the sliced dim has fewer elements than slices."""
     if not config.slices or min(config.slices) < 1 or config.block < 1:
         raise LayoutError(f"slices {config.slices} and block {config.block} must be positive")
     size = problem.sliced_size
