@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "Cluster": "describe.cluster",
+    "Cluster": "describe.machine.cluster",
     "Layout": "describe.layout",
-    "Mesh": "describe.mesh",
-    "MeshweaveError": "errors",
+    "Mesh": "describe.layout.mesh",
+    "MeshweaveError": "base.errors",
     "Machine": "cost.machine",
     "Plan": "tune",
     "Program": "ir.program",
     "Trace": "trace",
     "Transformer": "describe.model",
-    "Workload": "describe.workload",
-    "bind": "execute.torch_backend",
-    "load_cluster": "describe.cluster",
+    "Workload": "describe.model.workload",
+    "bind": "execute.torch.bind",
+    "load_cluster": "describe.machine.cluster",
     "load_model": "describe.model",
     "load_plan": "tune",
     "lower_rings": "lower",
     "matmul": "nn.matmul",
     "matmul2d": "nn.matmul2d",
-    "parse": "ir.parse",
+    "parse": "ir.program.parse",
     "plan_model": "tune",
     "reshard": "nn.reshard",
-    "reshard_state_dict": "nn.reshard",
-    "run_numpy": "execute.numpy_backend",
-    "to_text": "ir.text",
+    "reshard_state_dict": "nn.reshard_state",
+    "run_numpy": "execute.numpy",
+    "to_text": "ir.program.text",
     "universal_linear": "nn.linear",
-    "validate": "ir.validate",
+    "validate": "ir.analysis.validate",
 }
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
     from meshweave.nn.reshard import reshard as reshard
-    from meshweave.nn.reshard import reshard_state_dict as reshard_state_dict
+    from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
     from meshweave.trace import Trace as Trace
     from meshweave.tune import Plan as Plan
     from meshweave.tune import load_plan as load_plan
