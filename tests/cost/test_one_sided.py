@@ -58,10 +58,10 @@ if rank == 0:
 """
     )
     h100 = Machine.of(load_cluster("h100-node"), program)
-    found = simulate(program, h100)
-    (product,) = [span for span in found.spans(0) if span.kind == "matmul"]
+    run = simulate(program, h100)
+    (product,) = [span for span in run.spans(0) if span.kind == "matmul"]
     share = h100.one_sided_constants(0, 1, adds=True).flops_per_byte * 360e9 / 67e12
     assert share == pytest.approx(0.152, abs=0.003)
     expected_s = 2 * 4096**3 / 67e12 / ((1 - share) if is_beside else 1)
     assert (product.end_ps - product.start_ps) / 1e12 == pytest.approx(expected_s, rel=1e-6)
-    assert reference.simulate(program, h100).spans == found.trace().spans
+    assert reference.simulate(program, h100).spans == run.trace().spans

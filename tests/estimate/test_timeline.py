@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
@@ -41,10 +41,10 @@ def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
         data.draw(st.sampled_from(["bfloat16", "float32"])),
     )
     widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=min(40, problem.sliced_size)))
-    config = Config(tuple(widths), packets=data.draw(st.integers(1, 4)))
+    config = Matmul2dConfig(tuple(widths), packets=data.draw(st.integers(1, 4)))
     skeleton, machine = entry.skeleton(problem, config), machine_of(problem.mesh_shape)
-    drawn, told = timeline(skeleton, machine), estimate(skeleton, machine)
-    assert drawn.duration_s == told.total_s
+    drawn, estimated = timeline(skeleton, machine), estimate(skeleton, machine)
+    assert drawn.duration_s == estimated.total_s
     assert drawn.source == "estimate" and {span.rank for span in drawn.spans} <= {0}
     by_kind = {"compute": 0, "move": 0, "communicate": 0}
     ends: dict[str, int] = {}
@@ -52,8 +52,8 @@ def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
         assert span.start_ps >= ends.get(span.lane, 0)  # a lane does one thing at a time
         ends[span.lane] = span.end_ps
         by_kind[span.activity] += span.end_ps - span.start_ps
-    assert to_s(by_kind["compute"]) == told.compute_s and to_s(by_kind["move"]) == told.copy_s
-    assert 0 <= drawn.overlap_s(0) <= told.compute_s
+    assert to_s(by_kind["compute"]) == estimated.compute_s and to_s(by_kind["move"]) == estimated.copy_s
+    assert 0 <= drawn.overlap_s(0) <= estimated.compute_s
 
 
 def test_tasks_wait_for_those_of_earlier_turns() -> None:

@@ -62,8 +62,8 @@ class Numbers:
         return block
 
     def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]:
-        held = self.stash.setdefault((rank, op.stash, *op.args), {})
-        return self.functions[op.fn](held, *ins)
+        stash = self.stash.setdefault((rank, op.stash, *op.args), {})
+        return self.functions[op.fn](stash, *ins)
 
 
 class LateMachine(Interpreter):

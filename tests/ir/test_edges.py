@@ -84,9 +84,9 @@ def touches(op: Op) -> bool:
     return any(view.rank is not None or view.buffer in EXPOSED for _, view in op.accesses())
 
 
-def closure(found: Sequence[Sequence[int]]) -> list[set[int]]:
+def closure(edges: Sequence[Sequence[int]]) -> list[set[int]]:
     past: list[set[int]] = []
-    for before in found:
+    for before in edges:
         past.append(set(before).union(*(past[other] for other in before)))
     return past
 
@@ -96,11 +96,11 @@ def closure(found: Sequence[Sequence[int]]) -> list[set[int]]:
 def test_same_order_as_the_quadratic_derivation(listed: list[Op]) -> None:
     bound = [BoundOp((number,), op) for number, op in enumerate(listed)]
     brute = [[i for i in range(j) if conflict(listed[i], listed[j])] for j in range(len(listed))]
-    found = local_edges(bound, EXPOSED)
-    assert closure(found) == closure(brute)
+    derived = local_edges(bound, EXPOSED)
+    assert closure(derived) == closure(brute)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edges, "_FEW", 0)  # as where there are many: boxes are compared all at once
-        assert local_edges(bound, EXPOSED) == found
+        assert local_edges(bound, EXPOSED) == derived
 
 
 def test_stash_orders_the_parts_of_a_stage() -> None:

@@ -1,4 +1,4 @@
-"""Seeded faults of what is computed, and of shapes and names: found, with op, rank and buffer named."""
+"""Seeded faults of what is computed, and of shapes and names: each error names op, rank and buffer."""
 
 from __future__ import annotations
 

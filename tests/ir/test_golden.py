@@ -27,25 +27,25 @@ from meshweave.ir.program.text import to_text
 Array = Any
 
 
-def stage(held: dict[str, Array], x: Array, w: Array) -> list[Array]:
-    held.update(x=x.copy(), squared=x @ w)
-    return [held["squared"] ** 2]
+def stage(stash: dict[str, Array], x: Array, w: Array) -> list[Array]:
+    stash.update(x=x.copy(), squared=x @ w)
+    return [stash["squared"] ** 2]
 
 
-def stage_input_grad(held: dict[str, Array], grad: Array, w: Array) -> list[Array]:
-    return [2 * grad * held["squared"] @ w.T]
+def stage_input_grad(stash: dict[str, Array], grad: Array, w: Array) -> list[Array]:
+    return [2 * grad * stash["squared"] @ w.T]
 
 
-def stage_weight_grad(held: dict[str, Array], grad: Array, total: Array) -> list[Array]:
-    return [total + held["x"].T @ (2 * grad * held["squared"])]
+def stage_weight_grad(stash: dict[str, Array], grad: Array, total: Array) -> list[Array]:
+    return [total + stash["x"].T @ (2 * grad * stash["squared"])]
 
 
 FUNCTIONS = {
-    "square": lambda held, y: [y**2],
+    "square": lambda stash, y: [y**2],
     "stage": stage,
     "stage_input_grad": stage_input_grad,
     "stage_weight_grad": stage_weight_grad,
-    "loss_grad": lambda held, y, t: [y - t],
+    "loss_grad": lambda stash, y, t: [y - t],
 }
 
 

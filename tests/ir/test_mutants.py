@@ -19,7 +19,7 @@ from meshweave.ir.program import Program
 PROVED = tuple(name for name in NAMES if name != "one_f_one_b")
 PROGRAMS = {name: golden(name) for name in PROVED}
 LISTED = {name: listed(program) for name, program in PROGRAMS.items()}
-FUNCTIONS = {"square": lambda held, y: [y**2]}
+FUNCTIONS = {"square": lambda stash, y: [y**2]}
 
 
 def wanted(program: Program, values: dict[str, Any]) -> dict[str, Any]:

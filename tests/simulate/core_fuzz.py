@@ -139,13 +139,13 @@ def case(seed: int) -> str:
             machine = damaged(draw, machine)
         core.edges(draw.randint(-1, 3)) if draw.random() < 0.1 else None
         assert core.rows().size == core.num_ops == core.starts()[-1]
-        found = core.run(machine)
+        outputs = core.run(machine)
     except ValueError:
         return "refused"
     except ProgramFault:
         return "cannot run"
-    assert (found["issued_ps"] >= 0).all() and (found["ended_ps"] >= found["issued_ps"]).all()
-    assert found["ended_ps"].size == core.num_ops
+    assert (outputs["issued_ps"] >= 0).all() and (outputs["ended_ps"] >= outputs["issued_ps"]).all()
+    assert outputs["ended_ps"].size == core.num_ops
     return "runs"
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_programs import random_cluster, random_machine, random_program
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import MeshweaveError, ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
@@ -36,22 +36,22 @@ SMALL = (1, 2, 3, 5, 7, 11, 17, 29, 53)
 def spans(simulate: Any, program: Program, machine: Machine) -> Any:
     """All spans, or the class of the error: words may differ."""
     try:
-        found = simulate(program, machine)
+        actual = simulate(program, machine)
     except MeshweaveError as error:
         return type(error)
-    trace = found.trace() if simulate is engine.simulate else found
+    trace = actual.trace() if simulate is engine.simulate else actual
     return sorted(trace.spans, key=lambda span: (span.rank, span.index))
 
 
 def agree(program: Program, machine: Machine) -> None:
-    found, expected = (spans(one, program, machine) for one in (engine.simulate, reference.simulate))
-    if found != expected:  # a diff of all spans would take longer than the test
+    actual, expected = (spans(one, program, machine) for one in (engine.simulate, reference.simulate))
+    if actual != expected:  # a diff of all spans would take longer than the test
         pairs = (
-            zip(found, expected, strict=True)
-            if isinstance(found, list) and isinstance(expected, list)
+            zip(actual, expected, strict=True)
+            if isinstance(actual, list) and isinstance(expected, list)
             else ()
         )
-        pytest.fail(str(next((pair for pair in pairs if pair[0] != pair[1]), (found, expected)))[:1000])
+        pytest.fail(str(next((pair for pair in pairs if pair[0] != pair[1]), (actual, expected)))[:1000])
 
 
 def agree_on_random(seed: int, num_statements: int) -> None:
@@ -100,7 +100,9 @@ def algorithm(draw: random.Random) -> Program:
     dtype = draw.choice(["float32", "bfloat16"])
     problem = Matmul2dProblem(sizes[0], sizes[1], sizes[2], shape, draw.choice(entry.dataflows), dtype)
     widths = tuple(draw.randint(1, 3) for _ in range(draw.randint(1, min(5, problem.sliced_size))))
-    config = Config(widths, draw.choice([1, 2, 3, 8]), draw.choice([1, 2, 5]), draw.choice(["row", "col"]))
+    config = Matmul2dConfig(
+        widths, draw.choice([1, 2, 3, 8]), draw.choice([1, 2, 5]), draw.choice(["row", "col"])
+    )
     program = entry.program(problem, config)
     match draw.randrange(4):
         case 0:
@@ -210,9 +212,9 @@ def test_links_carry_what_the_messages_weigh(seed: int) -> None:
     program = parse(SHARED)
     description = random_cluster(random.Random(seed), 8)
     machine = Machine.of(description, program, logical=True)
-    found = engine.simulate(program, machine)
+    actual = engine.simulate(program, machine)
     ways = {machine.num_directions(name) for name in ("tp.row", "tp.col")}
-    carried = Counter({use.link: use.carried_bytes for use in found.links})
+    carried = Counter({use.link: use.carried_bytes for use in actual.links})
     if ways == {1}:
         assert carried == expected_bytes(machine)
     else:  # two-way rings send half of a part each way: on a ring of links the same in total

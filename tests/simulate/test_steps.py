@@ -200,8 +200,8 @@ def test_a_product_fills_streams_and_drains(bytes_per_s: float, expected: float)
     chip = replace(CHIP, memory_bytes_per_s=bytes_per_s, gemm_tile=(100, 100, 100), launch_s=1e-6)
     for contention in (True, False):
         made = program(PRODUCT)
-        found = simulate(made, Machine.of(ring(chip=chip), made), contention=contention)
-        assert found.duration_s == pytest.approx(1e-6 + expected, **EXACT)
+        run = simulate(made, Machine.of(ring(chip=chip), made), contention=contention)
+        assert run.duration_s == pytest.approx(1e-6 + expected, **EXACT)
 
 
 def test_two_products_share_engine_and_memory() -> None:

@@ -72,8 +72,11 @@ class Skeleton:
 def skeleton_of(program: Program) -> Skeleton:
     """Return a skeleton of one turn: the ops of the first rank, after those that its edges name.
 
-    It is exact where all ranks do the same work on shards of equal size, and slower to make than a skeleton that an
-    algorithm writes itself. Raises UnsupportedError for messages from rank to rank, whose partners it does not hold.
+    It is exact where all ranks do the same work on shards of equal size, and slower to make than a skeleton that
+    an algorithm writes itself.
+
+    Raises:
+        UnsupportedError: there are messages from rank to rank, whose partners a skeleton does not hold.
     """
     ops = program.on_rank(program.ranks[0])
     for bound in ops:

@@ -68,7 +68,7 @@ class PathSegment:
 
 
 @dataclass(frozen=True)
-class LowerBound:
+class TimeBound:
     """A time that no order of the same products and messages can go below, and what sets it."""
 
     name: str
@@ -82,7 +82,7 @@ class CriticalPath:
 
     segments: tuple[PathSegment, ...]
     duration_ps: int
-    bounds: tuple[LowerBound, ...]
+    bounds: tuple[TimeBound, ...]
 
     @cached_property
     def parts_ps(self) -> dict[str, int]:
@@ -152,7 +152,7 @@ def critical_path(run: Simulation) -> CriticalPath:
 # --- bounds ---------------------------------------------------------------------------------------------
 
 
-def _bounds(run: Simulation) -> Iterator[LowerBound]:
+def _bounds(run: Simulation) -> Iterator[TimeBound]:
     count, chip = len(run.ranks), run.machine.cluster.chip
     amounts = run.outputs["carried"]
     for name, values, rate, what in (
@@ -161,10 +161,10 @@ def _bounds(run: Simulation) -> Iterator[LowerBound]:
     ):
         if len(values):
             at = int(np.argmax(values))
-            yield LowerBound(name, work_ps(int(values[at]), rate), what.format(int(run.ranks[at])))
+            yield TimeBound(name, work_ps(int(values[at]), rate), what.format(int(run.ranks[at])))
     busiest = max(run.links, key=_link_ps, default=None)
     if busiest is not None:
-        yield LowerBound("link", _link_ps(busiest), f"bytes over {busiest.name}")
+        yield TimeBound("link", _link_ps(busiest), f"bytes over {busiest.name}")
 
 
 def _link_ps(use: LinkUse) -> int:

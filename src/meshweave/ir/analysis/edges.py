@@ -2,7 +2,7 @@
 
 Within a rank: read after write, write after read, write after write, whatever the lanes; what a call stashes
 counts as memory that its forward part writes and the other parts read. Across ranks only
-fences and released writes order one-sided accesses; who races is `ir.races`' business.
+fences and released writes order one-sided accesses; `ir.analysis.races` finds what they leave unordered.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ UNWRITTEN, ZERO = 0, 1
 
 
 @dataclass(frozen=True)
-class Term:
+class PartialSum:
     """A sum of which some summands are in.
 
     Attributes:
@@ -70,8 +70,8 @@ class LabelAlgebra:
 
     program: Program
     flow: Dataflow
-    terms: list[Term | None] = field(default_factory=lambda: [None, None])
-    ids: dict[Term, int] = field(default_factory=dict)
+    terms: list[PartialSum | None] = field(default_factory=lambda: [None, None])
+    ids: dict[PartialSum, int] = field(default_factory=dict)
     writers: list[str] = field(default_factory=lambda: ["nothing"])
     interpreter: Interpreter | None = None
     _writer_ids: dict[str, int] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class LabelAlgebra:
         inner = self.program.tensor_of[product.a].shape[0 if product.transpose_a else 1]
         return inner, self.arrived.get(product.a, (1,))[0], self.arrived.get(product.b, (1,))[0]
 
-    def intern(self, term: Term) -> int:
+    def intern(self, term: PartialSum) -> int:
         """Return the number of a term; equal terms share it."""
         if term not in self.ids:
             self.ids[term] = len(self.terms)
@@ -111,7 +111,7 @@ class LabelAlgebra:
 
     def whole(self, tensor: str) -> int:
         """Return the number of the term of a finished element of `tensor`."""
-        return self.intern(Term(tensor, (1,) * self.summands.get(tensor, 1)))
+        return self.intern(PartialSum(tensor, (1,) * self.summands.get(tensor, 1)))
 
     # --- algebra --------------------------------------------------------------------------------------
 
@@ -159,7 +159,7 @@ class LabelAlgebra:
                     raise
         raise AssertionError
 
-    def _product(self, a: Labels, b: Labels, product: Product, left: Term, right: Term) -> Labels:
+    def _product(self, a: Labels, b: Labels, product: Product, left: PartialSum, right: PartialSum) -> Labels:
         m, k = self._axes(a, product.a, product.transpose_a)
         k_right, n = self._axes(b, product.b, product.transpose_b)
         if not np.array_equal(k, k_right):
@@ -170,7 +170,7 @@ class LabelAlgebra:
             if term.basis in self.arrived:
                 counts = np.kron(counts, term.counts)
         out = np.zeros((len(m), len(n)), LABEL)
-        out["term"] = self.intern(Term(product.out, tuple(counts.tolist())))
+        out["term"] = self.intern(PartialSum(product.out, tuple(counts.tolist())))
         out["index"] = m[:, None] * self.program.tensor_of[product.out].shape[1] + n[None, :]
         return out
 
@@ -193,13 +193,13 @@ class LabelAlgebra:
         left, right = self.terms[p], self.terms[q]
         assert left is not None and right is not None
         if left.is_opaque or right.is_opaque:
-            return self.intern(Term("a sum with what a call made", ()))
+            return self.intern(PartialSum("a sum with what a call made", ()))
         if left.basis != right.basis or len(left.counts) != len(right.counts):
             raise ProgramError(f"adds a term of {left.basis} to one of {right.basis}")
         if len(left.counts) == 1:
             raise ProgramError(f"adds a finished element of {left.basis} to itself")
         return self.intern(
-            Term(left.basis, tuple(a + b for a, b in zip(left.counts, right.counts, strict=True)))
+            PartialSum(left.basis, tuple(a + b for a, b in zip(left.counts, right.counts, strict=True)))
         )
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
@@ -226,7 +226,9 @@ class LabelAlgebra:
             if buffer.tensor is not None:
                 block = global_labels(self, buffer, rank)[index_of(view)].copy()
             else:
-                block["term"] = self.intern(Term(f"{op.fn}({self.flow.label(self.interpreter.current)})", ()))
+                block["term"] = self.intern(
+                    PartialSum(f"{op.fn}({self.flow.label(self.interpreter.current)})", ())
+                )
                 block["index"] = np.arange(block.size).reshape(block.shape)
             outs.append(block)
         return outs
@@ -264,7 +266,7 @@ class LabelAlgebra:
     def _only(block: Labels, term: int) -> bool:
         return bool((block["term"] == term).all())
 
-    def _factor(self, block: Labels) -> Term:
+    def _factor(self, block: Labels) -> PartialSum:
         """The one term of a block: finished, or part of the sum as which its tensor arrived."""
         ids = np.unique(block["term"])
         terms = [self.terms[int(i)] for i in ids]
@@ -288,7 +290,7 @@ class LabelAlgebra:
             raise ProgramError(f"multiplies something that is no block of {tensor}")
         return rows[:, 0], cols[0, :]
 
-    def describe(self, term: Term) -> str:
+    def describe(self, term: PartialSum) -> str:
         """Return what a term lacks or has more than once, in words."""
         lacking = [i for i, count in enumerate(term.counts) if count == 0]
         doubled = [i for i, count in enumerate(term.counts) if count > 1]

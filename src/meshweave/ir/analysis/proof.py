@@ -17,7 +17,7 @@ from meshweave.ir.analysis.labels import (
     UNWRITTEN,
     LabelAlgebra,
     Labels,
-    Term,
+    PartialSum,
     global_labels,
     partial_holders,
 )
@@ -68,7 +68,7 @@ def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
         coords = mesh.coords(rank)
         number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
         counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
-        block["term"] = algebra.intern(Term(buffer.tensor, counts))
+        block["term"] = algebra.intern(PartialSum(buffer.tensor, counts))
     return block
 
 
