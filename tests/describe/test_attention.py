@@ -37,12 +37,12 @@ def test_bytes_per_token_of_what_is_linear_in_it() -> None:
         "bias and activation",
     }
     for direction, expected in (("forward", 54), ("backward", 66)):
-        found = sum(
+        counted = sum(
             one.bytes
             for one in ops_besides_fc_layers(model, work)
             if one.name in linear and one.direction == direction
         )
-        assert found == expected * 12288 * 2048
+        assert counted == expected * 12288 * 2048
 
 
 def test_a_gated_ffn_moves_more() -> None:

@@ -60,15 +60,15 @@ def test_comm_falls_back_in_the_documented_order() -> None:
     ag, rs = CommConstants(1e9, 1e-6, 2e-6), CommConstants(2e9, 1e-6, 2e-6)
     both = NetworkAxis("x", 5e9, 1e-6, 2, (("all_gather", ag), ("reduce_scatter", rs)), 3e-6)
     assert all(both.comm(k) == ag for k in ("all_reduce", "all_to_all"))
-    # What goes one way has one direction's share of what goes both ways.
+    # A kind of one direction takes half the rate of one of both.
     assert all(both.comm(k) == replace(ag, bytes_per_s=0.5e9) for k in ("broadcast", "send_recv"))
     assert both.comm("reduce") == replace(rs, bytes_per_s=1e9)
     assert replace(both, num_directions=1).comm("reduce") == rs
     assert NetworkAxis("x", 5e9, constants=(("reduce_scatter", rs),)).comm("all_gather") == rs
     bare = NetworkAxis("x", 5e9, 1e-6, 2, (), 3e-6)
     assert bare.comm("all_reduce") == CommConstants(10e9, 1e-6, 3e-6)
-    for one_way in ("broadcast", "reduce", "send_recv"):
-        assert bare.comm(one_way) == CommConstants(5e9, 1e-6, 3e-6)
+    for one_direction in ("broadcast", "reduce", "send_recv"):
+        assert bare.comm(one_direction) == CommConstants(5e9, 1e-6, 3e-6)
     with pytest.raises(DescriptionError, match="did you mean 'all_gather'"):
         bare.comm("allgather")
 

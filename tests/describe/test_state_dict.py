@@ -30,19 +30,19 @@ ROWS, COLUMNS, WHOLE = (
         ("llama-3-8b", 291, 8_030_261_248),
     ],
 )
-def test_all_parameters_of_published_models(name: str, tensors: int, parameters: int) -> None:
-    found = state_dict(load_model(name))
-    assert len(found) == len({one.name for one in found}) == tensors
-    assert sum(math.prod(one.shape) for one in found) == parameters
+def test_all_listed_published_models(name: str, tensors: int, parameters: int) -> None:
+    listed = state_dict(load_model(name))
+    assert len(listed) == len({parameter.name for parameter in listed}) == tensors
+    assert sum(math.prod(parameter.shape) for parameter in listed) == parameters
 
 
 def test_names_and_shapes() -> None:
-    found = {one.name: one for one in state_dict(load_model("llama-3-8b"))}
-    assert found["model.layers.31.self_attn.k_proj.weight"].shape == (1024, 4096)
-    assert found["model.layers.0.mlp.down_proj.weight"] == Parameter(
+    by_name = {parameter.name: parameter for parameter in state_dict(load_model("llama-3-8b"))}
+    assert by_name["model.layers.31.self_attn.k_proj.weight"].shape == (1024, 4096)
+    assert by_name["model.layers.0.mlp.down_proj.weight"] == Parameter(
         "model.layers.0.mlp.down_proj.weight", (4096, 14336), "columns"
     )
-    assert found["model.norm.weight"].kind == "whole" and found["lm_head.weight"].shape == (128256, 4096)
+    assert by_name["model.norm.weight"].kind == "whole" and by_name["lm_head.weight"].shape == (128256, 4096)
 
 
 def test_what_is_not_a_llama() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import ProgramError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -36,9 +36,9 @@ def check(program: Program, seed: int, *, meaning: bool) -> Program:
     inputs = {t.name: rng.integers(-9, 9, t.shape) for t in program.tensors if t.name in names}
     expected = run_numpy(program, inputs).memory
     for order in (None, seed):
-        found = run_numpy(lowered, inputs, seed=order).memory
+        memory = run_numpy(lowered, inputs, seed=order).memory
         for key, value in expected.items():
-            np.testing.assert_array_equal(found[key], value)
+            np.testing.assert_array_equal(memory[key], value)
     return lowered
 
 
@@ -46,14 +46,14 @@ def check(program: Program, seed: int, *, meaning: bool) -> Program:
 @given(st.data())
 def test_summa_runs_step_by_step(data: st.DataObject) -> None:
     size = st.integers(1, 24)
-    problem = MatmulProblem(
+    problem = Matmul2dProblem(
         *data.draw(st.tuples(size, size, size)),
         data.draw(st.tuples(st.integers(1, 5), st.integers(1, 4))),
         data.draw(st.sampled_from(["os", "ls", "rs"])),
         "int64",
     )
     turns = data.draw(st.integers(1, min(7, problem.sliced_size)))
-    config = Config((1,) * turns, packets=data.draw(st.integers(1, 5)))
+    config = Matmul2dConfig((1,) * turns, packets=data.draw(st.integers(1, 5)))
     program = ALGORITHMS["summa"].program(problem, config)
     check(program, data.draw(st.integers(0, 99)), meaning=True)
 
@@ -171,7 +171,7 @@ def test_a_member_sends_and_receives_at_once() -> None:
 
 
 def test_only_wanted_collectives_are_lowered() -> None:
-    program = ALGORITHMS["summa"].program(MatmulProblem(8, 8, 8, (2, 2)), Config())
+    program = ALGORITHMS["summa"].program(Matmul2dProblem(8, 8, 8, (2, 2)), Matmul2dConfig())
     lowered = lower_chains(program, should_lower=lambda op: op.lane == "row")
     assert {op.lane for op in lowered.ops() if isinstance(op, Broadcast)} == {"col"}
     assert {op.lane for op in lowered.ops() if isinstance(op, Send)} == {"row"}

@@ -7,7 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_configs, universal_program
+from meshweave.algorithms.universal import (
+    UniversalConfig,
+    UniversalProblem,
+    universal_configs,
+    universal_program,
+)
 from meshweave.base.errors import ProgramError, UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
@@ -38,8 +43,8 @@ def test_the_product_is_the_same(number: int) -> None:
     for _ in range(6):
         a, b, c = (Layout(MESH, pairs[int(rng.integers(len(pairs)))]) for _ in "abc")
         problem = UniversalProblem(7, 6, 5, a, b, c, "float64")
-        found = list(universal_configs(problem))
-        program = universal_program(problem, found[int(rng.integers(len(found)))])
+        configs = list(universal_configs(problem))
+        program = universal_program(problem, configs[int(rng.integers(len(configs)))])
         direct = read_in_place(program)
         validate(direct)
         assert gets(direct) <= gets(program)
@@ -51,7 +56,9 @@ def test_the_product_is_the_same(number: int) -> None:
 
 def test_aligned_tiles_need_no_get_at_all() -> None:
     tiles = Layout(MESH, (Shard(0), Shard(1)))
-    program = universal_program(UniversalProblem(8, 8, 8, tiles, tiles, tiles), UniversalConfig("c", num_slices=1))
+    program = universal_program(
+        UniversalProblem(8, 8, 8, tiles, tiles, tiles), UniversalConfig("c", num_slices=1)
+    )
     direct = read_in_place(program)
     assert gets(program) == 8 and gets(direct) == 0  # each rank lacks a tile of A and one of B
     assert [buffer.name for buffer in direct.buffers] == ["a", "b", "c"]
@@ -66,7 +73,9 @@ def test_messages_cannot_read_in_place() -> None:
 
 def test_what_reads_in_place_is_not_timed_as_if_it_were_local() -> None:
     tiles = Layout(MESH, (Shard(0), Shard(1)))
-    program = read_in_place(universal_program(UniversalProblem(8, 8, 8, tiles, tiles, tiles), UniversalConfig("c")))
+    program = read_in_place(
+        universal_program(UniversalProblem(8, 8, 8, tiles, tiles, tiles), UniversalConfig("c"))
+    )
     machine = Machine.of(load_cluster("local-cpu"), program)
     for run in (simulate, reference.simulate):
         with pytest.raises(UnsupportedError, match="in place, which has no price"):

@@ -120,6 +120,7 @@ class _ChainLowering:
         self.packet = Var(_fresh("packet", taken))
 
     def run(self) -> Program:
+        """Return the lowered program."""
         body = rewrite(self.program.body, self._lower)
         lanes, sums = tuple(self.lanes.values()), tuple(self.sums.values())
         return replace(self.program, body=body, lanes=lanes, buffers=self.program.buffers + sums)

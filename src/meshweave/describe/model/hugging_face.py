@@ -47,7 +47,7 @@ def transformer_from_config(data: dict[str, Any], file: str | Path) -> Transform
         UnsupportedError: the model is not a dense decoder-only transformer.
     """
     _refuse_other_architectures(data, file)
-    config = _Config(data)
+    config = _ConfigReader(data)
     layers = config.required(_LAYERS, "the number of blocks")
     hidden = config.required(_HIDDEN, "the hidden size")
     heads = config.required(_HEADS, "the number of heads")
@@ -85,7 +85,7 @@ def head_problems(
         )
 
 
-class _Config:
+class _ConfigReader:
     """A config whose sizes are read one by one, and the problems that this has shown so far."""
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class _Config:
         if isinstance(attention, dict):
             if attention.get("attn_type") == "multiquery_attention":
                 return 1
-            grouped = _Config({"attn_config.kv_n_heads": attention.get("kv_n_heads")})
+            grouped = _ConfigReader({"attn_config.kv_n_heads": attention.get("kv_n_heads")})
             kv_heads = grouped.optional("attn_config.kv_n_heads")
             self.problems += grouped.problems
         else:
@@ -141,6 +141,7 @@ class _Config:
 
     @property
     def has_gated_ffn(self) -> bool:
+        """Whether the FFN is gated, by the family or else by the activation."""
         activation = next((self.data[key] for key in _ACTIVATION if key in self.data), None)
         return self.model_type in _GATED or (
             self.model_type not in _PLAIN and activation in _GATED_ACTIVATIONS
