@@ -14,7 +14,7 @@ from meshweave.lab.network.check import lab_problem
 
 LABS = Path(__file__).parents[2] / "examples" / "labs"
 LAB = str(LABS / "torus-2x2.toml")
-TINY = ["--sizes", "1024,4096,16384,65536", "--repeat", "1", "--timeout", "100", "--accept-misfit"]
+TINY = ["--sizes", "4096,65536", "--repeat", "1", "--timeout", "100", "--accept-misfit"]
 
 
 @pytest.mark.parametrize(
@@ -73,12 +73,20 @@ def test_local_processes(tmp_path, capfd):
         assert line in out.read_text()
 
 
-@pytest.mark.gloo
-def test_what_does_not_fit_is_refused(tmp_path, capfd):
+def test_what_does_not_fit_is_refused(tmp_path, capfd, monkeypatch):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+
+    def times_that_do_not_grow(target, num_ranks, payload, **options):
+        runs = [
+            [[1e-3, 1e-3] if kind == "compute" else [1e-3] for kind, *_ in case["loops"]]
+            for case in payload["cases"]
+        ]
+        versions = {"torch": "2", "python": "3"}
+        return [{"times": [[run] for run in runs], "versions": versions, "send_buffer_bytes": 0}] * num_ranks
+
+    monkeypatch.setattr("meshweave.execute.ranks.launch.launch", times_that_do_not_grow)
     out = tmp_path / "cluster.toml"
-    limits = ["--median-error", "1e-9", "--worst-error", "1e-9"]
-    args = ["calibrate", "--ranks", "2", *TINY[:-1], *limits, "--out", str(out)]
+    args = ["calibrate", "--ranks", "2", "--sizes", "1024,4096,16384,65536", "--out", str(out)]
     assert run_app(args) == 2
     captured = capfd.readouterr()
     assert "does not fit what was measured" in captured.err and "misfit: " in captured.out
@@ -101,19 +109,23 @@ def test_under_torchrun(tmp_path):
 
 @pytest.mark.lab
 @pytest.mark.gloo
-def test_a_lab_has_the_rates_that_it_is_shaped_to(tmp_path, capfd):
+@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+def test_a_lab_has_the_rates_that_it_is_shaped_to(shape, tmp_path, capfd):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     if lab_problem():
         pytest.skip(f"no lab on this machine: {lab_problem()}")
-    out = tmp_path / "cluster.toml"
+    lab, out = tmp_path / "lab.toml", tmp_path / "cluster.toml"
+    axis = "[[network.axes]]\nlink_bits_per_s = 50e6\n"
+    lab.write_text(f'name = "x"\n[network]\nkind = "torus"\nshape = {list(shape)}\n{axis}{axis}')
     sizes = ["--sizes", "32768,49152,65536,98304", "--repeat", "1", "--timeout", "150"]
-    args = ["calibrate", "--lab", LAB, *sizes, "--flops-per-s", "5e8", "--accept-misfit", "--out", str(out)]
-    assert run_app(args) == 0
+    args = ["calibrate", "--lab", str(lab), *sizes, "--flops-per-s", "5e8", "--accept-misfit"]
+    assert run_app([*args, "--out", str(out)]) == 0
     assert "written: " in capfd.readouterr().out
     cluster = load_cluster(out)
-    assert cluster.network.shape == (2, 2) and [axis.name for axis in cluster.network.axes] == ["row", "col"]
-    for axis in cluster.network.axes:
+    assert cluster.network.shape == shape and [axis.name for axis in cluster.network.axes] == ["row", "col"]
+    for axis, size in zip(cluster.network.axes, shape, strict=True):
         assert axis.link_bytes_per_s == 6_250_000
+        assert bool(axis.constants) == (size > 1)
         for _, constants in axis.constants:
             assert 0.7 * 6.25e6 < constants.bytes_per_s <= 6.25e6
     assert 0.8 * 5e8 < cluster.chip.effective_flops_per_s <= 5e8

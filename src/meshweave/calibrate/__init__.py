@@ -1,12 +1,14 @@
 """The constants of the cost model, measured on the machine at hand.
 
-`sweep` lists what to run as programs, `rank` runs them, `fit` fits the constants, `write` makes a cluster of
-them and its TOML file. Nothing here knows what a lab is: the caller says where the ranks run.
+`target` says where the ranks run, `sweep` lists what they run as programs, `rank` runs it, `fit` fits the
+constants, `constants` makes a cluster of them and `cluster_toml` its file. `run` does all of it. Nothing here
+knows what a lab is.
 """
 
+from meshweave.calibrate.cluster_toml import to_toml
+from meshweave.calibrate.constants import Calibration, fit_calibration
 from meshweave.calibrate.fit import Fit, FitLimits, Sample, fit_samples
 from meshweave.calibrate.sweep import Sweep, SweepCase, plan_sweep
-from meshweave.calibrate.write import Calibration, fit_calibration, to_toml
 
 __all__ = [
     "Calibration",

@@ -24,16 +24,20 @@ _HUBER = 1.345
 _LEAST_SPREAD = 1e-3
 """No clock here is better than that, relative to what is measured."""
 _MAX_FLOOR_PASSES = 20
-"""In which points above a floor and below it are told apart."""
+"""How often, at most, it is decided anew which points lie on the floor `Sample.min_s`."""
 _LAUNCH_STANDARD_ERRORS = 2.0
-"""Standard errors that a launch must be above zero to be told from the synchronisation."""
+"""A launch counts as distinct from the synchronisation if it is so many standard errors above zero."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured operation: it took `seconds` for `steps` steps that each move `amount` bytes.
+    """One measured operation.
 
-    For a product, one step of `amount` FLOPs. However high the rate, moving takes `least_s` in all.
+    Attributes:
+        seconds: how long it took.
+        amount: the bytes that each step moves; for a product, its FLOPs.
+        steps: the number of steps.
+        min_s: the floor of the seconds that moving takes in all, however high the rate.
     """
 
     seconds: float
@@ -44,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class FitLimits:
-    """Above which relative error of a fit, and below which number of points, its data do not fit."""
+    """The limits of a fit: its relative errors are at most these, and it has at least so many points."""
 
     median_error: float = 0.10
     worst_error: float = 0.30
@@ -77,11 +81,11 @@ class Fit:
     remark: str = ""
 
     def seconds(self, amount: float, steps: int = 1) -> float:
-        """What the model says."""
+        """Return the seconds of an operation by these constants."""
         return self.launch_s + steps * (self.sync_s + amount / self.rate_per_s)
 
     def problems(self, limits: FitLimits) -> list[str]:
-        """Why these constants are not to be used; empty where they are."""
+        """Return why these constants are not to be used; empty if they are good."""
         out = []
         if self.num_points < limits.num_points:
             out.append(f"{self.name}: {self.num_points} points, at least {limits.num_points} are needed")
@@ -104,7 +108,7 @@ class Fit:
         )
 
     def describe(self, rate: Callable[[float], str] = format_bytes) -> str:
-        """The constants in a line, for people."""
+        """Return the constants in a line of text; `rate` formats the amount per second."""
         parts = [f"{rate(self.rate_per_s)}/s" if math.isfinite(self.rate_per_s) else "no rate"]
         if self.sync_s:
             parts.append(f"sync {format_s(self.sync_s)}")
@@ -113,6 +117,7 @@ class Fit:
         return ", ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the constants and errors as plain values; an infinite rate as None."""
         data = asdict(self)
         data["rate_per_s"] = self.rate_per_s if math.isfinite(self.rate_per_s) else None
         return data
@@ -121,14 +126,14 @@ class Fit:
 def fit_samples(
     name: str, samples: Sequence[Sample], *, is_transfer: bool = True, max_per_s: float = math.inf
 ) -> Fit:
-    """Fits all constants that the samples can tell apart.
+    """Return a fit of all constants that the samples can tell apart.
 
     Args:
         is_transfer: a transfer has `sync` and, where steps differ enough to see it, `launch`; anything else
             (a product, a copy) has no steps and so no `sync`.
-        most_per_s: the rate is at most this, as the links carry no more. Where a step is a matter of this
-            machine's cores as long as it is short, and of the link from then on, times grow by less than the
-            link's rate in between, and a fit would extrapolate that.
+        max_per_s: the upper bound of the rate, which is what the links carry. Short steps take the time of this
+            machine's cores, long steps that of the link; between the two, times grow more slowly than the link's
+            rate says, and a fit without this bound would extrapolate that.
 
     With fewer than two samples, or all of one amount, there is no rate: see `Fit.problems`.
     """
@@ -150,24 +155,24 @@ def fit_samples(
             remark = "launch cannot be told from sync with one number of steps, and is in sync"
     else:
         columns = [0, 2]
-    least_s = table[:, 2] / max_per_s
-    found, error = _robust(table[:, columns], seconds, least_s)
-    if columns == [0, 1, 2] and found[0] < _LAUNCH_STANDARD_ERRORS * error[0]:
+    min_s = table[:, 2] / max_per_s
+    coefficients, error = _robust(table[:, columns], seconds, min_s)
+    if columns == [0, 1, 2] and coefficients[0] < _LAUNCH_STANDARD_ERRORS * error[0]:
         columns = [1, 2]
-        found, error = _robust(table[:, columns], seconds, least_s)
+        coefficients, error = _robust(table[:, columns], seconds, min_s)
         remark = "launch cannot be told from zero"
     floor_s = np.array([s.min_s for s in samples], dtype=np.float64)
-    held = np.zeros(len(samples), dtype=bool)
+    at_floor = np.zeros(len(samples), dtype=bool)
     for _ in range(_MAX_FLOOR_PASSES if floor_s.any() else 0):
-        # Points that the floor holds say nothing of the rate: without it they still tell launch and sync.
-        before, held = held, table[:, 2] * (found[-1] + 1 / max_per_s) < floor_s
-        if (held == before).all() or held.all():
+        # Points on the floor say nothing of the rate: without it they still tell launch and sync.
+        before, at_floor = at_floor, table[:, 2] * (coefficients[-1] + 1 / max_per_s) < floor_s
+        if (at_floor == before).all() or at_floor.all():
             break
         freed = table.copy()
-        freed[held, 2] = 0.0
-        found, error = _robust(freed[:, columns], seconds, np.where(held, floor_s, least_s))
+        freed[at_floor, 2] = 0.0
+        coefficients, error = _robust(freed[:, columns], seconds, np.where(at_floor, floor_s, min_s))
     whole = np.zeros(3)
-    whole[columns] = found
+    whole[columns] = coefficients
     whole[2] += 1 / max_per_s
     launch_s, sync_s, per_unit_s = (float(value) for value in whole)
     moving_s = np.maximum(table[:, 2] * whole[2], floor_s)
@@ -190,30 +195,30 @@ def _range(amounts: Sequence[float]) -> tuple[float, float]:
     return min(amounts, default=0.0), max(amounts, default=0.0)
 
 
-def _robust(columns: Array, seconds: Array, least_s: Array) -> tuple[Array, Array]:
-    """Coefficients of at least zero for what the seconds are over `least_s`, and their standard errors."""
+def _robust(columns: Array, seconds: Array, min_s: Array) -> tuple[Array, Array]:
+    """Return coefficients of at least zero for the seconds above `min_s`, and their standard errors."""
     # Scaled to size one, or else bytes and seconds are 10 decades apart.
     scale = np.abs(columns).max(axis=0)
-    rows, target = columns / scale / seconds[:, None], 1 - least_s / seconds
+    rows, target = columns / scale / seconds[:, None], 1 - min_s / seconds
     weights = np.ones_like(seconds)
-    found = _non_negative(rows, target, weights)
-    for turn in range(60):
-        residual = np.abs(rows @ found - target)
+    coefficients = _non_negative(rows, target, weights)
+    for iteration in range(60):
+        residual = np.abs(rows @ coefficients - target)
         spread = max(1.4826 * float(np.median(residual)), _LEAST_SPREAD)
-        if turn < 30:
+        if iteration < 30:
             weights = 1 / np.maximum(residual, 0.1 * spread)
         else:
             weights = np.minimum(1.0, _HUBER * spread / np.maximum(residual, 1e-12))
-        found = _non_negative(rows, target, weights)
-    residual = rows @ found - target
+        coefficients = _non_negative(rows, target, weights)
+    residual = rows @ coefficients - target
     free = max(len(seconds) - len(scale), 1)
     variance = float((weights * residual**2).sum()) / free
     covariance = np.linalg.pinv(rows.T @ (weights[:, None] * rows)) * max(variance, _LEAST_SPREAD**2)
-    return found / scale, np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale
+    return coefficients / scale, np.sqrt(np.maximum(np.diag(covariance), 0.0)) / scale
 
 
 def _non_negative(rows: Array, target: Array, weights: Array) -> Array:
-    """Weighted least squares with coefficients of at least zero: the best of all subsets of columns.
+    """Return the weighted least-squares coefficients of at least zero: the best of all subsets of columns.
 
     There are three columns at most, and so seven subsets: exact, and nothing to converge.
     """

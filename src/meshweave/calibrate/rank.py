@@ -1,4 +1,4 @@
-"""What one rank of a calibration does; the only module here that needs torch."""
+"""One rank of a calibration; the only module here that needs torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ Times = list[list[list[list[float]]]]
 
 
 def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs every case once to warm up, then `repeat` times, each time in another order.
+    """Run every case once to warm up, then `repeat` times, each time in another order.
 
-    `payload`: cases [{name, program, loops [[kind, turns, warm]]}], repeat, seed, deadline_s, and is_one_host:
-    whether all ranks read the same CLOCK_MONOTONIC. Returns what `Times` says, the versions that ran, and how
-    much of a message a socket takes over.
+    Args:
+        payload: cases [{name, program, loops [[kind, iterations, warmup_iterations]]}], repeat, seed, deadline_s,
+            and is_one_host: whether all ranks read the same CLOCK_MONOTONIC.
+
+    Returns:
+        times (see `Times`), versions that ran, and send_buffer_bytes, how much of a message a socket buffers.
     """
     import torch
 
@@ -73,7 +76,7 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _send_buffer_bytes() -> int:
-    """What a TCP socket of gloo's takes over of a message: the maximum of net.ipv4.tcp_wmem, 0 if unknown."""
+    """Return how many bytes of a message a TCP socket buffers: the maximum of net.ipv4.tcp_wmem, 0 if unknown."""
     try:
         return int(Path("/proc/sys/net/ipv4/tcp_wmem").read_text(encoding="ascii").split()[2])
     except (OSError, ValueError, IndexError):
@@ -83,10 +86,11 @@ def _send_buffer_bytes() -> int:
 def _reader(
     program: Program, rank: int, loops: Sequence[tuple[str, int, int]]
 ) -> Callable[[Trace], list[list[float]]]:
-    """What reads the seconds of each loop off a trace.
+    """Return a function that reads the seconds of each loop off a trace.
 
-    Of collectives it is the time from the end of one turn to the end of a later one, over the turns between:
-    what the start of a run costs is not in it. Of products it is the mean, of copies the median.
+    For collectives they are the time from the end of the last warm-up iteration to the end of the last iteration,
+    over the iterations between, so that the start of a run is not in them. For products they are the mean, for
+    copies the median.
     """
     ops = program.on_rank(rank)
     # The key of an op in a loop is (mesh, loop statement, turn, op, ...); all else is less deep.
@@ -140,7 +144,7 @@ def is_under_launcher() -> bool:
 
 
 def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
-    """`measure` in a process that torchrun started. Rank 0 gets what all ranks measured, the others None.
+    """Run `measure` in a process that torchrun started; return on rank 0 what all ranks measured, on others None.
 
     Raises RankLostError or DeadlineError where ranks are missing, UnsupportedError without torch.
     """
@@ -166,10 +170,10 @@ def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
         result = measure(Context(rank, num_ranks, store, liveness), payload)
         # By way of the store, as text: what comes from other processes is not unpickled.
         beats.set(f"result/{rank}", json.dumps(result))
-        found = None
+        results = None
         with liveness.guard("the results of all ranks"):
             if rank == 0:
-                found = [json.loads(beats.get(f"result/{other}")) for other in range(num_ranks)]
+                results = [json.loads(beats.get(f"result/{other}")) for other in range(num_ranks)]
             dist.barrier()  # the store may be that of rank 0
         dist.destroy_process_group()
-    return found
+    return results

@@ -38,13 +38,13 @@ LEAST_PACKET_BYTES = 16_000
 _SMALLEST_STEP_S, _NUM_SIZES, _SIZE_RANGE = 5.2e-3, 5, 8
 _LEAST_BYTES, _MOST_SMALLEST_BYTES = 1024, 262144
 _SUBSET_OF_SIZES = (0, 2, 3)
-"""Which sizes are measured alone too, and in chains: enough of them, without the one that takes longest."""
-_RUN_S, _LEAST_TURNS, _MOST_TURNS = 0.03, 4, 32
+"""The indices of the sizes that are measured alone too, and in chains: enough of them, without the longest."""
+_RUN_S, _MIN_ITERATIONS, _MAX_ITERATIONS = 0.03, 4, 32
 _BUCKETS = 4
 _PRODUCTS = (1.0, 0.5, 2.0)
-"""Length of a product over that of a collective, in turn, so that products differ where collectives do not."""
+"""Lengths of products over that of a collective, one case after another, so that products differ in size."""
 _EXPECTED_SYNC_S = 0.5e-3
-"""Only to know how many turns make a run, and how long products beside it should last."""
+"""Only decides how many iterations make a run, and how long the products beside it last."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,23 @@ class MeshAxis:
 
     @property
     def ring_directions(self) -> Literal[1, 2]:
+        """In how many directions a ring along this axis sends: an axis of two members has one link."""
         return 2 if self.link.num_directions == 2 and self.count > 2 else 1
 
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop of a case. Turns before the `warm`-th are not measured: buckets are full, TCP is slow.
+    """One loop of a case.
 
-    `amount` is in bytes per part, of chains in bytes per packet; for kind "compute" it is the FLOPs of a product,
-    `copy_bytes` what the copy after it reads and writes.
+    Attributes:
+        kind: the kind of collective, or "compute" for products and copies.
+        axis: the mesh axis; "" for "compute".
+        amount: bytes per part, of chains bytes per packet; for "compute" the FLOPs of a product.
+        steps: steps of one iteration.
+        iterations: how often the loop repeats.
+        warmup_iterations: how many of these are not measured: buckets are full at first, and TCP is slow.
+        copy_bytes: for "compute", what the copy after the product reads and writes.
+        packets: into how many packets a chain cuts its part.
     """
 
     kind: str
@@ -88,6 +96,7 @@ class SweepCase:
     program: Program
 
     def payload(self) -> dict[str, Any]:
+        """Return what a rank needs to run the case."""
         return {
             "name": self.name,
             "program": to_text(self.program),
@@ -107,13 +116,15 @@ class Sweep:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
+        """The number of members of each axis."""
         return tuple(axis.count for axis in self.axes)
 
 
 def default_sizes(bytes_per_s: float) -> tuple[int, ...]:
-    """Five sizes of a part, a factor of 8 in all, the smallest 5 ms of the rate: 65 to 520 kB at 2 x 50 Mbit/s.
+    """Return five sizes of a part in bytes, a factor of 8 in all, the smallest 5 ms of the rate.
 
-    Where many ranks share few cores, steps of less time are a matter of the cores, and no link's.
+    At 2 x 50 Mbit/s that is 65 to 520 kB. Where many ranks share few cores, shorter steps would measure the cores
+    and not the link.
     """
     least = min(max(bytes_per_s * _SMALLEST_STEP_S, _LEAST_BYTES), _MOST_SMALLEST_BYTES)
     ratio = _SIZE_RANGE ** (1 / (_NUM_SIZES - 1))
@@ -128,10 +139,10 @@ def _whole(num_bytes: float) -> int:
 def plan_sweep(
     cluster: Cluster, mesh_shape: tuple[int, ...], sizes: Sequence[int] = (), *, skip_bytes: int = 65536
 ) -> Sweep:
-    """The cases for a mesh of all chips of `cluster`.
+    """Return the cases for a mesh of all chips of `cluster`.
 
     Args:
-        sizes: bytes per part; by default what suits the slowest link.
+        sizes: bytes per part; by default those that suit the slowest link.
         skip_bytes: the bytes that a link lets through before it keeps to its rate (a token bucket).
 
     Raises:
@@ -155,24 +166,26 @@ def plan_sweep(
     slowest = min(axis.ring_directions * axis.link.link_bytes_per_s for axis in used)
     chosen = tuple(sorted({_whole(size) for size in sizes})) or default_sizes(slowest)
     # A bucket drains by the difference between what is offered and the rate: slowly, where steps are short.
-    maker = _SweepBuilder(
+    builder = _SweepBuilder(
         Mesh.of(MESH, mesh_shape, AXES), cluster.chip.effective_flops_per_s, _BUCKETS * skip_bytes
     )
     cases: list[SweepCase] = []
     for number, size in enumerate(chosen):
         for kind in KINDS:
             firsts = (False,) if kind == "send_recv" or max(a.count for a in used) < 3 else (True, False)
-            cases += [maker.case(kind, used, size, first, is_busy=True) for first in firsts]
+            cases += [builder.case(kind, used, size, first, is_busy=True) for first in firsts]
             if number in _SUBSET_OF_SIZES:
-                cases += [maker.case(kind, [axis], size, False, is_busy=False) for axis in used]
+                cases += [builder.case(kind, [axis], size, False, is_busy=False) for axis in used]
         if number in _SUBSET_OF_SIZES:
             fitting = [d for d in PACKETS if d == 1 or size >= d * LEAST_PACKET_BYTES]
-            cases += [maker.chains(kind, used, size, packets) for kind in CHAINS for packets in fitting]
-        cases.append(maker.products(size, used))
-    return Sweep(cluster, axes, chosen, tuple(cases), sum(maker.expected_s))
+            cases += [builder.chains(kind, used, size, packets) for kind in CHAINS for packets in fitting]
+        cases.append(builder.products(size, used))
+    return Sweep(cluster, axes, chosen, tuple(cases), sum(builder.expected_s))
 
 
 class _SweepBuilder:
+    """Builds cases for one mesh; `expected_s` lists about how long each takes."""
+
     def __init__(self, mesh: Mesh, flops_per_s: float, skip_bytes: int) -> None:
         self.mesh, self.flops_per_s, self.skip_bytes = mesh, flops_per_s, skip_bytes
         self.expected_s: list[float] = []
@@ -180,16 +193,18 @@ class _SweepBuilder:
     def case(
         self, kind: str, axes: Sequence[MeshAxis], size: int, first: bool, *, is_busy: bool
     ) -> SweepCase:
-        """`kind` along `axes` at once, with products beside it where `is_busy`; `first`: its first step only."""
-        turn_s = {axis.name: self._turn_s(kind, axis, size, first) for axis in axes}
-        slowest_s = max(turn_s.values())
-        turns = min(max(math.ceil(_RUN_S / slowest_s), _LEAST_TURNS), _MOST_TURNS)
+        """Return `kind` along all `axes` at once, if `is_busy` with products beside it; `first`: only its
+        first step.
+        """
+        iteration_s = {axis.name: self._iteration_s(kind, axis, size, first) for axis in axes}
+        slowest_s = max(iteration_s.values())
+        turns = min(max(math.ceil(_RUN_S / slowest_s), _MIN_ITERATIONS), _MAX_ITERATIONS)
         loops, text = [], []
-        warm_s = max(self._warm(kind, axis, size, first) * turn_s[axis.name] for axis in axes)
+        warm_s = max(self._warm(kind, axis, size, first) * iteration_s[axis.name] for axis in axes)
         for axis in axes:
             # All axes are to end together, or the rest of the slower one has the machine to itself.
-            mine = max(math.ceil((warm_s + turns * slowest_s) / turn_s[axis.name]), 2)
-            warm = min(max(math.ceil(warm_s / turn_s[axis.name]), 1), mine - 1)
+            mine = max(math.ceil((warm_s + turns * slowest_s) / iteration_s[axis.name]), 2)
+            warm = min(max(math.ceil(warm_s / iteration_s[axis.name]), 1), mine - 1)
             steps = 1 if kind == "send_recv" or first else axis.count - 1
             loops.append(Loop(kind, axis.name, size, steps, mine, warm))
             text.append(_transfer(kind, axis, size, mine, both=is_busy))
@@ -209,16 +224,18 @@ class _SweepBuilder:
         return SweepCase(name, is_busy, tuple(loops), program)
 
     def chains(self, kind: str, axes: Sequence[MeshAxis], size: int, packets: int) -> SweepCase:
-        """Broadcasts or reduces along all `axes`, with products beside them; every member is the root as often."""
-        turn_s = {axis.name: _chain_s(axis, size, packets) for axis in axes}
+        """Return broadcasts or reduces along all `axes`, with products beside them; members are roots
+        equally often.
+        """
+        iteration_s = {axis.name: _chain_s(axis, size, packets) for axis in axes}
         most = max(axis.count for axis in axes)
-        slowest_s = max(turn_s.values())
+        slowest_s = max(iteration_s.values())
         warm_s = max(math.ceil(self.skip_bytes / size), most) * slowest_s
-        run_s = warm_s + min(max(math.ceil(_RUN_S / slowest_s), most), _MOST_TURNS) * slowest_s
+        run_s = warm_s + min(max(math.ceil(_RUN_S / slowest_s), most), _MAX_ITERATIONS) * slowest_s
         loops, text = [], []
         for axis in axes:
-            warm = max(math.ceil(warm_s / turn_s[axis.name]), 1)
-            rounds = max(round((run_s - warm_s) / turn_s[axis.name] / axis.count), 1)
+            warm = max(math.ceil(warm_s / iteration_s[axis.name]), 1)
+            rounds = max(round((run_s - warm_s) / iteration_s[axis.name] / axis.count), 1)
             turns, steps = warm + rounds * axis.count, axis.count + packets - 2
             loops.append(Loop(kind, axis.name, size // packets, steps, turns, warm, packets=packets))
             text.append(_transfer(kind, axis, size, turns, both=False, packets=packets))
@@ -230,9 +247,9 @@ class _SweepBuilder:
         return SweepCase(name, True, tuple(loops), program)
 
     def products(self, size: int, axes: Sequence[MeshAxis]) -> SweepCase:
-        """Products and copies with nothing beside them, as long as the largest collective of that size."""
+        """Return products and copies alone, as long as the largest collective of that size."""
         loop = self._compute(
-            max(self._turn_s("all_gather", axis, size, False) for axis in axes), _LEAST_TURNS, size
+            max(self._iteration_s("all_gather", axis, size, False) for axis in axes), _MIN_ITERATIONS, size
         )
         self.expected_s.append(loop.iterations * loop.amount / self.flops_per_s)
         return SweepCase(
@@ -255,7 +272,7 @@ class _SweepBuilder:
     def _message(self, kind: str, axis: MeshAxis, size: int) -> float:
         return size if kind == "send_recv" else size / axis.ring_directions
 
-    def _turn_s(self, kind: str, axis: MeshAxis, size: int, first: bool) -> float:
+    def _iteration_s(self, kind: str, axis: MeshAxis, size: int, first: bool) -> float:
         steps = 1 if kind == "send_recv" or first else axis.count - 1
         step_s = self._message(kind, axis, size) / axis.link.link_bytes_per_s
         return steps * (step_s + _EXPECTED_SYNC_S)
@@ -266,7 +283,7 @@ class _SweepBuilder:
 
 
 def _chain_s(axis: MeshAxis, size: int, packets: int) -> float:
-    """A turn of a chain that overlaps with the next to a good part."""
+    """Return about how many seconds one chain takes, most of which overlaps with the next chain."""
     steps = axis.count + packets - 2
     overlapping = max(steps / 2, packets) / packets
     return overlapping * size / axis.link.link_bytes_per_s + _EXPECTED_SYNC_S
@@ -275,8 +292,10 @@ def _chain_s(axis: MeshAxis, size: int, packets: int) -> float:
 def _transfer(
     kind: str, axis: MeshAxis, size: int, turns: int, *, both: bool, packets: int = 1
 ) -> tuple[str, str]:
-    """Declarations and body: one collective after the other into two slots in turn, so that a faster member
-    never overwrites what has yet to be passed on."""
+    """Return declarations and body of a loop of collectives.
+
+    They write to two slots alternately, so that a faster member never overwrites what is still to be passed on.
+    """
     name, part, over = axis.name, size // 4, f"{MESH}.{axis.name}"
     declared = [f"{name} = lane()"]
     match kind:

@@ -2,59 +2,76 @@
 
 from __future__ import annotations
 
-import datetime
 import math
-import os
-import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.base.errors import DescriptionError
 from meshweave.base.units import format_bytes
-from meshweave.calibrate import Calibration, FitLimits, Sweep, plan_sweep
-from meshweave.calibrate import fit_calibration as fit_all
-from meshweave.calibrate.rank import is_under_launcher, measure_in_world
-from meshweave.calibrate.write import COMPUTE, to_toml
+from meshweave.calibrate import Calibration, FitLimits, Sweep, to_toml
+from meshweave.calibrate.run import rate_format, run_calibration, summary_lines
+from meshweave.calibrate.target import (
+    RANK_FUNCTION,
+    CalibrationTarget,
+    local_target,
+    near_square,
+    torchrun_target,
+)
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_mesh
 from meshweave.describe.files import printable
-from meshweave.describe.machine.cluster import Cluster, load_cluster
 
-_TARGET = "meshweave.calibrate.rank:measure"
+if TYPE_CHECKING:
+    from meshweave.lab.lab import Lab
+
+Out = Annotated[Path, typer.Option(help="The cluster description to write, CLUSTER.toml.")]
+LabFile = Annotated[
+    Path | None, typer.Option(help="LAB.toml: build this lab and calibrate it, see `meshweave lab`.")
+]
+NumRanks = Annotated[int, typer.Option(help="Calibrate so many local processes, without a lab.")]
+MeshShape = Annotated[
+    str, typer.Option(help="ROWSxCOLS; by default the shape of a torus lab, else as square as can be.")
+]
+Pace = Annotated[
+    float, typer.Option(help="Pace products of a lab at this rate instead of the one in LAB.toml.")
+]
+Sizes = Annotated[
+    str, typer.Option(help="Bytes per part, separated by commas; by default five that suit the links.")
+]
+Repeat = Annotated[int, typer.Option(help="Measured repetitions, after one to warm up.")]
+Seed = Annotated[int, typer.Option(help="Seed of the order in which things are measured.")]
+Timeout = Annotated[float, typer.Option(help="Seconds after which everything is stopped.")]
+MedianError = Annotated[
+    float, typer.Option(help="Refuse constants whose median relative error is above this.")
+]
+WorstError = Annotated[
+    float, typer.Option(help="Refuse constants that are further off at any point than this.")
+]
+AcceptMisfit = Annotated[
+    bool, typer.Option("--accept-misfit", help="Write constants that do not fit the data.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")]
+Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option(help="The cluster description to write, CLUSTER.toml.")],
-    lab: Annotated[
-        Path | None, typer.Option(help="LAB.toml: build this lab and calibrate it, see `meshweave lab`.")
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Calibrate so many local processes, without a lab.")] = 0,
-    mesh: Annotated[
-        str, typer.Option(help="ROWSxCOLS; by default the shape of a torus lab, else as square as can be.")
-    ] = "",
-    flops_per_s: Annotated[
-        float, typer.Option(help="Pace products of a lab at this rate instead of the one in LAB.toml.")
-    ] = 0.0,
-    sizes: Annotated[
-        str, typer.Option(help="Bytes per part, separated by commas; by default five that suit the links.")
-    ] = "",
-    repeat: Annotated[int, typer.Option(help="Measured repetitions, after one to warm up.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the order in which things are measured.")] = 0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 600.0,
-    median_error: Annotated[
-        float, typer.Option(help="Refuse constants whose median relative error is above this.")
-    ] = 0.10,
-    worst_error: Annotated[
-        float, typer.Option(help="Refuse constants that are further off at any point than this.")
-    ] = 0.30,
-    accept_misfit: Annotated[
-        bool, typer.Option("--accept-misfit", help="Write constants that do not fit the data.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")] = False,
-    json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
+    out: Out,
+    lab: LabFile = None,
+    ranks: NumRanks = 0,
+    mesh: MeshShape = "",
+    flops_per_s: Pace = 0.0,
+    sizes: Sizes = "",
+    repeat: Repeat = 3,
+    seed: Seed = 0,
+    timeout: Timeout = 600.0,
+    median_error: MedianError = 0.10,
+    worst_error: WorstError = 0.30,
+    accept_misfit: AcceptMisfit = False,
+    force: Force = False,
+    json: Json = False,
 ) -> None:
     """Measure the constants of the cost model and write a cluster description.
 
@@ -68,173 +85,94 @@ def calibrate(
 
     Example: meshweave calibrate --lab examples/labs/torus-4x4-50mbit.toml --out torus.toml
     """
-    limits = _limits(repeat, timeout, median_error, worst_error)
-    wanted = _read_sizes(sizes)
-    place = _place(lab, ranks, flops_per_s)
-    if place.rank == 0:  # under torchrun the others have nothing to write
+    limits = _read_limits(repeat, timeout, median_error, worst_error)
+    part_sizes = _read_sizes(sizes)
+    remarks: list[str] = []
+    target = _target(lab, ranks, flops_per_s, remarks)
+    if target.rank == 0:  # under torchrun the others have nothing to write
         check_writable(out)
         if out.exists() and not force:
             raise DescriptionError(f"{printable(out)}: is there already; give another --out, or --force")
-    shape = read_mesh(mesh) if mesh else place.mesh_shape
-    sweep = plan_sweep(place.cluster, shape, wanted, skip_bytes=place.skip_bytes)
-    if place.rank == 0:
-        typer.echo(
-            f"calibrate: {len(sweep.cases)} cases on a {'x'.join(map(str, shape))} mesh, parts of "
-            f"{', '.join(format_bytes(size) for size in sweep.sizes)}; "
-            f"{repeat + 1} repetitions of at least {sweep.expected_s:.0f} s",
-            err=True,
-        )
-    payload = {
-        "cases": [case.payload() for case in sweep.cases],
-        "repeat": repeat,
-        "seed": seed,
-        "deadline_s": max(timeout - 10.0, timeout / 2),
-        "is_one_host": place.is_one_host,
-    }
-    measured = place.measure(payload, timeout)
-    if measured is None:
-        return
-    found = fit_all(
-        sweep,
-        measured,
-        source=_source(place, sweep, measured, repeat),
+    calibration = run_calibration(
+        target,
+        read_mesh(mesh) if mesh else None,
+        part_sizes,
         limits=limits,
-        has_nominal_links=place.has_nominal_links,
-        max_flops_per_s=place.most_flops_per_s,
-        send_buffer_bytes=min(rank["send_buffer_bytes"] for rank in measured),
-        note=place.note,
+        repeat=repeat,
+        seed=seed,
+        timeout_s=timeout,
+        on_plan=lambda sweep: _announce(sweep, repeat) if target.rank == 0 else None,
     )
+    if calibration is None:
+        return
+    is_refused = bool(calibration.problems) and not accept_misfit
     if json:
-        misfit = bool(found.problems) and not accept_misfit
-        print_json({**found.to_json(), "written": None if misfit else str(out)})
+        print_json({**calibration.to_json(), "written": None if is_refused else str(out)})
     else:
-        _print(found)
-    if found.problems and not accept_misfit:
-        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        _print(calibration)
+    if is_refused:
+        more = f" (and {len(calibration.problems) - 1} more)" if len(calibration.problems) > 1 else ""
         raise DescriptionError(
-            f"the cost model does not fit what was measured: {found.problems[0]}{more}; measure again with "
-            "nothing else running, more --repeat or other --sizes, or give --accept-misfit"
+            f"the cost model does not fit what was measured: {calibration.problems[0]}{more}; measure again "
+            "with nothing else running, more --repeat or other --sizes, or give --accept-misfit"
         )
-    out.write_text(to_toml(found.cluster, _comments(found, place)), encoding="utf-8")
+    comments = summary_lines(calibration, "; ".join(remarks))
+    out.write_text(to_toml(calibration.cluster, comments), encoding="utf-8")
     if not json:
         typer.echo(f"written: {out}")
 
 
-@dataclass
-class _Place:
-    """Where the ranks run. `measure` returns what they measured, or None in a rank that is not to report."""
-
-    cluster: Cluster
-    title: str
-    mesh_shape: tuple[int, ...]
-    skip_bytes: int = 0
-    rank: int = 0
-    is_one_host: bool = True
-    has_nominal_links: bool = False
-    most_flops_per_s: float = math.inf
-    note: str = ""
-    said: str = ""
-
-    def measure(self, payload: Mapping[str, Any], timeout: float) -> list[Any] | None:
-        raise AssertionError
+def _announce(sweep: Sweep, repeat: int) -> None:
+    typer.echo(
+        f"calibrate: {len(sweep.cases)} cases on a {'x'.join(map(str, sweep.mesh_shape))} mesh, parts of "
+        f"{', '.join(format_bytes(size) for size in sweep.sizes)}; "
+        f"{repeat + 1} repetitions of at least {sweep.expected_s:.0f} s",
+        err=True,
+    )
 
 
-class _LocalPlace(_Place):
-    def measure(self, payload: Mapping[str, Any], timeout: float) -> list[Any] | None:
-        try:
-            from meshweave.execute.ranks.launch import launch
-        except ImportError:
-            raise UnsupportedError("calibrating needs torch: pip install 'meshweave[torch]'") from None
-        # More ranks than cores may be slow to answer.
-        return launch(_TARGET, self.cluster.num_chips, dict(payload), timeout_s=timeout, stale_s=5.0)
-
-
-class _WorldPlace(_Place):
-    def measure(self, payload: Mapping[str, Any], timeout: float) -> list[Any] | None:
-        return measure_in_world(payload)
-
-
-@dataclass
-class _LabPlace(_Place):
-    lab: Any = None
-
-    def measure(self, payload: Mapping[str, Any], timeout: float) -> list[Any] | None:
-        with self.lab.up() as running:
-            measured: list[Any] = running.launch(_TARGET, dict(payload), timeout_s=timeout)
-            reports = list(running.pace.values())
-        if reports:
-            count, late = sum(r.num_products for r in reports), sum(r.num_overruns for r in reports)
-            self.said = f"{late} of {count} paced products overran their time"
-            typer.echo(f"calibrate: {self.said}", err=True)
-        return measured
-
-
-def _place(lab: Path | None, ranks: int, flops_per_s: float) -> _Place:
+def _target(lab: Path | None, ranks: int, flops_per_s: float, remarks: list[str]) -> CalibrationTarget:
+    """Return what the options name. What a lab has to say of its run goes into `remarks`."""
     if lab is not None and ranks:
         raise DescriptionError("both --lab and --ranks are given; give one of them")
     if flops_per_s and lab is None:
         raise DescriptionError("--flops-per-s paces products of a lab; give --lab too")
-    if lab is not None:
-        return _lab_place(lab, flops_per_s)
-    rank, is_one_host = 0, True
-    if not ranks:
-        if not is_under_launcher():
-            raise DescriptionError(
-                "nothing to calibrate: give --lab LAB.toml or --ranks N, or run it by torchrun"
-            )
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        is_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
-        kind: type[_Place] = _WorldPlace
-        title = f"{ranks} ranks of torchrun over gloo"
-    else:
-        kind, title = _LocalPlace, f"{ranks} local processes over gloo"
-    if not 2 <= ranks <= 1024:
-        raise LayoutError(f"{ranks} ranks: give 2 to 1024")
-    cluster = replace(load_cluster("local-cpu").with_chips(ranks), name=f"calibrated-{ranks}")
-    note = f"Measured on {title}; the rate of the links is the highest that any operation reached."
-    return kind(cluster, title, _square(ranks), rank=rank, is_one_host=is_one_host, note=note)
-
-
-def _lab_place(path: Path, flops_per_s: float) -> _Place:
-    from meshweave.lab.description import SwitchLab, TorusLab, TreeLab
+    if lab is None:
+        return local_target(ranks) if ranks else torchrun_target()
     from meshweave.lab.lab import Lab
 
-    loaded = Lab.load(path)
+    described = Lab.load(lab)
     if flops_per_s:
         if not 1e3 <= flops_per_s <= 1e15:
             raise DescriptionError(f"--flops-per-s is {flops_per_s:g}; give 1e3 to 1e15")
-        loaded = Lab(replace(loaded.description, flops_per_s=flops_per_s))
-    network = loaded.description.network
-    shape: tuple[int, ...] = _square(loaded.num_ranks)
-    match network:
-        case TorusLab():
-            links = list(network.links)
-            shape = network.shape if len(network.shape) == 2 else (1, *network.shape)
-        case SwitchLab():
-            links = [network.nic]
-        case TreeLab():
-            links = [network.nic, network.root]
-    skip = max(
-        link.bucket_bytes(rate) for link in links for rate in (link.bytes_per_s, link.back_bytes_per_s)
-    )
-    title = f"lab {loaded.description.name}"
-    return _LabPlace(
-        loaded.cluster(),
-        title,
-        shape,
-        skip_bytes=skip,
+        described = Lab(replace(described.description, flops_per_s=flops_per_s))
+    return _lab_target(described, remarks)
+
+
+def _lab_target(lab: Lab, remarks: list[str]) -> CalibrationTarget:
+    def run_ranks(payload: Mapping[str, Any], timeout_s: float) -> list[Any]:
+        with lab.up() as running:
+            measured: list[Any] = running.launch(RANK_FUNCTION, dict(payload), timeout_s=timeout_s)
+            reports = list(running.pace.values())
+        if reports:
+            count, late = sum(r.num_products for r in reports), sum(r.num_overruns for r in reports)
+            remarks.append(f"{late} of {count} paced products overran their time")
+            typer.echo(f"calibrate: {remarks[-1]}", err=True)
+        return measured
+
+    shape = tuple(getattr(lab.description.network, "shape", near_square(lab.num_ranks)))
+    return CalibrationTarget(
+        lab.cluster(),
+        f"lab {lab.description.name}",
+        shape if len(shape) == 2 else (1, *shape),
+        run_ranks,
+        skip_bytes=lab.description.max_bucket_bytes,
         has_nominal_links=True,
-        most_flops_per_s=loaded.description.flops_per_s or math.inf,
-        lab=loaded,
+        max_flops_per_s=lab.description.flops_per_s or math.inf,
     )
 
 
-def _square(count: int) -> tuple[int, int]:
-    rows = max(d for d in range(1, int(count**0.5) + 1) if count % d == 0)
-    return rows, count // rows
-
-
-def _limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> FitLimits:
+def _read_limits(repeat: int, timeout: float, median_error: float, worst_error: float) -> FitLimits:
     if not (1 <= repeat <= 100 and 0 < timeout < 1e6):
         raise DescriptionError("repeat must be 1 to 100, timeout positive seconds")
     if not (0 < median_error < 10 and 0 < worst_error < 10):
@@ -255,51 +193,13 @@ def _read_sizes(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def _source(place: _Place, sweep: Sweep, measured: Sequence[Mapping[str, Any]], repeat: int) -> str:
-    versions = measured[0]["versions"]
-    cpu = _cpu()
-    today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-    return (
-        f"meshweave calibrate, {today}: {place.title}, mesh {'x'.join(map(str, sweep.mesh_shape))}, "
-        f"{repeat} repetitions; {platform.system()} {platform.release()}, {cpu}, {os.cpu_count()} cores; "
-        f"torch {versions['torch']}, Python {versions['python']}"
-    )
-
-
-def _cpu() -> str:
-    """The processor's model; where the system does not say, its architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return printable(next(models, "") or platform.machine())
-
-
-def _comments(found: Calibration, place: _Place) -> list[str]:
-    lines = ["Fitted on the busy machine:"]
-    for (axis, kind), fit in found.busy.items():
-        lines.append(f"  {kind}, {axis}: {fit.describe(_rate(axis, kind))}; {fit.quality}")
-    lines.append("One operation at a time, for comparison:")
-    for (axis, kind), fit in found.alone.items():
-        lines.append(f"  {kind}, {axis}: {fit.describe(_rate(axis, kind))}; {fit.quality}")
-    if place.said:
-        lines.append(place.said)
-    lines += [f"ACCEPTED ALTHOUGH: {problem}" for problem in found.problems]
-    return lines
-
-
-def _rate(axis: str, kind: str) -> Any:
-    return (lambda rate: f"{rate:.4g} FLOP") if (axis, kind) == COMPUTE else format_bytes
-
-
-def _print(found: Calibration) -> None:
-    for (axis, kind), fit in found.busy.items():
+def _print(calibration: Calibration) -> None:
+    for (axis, kind), fit in calibration.busy.items():
         typer.echo(f"{kind}, {axis}")
-        typer.echo(f"  busy   {fit.describe(_rate(axis, kind))}")
+        typer.echo(f"  busy   {fit.describe(rate_format((axis, kind)))}")
         typer.echo(f"         {fit.quality}")
-        other = found.alone.get((axis, kind))
-        if other is not None:
-            typer.echo(f"  alone  {other.describe(_rate(axis, kind))}")
-    for problem in found.problems:
+        alone = calibration.alone.get((axis, kind))
+        if alone is not None:
+            typer.echo(f"  alone  {alone.describe(rate_format((axis, kind)))}")
+    for problem in calibration.problems:
         typer.echo(f"misfit: {problem}")

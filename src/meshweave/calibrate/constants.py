@@ -1,11 +1,10 @@
-"""From measured times to a cluster, and from a cluster to its TOML file."""
+"""From measured times to a cluster with these constants."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -42,10 +41,14 @@ COMPUTE, COPIES = (CHIP, "products"), (CHIP, "copies")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Fits by (network axis, kind), busy and alone; those of products and copies by `COMPUTE` and `COPIES`.
+    """The fitted constants of a machine.
 
-    `samples` are what they were fitted on, by the same key and whether the machine was busy. `problems` says
-    why the constants are not to be used; `cluster` has them all the same.
+    Attributes:
+        cluster: the cluster with these constants, also where there are problems.
+        busy, alone: fits by (network axis, kind), of a busy machine and of one operation at a time; those of
+            products and copies by `COMPUTE` and `COPIES`.
+        problems: why the constants are not to be used; empty if they are good.
+        samples: what was fitted, by the same key and whether the machine was busy.
     """
 
     cluster: Cluster
@@ -55,6 +58,8 @@ class Calibration:
     samples: Mapping[tuple[tuple[str, str], bool], Sequence[Sample]]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the fits and their samples as plain values."""
+
         def listed(fits: Mapping[tuple[str, str], Fit], is_busy: bool) -> list[dict[str, Any]]:
             return [
                 {
@@ -85,31 +90,31 @@ def fit_calibration(
     send_buffer_bytes: int = 0,
     note: str = "",
 ) -> Calibration:
-    """Fits what the ranks measured (a list over ranks of what `calibrate.rank.measure` returns).
+    """Return the constants that fit what the ranks measured (by rank, what `calibrate.rank.measure` returns).
 
     Args:
         source: machine, versions and date, for the `source` of every number.
-        has_nominal_links: whether the sweep's cluster knows the rates of its links and its chip's peak; else
-            these too are what was measured.
+        has_nominal_links: whether the sweep's cluster has the true rates of its links and its chip's peak; if not,
+            these are taken from the measurement too.
         most_flops_per_s: the pace, where products are paced.
-        send_buffer_bytes: of the cluster, see there.
+        send_buffer_bytes: what the cluster gets as `send_buffer_bytes`.
 
-    Broadcasts and reduces are never among the problems, only remarked upon: see `CHAIN_LIMITS`.
+    Fits of broadcasts and reduces never count as problems, they only get a remark: see `CHAIN_LIMITS`.
     """
     limits = limits or FitLimits()
     samples = _samples(sweep, [rank["times"] for rank in ranks], has_nominal_links)
-    most = {COMPUTE: max_flops_per_s}
+    max_rates = {COMPUTE: max_flops_per_s}
     if has_nominal_links:
         for axis in sweep.axes:
-            # A ring step goes one way; so does a chain, but two that follow each other may seem to be faster.
+            # A ring step goes in one direction; so does a chain, but successive ones may seem to be faster.
             for kind in (*KINDS, *CHAINS):
-                ways = 1 if kind == "send_recv" else axis.ring_directions
-                most[axis.link.name, kind] = ways * axis.link.link_bytes_per_s
+                directions = 1 if kind == "send_recv" else axis.ring_directions
+                max_rates[axis.link.name, kind] = directions * axis.link.link_bytes_per_s
     busy, alone = (
         {
-            key: _fit(key, found, most.get(key, math.inf))
-            for (key, at), found in samples.items()
-            if at == is_busy
+            key: _fit(key, points, max_rates.get(key, math.inf))
+            for (key, was_busy), points in samples.items()
+            if was_busy == is_busy
         }
         for is_busy in (True, False)
     )
@@ -121,15 +126,15 @@ def fit_calibration(
     return Calibration(cluster, busy, alone, problems, samples)
 
 
-def _fit(key: tuple[str, str], samples: Sequence[Sample], most_per_s: float) -> Fit:
+def _fit(key: tuple[str, str], samples: Sequence[Sample], max_per_s: float) -> Fit:
     where, kind = key
     if where != CHIP:
-        fit = fit_samples(f"{kind} along {where}", samples, max_per_s=most_per_s)
+        fit = fit_samples(f"{kind} along {where}", samples, max_per_s=max_per_s)
         if kind in CHAINS and (problems := fit.problems(CHAIN_LIMITS)):
             said = "; ".join(problem.partition(": ")[2] for problem in problems)
             fit = replace(fit, remark=f"{fit.remark}; {said}".removeprefix("; "))
         return fit
-    fit = fit_samples(kind, samples, is_transfer=False, max_per_s=most_per_s)
+    fit = fit_samples(kind, samples, is_transfer=False, max_per_s=max_per_s)
     if key == COPIES and fit.launch_s:
         # Without it the rate would be that of small copies, and no rate of memory.
         remark = f"the {format_s(fit.launch_s)} that each copy takes besides are not in the cost model"
@@ -140,7 +145,10 @@ def _fit(key: tuple[str, str], samples: Sequence[Sample], most_per_s: float) -> 
 def _samples(
     sweep: Sweep, times: Sequence[Any], has_nominal_links: bool
 ) -> dict[tuple[tuple[str, str], bool], list[Sample]]:
-    """Of each point the median over repetitions of the mean over ranks, by what it is a point of."""
+    """Return the samples by (key, whether the machine was busy).
+
+    The seconds of each are the median over repetitions of the mean over ranks.
+    """
     links = {axis.name: axis.link.name for axis in sweep.axes}
     # All of a chain's part crosses one link, see `price`; without a nominal rate that is not known.
     rates = {axis.name: axis.link.link_bytes_per_s if has_nominal_links else math.inf for axis in sweep.axes}
@@ -156,8 +164,8 @@ def _samples(
         for at, loop in enumerate(case.loops):
             runs = [
                 [
-                    statistics.fmean(found)
-                    for found in zip(*(rank[number][run][at] for rank in times), strict=True)
+                    statistics.fmean(times_of_ranks)
+                    for times_of_ranks in zip(*(rank[number][run][at] for rank in times), strict=True)
                 ]
                 for run in range(len(times[0][number]))
             ]
@@ -172,11 +180,11 @@ def _samples(
     for is_busy in (True, False):
         for key in (COMPUTE, COPIES):
             out[key, is_busy] = _pooled(out[key, is_busy])
-    return {key: found for key, found in out.items() if found}
+    return {key: samples for key, samples in out.items() if samples}
 
 
 def _pooled(samples: Sequence[Sample]) -> list[Sample]:
-    """One sample per amount: several cases have the same products and copies beside them."""
+    """Return one sample per amount, the median: several cases have the same products and copies beside them."""
     amounts = sorted({sample.amount for sample in samples})
     return [
         Sample(statistics.median(s.seconds for s in samples if s.amount == amount), amount)
@@ -241,12 +249,12 @@ def _cluster(
 
 
 def _at_least_one(rate_per_s: float) -> float:
-    """A rate that a description may have, also where the fit found none."""
+    """Return a rate within what a description may have, also if the fit has none."""
     return min(max(_rounded(rate_per_s), 1.0), 1e24)
 
 
 def _rounded(value: float) -> float:
-    """To six digits, which is more than any of it is good for."""
+    """Return the value rounded to six digits, more than any measurement is good for."""
     return float(f"{value:.6g}")
 
 
@@ -262,105 +270,3 @@ def _with_axes(network: Network, change: Any) -> Network:
             return replace(network, levels=tuple(replace(x, axis=change(x.axis)) for x in network.levels))
         case RingNetwork() | SwitchNetwork():
             return replace(network, link=change(network.link))
-
-
-# --- the file ---------------------------------------------------------------------------------------------
-
-
-def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
-    """The file that `load_cluster` reads as this very cluster, behind `comments`."""
-    lines = [f"# {line}" for text in comments for line in _printable(text).split("\n")]
-    lines += ["" for _ in comments[:1]]
-    lines += [f"name = {_text(cluster.name)}", f"source = {_text(cluster.source)}"]
-    lines += [f"note = {_text(cluster.note)}"] if cluster.note else []
-    lines += [f"host_launch_s = {_number(cluster.host_launch_s)}"] if cluster.host_launch_s else []
-    lines += [f"send_buffer_bytes = {cluster.send_buffer_bytes}"] if cluster.send_buffer_bytes else []
-    chip = cluster.chip
-    peaks = ", ".join(f"{dtype} = {_number(rate)}" for dtype, rate in chip.peak_flops_per_s)
-    lines += [
-        "",
-        "[chip]",
-        f"name = {_text(chip.name)}",
-        f"source = {_text(chip.source)}",
-        f"peak_flops_per_s = {{ {peaks} }}",
-        f"effective_flops_per_s = {_number(chip.effective_flops_per_s)}",
-        f"memory_bytes = {chip.memory_bytes}",
-        f"memory_bytes_per_s = {_number(chip.memory_bytes_per_s)}",
-        f"launch_s = {_number(chip.launch_s)}",
-        *([f"gemm_tile = {list(chip.gemm_tile)}"] if chip.gemm_tile else []),
-        *([f"accumulate_share = {_number(chip.accumulate_share)}"] if chip.accumulate_share else []),
-        "",
-        *_network(cluster.network),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _network(network: Network) -> Iterator[str]:
-    yield "[network]"
-    match network:
-        case TorusNetwork():
-            yield 'kind = "torus"'
-            if network.shape is not None:
-                yield f"shape = {list(network.shape)}"
-            else:
-                yield "reconfigurable = true"
-            yield f"chips = {network.chips}"
-            yield f"min_chips = {network.min_chips}"
-            yield f"max_chips = {network.max_chips}"
-            for axis in network.axes:
-                yield from _axis("[[network.axes]]", "network.axes", axis)
-        case HostsNetwork():
-            yield 'kind = "hosts"'
-            yield f"num_hosts = {network.num_hosts}"
-            yield f"chips_per_host = {network.chips_per_host}"
-            yield f"nics_per_host = {network.nics_per_host}"
-            yield from _axis("[network.intra]", "network.intra", network.intra)
-            yield from _axis("[network.nic]", "network.nic", network.nic)
-        case FullMeshNetwork():
-            yield 'kind = "full_mesh"'
-            yield f"num_packages = {network.num_packages}"
-            yield f"chips_per_package = {network.chips_per_package}"
-            yield from _axis("[network.inner]", "network.inner", network.inner)
-            yield from _axis("[network.link]", "network.link", network.link)
-        case TreeNetwork():
-            yield 'kind = "tree"'
-            for level in network.levels:
-                yield from ("", "[[network.levels]]", f"fanout = {level.fanout}", f"links = {level.links}")
-                yield from _axis("[network.levels.axis]", "network.levels.axis", level.axis)
-        case RingNetwork() | SwitchNetwork():
-            yield f'kind = "{"ring" if isinstance(network, RingNetwork) else "switch"}"'
-            yield f"size = {network.size}"
-            yield from _axis("[network.axis]", "network.axis", network.link)
-
-
-def _axis(head: str, path: str, axis: NetworkAxis) -> Iterator[str]:
-    yield ""
-    yield head
-    yield f"name = {_text(axis.name)}"
-    if axis.source:
-        yield f"source = {_text(axis.source)}"
-    yield f"link_bytes_per_s = {_number(axis.link_bytes_per_s)}"
-    yield f"link_latency_s = {_number(axis.link_latency_s)}"
-    yield f"ways = {axis.num_directions}"
-    yield f"launch_s = {_number(axis.launch_s)}"
-    if axis.constants:
-        yield ""
-        yield f"[{path}.constants]"
-        for kind, found in axis.constants:
-            yield (
-                f"{kind} = {{ bytes_per_s = {_number(found.bytes_per_s)}, sync_s = {_number(found.sync_s)}, "
-                f"launch_s = {_number(found.launch_s)} }}"
-            )
-
-
-def _text(value: str) -> str:
-    """A basic string, whose escapes are those of JSON."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
