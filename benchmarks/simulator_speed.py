@@ -229,14 +229,14 @@ BIG = (((64, 64), 16), ((128, 32), 32))
 def block() -> Row:
     """The 12 products of a GPT-3 block on 256 chips, by algorithm: each at its own best mesh and configurations.
     Seconds of everything: making the programs, handing them over, expanding and simulating them."""
-    from meshweave.reproduce.meshslice.study import Study
+    from meshweave.reproduce.meshslice.study import MeshSliceStudy
     from meshweave.reproduce.meshslice.times import Timer
     from meshweave.simulate.engine import simulate
 
-    study = Study("tpu-v4-pod", Timer("estimate"))
+    study = MeshSliceStudy("tpu-v4-pod", Timer("estimate"))
     out: Row = {}
     for name in ("collective", "meshslice", "wang", "summa[S=meshslice]", "summa", "cannon", "tp1d", "fsdp"):
-        chosen = study.chosen(study.weak("gpt3"), name)
+        chosen = study.chosen(study.weak_scaling_block("gpt3"), name)
         if chosen is None:
             continue
         walls = []
@@ -271,14 +271,14 @@ _BIG = """
 import json, resource, time
 from meshweave.algorithms.matmul2d import ALGORITHMS
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
-from meshweave.algorithms.matmul2d.common.problem import Config
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.simulate.engine import simulate
 shape, count = {shape}, {count}
 problem = pass_problem("y", "forward", 2048 * 2048, 12288, 49152, shape, "bfloat16")
 begun = time.perf_counter()
-program = ALGORITHMS["meshslice"].program(problem, Config((1,) * count, 8))
+program = ALGORITHMS["meshslice"].program(problem, Matmul2dConfig((1,) * count, 8))
 run = simulate(program, Machine.of(load_cluster("tpu-v4-pod:4096"), program))
 print(json.dumps({{
     "mesh": "x".join(map(str, shape)), "slices": count, "wall_s": time.perf_counter() - begun,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -43,11 +43,11 @@ MESHES = {
 @st.composite
 def cases(
     draw: st.DrawFn, dtypes: tuple[str, ...] = ("int64",), names: tuple[str, ...] = tuple(NAMES)
-) -> tuple[str, MatmulProblem, Config]:
+) -> tuple[str, Matmul2dProblem, Matmul2dConfig]:
     """An algorithm, a product of uneven sizes on one of its meshes, and slices of any widths."""
     entry = ALGORITHMS[draw(st.sampled_from(names))]
     size = st.integers(1, 40) | st.sampled_from([16, 32, 48, 64])
-    problem = MatmulProblem(
+    problem = Matmul2dProblem(
         *draw(st.tuples(size, size, size)),
         draw(st.sampled_from(MESHES[entry.name])),
         draw(st.sampled_from(entry.dataflows)),
@@ -56,7 +56,7 @@ def cases(
     widths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=min(6, problem.sliced_size)))
     if draw(st.booleans()):
         widths = [1] * len(widths)
-    config = Config(
+    config = Matmul2dConfig(
         tuple(widths),
         draw(st.sampled_from([1, 2, 3, 8])),
         draw(st.sampled_from([1, 2, 5])),
@@ -65,7 +65,7 @@ def cases(
     return entry.name, problem, config
 
 
-def dense(problem: MatmulProblem, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def dense(problem: Matmul2dProblem, seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Random operands as they are stored, and their product."""
     rng = np.random.default_rng(seed)
     kind = "float32" if problem.dtype == "bfloat16" else problem.dtype
@@ -85,7 +85,7 @@ def lowered(program: Program, ways: int) -> Program:
     st.integers(0, 2),
     st.integers(0, 10**6),
 )
-def test_runs_equal_the_dense_product(case: tuple[str, MatmulProblem, Config], ways: int, seed: int) -> None:
+def test_runs_equal_the_dense_product(case: tuple[str, Matmul2dProblem, Matmul2dConfig], ways: int, seed: int) -> None:
     """At every level of lowering, in program order and in any other legal order, exactly."""
     name, problem, config = case
     program = lowered(ALGORITHMS[name].program(problem, config), ways)
@@ -97,7 +97,7 @@ def test_runs_equal_the_dense_product(case: tuple[str, MatmulProblem, Config], w
 
 @quick
 @given(cases(), st.integers(0, 2))
-def test_validates_and_round_trips(case: tuple[str, MatmulProblem, Config], ways: int) -> None:
+def test_validates_and_round_trips(case: tuple[str, Matmul2dProblem, Matmul2dConfig], ways: int) -> None:
     name, problem, config = case
     program = lowered(ALGORITHMS[name].program(problem, config), ways)
     assert parse(to_text(program)) == program
@@ -106,7 +106,7 @@ def test_validates_and_round_trips(case: tuple[str, MatmulProblem, Config], ways
 
 @quick
 @given(cases())
-def test_bytes_equal_the_closed_form(case: tuple[str, MatmulProblem, Config]) -> None:
+def test_bytes_equal_the_closed_form(case: tuple[str, Matmul2dProblem, Matmul2dConfig]) -> None:
     name, problem, config = case
     entry = ALGORITHMS[name]
     program = entry.program(problem, config)
@@ -115,7 +115,7 @@ def test_bytes_equal_the_closed_form(case: tuple[str, MatmulProblem, Config]) ->
 
 
 def times_ps(
-    name: str, problem: MatmulProblem, config: Config, cluster: Cluster = POD
+    name: str, problem: Matmul2dProblem, config: Matmul2dConfig, cluster: Cluster = POD
 ) -> tuple[int, int, int]:
     """Skeleton and simulated time without contention, and the most ops that a rank has."""
     entry = ALGORITHMS[name]
@@ -127,13 +127,13 @@ def times_ps(
     return estimated, max(span.end_ps for span in simulated.spans), num_ops
 
 
-def scaled(problem: MatmulProblem, factor: int) -> MatmulProblem:
+def scaled(problem: Matmul2dProblem, factor: int) -> Matmul2dProblem:
     return replace(problem, m=problem.m * factor, n=problem.n * factor, k=problem.k * factor)
 
 
 @quick
 @given(cases(dtypes=("bfloat16", "float32")), st.integers(1, 300))
-def test_skeleton_time_equals_simulated_time(case: tuple[str, MatmulProblem, Config], scale: int) -> None:
+def test_skeleton_time_equals_simulated_time(case: tuple[str, Matmul2dProblem, Matmul2dConfig], scale: int) -> None:
     """To the picosecond, on a machine without contention; an upper bound where an entry says so."""
     name, small, config = case
     estimated, simulated, num_ops = times_ps(name, scaled(small, scale), config)
@@ -149,7 +149,7 @@ def test_skeleton_time_equals_simulated_time(case: tuple[str, MatmulProblem, Con
     st.integers(1, 30),
 )
 def test_skeleton_time_equals_simulated_time_where_products_stream_through_memory(
-    case: tuple[str, MatmulProblem, Config], scale: int
+    case: tuple[str, Matmul2dProblem, Matmul2dConfig], scale: int
 ) -> None:
     name, small, config = case
     estimated, simulated, _ = times_ps(name, scaled(small, scale), config, TILED)
@@ -159,7 +159,7 @@ def test_skeleton_time_equals_simulated_time_where_products_stream_through_memor
 @quick
 @given(cases(dtypes=("bfloat16", "float32")), st.integers(1, 3))
 def test_skeleton_time_equals_simulated_time_on_even_shards(
-    case: tuple[str, MatmulProblem, Config], scale: int
+    case: tuple[str, Matmul2dProblem, Matmul2dConfig], scale: int
 ) -> None:
     """Products are cut in different places on different ranks, each part rounded up: a picosecond per op."""
     name, small, config = case
@@ -171,7 +171,7 @@ def test_skeleton_time_equals_simulated_time_on_even_shards(
 @quick
 @given(cases(("bfloat16",), tuple(name for name in NAMES if name != "summa")), st.integers(1, 3))
 def test_simulation_with_contention_is_never_faster(
-    case: tuple[str, MatmulProblem, Config], scale: int
+    case: tuple[str, Matmul2dProblem, Matmul2dConfig], scale: int
 ) -> None:
     """On even shards. Otherwise nobody has to wait for the largest one at every step, as the closed form does, and
     chains (SUMMA) begin before those from other roots have ended. What goes over several hops has half of 60 GB/s
@@ -192,7 +192,7 @@ def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int
     entry = ALGORITHMS[name]
     mesh_shape = max(MESHES[name], key=lambda shape: (min(shape), sum(shape)))
     for dataflow in entry.dataflows:
-        problem = MatmulProblem(*sizes, mesh_shape, dataflow, "int64")
+        problem = Matmul2dProblem(*sizes, mesh_shape, dataflow, "int64")
         offered = list(entry.candidates(problem))
         assert offered
         for config in offered[:: max(len(offered) // 6, 1)]:
@@ -201,7 +201,7 @@ def test_every_offered_configuration_works(name: str, sizes: tuple[int, int, int
 
 def test_too_many_slices_is_a_user_error() -> None:
     with pytest.raises(LayoutError, match="5 slices of a dim of 3 elements"):
-        ALGORITHMS["meshslice"].program(MatmulProblem(8, 8, 3, (2, 2)), Config((1,) * 5))
+        ALGORITHMS["meshslice"].program(Matmul2dProblem(8, 8, 3, (2, 2)), Matmul2dConfig((1,) * 5))
 
 
 @pytest.mark.parametrize(
@@ -216,4 +216,4 @@ def test_too_many_slices_is_a_user_error() -> None:
 def test_bad_problems_say_what_is_wrong(kwargs: dict[str, object], message: str) -> None:
     good = {"m": 4, "n": 4, "k": 4, "mesh_shape": (2, 2), "dataflow": "os", "dtype": "float32"}
     with pytest.raises(LayoutError, match=message):
-        MatmulProblem(**{**good, **kwargs})  # type: ignore[arg-type]
+        Matmul2dProblem(**{**good, **kwargs})  # type: ignore[arg-type]
