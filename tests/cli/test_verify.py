@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.collective import Collective
 from meshweave.base.errors import RankLostError
 from meshweave.check import Verification, verifier
@@ -83,7 +83,7 @@ def test_algorithms_without_such_a_mesh_are_skipped_aloud(
 class Damaged(Collective):
     """Collective, with one of its ops left out: the all-gather or reduce-scatter that comes first."""
 
-    def program(self, problem: MatmulProblem, config: Config) -> Program:
+    def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
         lines = to_text(super().program(problem, config)).splitlines()
         at = next(i for i, line in enumerate(lines) if "all_gather(" in line or "reduce_scatter(" in line)
         return parse("\n".join(lines[:at] + lines[at + 1 :]) + "\n")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from meshweave.algorithms.matmul2d import Config, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem, algorithm
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.shapes import nearest_mesh_shape
@@ -37,8 +37,8 @@ class ReducedProduct:
     """A product of a plan at reduced size. `program` is None where there is none; `skipped` then says why."""
 
     planned: PlannedProduct
-    config: Config
-    problem: MatmulProblem | None = None
+    config: Matmul2dConfig
+    problem: Matmul2dProblem | None = None
     program: Program | None = None
     skipped: str = ""
 

@@ -1,12 +1,17 @@
-"""The verbs of the command line, and how mistakes are told."""
+"""The verbs of the command line, and what it says of mistakes and of Ctrl-C."""
 
 from __future__ import annotations
 
+import re
+import time
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from meshweave import __version__
 from meshweave.base.errors import MeshweaveError
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
@@ -18,16 +23,23 @@ from meshweave.cli.reshard import reshard
 from meshweave.cli.run import run
 from meshweave.cli.show import show
 from meshweave.cli.simulate import simulate
+from meshweave.cli.tune import tune
 from meshweave.cli.verify import verify
+from meshweave.describe.files import printable
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+MAX_QUOTED = 200
+"""Characters of a word of the input that an error line quotes."""
 
 app = typer.Typer(
     name="meshweave",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     help="Plan, predict and run the communication of tensor-parallel models: one program, three readings.",
-    epilog="Errors are one line on stderr (one a problem of a file) and exit status 2; verify ends with 1 where a result is wrong. "
-    "Every verb takes --json.",
+    epilog="Errors are one line on stderr (one a problem of a file) and exit status 2; verify ends with 1 where a "
+    "result is wrong; Ctrl-C ends with 130. Every verb takes --json. For completion of verbs and options by Tab: "
+    "meshweave --install-completion, then start the shell again.",
 )
 app.command()(plan)
 app.command()(simulate)
@@ -37,6 +49,7 @@ app.command()(verify)
 app.command()(show)
 app.command()(catalog)
 app.command()(calibrate)
+app.add_typer(tune, name="tune")
 app.add_typer(lab, name="lab")
 app.add_typer(bench, name="bench")
 app.add_typer(reproduce, name="reproduce")
@@ -45,28 +58,72 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 """By way of typer: newer versions carry a click of their own, older ones import it."""
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"meshweave {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
 @cache
 def _command() -> Any:
     return typer.main.get_command(app)
 
 
 def run_app(args: list[str]) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command and return the exit status."""
+    began_ns = time.time_ns()
     try:
         status = _command().main(args=args, prog_name="meshweave", standalone_mode=False)
     except MeshweaveError as error:
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {_shortened(str(error), args)}", err=True)
         for rank, report in sorted(getattr(error, "reports", {}).items()):
             typer.echo(f"  rank {rank}: {report}", err=True)
         return 2
     except (typer.Abort, KeyboardInterrupt):
-        typer.echo("interrupted", err=True)
-        return 130
+        status = INTERRUPTED
     except _ClickException as error:
         message = error.format_message()
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(message)
             return 0
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+        message = _shortened(" ".join(message.split()), args)
+        shown = message if len(message) <= 2 * MAX_QUOTED else f"{message[: 2 * MAX_QUOTED]}..."
+        typer.echo(f"error: {shown}", err=True)
         return 2
+    if status == INTERRUPTED:  # some versions of typer return it, others raise
+        typer.echo(f"interrupted; {_written_since(args, began_ns)}", err=True)
     return status if isinstance(status, int) else 0
+
+
+def _shortened(message: str, args: Sequence[str]) -> str:
+    """Return an error message in which no argument or word is quoted at more than `MAX_QUOTED` characters."""
+    for arg in args:
+        value = arg.partition("=")[2] or arg
+        if len(value) > MAX_QUOTED:
+            message = message.replace(" ".join(value.split()), printable(value))
+    return re.sub(rf"\S{{{MAX_QUOTED + 1},}}", lambda match: f"{match[0][: MAX_QUOTED - 3]}...", message)
+
+
+def _written_since(args: Sequence[str], began_ns: int) -> str:
+    """Return in words which files and folders named on the command line have been written since an instant."""
+    written = [
+        path for path in dict.fromkeys(arg.rpartition("=")[2] for arg in args) if _is_new(path, began_ns)
+    ]
+    return f"written: {', '.join(map(printable, written))}" if written else "nothing was written"
+
+
+def _is_new(path: str, began_ns: int) -> bool:
+    try:
+        return Path(path).exists() and Path(path).stat().st_mtime_ns >= began_ns
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return False

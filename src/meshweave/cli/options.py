@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,9 +16,18 @@ from typing import Any
 import typer
 
 from meshweave.algorithms.matmul2d import ALGORITHMS
-from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
+from meshweave.base.errors import (
+    DescriptionError,
+    LayoutError,
+    ProgramError,
+    UnsupportedError,
+    did_you_mean,
+)
 from meshweave.base.progress import Progress, no_progress
+from meshweave.base.units import DTYPES
 from meshweave.describe.files import printable, read_text
+from meshweave.describe.layout import Layout
+from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.tune.unrolled import planned_names
@@ -83,6 +93,47 @@ def read_names(text: str) -> tuple[str, ...] | None:
     if not names:
         raise DescriptionError("the list of names is empty; give some, with commas between, or 'all'")
     return names
+
+
+_BYTE_UNITS = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+
+
+def read_bytes(option: str, text: str) -> int:
+    """Return a size such as "512MiB", "1.5 GB" or "4096" in bytes. Raises LayoutError."""
+    parts = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", text.strip())
+    if parts is None or parts[2] not in _BYTE_UNITS:
+        raise LayoutError(f"{option} '{printable(text)}' is no number of bytes, such as 512MiB, 2GB or 4096")
+    return int(float(parts[1]) * _BYTE_UNITS[parts[2]])
+
+
+def read_dtype(text: str) -> str:
+    """Return the name of an element type. Raises UnsupportedError that names the nearest one."""
+    if text not in DTYPES:
+        raise UnsupportedError(
+            f"there is no dtype '{printable(text)}'{did_you_mean(text, DTYPES)}; there are {', '.join(DTYPES)}"
+        )
+    return text
+
+
+def read_grid(text: str, num_ranks: int) -> Layout:
+    """Return blocks on the process grid that "4x2" or, in two copies, "2x2x2" stands for. Raises LayoutError."""
+    shape = read_mesh(text)
+    if math.prod(shape) != num_ranks:
+        raise LayoutError(f"grid '{printable(text)}' is not one of {num_ranks} processes, one a rank")
+    copies, rows, cols = shape if len(shape) == 3 else (1, *shape)
+    return ProcessGrid(rows, cols, copies).blocks()
 
 
 def read_ranks(text: str) -> tuple[int, ...]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from meshweave.algorithms.matmul2d import Config, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import LayoutError, ProgramError
-from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
-from meshweave.describe.files import read_text, shown
+from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_program, read_slices
+from meshweave.describe.files import format_value
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings, per_rank
@@ -36,7 +35,9 @@ def show(
     slices: Annotated[str, typer.Option(help="Slice count (4) or relative widths (1:2:1).")] = "4",
     block: Annotated[int, typer.Option(help="Neighbouring elements that stay together in a slice.")] = 8,
     dtype: Annotated[str, typer.Option(help="Element type.")] = "float32",
-    rings: Annotated[int, typer.Option(help="Lower collectives to rings of this many ways: 0, 1 or 2.")] = 0,
+    rings: Annotated[
+        int, typer.Option(help="Lower collectives to rings in 1 or 2 directions, or 0: none.")
+    ] = 0,
     rank: Annotated[
         int | None, typer.Option(help="Print only what this rank executes, with plain numbers.")
     ] = None,
@@ -48,20 +49,18 @@ def show(
 
     It is validated first: views, partners, deadlock, races, and, on index labels, what it computes.
 
-    Example: meshweave show meshslice --dataflow ls --mesh 2x4 --slices 4 --rings 1
+    Of a 2D product the options choose sizes, mesh and slices; other algorithms are shown on an example of theirs.
+
+    Example: meshweave show collective
+
+    More:    meshweave show meshslice --dataflow ls --mesh 2x4 --slices 4 --rings 1
     """
     if rings not in (0, 1, 2):
-        raise LayoutError(f"a ring has 1 or 2 ways, or 0 for none, not {rings}")
+        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {rings}")
     program = _program(what, dataflow, (m, n, k), mesh, slices, block, dtype)
     if rings:
         program = lower_rings(program, 1 if rings == 1 else 2)
-    verdict = "not checked"
-    if check:
-        try:
-            validation = validate(program)
-        except ProgramError as error:
-            raise ProgramError(f"{what}: {error}") from None
-        verdict = "; ".join(validation.skipped) or "valid"
+    verdict = _verdict(what, program) if check else "not checked"
     if expand:
         program = per_rank(program)
     if rank is not None and rank not in program.ranks:
@@ -69,40 +68,57 @@ def show(
             f"program {program.name} has ranks {program.ranks[0]} to {program.ranks[-1]}, not {rank}"
         )
     if json:
-        shown = program.ranks if rank is None else (rank,)
-        print_json(
-            {
-                "name": program.name,
-                "text": to_text(program),
-                "verdict": verdict,
-                "ranks": {
-                    str(r): {"peak_bytes": peak_bytes(program, r), "traffic_bytes": traffic(program, r)}
-                    for r in shown
-                },
-            }
-        )
-    elif rank is not None:
+        print_json(_to_json(program, verdict, program.ranks if rank is None else (rank,)))
+        return
+    if rank is not None:
         for bound in program.on_rank(rank):
             typer.echo(f"{'.'.join(map(str, bound.key)):<10} {op_to_text(bound.op)}")
     else:
         typer.echo(to_text(program), nl=False)
-    if not json:
-        typer.echo(f"# {verdict}", err=True)
+    typer.echo(f"# {verdict}", err=True)
+
+
+def _verdict(what: str, program: Program) -> str:
+    try:
+        validation = validate(program)
+    except ProgramError as error:
+        raise ProgramError(f"{what}: {error}") from None
+    return "; ".join(validation.skipped) or "valid"
+
+
+def _to_json(program: Program, verdict: str, ranks: Sequence[int]) -> dict[str, Any]:
+    return {
+        "name": program.name,
+        "text": to_text(program),
+        "verdict": verdict,
+        "ranks": {
+            str(rank): {"peak_bytes": peak_bytes(program, rank), "traffic_bytes": traffic(program, rank)}
+            for rank in ranks
+        },
+    }
 
 
 def _program(
     what: str, dataflow: str, sizes: tuple[int, int, int], mesh: str, slices: str, block: int, dtype: str
 ) -> Program:
-    if what == "-":
-        return parse(sys.stdin.read())
-    path = Path(what)
-    if path.suffix or path.exists():
-        try:
-            return parse(read_text(path))
-        except ProgramError as error:
-            raise ProgramError(f"{what}: {error}") from None
+    """Return the program of an algorithm, in a file, or on stdin."""
+    if what == "-" or Path(what).suffix or _exists(what):
+        return read_program(what)
     for option, size in zip(("--m", "--n", "--k", "--block"), (*sizes, block), strict=True):
         if not 1 <= size <= MAX_SIZE:
-            raise LayoutError(f"{option} is {shown(size)}; give 1 to {MAX_SIZE}")
-    problem = MatmulProblem(*sizes, read_mesh(mesh), dataflow, dtype)  # type: ignore[arg-type]
-    return algorithm(what).program(problem, Config(read_slices(slices), block))
+            raise LayoutError(f"{option} is {format_value(size)}; give 1 to {MAX_SIZE}")
+    from meshweave.algorithms.table import algorithm
+
+    entry = algorithm(what)
+    if entry.problem_type is not Matmul2dProblem:
+        problem = next(entry.examples())
+        return entry.program(problem, next(entry.candidates(problem)))
+    product = Matmul2dProblem(*sizes, read_mesh(mesh), dataflow, dtype)  # type: ignore[arg-type]
+    return entry.program(product, Matmul2dConfig(read_slices(slices), block))
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # longer than a name of a file may be
+        return False

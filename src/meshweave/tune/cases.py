@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from meshweave.algorithms.matmul2d import Matmul2d, algorithm
 from meshweave.algorithms.matmul2d.common.passes import PassName, pass_problem
-from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Config, MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
@@ -308,7 +308,7 @@ def _lowered(case: SimulationCase, lowered_to: LoweredTo) -> SimulationCase:
     return replace(case, program=lower_rings(program, 2 if both else 1))
 
 
-def _closed_form_s(entry: Matmul2d, problem: MatmulProblem, config: Config, machine: Machine) -> float:
+def _closed_form_s(entry: Matmul2d, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine) -> float:
     return entry.estimate(problem, config, machine).total_s
 
 

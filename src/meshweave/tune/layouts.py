@@ -16,6 +16,7 @@ import numpy as np
 from meshweave.algorithms.universal import Operand, UniversalProblem
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.progress import Progress, no_progress
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
@@ -71,6 +72,7 @@ def tune_layouts(
     dtype: str = "float32",
     memory_bytes: int | None = None,
     count: int = 1,
+    progress: Progress = no_progress,
 ) -> tuple[TunedLayouts, ...]:
     """Return the `count` best combinations of layouts for C (m, n) = A (m, k) B (k, n), best first.
 
@@ -85,6 +87,7 @@ def tune_layouts(
         rates: rates of the ranks; `RankRates.of(cluster)` for a described cluster.
         a, b, c: layouts that are kept. The others are chosen over the same ranks.
         memory_bytes: the most that a rank may hold of the matrices and besides; None for no limit.
+        progress: told after each combination that is tuned; the search may end long before all are.
     """
     given: dict[Operand, Layout | None] = {"a": a, "b": b, "c": c}
     ranks = _ranks(given.values(), num_ranks)
@@ -93,7 +96,7 @@ def tune_layouts(
         operand: free if (layout := given[operand]) is None else (layout,) for operand in OPERANDS
     }
     search = _LayoutSearch((m, n, k), options, rates, dtype, memory_bytes, count)
-    best = search.run()
+    best = search.run(progress)
     if not best:
         raise UnsupportedError(
             f"no layouts of {m} x {k} by {k} x {n} on {len(ranks)} ranks need at most {memory_bytes} bytes a "
@@ -152,7 +155,7 @@ class _LayoutSearch:
         self.matrix_bytes = all_bytes.max(-1)
         self.least_bytes = int(self.matrix_bytes.min())
 
-    def run(self) -> tuple[TunedLayouts, ...]:
+    def run(self, progress: Progress = no_progress) -> tuple[TunedLayouts, ...]:
         """Tune the combination of the best bound, until no bound is better than the worst result to return."""
         seconds, moved = LayoutBounds(self.sizes, self.options, self.rates, self.dtype).least()
         keys: list[Key] = [
@@ -163,11 +166,13 @@ class _LayoutSearch:
             if self.memory_bytes is None or matrix_bytes <= self.memory_bytes
         ]
         heapq.heapify(keys)
+        total = len(keys)
         best: list[tuple[Key, TunedLayouts]] = []
         while keys and (len(best) < self.count or keys[0] < best[-1][0]):
             tuned = self._tune(heapq.heappop(keys), best)
             if tuned is not None:
                 best = sorted([*best, tuned], key=lambda entry: entry[0])[: self.count]
+            progress(total - len(keys), total)
         return tuple(tuned for _, tuned in best)
 
     def _tune(self, bound: Key, best: Sequence[tuple[Key, TunedLayouts]]) -> tuple[Key, TunedLayouts] | None:

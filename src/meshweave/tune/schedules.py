@@ -20,6 +20,7 @@ from meshweave.algorithms.universal.issue_order import (
     searched,
 )
 from meshweave.algorithms.universal.schedule import IssueOrder, flatten_stages, staged_s
+from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
 from meshweave.describe.machine.cluster import Cluster
@@ -59,6 +60,7 @@ def search_schedule(
     *,
     kinds: Sequence[ScheduleKind] = SCHEDULE_KINDS,
     max_states: int = MAX_STATES,
+    progress: Progress = no_progress,
 ) -> tuple[SimulatedSchedule, ...]:
     """Return the order that each schedule kind gives on a cluster, the fastest in simulation first.
 
@@ -72,7 +74,10 @@ def search_schedule(
         max_states: the most states that the exhaustive search weighs per rank. The search ends there with the best
             order so far, the same on every machine.
     """
-    schedules = [schedule_universal(problem, config, cluster, kind, max_states=max_states) for kind in kinds]
+    schedules = []
+    for number, kind in enumerate(kinds):
+        schedules.append(schedule_universal(problem, config, cluster, kind, max_states=max_states))
+        progress(number + 1, len(kinds))
     return tuple(sorted(schedules, key=lambda schedule: schedule.simulated_s))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul2d import Config
+from meshweave.algorithms.matmul2d import Matmul2dConfig
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
@@ -19,14 +19,14 @@ class PlannedProduct:
     layer: LayerPlan
     pass_plan: PassPlan
 
-    def title(self, config: Config | None = None) -> str:
+    def title(self, config: Matmul2dConfig | None = None) -> str:
         """Return `ff1 backward data, meshslice S=8`; `config` stands in for the planned one where given."""
         return product_title(
             self.layer.name, self.pass_plan.name, self.candidate.algorithm, config or self.pass_plan.config
         )
 
 
-def product_title(layer: str, name: str, algorithm: str, config: Config) -> str:
+def product_title(layer: str, name: str, algorithm: str, config: Matmul2dConfig) -> str:
     """Return `ff1 backward data, meshslice S=8`, without the configuration where nothing is sliced."""
     title = f"{layer} {name.replace('_', ' ')}, {algorithm}"
     return f"{title} {config}" if config.slice_count > 1 else title

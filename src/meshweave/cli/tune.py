@@ -1,0 +1,256 @@
+"""`meshweave tune`: the layouts of a universal product, and the order in which its ranks issue their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.base.units import format_bytes, format_s
+from meshweave.cli.options import (
+    JSON_HELP,
+    print_json,
+    progress_bar,
+    read_bytes,
+    read_dtype,
+    read_grid,
+    read_names,
+)
+from meshweave.describe.files import printable
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+
+if TYPE_CHECKING:
+    from meshweave.algorithms.universal import UniversalConfig, UniversalProblem
+    from meshweave.tune.layouts import TunedLayouts
+    from meshweave.tune.schedules import SimulatedSchedule
+
+MAX_LAYOUT_RANKS = 64
+MAX_SCHEDULE_RANKS = 64
+MAX_SIZE = 1 << 24
+
+tune = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Search how one product C = A B is best laid out and ordered; `plan` tunes a model.",
+)
+
+MOption = Annotated[int, typer.Option("--m", min=1, max=MAX_SIZE, help="Rows of A and C.")]
+NOption = Annotated[int, typer.Option("--n", min=1, max=MAX_SIZE, help="Columns of B and C.")]
+KOption = Annotated[int, typer.Option("--k", min=1, max=MAX_SIZE, help="Columns of A, rows of B.")]
+ClusterOption = Annotated[
+    str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
+]
+DtypeOption = Annotated[str, typer.Option(help="Element type.")]
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
+
+@tune.command()
+def layouts(
+    m: MOption = 4096,
+    n: NOption = 4096,
+    k: KOption = 4096,
+    cluster: ClusterOption = "h100-node",
+    a: Annotated[
+        str | None, typer.Option(help="Keep A in this layout: a grid ROWSxCOLS or COPIESxROWSxCOLS.")
+    ] = None,
+    b: Annotated[str | None, typer.Option(help="Keep B in this layout.")] = None,
+    c: Annotated[str | None, typer.Option(help="Keep C in this layout.")] = None,
+    dtype: DtypeOption = "float32",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The most that a rank may hold, such as 512MiB or 2GB. Default: the chip's memory."
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the best first.")] = 5,
+    json: JsonOption = False,
+) -> None:
+    """Find the layouts of A, B and C in which their product takes the least time within a memory limit.
+
+    Tried are blocks on every process grid with every number of copies, and in each of them every stationary
+    matrix, number of slices and place to sum up (Slicing Is All You Need, section 5.2). Times are estimates.
+
+    Example: meshweave tune layouts --m 8192 --n 8192 --k 8192 --cluster h100-node:8 --memory 256MiB
+    """
+    from meshweave.cost.rates import RankRates
+    from meshweave.tune.layouts import tune_layouts
+
+    target = _cluster(cluster, MAX_LAYOUT_RANKS)
+    limit = target.chip.memory_bytes if memory is None else read_bytes("--memory", memory)
+    kept = {
+        name: read_grid(text, target.num_chips) for name, text in zip("abc", (a, b, c), strict=True) if text
+    }
+    with progress_bar("trying layouts", plain_lines=True) as progress:
+        results = tune_layouts(
+            m,
+            n,
+            k,
+            target.num_chips,
+            RankRates.of(target),
+            **kept,
+            dtype=read_dtype(dtype),
+            memory_bytes=limit,
+            count=count,
+            progress=progress,
+        )
+    if json:
+        print_json([_layouts_json(result) for result in results])
+        return
+    typer.echo(
+        f"C ({m}, {n}) = A ({m}, {k}) B ({k}, {n}) in {dtype} on {target.num_chips} chips of {target.name}, "
+        f"at most {format_bytes(limit)} a rank"
+    )
+    _print_layouts(results)
+
+
+@tune.command()
+def schedule(
+    m: MOption = 4096,
+    n: NOption = 4096,
+    k: KOption = 4096,
+    cluster: ClusterOption = "h100-node",
+    a: Annotated[
+        str | None,
+        typer.Option(help="Layout of A: a grid ROWSxCOLS or COPIESxROWSxCOLS. Default: row blocks."),
+    ] = None,
+    b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None,
+    c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None,
+    dtype: DtypeOption = "float32",
+    kinds: Annotated[
+        str,
+        typer.Option(
+            "--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."
+        ),
+    ] = "all",
+    max_states: Annotated[
+        int | None,
+        typer.Option(min=1, help="States that the exhaustive search may weigh per rank before it settles."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Find the order in which the ranks of a product issue their fetches, products and accumulates.
+
+    Each kind of schedule gives an order, and its program is simulated, contention included (Slicing Is All You
+    Need, sections 4.2 and 4.3). Stationary matrix and slices are those with the least estimated time.
+
+    Example: meshweave tune schedule --m 4096 --n 4096 --k 4096 --cluster h100-node:8 --a 2x4 --b 2x4 --c 2x4
+    """
+    from meshweave.algorithms.universal import UniversalProblem
+    from meshweave.cost.rates import RankRates
+    from meshweave.tune.schedules import search_schedule
+    from meshweave.tune.universal import tune_universal
+
+    target = _cluster(cluster, MAX_SCHEDULE_RANKS)
+    rows = f"{target.num_chips}x1"
+    grid_a, grid_b, grid_c = (read_grid(text or rows, target.num_chips) for text in (a, b, c))
+    problem = UniversalProblem(m, n, k, grid_a, grid_b, grid_c, read_dtype(dtype))
+    limits = {} if max_states is None else {"max_states": max_states}
+    wanted = _schedule_kinds(kinds)
+    with progress_bar("simulating schedules", plain_lines=True) as progress:
+        config = tune_universal(problem, RankRates.of(target)).config
+        results = search_schedule(problem, config, target, kinds=wanted, progress=progress, **limits)
+    if json:
+        print_json({"config": str(config), "schedules": [_schedule_json(result) for result in results]})
+        return
+    _print_schedules(problem, config, target, results)
+
+
+def _cluster(text: str, max_ranks: int) -> Cluster:
+    cluster = load_cluster(text)
+    if cluster.num_chips > max_ranks:
+        raise LayoutError(
+            f"{printable(text)} has {cluster.num_chips} chips; the search takes at most {max_ranks}: give NAME:N"
+        )
+    return cluster
+
+
+def _schedule_kinds(text: str) -> Any:
+    from meshweave.tune.schedules import SCHEDULE_KINDS
+
+    names = read_names(text) or SCHEDULE_KINDS
+    for name in names:
+        if name not in SCHEDULE_KINDS:
+            raise UnsupportedError(
+                f"there is no schedule '{printable(name)}'{did_you_mean(name, SCHEDULE_KINDS)}; "
+                f"there are {', '.join(SCHEDULE_KINDS)}"
+            )
+    return names
+
+
+def _layouts_json(result: TunedLayouts) -> dict[str, Any]:
+    from meshweave.tune.layouts import layout_words
+
+    return {
+        **{name: layout_words(result.problem.layout(name)) for name in ("a", "b", "c")},
+        "config": str(result.tuned.config),
+        "estimate_s": result.tuned.estimate.total_s,
+        "moved_bytes": result.tuned.moved_bytes,
+        "matrix_bytes": result.matrix_bytes,
+        "extra_bytes": result.extra_bytes,
+    }
+
+
+def _print_layouts(results: tuple[TunedLayouts, ...]) -> None:
+    head = ("A", "B", "C", "computed with", "time", "moved", "matrices", "besides")
+    rows = []
+    for data in map(_layouts_json, results):
+        amounts = (format_bytes(data[name]) for name in ("moved_bytes", "matrix_bytes", "extra_bytes"))
+        names = (data[name] for name in ("a", "b", "c", "config"))
+        rows.append((*names, format_s(data["estimate_s"]), *amounts))
+    _print_table(head, rows, num_left=4)
+    typer.echo(
+        "2 x (3 x 2): two copies, each in blocks on a grid of 3 x 2. Moved: by all ranks together. "
+        "Matrices and besides: the most on a rank."
+    )
+
+
+def _schedule_json(result: SimulatedSchedule) -> dict[str, Any]:
+    return {
+        "kind": result.kind,
+        "simulated_s": result.simulated_s,
+        "staged_s": result.staged_s,
+        "bound_s": result.bound_s,
+        "num_proven": result.num_proven,
+        "num_states": result.num_states,
+    }
+
+
+def _print_schedules(
+    problem: UniversalProblem,
+    config: UniversalConfig,
+    cluster: Cluster,
+    results: tuple[SimulatedSchedule, ...],
+) -> None:
+    from meshweave.tune.layouts import layout_words
+
+    a, b, c = (layout_words(problem.layout(name)) for name in ("a", "b", "c"))
+    typer.echo(
+        f"C ({problem.m}, {problem.n}) on {c} = A ({problem.m}, {problem.k}) on {a} times B ({problem.k}, "
+        f"{problem.n}) on {b}, {problem.dtype}, {cluster.num_chips} chips of {cluster.name}; {config}"
+    )
+    rows = []
+    for result in results:
+        proven = bound = "-"
+        if result.bound_s is not None:
+            proven, bound = f"{result.num_proven} of {len(problem.ranks)} ranks", format_s(result.bound_s)
+        rows.append((result.kind, format_s(result.simulated_s), format_s(result.staged_s), bound, proven))
+    _print_table(("schedule", "simulated", "staged", "staged at least", "proven best"), rows, num_left=1)
+    typer.echo(
+        "Staged: as if the slowest rank waited for all its transfers and products after every stage, the cost "
+        "that greedy and exhaustive schedules lower."
+    )
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, column in enumerate(head):
+        table.add_column(column, justify="left" if number < num_left else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if Console().is_terminal else 130, highlight=False).print(table)

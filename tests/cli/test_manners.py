@@ -1,0 +1,108 @@
+"""What every verb shares: the version, completion by Tab, Ctrl-C, and error lines of a readable length."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshweave import __version__
+from meshweave.cli import app as app_module
+from meshweave.cli import options
+from meshweave.cli.app import run_app
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["--version"]) == 0
+    assert capsys.readouterr().out == f"meshweave {__version__}\n"
+
+
+def test_completion_is_offered_and_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_app(["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--install-completion" in text and "--show-completion" in text and "by Tab" in text
+    env = {
+        **os.environ,
+        "_MESHWEAVE_COMPLETE": "complete_bash",
+        "COMP_WORDS": "meshweave re",
+        "COMP_CWORD": "1",
+    }
+    command = [sys.executable, "-c", "from meshweave.cli import main; main([])"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["reshard", "reproduce"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["plan", "x" * 3000, "--cluster", "tpu-v4-pod"],
+        ["plan", "gpt3", "--cluster", "y" * 3000],
+        ["show", "z" * 3000],
+        ["show", "meshslice", "--mesh", "9" * 3000],
+        ["show", *["word"] * 800],
+        ["verify", "p" * 3000],
+        ["plan", "gpt3", "--cluster", "tpu-v4-pod", f"--batch={'9' * 3000}x"],
+    ],
+)
+def test_errors_quote_at_most_a_screen_line(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert run_app(args) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert len(err) < 700 and max(map(len, err.split())) <= app_module.MAX_QUOTED + 20
+
+
+def test_interrupted_before_anything_was_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshweave.cli.plan.load_cluster", interrupt)
+    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod", "--out", "nowhere.json"]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted; nothing was written"
+
+
+def test_interrupted_after_a_file_was_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.toml", tmp_path / "page.html"
+    old.write_text("old")
+    os.utime(old, (1, 1))
+
+    def interrupt(name: str) -> None:
+        new.write_text("new")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("meshweave.cli.plan.load_cluster", interrupt)
+    assert run_app(["plan", str(old), "--cluster", "tpu-v4-pod", f"--report={new}"]) == 130
+    assert capsys.readouterr().err.strip() == f"interrupted; written: {new}"
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 2.5])
+def test_ctrl_c_is_one_line(delay_s: float) -> None:
+    """In its own process group, as a terminal sends it: while modules load, and while a verb works."""
+    args = ["tune", "layouts", "--cluster", "tpu-v4-pod:64", "--memory", "100MB"]
+    code = f"from meshweave.cli import main\nprint('up', flush=True)\nmain({args!r})"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.strip().splitlines()[-1] == "interrupted; nothing was written" and "Traceback" not in err
+
+
+def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "PLAIN_LINES_EVERY_S", 0.0)
+    with options.progress_bar("checking", plain_lines=True) as progress:
+        progress(3, 12)
+    with options.progress_bar("tuning") as progress:
+        progress(1, 2)
+    assert capsys.readouterr().err == "checking: 3 of 12\n"
