@@ -47,7 +47,7 @@ class Lab:
 
     @classmethod
     def load(cls, path: str | Path) -> Lab:
-        """Raises DescriptionError."""
+        """Return the lab that a LAB.toml describes. Raises DescriptionError."""
         return cls(load_lab(path))
 
     @property
@@ -55,11 +55,11 @@ class Lab:
         return self.description.num_ranks
 
     def cluster(self) -> Cluster:
-        """The same machine as a cluster description, for estimates and simulations."""
+        """Return the same machine as a cluster description, for estimates and simulations."""
         return self.description.cluster()
 
     def up(self) -> RunningLab:
-        """The lab to enter with `with`. Needs root, `ip` and `tc` with tbf."""
+        """Return the lab to enter with `with`. Entering needs root, `ip`, and `tc` with tbf."""
         return RunningLab(self.description)
 
 
@@ -118,15 +118,15 @@ class RunningLab:
         return self.description.num_ranks
 
     def namespace(self, rank: int) -> str:
-        """The name of the network namespace of a rank's host, for `ip netns exec`."""
+        """Return the name of the network namespace of a rank's host, for `ip netns exec`."""
         return f"{self._prefix}{self._wiring.host_of(rank).name}"
 
     def address(self, rank: int) -> str:
-        """The IPv4 address of a rank's host on the shaped links."""
+        """Return the IPv4 address of a rank's host on the shaped links."""
         return self._wiring.host_of(rank).address
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What the lab adds to the environment of a rank: as torchrun does, for env:// rendezvous."""
+        """Return what the lab adds to the environment of a rank: as torchrun does, for env:// rendezvous."""
         host, per_host = self._wiring.host_of(rank), len(self._wiring.hosts[0].ranks)
         return {
             "RANK": str(rank),
@@ -155,7 +155,7 @@ class RunningLab:
         grace_s: float = 5.0,
         on_line: LineHandler = print_line,
     ) -> RunResult:
-        """Runs a command once per rank, inside the rank's namespace, and waits for all.
+        """Run a command once per rank, inside the rank's namespace, and waits for all.
 
         The ranks inherit the environment with `env` and that of the lab on top. When one fails the others
         have `grace_s` seconds, then they are ended; so they are after `timeout_s`. Nothing that they have started
@@ -189,7 +189,7 @@ class RunningLab:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> list[Any]:
-        """Runs `function(context, payload)` in each rank and returns what each returned.
+        """Run `function(context, payload)` in each rank and return what each returned.
 
         As `meshweave.execute.ranks.launch.launch`, which see for arguments, `options` and errors; heartbeats take
         the management network. Ranks are lost after 5 s of silence unless given otherwise: there may be many
@@ -197,14 +197,14 @@ class RunningLab:
         """
         import torch.distributed as dist
 
-        from meshweave.execute.ranks.launch import Place, launch
+        from meshweave.execute.ranks.launch import RankPlace, launch
 
         options = {"interval_s": 0.5, "stale_s": 5.0, **options}
         with inside(f"{self._prefix}{FABRIC}"):
             # By way of its loopback: torch warns about an address of its own that has no name.
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         places = [
-            Place(
+            RankPlace(
                 self._enter(rank),
                 {k: v for k, v in self.environment(rank).items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
                 | {"MASTER_ADDR": STORE_ADDRESS},
@@ -250,10 +250,10 @@ class RunningLab:
             return
         with tempfile.TemporaryDirectory(prefix="meshweave-pace-") as folder:
             path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
-            found = os.pathsep.join(filter(None, [str(Path(startup.__file__).parent), path]))
+            python_path = os.pathsep.join(filter(None, [str(Path(startup.__file__).parent), path]))
             pacing = {"MESHWEAVE_PACE_FLOPS_PER_S": repr(rate), "MESHWEAVE_PACE_REPORT": folder}
             try:
-                yield {**pacing, **env, "PYTHONPATH": found}
+                yield {**pacing, **env, "PYTHONPATH": python_path}
             finally:
                 self.pace = read_reports(Path(folder))
 

@@ -82,7 +82,7 @@ class Pacer:
         return bool(getattr(self._of_thread, "is_inside", False))
 
     def product(self, flops: int, work: Callable[[], Any]) -> Any:
-        """What `work` returns, `flops / flops_per_s` seconds after the engine was free for it."""
+        """Run `work` and return its result, `flops / flops_per_s` seconds after the engine was free for it."""
         begin, debt = self._clock(), getattr(self._of_thread, "debt_s", 0.0)
         duration = flops / self.flops_per_s
         with self._lock:
@@ -114,7 +114,7 @@ class Pacer:
         return result
 
     def report(self) -> PaceReport:
-        """The books so far."""
+        """Return how well products have kept to the rate so far."""
         with self._lock:
             return PaceReport(
                 self.flops_per_s,
@@ -129,7 +129,7 @@ class Pacer:
 
 
 def flops_of(name: str, args: tuple[Any, ...]) -> int:
-    """The FLOPs of a product by the name of its kernel, 2 per multiply-add."""
+    """Return the FLOPs of a product by the name of its kernel, 2 per multiply-add."""
     at = _FIRST_FACTOR[name]
     a, b = args[at].shape, args[at + 1].shape
     return 2 * int(math.prod(a)) * int(b[-1])
@@ -199,7 +199,7 @@ def _multiply(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwar
 
 @contextmanager
 def paced(flops_per_s: float) -> Iterator[Pacer]:
-    """Paces the matrix products of this process's CPU tensors, in all threads, at `flops_per_s`.
+    """Pace the matrix products of this process's CPU tensors, in all threads, at `flops_per_s`.
 
     Gives the `Pacer`, whose `report()` tells how well that went. An inner `paced` holds until it is left.
 
@@ -218,7 +218,7 @@ def paced(flops_per_s: float) -> Iterator[Pacer]:
 
 
 def pace_from_environment() -> None:
-    """Paces this process for good, where MESHWEAVE_PACE_FLOPS_PER_S says at which rate.
+    """Pace this process for good, where MESHWEAVE_PACE_FLOPS_PER_S says at which rate.
 
     At its orderly end the process leaves its report in the folder MESHWEAVE_PACE_REPORT, if that is set.
     """
@@ -247,10 +247,10 @@ def _write_report(pacer: Pacer, path: Path) -> None:
 
 
 def read_reports(folder: Path) -> dict[int, PaceReport]:
-    """The reports in a folder, by rank; of several processes of a rank the one with most products."""
-    found: dict[int, PaceReport] = {}
+    """Return the reports in a folder, by rank; of several processes of a rank the one with most products."""
+    reports: dict[int, PaceReport] = {}
     for path in sorted(folder.glob("pace-*.json")):
         rank, report = int(path.name.split("-")[1]), PaceReport(**json.loads(path.read_text()))
-        if rank not in found or report.num_products > found[rank].num_products:
-            found[rank] = report
-    return found
+        if rank not in reports or report.num_products > reports[rank].num_products:
+            reports[rank] = report
+    return reports

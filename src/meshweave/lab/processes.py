@@ -25,7 +25,7 @@ LineHandler = Callable[[int, str, bool], None]
 
 
 def print_line(rank: int, line: str, is_error: bool) -> None:
-    """Prints `[rank] line`."""
+    """Print `[rank] line`."""
     stream = sys.stderr if is_error else sys.stdout
     stream.write(f"[{rank}] {line}\n" if rank >= 0 else f"meshweave lab: {line}\n")
     stream.flush()
@@ -69,7 +69,7 @@ class RankProcesses:
     _pending: dict[tuple[int, bool], bytes] = field(default_factory=dict)
 
     def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts a rank in a process group of its own. Raises BindError where the command is not there."""
+        """Start a rank in a process group of its own. Raises BindError where the command is not there."""
         try:
             process = subprocess.Popen(
                 command,
@@ -89,7 +89,7 @@ class RankProcesses:
             self._selector.register(stream, selectors.EVENT_READ, (rank, is_error))
 
     def wait(self, grace_s: float) -> None:
-        """Until all have ended, the time is up, or `grace_s` after a first one failed; then ends the rest."""
+        """Wait until all have ended, the time is up, or `grace_s` after a first one failed; then ends the rest."""
         until, failed = self.until, False
         while self.running:
             now = time.monotonic()

@@ -15,9 +15,12 @@ Cell = str | float | None
 
 @dataclass(frozen=True)
 class FigurePanel:
-    """One model's part of a figure: a table with a name per column; None where there is no such value.
+    """The part of a figure for one model: a table with a name per column; None where there is no value.
 
-    `published` lists (row, column, value) of what the paper states of it, `notes` what to know of the columns."""
+    Attributes:
+        published: (row, column, value) of each value that the paper states.
+        notes: what to know of the columns.
+    """
 
     model: str
     columns: tuple[str, ...]
@@ -28,12 +31,15 @@ class FigurePanel:
 
 @dataclass(frozen=True)
 class Figure:
+    """A figure of a paper, computed again."""
+
     number: int
     title: str
     unit: str
     panels: tuple[FigurePanel, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
+        """Return the figure as plain values."""
         return {
             "figure": self.number,
             "title": self.title,
@@ -51,6 +57,7 @@ class Figure:
         }
 
     def markdown(self) -> str:
+        """Return the figure as Markdown tables."""
         parts = [f"## Figure {self.number}: {self.title} ({self.unit})"]
         for panel in self.panels:
             head = f"| {' | '.join(panel.columns)} |"
@@ -58,8 +65,8 @@ class Figure:
             lines = [f"| {' | '.join(map(_cell, row))} |" for row in panel.rows]
             parts.append("\n".join([f"{panel.model}\n", head, rule, *lines]))
             if panel.published:
-                told = ", ".join(f"{row}, {column}: {value:.4g}" for row, column, value in panel.published)
-                parts.append(f"Published, or derived from published numbers: {told}.")
+                points = ", ".join(f"{row}, {column}: {value:.4g}" for row, column, value in panel.published)
+                parts.append(f"Published, or derived from published numbers: {points}.")
             if panel.notes:
                 parts.append("\n".join(f"- {note}" for note in panel.notes))
         return "\n\n".join(parts) + "\n"
@@ -70,7 +77,7 @@ def _cell(value: Cell) -> str:
 
 
 def parse_figure_numbers(names: Sequence[str], known: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of figures, of those that are known. Raises UnsupportedError for one that there is not."""
+    """Return the numbers of the named figures. Raises UnsupportedError for a name that is not known."""
     numbers = {str(number): number for number in known}
     for name in names:
         if name not in numbers:
@@ -83,7 +90,7 @@ def parse_figure_numbers(names: Sequence[str], known: Iterable[int]) -> tuple[in
 def build_figures(
     make: Callable[[int], Figure], known: Iterable[int], numbers: Sequence[int], progress: Progress
 ) -> list[Figure]:
-    """Those of the known figures that `numbers` lists, or all, in the order of the known ones."""
+    """Return the known figures that `numbers` lists, or all if it is empty, in the order of `known`."""
     wanted = [number for number in known if not numbers or number in numbers]
     out = []
     for done, number in enumerate(wanted):

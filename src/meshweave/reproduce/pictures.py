@@ -13,7 +13,7 @@ _CUT = 6.0
 
 
 def pictures(figure: Figure) -> dict[str, str]:
-    """SVG by model."""
+    """Return the pictures of a figure: an SVG by model."""
     return {panel.model: _picture(figure, panel) for panel in figure.panels}
 
 
@@ -76,9 +76,9 @@ def _lines(title: str, figure: Figure, panel: FigurePanel) -> str:
         ringed = (best,) if figure.number in (13, 14) else ()
         # Crosses, since a line of simulations would cover that of estimates.
         series.append(Series(name, points, ringed, joined=name != "simulation"))
-    told = tuple((places[names.index(row)], value) for row, _, value in panel.published if row in names)
-    if told:
-        series.append(Series("published", told, joined=False))
+    stated = tuple((places[names.index(row)], value) for row, _, value in panel.published if row in names)
+    if stated:
+        series.append(Series("published", stated, joined=False))
     return line_chart(
         title,
         series,

@@ -21,8 +21,11 @@ _KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "sco
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A row of the file. `values` holds the published number by model (or what else a paper looks at), or under
-    `both`; models without a number are computed all the same where `values` is empty."""
+    """A row of the file.
+
+    `values` holds the published number by model (or by what else the paper looks at), or under `both`. If it is
+    empty, the row is computed for all models.
+    """
 
     id: str
     what: str
@@ -36,10 +39,11 @@ class PublishedRow:
 
     @property
     def models(self) -> tuple[str, ...]:
+        """What the row is computed for."""
         return tuple(self.values) or MODELS
 
     def beside(self, what: str, ours: OurValue) -> JudgedRow:
-        """The row of one of `models`, ours beside the published number."""
+        """Return the row of one of `models`, our value beside the published one."""
         return JudgedRow(
             self.id,
             self.what,
@@ -58,7 +62,7 @@ class PublishedRow:
 
 
 def published_rows(paper: str) -> tuple[PublishedRow, ...]:
-    """All rows of a paper, in the order of the file."""
+    """Return all rows of a paper, in the order of the file."""
     text = (files("meshweave.reproduce") / "published" / f"{paper}.toml").read_text(encoding="utf-8")
     return tuple(_row(entry) for entry in tomllib.loads(text)["row"])
 
@@ -85,7 +89,7 @@ def _row(entry: dict[str, Any]) -> PublishedRow:
 
 
 def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[PublishedRow, ...]:
-    """The rows with these ids, or all where none is named. Raises UnsupportedError for an unknown id."""
+    """Return the rows with these ids, or all if none is named. Raises UnsupportedError for an unknown id."""
     known = [row.id for row in rows]
     for name in ids:
         if name not in known:
@@ -98,8 +102,10 @@ def select_rows(rows: Sequence[PublishedRow], ids: Sequence[str]) -> tuple[Publi
 def judge_rows(
     paper: str, row: Callable[[PublishedRow, str], JudgedRow], ids: Sequence[str], progress: Progress
 ) -> list[JudgedRow]:
-    """All rows of a paper, or those with these ids, computed by `row`. Raises UnsupportedError for an unknown
-    id."""
+    """Return the rows of a paper with these ids, or all, computed by `row`.
+
+    Raises UnsupportedError for an unknown id.
+    """
     jobs = [(entry, what) for entry in select_rows(published_rows(paper), ids) for what in entry.models]
     out = []
     for number, (entry, what) in enumerate(jobs):

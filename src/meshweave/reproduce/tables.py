@@ -15,8 +15,13 @@ from meshweave.reproduce.verdict import DIFFERS, HOLDS, NEAR, JudgedRow, count_v
 
 @dataclass(frozen=True)
 class PaperSummary:
-    """What rows and figures are of: the paper, the machines with the sources of their constants, and `way`, how
-    ours came about. `findings` are sentences about what the numbers say together."""
+    """What the head of a table says of its rows and figures.
+
+    Attributes:
+        machines: names of the clusters, each with the source of its constants.
+        method: how our values were computed.
+        findings: sentences about what the numbers say together.
+    """
 
     title: str
     citation: str
@@ -26,6 +31,7 @@ class PaperSummary:
 
     @property
     def names(self) -> str:
+        """The names of the machines."""
         return " and ".join(name for name, _ in self.machines)
 
 
@@ -34,21 +40,24 @@ _COLOURS = {HOLDS: "#2a9d76", NEAR: "#b8860b", DIFFERS: "#c23b3b"}
 
 
 def format_number(value: float | None) -> str:
+    """Return a number with four digits, "-" for None."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def cells(row: JudgedRow) -> tuple[str, ...]:
-    """In the order of `HEAD`."""
+    """Return the cells of a row, in the order of `HEAD`."""
     published, ours = format_number(row.published), format_number(row.ours)
     return row.what, row.model, published, ours, row.unit, row.verdict, row.where, row.remark
 
 
 def verdict_summary(rows: Sequence[JudgedRow], about: PaperSummary) -> str:
+    """Return a sentence: how many rows there are, and how many have each verdict."""
     counts = ", ".join(f"{count} {verdict}" for verdict, count in count_verdicts(list(rows)).items())
     return f"{len(rows)} numbers on {about.names}, by {about.method}: {counts}."
 
 
 def markdown(rows: Sequence[JudgedRow], about: PaperSummary) -> str:
+    """Return the rows as a Markdown table, with the findings below."""
     lines = [verdict_summary(rows, about), ""]
     lines += [f"| {' | '.join(HEAD)} |", "|---|---|---:|---:|---|---|---|---|"]
     lines += [f"| {' | '.join(cells(row))} |" for row in rows]
@@ -57,6 +66,7 @@ def markdown(rows: Sequence[JudgedRow], about: PaperSummary) -> str:
 
 
 def row_json(row: JudgedRow) -> dict[str, Any]:
+    """Return a row as plain values."""
     return {
         "id": row.id,
         "model": row.model,
@@ -74,7 +84,7 @@ def row_json(row: JudgedRow) -> dict[str, Any]:
 
 
 def html(rows: Sequence[JudgedRow], figures: Sequence[Figure], about: PaperSummary) -> str:
-    """One self-contained page: the table, then all pictures, each with its data."""
+    """Return one self-contained page: the table, then all pictures, each with its data."""
     title = f"{about.title}, reproduced on {about.names}"
     lines = []
     for row in rows:

@@ -24,6 +24,7 @@ class Tolerance:
     kind: Kind = "share"
 
     def judge(self, published: float, ours: float) -> str:
+        """Return the verdict on our value: HOLDS, NEAR or DIFFERS."""
         if self.kind == "goal":
             return HOLDS if ours <= published else DIFFERS
         if self.kind in ("least", "more"):
@@ -38,7 +39,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class OurValue:
-    """A value of ours, what it is made of, or the reason why there is none."""
+    """Our value, what it is made of, or the reason why there is none."""
 
     value: float | None
     detail: str = ""
@@ -69,6 +70,7 @@ class JudgedRow:
 
     @property
     def verdict(self) -> str:
+        """HOLDS, NEAR, DIFFERS, ALONE or MISSING."""
         if self.ours is None:
             return MISSING
         if self.published is None or not self.scored:
@@ -77,7 +79,7 @@ class JudgedRow:
 
     @property
     def remark(self) -> str:
-        """What stands behind the verdict: why there is no number, or why it is another one."""
+        """Why there is no number of ours, or why it differs."""
         if self.ours is None:
             return self.reason
         parts = [
@@ -89,7 +91,7 @@ class JudgedRow:
 
 
 def count_verdicts(rows: list[JudgedRow]) -> dict[str, int]:
-    """How many rows have each verdict, in the order of `HOLDS`, `NEAR`, ..."""
+    """Return how many rows have each verdict, in the order of `HOLDS`, `NEAR`, ..."""
     order = (HOLDS, NEAR, DIFFERS, ALONE, MISSING)
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in order}
     return {verdict: count for verdict, count in counts.items() if count}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from meshweave.algorithms.matmul2d.common.problem import MatmulProblem
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dProblem
 from meshweave.check.reference import random_tensor
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
 from meshweave.ir.program import Program
@@ -106,7 +106,7 @@ def _bind(
     from meshweave.ir.program.parse import parse
 
     m, n, k, mesh_shape, dataflow = product["problem"]
-    problem = MatmulProblem(m, n, k, tuple(mesh_shape), dataflow)
+    problem = Matmul2dProblem(m, n, k, tuple(mesh_shape), dataflow)
     operands = _Operands(problem, seed, shared.rank)
     rivals: list[_BoundRival] = []
     for rival in product["rivals"]:
@@ -126,7 +126,7 @@ def _bind(
 class _Operands:
     """The operands of a problem, and the shards of them and of their product on one rank, each made once."""
 
-    def __init__(self, problem: MatmulProblem, seed: int, rank: int) -> None:
+    def __init__(self, problem: Matmul2dProblem, seed: int, rank: int) -> None:
         self.problem, self._rank = problem, rank
         self._whole = {
             name: random_tensor(name, problem.stored_shape(name), "float32", seed) for name in "ab"

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.lab.bench.rivals import PRECONDITIONS, Rival
 
 
@@ -25,7 +25,7 @@ class Round:
         pass_name: which product of a layer it is.
     """
 
-    problem: MatmulProblem
+    problem: Matmul2dProblem
     rivals: tuple[Rival, ...]
     flops_per_s: float = 0.0
     ratio: float | None = None
@@ -140,7 +140,7 @@ class MeasuredRound:
         """Return the round that `to_json` wrote. Its `round` has no rivals, only their times."""
         problem = {**data["problem"], "mesh_shape": tuple(data["problem"]["mesh_shape"])}
         described = Round(
-            MatmulProblem(**problem), (), data["flops_per_s"] or 0.0, data["ratio"], data["pass"]
+            Matmul2dProblem(**problem), (), data["flops_per_s"] or 0.0, data["ratio"], data["pass"]
         )
         results = tuple(RivalTimes.from_json(result) for result in data["results"])
         return cls(described, results, tuple(data["pace"]), data["late_s"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
@@ -47,7 +47,7 @@ class Rival:
 
     name: str
     algorithm: str = ""
-    config: Config = field(default_factory=Config)
+    config: Matmul2dConfig = field(default_factory=Matmul2dConfig)
     ring_directions: int = 0
     inputs_replicated: bool = False
 
@@ -56,7 +56,7 @@ class Rival:
         """The name that all configurations of a rival share."""
         return self.algorithm if self.ring_directions else self.name
 
-    def payload(self, problem: MatmulProblem) -> dict[str, Any]:
+    def payload(self, problem: Matmul2dProblem) -> dict[str, Any]:
         """Return what a rank needs to run the rival. Raises LayoutError for slices that do not fit the problem."""
         if not self.algorithm:
             return {
@@ -65,7 +65,7 @@ class Rival:
             }
         return {"name": self.name, "program": to_text(self.program(problem))}
 
-    def program(self, problem: MatmulProblem) -> Program:
+    def program(self, problem: Matmul2dProblem) -> Program:
         """Return the lowered program of an algorithm. Raises LayoutError for slices that do not fit the
         problem.
         """
@@ -81,7 +81,7 @@ class Rival:
             program = lower_rings(program, 2, two_links)
         return lower_chains(lower_rings(program, 1))
 
-    def estimate_s(self, problem: MatmulProblem, machine: Machine) -> float | None:
+    def estimate_s(self, problem: Matmul2dProblem, machine: Machine) -> float | None:
         """Return the seconds by the algorithm's skeleton on a machine; None for DTensor, which has no skeleton."""
         if not self.algorithm:
             return None
@@ -99,20 +99,20 @@ def widths_text(widths: Sequence[int]) -> str:
     return ":".join(str(width) if count == 1 else f"{width}x{count}" for width, count in runs)
 
 
-def meshslice_rival(problem: MatmulProblem, widths: Sequence[int]) -> Rival:
+def meshslice_rival(problem: Matmul2dProblem, widths: Sequence[int]) -> Rival:
     """Return MeshSlice with slices of these relative widths."""
     even = len(set(widths)) == 1
     name = f"meshslice S={len(widths)}" if even else f"meshslice {widths_text(widths)}"
-    return Rival(name, "meshslice", Config(tuple(widths)), num_ring_directions(problem))
+    return Rival(name, "meshslice", Matmul2dConfig(tuple(widths)), num_ring_directions(problem))
 
 
-def num_ring_directions(problem: MatmulProblem) -> int:
+def num_ring_directions(problem: Matmul2dProblem) -> int:
     """Return 2 if some axis has more than two ranks, else 1: an axis of two ranks has one link."""
     return 2 if max(problem.mesh_shape) > 2 else 1
 
 
 def choose_rivals(
-    problem: MatmulProblem,
+    problem: Matmul2dProblem,
     cluster: Cluster,
     names: Sequence[str],
     extra_slices: Sequence[Sequence[int]] = (),
@@ -149,7 +149,7 @@ def choose_rivals(
     return list({rival.name: rival for rival in reversed(rivals)}.values())[::-1]
 
 
-def _rival_name(name: str, config: Config) -> str:
+def _rival_name(name: str, config: Matmul2dConfig) -> str:
     if len(set(config.slices)) > 1:
         return f"{name} {widths_text(config.slices)}"
     return f"{name} {config}" if config.slice_count > 1 or config.packets > 1 else name
@@ -160,7 +160,7 @@ def _tapered_only(entry: Matmul2d) -> Matmul2d:
     if entry.name != "meshslice_tapered":
         return entry
 
-    def candidates(problem: MatmulProblem) -> Iterator[Config]:
+    def candidates(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
         return (config for config in entry.candidates(problem) if len(set(config.slices)) > 1)
 
     return Restricted(entry, entry.name, candidates)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, PassName, pass_problem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError, UnsupportedError
@@ -65,7 +65,7 @@ def layer_rounds(
 
 def unpaced_rounds(rounds: Sequence[Round]) -> list[Round]:
     """Return for each product of `rounds` an unpaced round of all the rivals that it has in any of them."""
-    rivals_of: dict[tuple[MatmulProblem, str], dict[Rival, None]] = {}
+    rivals_of: dict[tuple[Matmul2dProblem, str], dict[Rival, None]] = {}
     for round_ in rounds:
         key = round_.problem, round_.pass_name
         rivals_of.setdefault(key, {}).update(dict.fromkeys(round_.rivals))
@@ -129,8 +129,8 @@ def run_rounds(
     for round_ in rounds:
         if round_.problem.num_chips != lab.num_ranks:
             raise UnsupportedError(f"a mesh of {round_.problem.num_chips} ranks on a lab of {lab.num_ranks}")
-    rivals_of: dict[MatmulProblem, dict[Rival, int]] = {}
-    rounds_of: dict[MatmulProblem, list[dict[str, Any]]] = {}
+    rivals_of: dict[Matmul2dProblem, dict[Rival, int]] = {}
+    rounds_of: dict[Matmul2dProblem, list[dict[str, Any]]] = {}
     for round_ in rounds:
         known = rivals_of.setdefault(round_.problem, {})
         indices = [known.setdefault(rival, len(known)) for rival in round_.rivals]

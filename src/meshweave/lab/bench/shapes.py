@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
@@ -97,7 +97,7 @@ def compare_shapes(
     pace = 0.0
     rounds: list[Round] = []
     for lab, shape, calibrated in labs:
-        problem = MatmulProblem(m, n, k, shape, dataflow)
+        problem = Matmul2dProblem(m, n, k, shape, dataflow)
         if not problem.traffic_bytes(0):
             raise LayoutError(f"a mesh of {problem.num_chips} rank communicates nothing; take a larger lab")
         pace = pace or balanced_flops_per_s(problem, lab.cluster(), ratio)

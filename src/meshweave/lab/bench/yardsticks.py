@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshweave.algorithms.matmul2d import MatmulProblem
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster, NetworkAxis, RingNetwork, SwitchNetwork, TorusNetwork
@@ -39,19 +39,19 @@ def with_pace(cluster: Cluster, flops_per_s: float) -> Cluster:
     return replace(cluster, chip=replace(cluster.chip, effective_flops_per_s=flops_per_s))
 
 
-def matmul_machine(cluster: Cluster, problem: MatmulProblem) -> Machine:
+def matmul_machine(cluster: Cluster, problem: Matmul2dProblem) -> Machine:
     """Return the machine with the problem's mesh laid on the cluster. Raises LayoutError where it does not fit."""
     return mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
 
 
-def bound_s(problem: MatmulProblem, machine: Machine) -> float:
+def bound_s(problem: Matmul2dProblem, machine: Machine) -> float:
     """Return max(compute, bytes per axis / rate) in seconds: no 2D algorithm with these shards is faster."""
     compute = problem.flops / problem.num_chips / machine.cluster.chip.effective_flops_per_s
     moved = problem.traffic_bytes(0)
     return max(compute, *(amount / machine.rate(axis, "all_gather") for axis, amount in moved.items()), 0.0)
 
 
-def balanced_flops_per_s(problem: MatmulProblem, cluster: Cluster, ratio: float) -> float:
+def balanced_flops_per_s(problem: Matmul2dProblem, cluster: Cluster, ratio: float) -> float:
     """Return the pace at which compute takes `ratio` times as long as communication along the slower axis."""
     machine = matmul_machine(ideal_cluster(cluster, 1.0), problem)
     moved = problem.traffic_bytes(0)

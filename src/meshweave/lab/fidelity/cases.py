@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import estimate
@@ -34,14 +34,14 @@ class FidelityCase:
 
     number: int
     algorithm: str
-    problem: MatmulProblem
-    config: Config
+    problem: Matmul2dProblem
+    config: Matmul2dConfig
     ring_directions: int
     flops_per_s: float
 
     def __str__(self) -> str:
         p = self.problem
-        config = f" {self.config}" if self.config != Config() else ""
+        config = f" {self.config}" if self.config != Matmul2dConfig() else ""
         return f"{self.algorithm}{config} {p.dataflow} {p.m} x {p.n} x {p.k}"
 
     @cached_property
@@ -116,7 +116,7 @@ def _draw(
                 "ls": (first, sliced, second),
                 "rs": (sliced, second, first),
             }
-            problem = MatmulProblem(*sizes[dataflow], mesh_shape, dataflow)
+            problem = Matmul2dProblem(*sizes[dataflow], mesh_shape, dataflow)
             pace = balanced_flops_per_s(problem, cluster, ratio)
             machine = matmul_machine(with_pace_of_ranks(cluster, pace), problem)
             config = _pick(name, problem, count, rng)
@@ -135,10 +135,10 @@ def _draw(
     )
 
 
-def _pick(name: str, problem: MatmulProblem, count: int, rng: random.Random) -> Config | None:
+def _pick(name: str, problem: Matmul2dProblem, count: int, rng: random.Random) -> Matmul2dConfig | None:
     if name in ("meshslice", "meshslice_dp"):
-        return Config((1,) * count)
-    candidates: Iterator[Config] = ALGORITHMS[name].candidates(problem)
+        return Matmul2dConfig((1,) * count)
+    candidates: Iterator[Matmul2dConfig] = ALGORITHMS[name].candidates(problem)
     limit = max(_SLICE_COUNTS)
     if name == "meshslice_tapered":
         offered = [c for c in candidates if len(set(c.slices)) > 1 and c.slice_count <= limit]

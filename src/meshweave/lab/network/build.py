@@ -39,7 +39,7 @@ _OPTIONAL = ("ipv6/", "ipv4/tcp_no_metrics_save")
 
 
 def build(wiring: Wiring, prefix: str, mtu_bytes: int) -> None:
-    """Builds all of it under names that start with `prefix`; the caller removes it, also where this raises.
+    """Build a wiring under names that start with `prefix`; the caller removes it, also where this raises.
 
     Raises UnsupportedError with what `ip` or `tc` said.
     """

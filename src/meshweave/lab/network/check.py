@@ -36,14 +36,14 @@ _known: list[str] = []
 
 
 def lab_problem() -> str:
-    """Why there can be no lab on this machine, or ""; tried out once per process, in some 50 ms."""
+    """Return why there can be no lab on this machine, or ""; it is tried once per process, in about 50 ms."""
     if not _known:
         _known.append(_try())
     return _known[0]
 
 
 def abilities() -> Abilities:
-    """What this machine can do."""
+    """Return what this machine can do for a lab."""
     owners = {name.rpartition("-")[0] for name in lab_namespaces()}
     num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return Abilities(lab_problem(), _can_pace(), num_cores, len(owners), tuple(leftovers()))
@@ -58,7 +58,7 @@ def _can_pace() -> bool:
 
 
 def obvious_problem() -> str:
-    """Why there can be no lab, as far as one can tell without building one, or ""."""
+    """Return why there can be no lab, as far as one can tell without building one, or ""."""
     if sys.platform != "linux":
         return "it needs Linux network namespaces"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -70,8 +70,8 @@ def obvious_problem() -> str:
 
 
 def _try() -> str:
-    if found := obvious_problem():
-        return found
+    if reason := obvious_problem():
+        return reason
     link = Link(1_000_000, 1_000_000)
     wiring = wire(LabDescription("probe", SwitchLab(2, 1, link, 1e9), 9000, None))
     prefix = new_prefix()

@@ -61,20 +61,20 @@ def _start_of(pid: int) -> int | None:
 
 
 def new_prefix() -> str:
-    """The start of the names of a new lab of this process."""
+    """Return the prefix of the namespaces of a new lab of this process."""
     owner = Owner.current()
     return f"meshweave-{owner.pid_space}-{owner.pid}-{owner.start}-{next(_numbers)}-"
 
 
 def lab_namespaces() -> list[str]:
-    """All namespaces that a lab made, of this process or of any other."""
+    """Return the names of all namespaces that labs made, of this process or of any other."""
     with suppress(FileNotFoundError):
         return sorted(entry.name for entry in FOLDER.iterdir() if _NAME.fullmatch(entry.name))
     return []
 
 
 def leftovers() -> list[str]:
-    """Those whose owner is gone."""
+    """Return the names of the namespaces of labs whose process has ended."""
     return [name for name in lab_namespaces() if _owner(name).is_gone]
 
 
@@ -85,14 +85,14 @@ def _owner(name: str) -> Owner:
 
 
 def remove_leftovers() -> list[str]:
-    """Ends what still runs in the namespaces of owners that are gone, and removes them; returns the names."""
+    """Remove the namespaces of labs whose process has ended, with all that runs in them; return their names."""
     names = leftovers()
     remove(names)
     return names
 
 
 def remove(names: Sequence[str]) -> None:
-    """Kills every process inside the namespaces, then removes them. What is gone already is no error."""
+    """Kill every process inside the namespaces, then remove them. A namespace that is gone already is no error."""
     assert all(_NAME.fullmatch(name) for name in names), names
     kill_inside(names)
     if names:
@@ -104,7 +104,7 @@ def remove(names: Sequence[str]) -> None:
 
 
 def kill_inside(names: Iterable[str], timeout_s: float = 5.0) -> None:
-    """SIGKILL to every process that lives in one of the namespaces, until none does."""
+    """Send SIGKILL to every process inside the namespaces until there is none, or the time is up."""
     inodes = set()
     for name in names:
         with suppress(FileNotFoundError):
@@ -119,18 +119,18 @@ def kill_inside(names: Iterable[str], timeout_s: float = 5.0) -> None:
 
 
 def _pids_in(inodes: set[tuple[int, int]]) -> list[int]:
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):  # it ended, or is a zombie
                 stat = (entry / "ns" / "net").stat()
                 if (stat.st_dev, stat.st_ino) in inodes:
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def run_batch(command: Sequence[str], lines: Sequence[str], *, check: bool = True) -> None:
-    """Runs `ip` or `tc` on many lines at once. Raises UnsupportedError with the first thing it says."""
+    """Run `ip` or `tc` on many lines at once. Raises UnsupportedError with the first line of its error output."""
     if not lines:
         return
     try:
@@ -153,7 +153,7 @@ def run_batch(command: Sequence[str], lines: Sequence[str], *, check: bool = Tru
 
 @contextmanager
 def inside(name: str) -> Iterator[None]:
-    """This thread, in namespace `name`. Sockets made, and threads started, in here stay in it."""
+    """Move this thread into namespace `name` for the block. Sockets and threads made in the block stay there."""
     libc: Any = ctypes.CDLL(None, use_errno=True)
     back = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -16,7 +16,7 @@ from meshweave.lab.network import probe_rank
 
 @dataclass(frozen=True)
 class ProbeFlow:
-    """`num_bytes` from one rank to another."""
+    """A message of `num_bytes` from one rank to another."""
 
     src: int
     dst: int
@@ -32,7 +32,7 @@ class Arrival:
 
 
 def goodput(lab: RunningLab, flows: Sequence[ProbeFlow], *, timeout_s: float = 60.0) -> list[Arrival]:
-    """The rate at which each flow arrived, all of them started together (to 20 ms).
+    """Return how each flow arrived, all of them started together (within 20 ms).
 
     The first eighth of a flow, and no less than 128 KiB, does not count in its rate: until then the token
     bucket is full, and TCP looks for its rate.

@@ -65,7 +65,7 @@ class Route:
 
 @dataclass
 class Wiring:
-    """All there is to build."""
+    """All that is to be built for a lab."""
 
     hosts: list[Host] = field(default_factory=list)
     cables: list[Cable] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Wiring:
 
 
 def wire(lab: LabDescription) -> Wiring:
-    """What to build for `lab`."""
+    """Return what is to be built for `lab`."""
     wiring = Wiring()
     match lab.network:
         case SwitchLab() as network:

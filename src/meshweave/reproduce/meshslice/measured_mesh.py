@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from statistics import mean
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy, percent_faster
@@ -33,7 +33,7 @@ class MeasuredMesh:
         entry, cluster = ALGORITHMS[algorithm], load_cluster(CLUSTER)
         estimates = self.study.estimates
 
-        def cost(problem: MatmulProblem, config: Config) -> float:
+        def cost(problem: Matmul2dProblem, config: Matmul2dConfig) -> float:
             timing = estimates.timing(problem, entry, config, cluster)
             return timing.total_s if overlap else timing.serial_s
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.work import traffic
@@ -254,7 +254,7 @@ def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
     entry = ALGORITHMS[algorithm]
     sizes = (1024 * KIBI, 12 * KIBI, 48 * KIBI)
     if algorithm == "25d":
-        problem = MatmulProblem(*sizes, mesh_shape, "os", "bfloat16")
+        problem = Matmul2dProblem(*sizes, mesh_shape, "os", "bfloat16")
         moved = traffic(entry.program(problem, next(entry.candidates(problem))), 0)
         return sum(amount for axis, amount in moved.items() if axis != "tp.depth")
     forward = pass_problem("x", "forward", sizes[0], sizes[2], sizes[1], mesh_shape, "bfloat16")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
 from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
 from meshweave.describe.model import FcLayer, load_model
@@ -53,7 +53,7 @@ class ChosenProducts:
     entry: Matmul2d
     cluster: Cluster
     shape: Shape
-    products: tuple[tuple[MatmulProblem, Config], ...]
+    products: tuple[tuple[Matmul2dProblem, Matmul2dConfig], ...]
 
     def timing(self, timer: Timer) -> Timing:
         return sum_timings(timer.timing(problem, self.entry, c, self.cluster) for problem, c in self.products)
@@ -105,7 +105,7 @@ class MeshSliceStudy:
     def workload(self, block: FcBlock) -> Workload:
         return Workload(block.batch, self.experiment.sequence, self.experiment.dtype)
 
-    def problems(self, block: FcBlock, shape: Shape) -> list[MatmulProblem]:
+    def problems(self, block: FcBlock, shape: Shape) -> list[Matmul2dProblem]:
         """The 12 products of a block, layer by layer."""
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
@@ -121,7 +121,7 @@ class MeshSliceStudy:
 
     def _problem(
         self, layer: FcLayer, stays: Stationary, name: str, tokens: int, shape: Shape, flipped: bool
-    ) -> MatmulProblem:
+    ) -> Matmul2dProblem:
         (pass_name,) = (known for known in PASSES if known == name)
         sizes = tokens, layer.in_features, layer.out_features
         return pass_problem(stays, pass_name, *sizes, shape, self.experiment.dtype, transposed=flipped)
@@ -161,7 +161,7 @@ class MeshSliceStudy:
         ground = self.search_space(block.chips, algorithm in RING_BASELINES)
         entry = self.entry(algorithm, block, product)
 
-        def problems(shape: Shape) -> list[MatmulProblem]:
+        def problems(shape: Shape) -> list[Matmul2dProblem]:
             all_of_them = self.problems(block, shape)
             return all_of_them if product is None else [all_of_them[product]]
 
@@ -205,7 +205,7 @@ def _at_best(entry: Matmul2d, cluster: Cluster, mesh: OnMesh) -> ChosenProducts:
     return ChosenProducts(entry, cluster, mesh.shape, tuple(products))
 
 
-def distinct_products(problems: Sequence[MatmulProblem]) -> list[int]:
+def distinct_products(problems: Sequence[Matmul2dProblem]) -> list[int]:
     """Positions of the products that differ in M, N, K; the first of equals. A block has eight."""
     first: dict[tuple[int, int, int], int] = {}
     for position, problem in enumerate(problems):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.algorithms.matmul2d import Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2d, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
@@ -43,7 +43,7 @@ def sum_timings(timings: Iterable[Timing]) -> Timing:
     return Timing(total, compute, copy, launch, sync, transfer)
 
 
-_Key = tuple[str, MatmulProblem, Config, Cluster]
+_Key = tuple[str, Matmul2dProblem, Matmul2dConfig, Cluster]
 
 
 class Timer:
@@ -54,7 +54,7 @@ class Timer:
         self._timed = _estimated if by == "estimate" else _simulated
         self._known: dict[_Key, Timing] = {}
 
-    def timing(self, problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> Timing:
+    def timing(self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> Timing:
         """Seconds of one product and their parts. Raises what `estimate` and `simulate` raise."""
         # A follower such as wang[S=meshslice] runs the programs of its base.
         key = entry.name.partition("[")[0], problem, config, cluster
@@ -62,17 +62,17 @@ class Timer:
             self._known[key] = self._timed(problem, entry, config, cluster)
         return self._known[key]
 
-    def product_s(self, problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> float:
+    def product_s(self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> float:
         return self.timing(problem, entry, config, cluster).total_s
 
 
-def _estimated(problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> Timing:
+def _estimated(problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> Timing:
     """The closed form, from the skeleton."""
     machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
     return Timing(**vars(estimate(entry.skeleton(problem, config), machine)))
 
 
-def _simulated(problem: MatmulProblem, entry: Matmul2d, config: Config, cluster: Cluster) -> Timing:
+def _simulated(problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> Timing:
     """The program on every chip; the parts are those of rank 0."""
     program = entry.program(problem, config)
     run = simulate(program, Machine.of(cluster, program))
