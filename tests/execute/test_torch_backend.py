@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from backend_programs import PROGRAMS, golden, inputs_for, ring  # noqa: E402
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2dProblem  # noqa: E402
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem  # noqa: E402
 from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError  # noqa: E402
 from meshweave.execute.numpy import run_numpy  # noqa: E402
 from meshweave.execute.ranks.launch import RankError, launch  # noqa: E402
@@ -174,6 +174,29 @@ def test_a_lane_that_does_not_get_on_is_named():
         may_end.set()
 
 
+def test_a_context_keeps_one_cache_per_owner_and_closes_what_is_in_it():
+    class Programs(dict[str, object]):
+        pass
+
+    class Memories(dict[str, object]):
+        pass
+
+    class Memory:
+        is_closed = False
+
+        def close(self):
+            self.is_closed = True
+
+    context, memory = TorchContext(), Memory()
+    context.cache(Programs)["p"] = object()
+    context.cache(Memories)["shared"] = memory
+    assert list(context.cache(Programs)) == ["p"]
+    assert list(TorchContext().cache(Programs)) == []
+    context.close()
+    assert memory.is_closed
+    assert not context.cache(Programs) and not context.cache(Memories)
+
+
 def test_one_run_at_a_time_in_a_context():
     inner = []
     context = TorchContext()
@@ -227,7 +250,7 @@ def test_lanes_share_a_channel_only_where_they_never_meet_on_a_connection():
     assert assign_channels(wang) == {"row": 0, "col": 0}  # two axes of a mesh have one rank in common
     assert assign_channels(both_ways) == {"right": 0, "left": 1}  # one axis, in two directions
     assert assign_channels(golden("one_f_one_b")) == {"activations": 0, "gradients": 1}  # one pair of ranks
-    summa = ALGORITHMS["summa"].program(Matmul2dProblem(16, 16, 16, (4, 4)), Config(packets=2))
+    summa = ALGORITHMS["summa"].program(Matmul2dProblem(16, 16, 16, (4, 4)), Matmul2dConfig(packets=2))
     found = assign_channels(lower_chains(summa))  # messages between neighbours of either axis
     assert found["row"] == found["col"] != found["row_odd"] == found["col_odd"]
 

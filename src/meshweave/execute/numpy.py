@@ -42,7 +42,7 @@ class NumpyResult:
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype in which elements of a program's `dtype` are computed; bfloat16 in float32."""
+    """Return the numpy dtype in which elements of a program's `dtype` are computed; bfloat16 in float32."""
     return np.dtype("float32" if dtype == "bfloat16" else dtype)
 
 
@@ -62,7 +62,7 @@ def run_numpy(
     calls: Calls | None = None,
     flow: Dataflow | None = None,
 ) -> NumpyResult:
-    """Runs all ranks of `program` in this process.
+    """Run all ranks of `program` in this process.
 
     Args:
         inputs: global tensors by name, one for each tensor that an input buffer holds.
@@ -104,7 +104,7 @@ def _run_timed(machine: Interpreter, flow: Dataflow, order: Iterable[Event]) -> 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Implements `ir.interpret.Algebra` on numbers."""
+    """Implements `ir.analysis.interpret.Algebra` on numbers."""
 
     calls: Calls
     tables: dict[int, CallTable] = field(default_factory=dict)
@@ -157,7 +157,7 @@ def _check_inputs(program: Program, inputs: Mapping[str, Array]) -> None:
 
 
 def local_inputs(program: Program, inputs: Mapping[str, Array], rank: int) -> dict[str, Array]:
-    """The shards of global tensors that the input buffers of `rank` hold, by buffer name.
+    """Return the shards of global tensors that the input buffers of `rank` hold, by buffer name.
 
     A tensor laid out as partial sums is split into terms that are all different from zero, so that a term
     left out or taken twice shows.
@@ -186,7 +186,7 @@ def _term(layout: Layout, value: Array, rank: int) -> Array:
 
 
 def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> dict[str, Array]:
-    """The global tensors that the output buffers hold; `memory` maps (rank, buffer, 0) to shards.
+    """Return the global tensors that the output buffers hold; `memory` maps (rank, buffer, 0) to shards.
 
     Partial sums are reduced. Raises ProgramError where ranks that should hold the same elements do not.
     """
@@ -218,7 +218,7 @@ def assemble(program: Program, memory: Mapping[tuple[int, str, int], Array]) -> 
 
 
 def _partial_group(layout: Layout, rank: int) -> list[int]:
-    """The ranks whose terms belong to those of `rank`, itself included, axis by axis."""
+    """Return the ranks whose terms belong to those of `rank`, itself included, axis by axis."""
     group = [rank]
     for axis in layout.partial_axes:
         group = [member for other in group for member in layout.mesh.group(other, axis)]

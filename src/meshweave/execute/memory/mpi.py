@@ -121,7 +121,7 @@ class MpiMemory(RemoteMemory):
         if self.is_closed:
             return
         self.is_closed = True
-        if self.context.crew.error is not None:  # ranks are out of step
+        if self.context.lane_threads.error is not None:  # ranks are out of step
             return
         with contextlib.suppress(MeshweaveError):
             for number, (ranks, count) in self._name_of.items():

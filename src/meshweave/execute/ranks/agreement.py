@@ -17,7 +17,7 @@ from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, Rank
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.groups import PerWorld
+from meshweave.execute.torch.groups import CountsPerWorld
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
 
@@ -28,7 +28,11 @@ _FIRST_S, _LONGEST_S = 0.0005, 0.01
 
 
 def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-    """What each of `ranks` says, in ascending order. Collective among them; `what` completes "waiting for ...".
+    """Return what each of `ranks` says, in ascending order. Collective among them.
+
+    Args:
+        words: what this rank says.
+        what: completes "waiting for ..." in errors.
 
     Raises:
         BindError: there is no process group, or another rank waits for other ranks than this one does.
@@ -63,7 +67,7 @@ def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str)
     return {rank: words if rank == me else heard[rank] for rank in ranks}
 
 
-_talks = PerWorld()
+_talks = CountsPerWorld()
 """Rounds so far by set of ranks: contexts come and go, and marks stay in the store."""
 
 
@@ -99,7 +103,7 @@ def _check_same_talk(
 
 @contextlib.contextmanager
 def waiting(context: TorchContext, what: str, peers: Sequence[int]) -> Iterator[Callable[[], None]]:
-    """A guarded wait by polling: gives what to call between two looks, which raises once time is up.
+    """Guard a wait by polling: yields what to call between two looks, which raises once time is up.
 
     Raises RankLostError or DeadlineError, see `TorchContext.guard`; UnsupportedError where another lane of this
     process has failed meanwhile.
@@ -108,7 +112,7 @@ def waiting(context: TorchContext, what: str, peers: Sequence[int]) -> Iterator[
         until = time.monotonic() + wait.timeout.total_seconds()
 
         def overdue() -> None:
-            context.crew.check()
+            context.lane_threads.check()
             if time.monotonic() >= until:
                 raise RuntimeError(f"timed out waiting for {what}")
 
@@ -116,7 +120,7 @@ def waiting(context: TorchContext, what: str, peers: Sequence[int]) -> Iterator[
 
 
 def lost(context: TorchContext, what: str, dead: Sequence[int]) -> MeshweaveError:
-    """The error for ranks whose processes are known to have ended while they were waited for."""
+    """Return the error for ranks whose processes are known to have ended while they were waited for."""
     try:
         with context.guard(what, dead):
             raise RuntimeError(f"{ranks_text(dead)} closed the connection")
@@ -129,7 +133,7 @@ def lost(context: TorchContext, what: str, dead: Sequence[int]) -> MeshweaveErro
 
 
 def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) -> None:
-    """Makes sure that all ranks of `program` are about to run the very same one. Collective among them.
+    """Make sure that all ranks of `program` are about to run the very same one. Collective among them.
 
     Args:
         talk: how they tell each other, where not through the store.
@@ -147,8 +151,8 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
         parties.setdefault(text, []).append(rank)
     if len(parties) > 1:
         sides = sorted(parties.items(), key=lambda side: (-len(side[1]), side[1]))
-        told = ", ".join(
+        sides_text = ", ".join(
             f"{ranks_text(ranks)} {json.loads(text)[0]!r} ({json.loads(text)[1][:8]})"
             for text, ranks in sides
         )
-        raise BindError(f"ranks are about to run different programs: {told}")
+        raise BindError(f"ranks are about to run different programs: {sides_text}")

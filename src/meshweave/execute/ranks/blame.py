@@ -39,7 +39,7 @@ class Watch:
         self.num_rounds = 0
 
     def feed(self, elapsed_s: float, beats: Mapping[int, Beat | None]) -> None:
-        """Take in one reading of all other ranks, `elapsed_s` seconds after the last one.
+        """Record one reading of all other ranks, `elapsed_s` seconds after the last one.
 
         An observer that was itself paused has not been listening: a gap counts as two intervals at most.
         """
@@ -53,7 +53,7 @@ class Watch:
         self.num_rounds += 1
 
     def in_state(self, *states: State) -> list[int]:
-        """The ranks whose last beat carried one of `states`."""
+        """Return the ranks whose last beat carried one of `states`."""
         return [rank for rank, beat in self.beats.items() if beat is not None and beat.state in states]
 
     @property
@@ -90,7 +90,7 @@ class Finding:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
+    """Return ranks in words: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:
         return f"rank {names[0]}"

@@ -36,7 +36,7 @@ class ClockOffset:
 def clock_offsets(
     context: TorchContext, *, rounds: int = ROUNDS, clock: Callable[[], int] = time.monotonic_ns
 ) -> ClockOffset:
-    """This rank's clock against that of rank 0. Collective: all ranks call it, with the same `rounds`.
+    """Compare this rank's clock with that of rank 0. Collective: all ranks call it, with the same `rounds`.
 
     Rank 0 serves one rank after another over the default group; nothing else should be on the links.
 
@@ -50,14 +50,14 @@ def clock_offsets(
         return ClockOffset(clock(), 0, 0)
     if context.rank:
         with context.guard("rank 0 to compare clocks", (0,)):
-            return _asked(rounds, clock)
+            return _answer_exchanges(rounds, clock)
     for rank in range(1, context.num_ranks):
         with context.guard(f"rank {rank} to compare clocks", (rank,)):
-            _ask(rank, rounds, clock)
+            _measure_rank(rank, rounds, clock)
     return ClockOffset(clock(), 0, 0)
 
 
-def _ask(rank: int, rounds: int, clock: Callable[[], int]) -> None:
+def _measure_rank(rank: int, rounds: int, clock: Callable[[], int]) -> None:
     """Rank 0's side. One exchange more than wanted comes first: it opens the connection."""
     import torch
     import torch.distributed as dist
@@ -81,7 +81,7 @@ def _ask(rank: int, rounds: int, clock: Callable[[], int]) -> None:
     dist.send(torch.tensor([at, offset, max(trip, 0) // 2 + 2]), rank)
 
 
-def _asked(rounds: int, clock: Callable[[], int]) -> ClockOffset:
+def _answer_exchanges(rounds: int, clock: Callable[[], int]) -> ClockOffset:
     import torch
     import torch.distributed as dist
 
@@ -92,13 +92,13 @@ def _asked(rounds: int, clock: Callable[[], int]) -> ClockOffset:
         answer[0] = clock()
         answer[1] = clock()
         dist.send(answer, 0)
-    found = torch.zeros(3, dtype=torch.int64)
-    dist.recv(found, 0)
-    return ClockOffset(*found.tolist())
+    measured = torch.zeros(3, dtype=torch.int64)
+    dist.recv(measured, 0)
+    return ClockOffset(*measured.tolist())
 
 
 def offset_at(at_ns: int, offsets: Sequence[ClockOffset]) -> int:
-    """The offset in nanoseconds at `at_ns` of a rank's clock, from measurements in ascending order of time.
+    """Return the offset in nanoseconds at `at_ns` of a rank's clock, from measurements in ascending order of time.
 
     Linear between two measurements; before the first and after the last that one holds.
     """

@@ -51,7 +51,7 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank runs: a command that its own is appended to, and variables on top of its environment."""
 
     prefix: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What every rank is told, as `job.json` in the folder it shares with the parent."""
+class LaunchJob:
+    """What every rank is to run, written as `job.json` into the folder that it shares with the parent."""
 
     target: str
     payload: dict[str, Any]
@@ -70,7 +70,7 @@ class Job:
     parent_pid: int
 
     def write(self, folder: Path) -> None:
-        """Raises BindError where the payload is not JSON."""
+        """Write the job into `folder`. Raises BindError where the payload is not JSON."""
         try:
             text = json.dumps(asdict(self))
         except (TypeError, ValueError) as error:
@@ -78,7 +78,8 @@ class Job:
         (folder / "job.json").write_text(text)
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
+    def read(cls, folder: Path) -> LaunchJob:
+        """Return the job that was written into `folder`."""
         return cls(**json.loads((folder / "job.json").read_text()))
 
 
@@ -94,17 +95,17 @@ class Report:
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves what its function returned."""
+    """Return the file in which a rank leaves what its function returned."""
     return folder / f"result-{rank}.json"
 
 
 def report_path(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its `Report`."""
+    """Return the file in which a rank leaves its `Report`."""
     return folder / f"report-{rank}.json"
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write all of it or nothing: the writer may be killed at any moment."""
+    """Write `value` as JSON, all of it or nothing: the writer may be killed at any moment."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value))
     part.replace(path)
@@ -121,7 +122,7 @@ def launch(
     grace_s: float = 10.0,
     interval_s: float = 0.2,
     stale_s: float = 2.0,
-    places: Sequence[Place] = (),
+    places: Sequence[RankPlace] = (),
     store: Any = None,
 ) -> list[Any]:
     """Run `function(context, payload)` in `num_ranks` processes on this host; return what each returned.
@@ -164,17 +165,19 @@ def launch(
         deadline_s = max(timeout_s - 10.0, timeout_s / 2)
     with tempfile.TemporaryDirectory(prefix="meshweave-") as name:
         folder = Path(name)
-        Job(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
+        LaunchJob(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
         if store is None:
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        run = _Run(folder, num_ranks, time.monotonic() + timeout_s, is_ours=target.startswith("meshweave."))
+        run = _LaunchedRanks(
+            folder, num_ranks, time.monotonic() + timeout_s, is_ours=target.startswith("meshweave.")
+        )
         try:
             for rank in range(num_ranks):
-                place = places[rank] if places else Place()
+                place = places[rank] if places else RankPlace()
                 environment = {**_environment(rank, num_ranks, store.port, env or {}), **place.env}
                 run.start(rank, environment, place.prefix)
             run.wait(grace_s)
-            # A told rank listens for some `stale_s` before it reports and goes.
+            # A rank that is told to end listens for some `stale_s` before it reports and goes.
             run.stop_rest(grace_s=2 * stale_s + 1.0)
         finally:
             run.kill_rest()
@@ -195,7 +198,7 @@ def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -
 
 
 @dataclass
-class _Run:
+class _LaunchedRanks:
     """The processes of one `launch`."""
 
     folder: Path
@@ -204,7 +207,7 @@ class _Run:
     is_ours: bool = False  # whether the target is a function of this package
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
-    told: set[int] = field(default_factory=set)  # ranks that we ended
+    ended_by_us: set[int] = field(default_factory=set)  # ranks that we ended
 
     def start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
         # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
@@ -238,7 +241,7 @@ class _Run:
 
     def stop_rest(self, grace_s: float) -> None:
         """Ask whatever still runs to end, which makes it report; wait `grace_s` seconds for that."""
-        self.told.update(self.running)
+        self.ended_by_us.update(self.running)
         for process in self.running.values():
             process.terminate()
         until = time.monotonic() + grace_s
@@ -254,7 +257,7 @@ class _Run:
         self.running.clear()
 
     def error(self, timeout_s: float) -> Exception:
-        """What to raise, by its root: a rank that died or failed before those that suffered from it."""
+        """Return the error to raise: a rank that died or failed before those that suffered from it."""
         said = {rank: _read_report(self.folder, rank) for rank in self.ended if self._is_bad(rank)}
         reports = {rank: _last_words(report, self.ended[rank]) for rank, report in sorted(said.items())}
         error = self._root(said, timeout_s)
@@ -262,10 +265,10 @@ class _Run:
         return error
 
     def _root(self, said: dict[int, Report | None], timeout_s: float) -> Exception:
-        untold = {rank: report for rank, report in said.items() if rank not in self.told}
-        dead = [rank for rank, report in untold.items() if report is None or report.kind == STOPPED]
+        unasked = {rank: report for rank, report in said.items() if rank not in self.ended_by_us}
+        dead = [rank for rank, report in unasked.items() if report is None or report.kind == STOPPED]
         victims = (RankLostError.__name__, DeadlineError.__name__)
-        for rank, report in untold.items():  # in the order of their ends
+        for rank, report in unasked.items():  # in the order of their ends
             if rank in dead:
                 causes = ", ".join(f"rank {r} {_cause(self.ended[r])}" for r in sorted(dead))
                 return RankLostError(causes, sorted(dead))
@@ -278,7 +281,7 @@ class _Run:
                 if report.kind == kind:
                     words = f"rank {rank}: {report.message}"
                     return RankLostError(words, lost) if report.kind == victims[0] else DeadlineError(words)
-        late = ranks_text(sorted(self.told))
+        late = ranks_text(sorted(self.ended_by_us))
         return DeadlineError(f"{late} had not finished after {timeout_s:g} s and had to be ended")
 
 
@@ -306,7 +309,7 @@ def _last_words(report: Report | None, status: int) -> str:
 
 
 def _revive(rank: int, report: Report) -> Exception:
-    """The rank's error, here: of the same kind if it is one of ours."""
+    """Return the rank's error in this process: of the same kind if it is one of ours."""
     kind = getattr(errors, report.kind, None)
     if report.ours and isinstance(kind, type) and issubclass(kind, MeshweaveError):
         return kind(f"rank {rank}: {report.message}")

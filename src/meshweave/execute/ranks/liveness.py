@@ -72,9 +72,9 @@ class Guard:
         try:
             if isinstance(error, RuntimeError | OSError) and not isinstance(error, MeshweaveError):
                 overdue = self.waited_s >= self.deadline_s or _says_timeout(error)
-                found = self._liveness._explain(self.what, self.waited_s, overdue, self._peers)
-                if found is not None:
-                    raise found from error
+                explained = self._liveness._explain(self.what, self.waited_s, overdue, self._peers)
+                if explained is not None:
+                    raise explained from error
         finally:
             self._liveness._waits.pop(id(self), None)
 
@@ -130,7 +130,9 @@ class Liveness:
         self._accused: set[int] = set()  # ranks named as lost, by us or by anybody
         self._state: State = "alive"
         self._detail = ""
-        self._version = self._told = 0  # of our state and accusations: the current, and the last in the store
+        self._version = self._stored_version = (
+            0  # of our state and accusations: the current, and the last in the store
+        )
         self._store_gone = self._closing = self._closed = False
         self._signals: SignalReport | None = None
         # All traffic with the store is the thread's: a store whose host vanished may block a call for good,
@@ -145,7 +147,7 @@ class Liveness:
     def guard(
         self, what: str, deadline_s: float | None = None, *, peers: Iterable[int] | None = None
     ) -> Guard:
-        """A context manager for a blocking distributed call: if the call fails, it says because of whom.
+        """Return a context manager for a blocking distributed call: if the call fails, it says because of whom.
 
         The guard cannot interrupt the call. Where the call takes a timeout, give it the guard's:
         `with liveness.guard("the halo of layer 3") as wait: work.wait(wait.timeout)`. A call that succeeds
@@ -163,7 +165,7 @@ class Liveness:
         return Guard(self, what, self.deadline_s if deadline_s is None else deadline_s, peers)
 
     def missing(self) -> tuple[int, ...]:
-        """The ranks that are lost or failed, found by listening for up to about `stale_s` seconds.
+        """Return the ranks that are lost or failed, after listening for up to about `stale_s` seconds.
 
         A rank that has finished is not missing. That nobody is takes two beats of each rank to know.
 
@@ -307,7 +309,7 @@ class Liveness:
             self._version += 1
             version, until = self._version, time.monotonic() + self._settle_s
             self._wake.set()
-            while self._told < version and not self._store_gone and self._thread.is_alive():
+            while self._stored_version < version and not self._store_gone and self._thread.is_alive():
                 if time.monotonic() >= until:
                     break
                 self._round.wait(self._interval_s)
@@ -341,7 +343,7 @@ class Liveness:
             now = time.monotonic()
             with self._round:
                 self._accused |= lost
-                self._told = version
+                self._stored_version = version
                 if beats is not None:
                     for watch in self._watches:
                         watch.feed(now - last, beats)

@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshweave.base.errors import BindError, MeshweaveError, RankLostError
-from meshweave.execute.ranks.launch import STOPPED, Context, Job, Report, report_path, result_path, write_json
+from meshweave.execute.ranks.launch import (
+    STOPPED,
+    Context,
+    LaunchJob,
+    Report,
+    report_path,
+    result_path,
+    write_json,
+)
 from meshweave.execute.ranks.liveness import Liveness
 
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +53,7 @@ def _watch_parent(parent_pid: int) -> None:
 def main() -> None:
     """Run the job of the folder given on the command line; leave a result or a report there."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    job = Job.read(folder)
+    job = LaunchJob.read(folder)
     die_with_parent(job.parent_pid)
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,7 +63,7 @@ def main() -> None:
         _fail(folder, rank, error)
 
 
-def _run(job: Job, folder: Path, rank: int) -> None:
+def _run(job: LaunchJob, folder: Path, rank: int) -> None:
     function = resolve(job.target)
     import torch.distributed as dist
 
@@ -96,7 +104,7 @@ def _run(job: Job, folder: Path, rank: int) -> None:
 
 
 def resolve(target: str) -> Callable[[Context, dict[str, Any]], Any]:
-    """The function that "package.module:function" names; raises BindError where there is none."""
+    """Return the function that "package.module:function" names; raises BindError where there is none."""
     module, _, name = target.partition(":")
     if not module or not name:
         raise BindError(f"the target {target!r} is not of the form 'package.module:function'")

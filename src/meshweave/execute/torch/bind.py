@@ -20,10 +20,10 @@ from meshweave.execute.torch.analysis import RankAnalysis
 from meshweave.execute.torch.comm import bind_communication
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.lanes import Ahead, LaneRun, Streams, cross_lane_waits
-from meshweave.execute.torch.one_sided import OneSided
-from meshweave.execute.torch.views import Action, Chain, Staging, empty
-from meshweave.execute.torch.wire import Exchange, Wire
+from meshweave.execute.torch.lanes import EarlyPost, LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch.one_sided import OneSidedAccess
+from meshweave.execute.torch.views import Action, ActionSequence, Staging, empty
+from meshweave.execute.torch.wire import MessageExchange, Wire
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.program import BoundOp, Lane, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, Recv
@@ -34,10 +34,10 @@ Mode = Literal["threads", "linear"]
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of a program's `dtype`."""
-    found = getattr(torch, dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    """Return the torch dtype that a program calls `dtype`."""
+    resolved = getattr(torch, dtype)
+    assert isinstance(resolved, torch.dtype)
+    return resolved
 
 
 class BoundProgram:
@@ -76,7 +76,7 @@ class BoundProgram:
         ]
 
     def run(self, inputs: Mapping[str, Tensor] | None = None) -> Trace | None:
-        """Runs this rank's part of the program; all its ranks run it together.
+        """Run this rank's part of the program; all its ranks run it together.
 
         Args:
             inputs: new values by buffer name, copied into the bound tensors first.
@@ -138,7 +138,7 @@ def bind(
     trace: bool = False,
     memory: RemoteMemory | None = None,
 ) -> BoundProgram:
-    """Binds the part of `rank` to tensors. Collective: see `TorchContext`.
+    """Bind the part of `rank` to tensors. Collective: see `TorchContext`.
 
     Mode "threads" (the default on a CPU) runs each lane in a thread of its own, in program order one op at a
     time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
@@ -167,21 +167,16 @@ def bind(
     """
     if context is None:
         context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
-    context.crew.check()
-    if rank not in program.ranks:
-        raise BindError(f"program {program.name} has no rank {rank}")
-    if context.rank not in (None, rank):
-        raise BindError(f"cannot bind rank {rank} in the process of rank {context.rank}")
-    mode = mode or ("linear" if context.device.type == "cuda" else "threads")
-    if mode == "threads" and context.device.type != "cpu":
-        raise BindError(f"mode 'threads' is for tensors on a CPU, not on {context.device}: take 'linear'")
-    if order is not None and mode != "linear":
-        raise BindError("an order is for mode 'linear'")
+    mode = _checked_mode(program, rank, context, mode, order)
     analysis = RankAnalysis(program, rank, memory is not None, context.shares_groups)
     ops = analysis.ops
     _check_tensors(analysis, tensors, context.device)
     _check_serial(program)
-    remote = OneSided(memory, context, analysis, tensors) if memory is not None and analysis.exposed else None
+    remote = (
+        OneSidedAccess(memory, context, analysis, tensors)
+        if memory is not None and analysis.exposed
+        else None
+    )
     buffers = _allocate(analysis, tensors, context.device, remote.own if remote else {})
     matched = analysis.matched_program
     context.prepare(matched, analysis.channels)
@@ -195,7 +190,7 @@ def bind(
     if remote is None:
         actions = [local_or_matched(bound) for bound in ops]
     else:
-        remote.use(binder)
+        remote.set_binder(binder)
         actions = [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
     if mode == "linear":
         if order is None:
@@ -203,12 +198,29 @@ def bind(
         execute = _linear(context, analysis, actions, order, trace)
     else:
         execute = _threads(context, analysis, actions, trace)
-    execute = remote.around(execute) if remote else execute
+    execute = remote.between_fences(execute) if remote else execute
     return BoundProgram(analysis, context, buffers, execute, trace)
 
 
+def _checked_mode(
+    program: Program, rank: int, context: TorchContext, mode: Mode | None, order: Sequence[int] | None
+) -> Mode:
+    """Return the mode to bind for. Raises what `bind` does where rank, context, mode and order do not fit."""
+    context.lane_threads.check()
+    if rank not in program.ranks:
+        raise BindError(f"program {program.name} has no rank {rank}")
+    if context.rank not in (None, rank):
+        raise BindError(f"cannot bind rank {rank} in the process of rank {context.rank}")
+    mode = mode or ("linear" if context.device.type == "cuda" else "threads")
+    if mode == "threads" and context.device.type != "cpu":
+        raise BindError(f"mode 'threads' is for tensors on a CPU, not on {context.device}: take 'linear'")
+    if order is not None and mode != "linear":
+        raise BindError("an order is for mode 'linear'")
+    return mode
+
+
 def _check_serial(program: Program) -> None:
-    """Refuses a program that needs its wide or ready-first lanes to end: here each runs one op at a time."""
+    """Refuse a program that needs its wide or ready-first lanes to end: here each runs one op at a time."""
     serial = tuple(Lane(lane.name) for lane in program.lanes)
     if serial == program.lanes:
         return
@@ -297,12 +309,12 @@ def _threads(
         lane.waits.append(tuple((lanes[other], count) for other, count in needed))
         lane.labels.append(ops[index].label)
         lane.indices.append(index)
-    _post_ahead(analysis, actions, lanes, lane_of)
-    crew = context.crew
+    _post_receives_early(analysis, actions, lanes, lane_of)
+    lane_threads = context.lane_threads
 
     def execute() -> Mapping[int, tuple[int, int]]:
         if lanes:
-            crew.run(lanes, trace=trace)
+            lane_threads.run(lanes, trace=trace)
         if not trace:
             return {}
         return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
@@ -310,7 +322,7 @@ def _threads(
     return execute
 
 
-def _post_ahead(
+def _post_receives_early(
     analysis: RankAnalysis, actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
 ) -> None:
     """While a lane waits in an exchange, the receives of its next one are posted if their memory is free.
@@ -321,14 +333,14 @@ def _post_ahead(
     ops, before = analysis.ops, analysis.write_edges
     place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
     for lane in lanes:
-        previous: Exchange | None = None
+        previous: MessageExchange | None = None
         for index in lane.indices:
             if ops[index].op.kind in COMPUTE_KINDS:
                 continue
             action = actions[index]
-            steps = action.steps if isinstance(action, Chain) else (action,)
-            exchange = next((step for step in steps if isinstance(step, Exchange)), None)
-            # What follows in the chain takes the data out of staging, which the next op may not fill yet; messages
+            steps = action.steps if isinstance(action, ActionSequence) else (action,)
+            exchange = next((step for step in steps if isinstance(step, MessageExchange)), None)
+            # What follows it takes the data out of staging, which the next op may not fill yet; messages
             # have two to fill in turns.
             staged = exchange is not None and exchange is not steps[-1]
             early = exchange is not None and exchange.receives
@@ -341,7 +353,7 @@ def _post_ahead(
                 for other in before[index]:
                     needed[lane_of[other]] = max(needed.get(lane_of[other], 0), place[other])
                 waits = tuple((lanes[number], count) for number, count in needed.items())
-                previous.while_waiting(Ahead(waits, exchange.post_receives).try_to)
+                previous.while_waiting(EarlyPost(waits, exchange.post_receives).run_if_free)
             previous = exchange
 
 
@@ -370,10 +382,10 @@ def _linear(
     streams = Streams(
         context.device, [actions[index] for index in order], labels, lane_of, waits, trace=trace
     )
-    crew = context.crew
+    lane_threads = context.lane_threads
 
     def execute() -> Mapping[int, tuple[int, int]]:
-        with crew.alone():
+        with lane_threads.alone():
             return dict(zip(order, streams.run(), strict=bool(trace)))
 
     return execute

@@ -47,7 +47,12 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 def bind_communication(wire: Wire, bound: BoundOp) -> Action:
-    """Raises UnsupportedError for one-sided ops, BindError for tags that no transport takes."""
+    """Return the action of a communication op.
+
+    Raises:
+        UnsupportedError: the op is one-sided.
+        BindError: a tag is negative, a peer is no other rank, or a collective does not include this rank.
+    """
     op = bound.op
     wire.binder.refuse_remote(bound)
     what = f"{bound.label} in lane {op.lane}"
@@ -59,7 +64,7 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
         case Permute():
             return _permute(wire, op, what)
         case Collective(over=over) if len(over) == 1:
-            return chain([] if isinstance(op, Fence) else _alone(wire, op))
+            return chain([] if isinstance(op, Fence) else _copy_for_one_rank(wire, op))
         case AllGather() | ReduceScatter() | AllReduce() | Reduce() | Broadcast() if _is_empty(op):
             return chain([])
         case Fence():
@@ -103,7 +108,7 @@ def _permute(wire: Wire, op: Permute, what: str) -> Action:
     assert isinstance(op.shift, int)
     to, source = over[(me + op.shift) % len(over)], over[(me - op.shift) % len(over)]
     if to == wire.rank:
-        return chain(_alone(wire, op))
+        return chain(_copy_for_one_rank(wire, op))
     order = wire.order(op, op.src)
     send, before = wire.outgoing(op, op.src, order)
     recv, after = wire.incoming(op, op.out, order, apart=op.out.overlaps(op.src))
@@ -171,10 +176,10 @@ def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
         after: list[Action] = []
     else:
         box, after = wire.incoming(op, op.out, order, dtype=dtype)
-        found, target = wire.binder.view(op.src), Strided.of(from_wire(box, order))
+        src, target = wire.binder.view(op.src), Strided.of(from_wire(box, order))
         in_place = op.out == op.src and not after
         before = [] if in_place else wire.binder.staging.transfer(
-            op.lane, target, found, apart=not after and op.out.overlaps(op.src)
+            op.lane, target, src, apart=not after and op.out.overlaps(op.src)
         )  # fmt: skip
     if root is None:
         moved = wire.wait(what, over, lambda: [dist.all_reduce(box, op=how, group=group, async_op=True)])
@@ -234,7 +239,7 @@ def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
     return chain([*before, *moved, *after])
 
 
-def _alone(wire: Wire, op: Collective) -> list[Action]:
+def _copy_for_one_rank(wire: Wire, op: Collective) -> list[Action]:
     assert isinstance(op, DataCollective)
     return wire.binder.move(op.lane, op.out, op.src)
 
@@ -286,5 +291,5 @@ def _reduction(op: str, what: str) -> tuple[Callable[..., Tensor], Any]:
 
 def _renamed(new: str, old: str) -> Callable[..., Any]:
     """A collective that later releases of torch call by another name."""
-    found: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
-    return found
+    collective: Callable[..., Any] = getattr(dist, new, None) or getattr(dist, old)
+    return collective

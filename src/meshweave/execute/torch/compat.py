@@ -1,8 +1,9 @@
 """The private names of torch that meshweave uses, each behind one documented function.
 
-No other module touches a name of torch that begins with an underscore, or replaces a function of torch. Checked
-with torch 2.9 to 2.13: `tests/execute/test_compat.py` has a test per function, which fails on a torch where what
-the function relies on has changed. A name that is gone raises an UnsupportedError that gives the version of torch.
+No other module touches a name of torch that begins with an underscore, or replaces a function of torch.
+`tests/execute/test_compat.py` has a test per function, which fails on a torch where what the function relies on
+has changed; it has run with torch 2.13, and the names were compared with the sources of torch 2.9. A name that is
+gone raises an UnsupportedError that gives the version of torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:  # more than a second to import, and programs run without DTen
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-CHECKED_VERSIONS = "2.9 to 2.13"
+CHECKED_VERSIONS = "2.9 and 2.13"
 """The releases of torch that the functions of this module were checked with."""
 
 DTensorSpec = Any
@@ -57,7 +58,7 @@ _C10D = "torch.distributed.distributed_c10d"
 def default_store() -> Any:
     """Return the store that the default process group was made with, a `torch.distributed.Store`.
 
-    Relies on `distributed_c10d._get_default_store` (torch 2.9 to 2.13); torch has no public name for it.
+    Relies on `distributed_c10d._get_default_store` (torch 2.9 and 2.13); torch has no public name for it.
 
     Raises:
         UnsupportedError: the function is gone.
@@ -69,7 +70,7 @@ def default_store() -> Any:
 def group_by_name(name: str) -> Any:
     """Return the process group of a name that a functional collective was given.
 
-    Relies on `distributed_c10d._resolve_process_group` (torch 2.9 to 2.13).
+    Relies on `distributed_c10d._resolve_process_group` (torch 2.9 and 2.13).
 
     Raises:
         UnsupportedError: the function is gone.
@@ -85,7 +86,7 @@ def naming_groups(name_of: Callable[[Sequence[int]], str]) -> Iterator[None]:
     maker is in. The ranks of two meshes are in unequally many, and each would wait for the others under a name of
     its own.
 
-    Replaces `distributed_c10d._process_group_name(ranks, use_hashed_name)` (torch 2.9 to 2.13) for the time of the
+    Replaces `distributed_c10d._process_group_name(ranks, use_hashed_name)` (torch 2.9 and 2.13) within the
     block. Groups that all ranks of the world form keep torch's name.
 
     Raises:
@@ -112,7 +113,7 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return this rank's part of a DTensor, arrived and detached: the same memory, outside autograd.
 
-    Relies on `DTensor._local_tensor` and `_functional_collectives.AsyncCollectiveTensor.wait` (torch 2.9 to 2.13).
+    Relies on `DTensor._local_tensor` and `_functional_collectives.AsyncCollectiveTensor` (torch 2.9 and 2.13).
     The public `to_local` costs an autograd node. Raises UnsupportedError where either is gone.
     """
     try:
@@ -129,7 +130,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
 def spec_of(tensor: DTensor) -> DTensorSpec:
     """Return the DTensorSpec of a DTensor, which is hashable and equal for tensors that lie alike.
 
-    Relies on `DTensor._spec` (torch 2.9 to 2.13). Raises UnsupportedError where it is gone.
+    Relies on `DTensor._spec` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
     """
     try:
         return tensor._spec
@@ -150,7 +151,7 @@ def make_spec(
         shard_order: in which order mesh dims shard a tensor dim, where not from left to right.
 
     Relies on `_dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=, shard_order=)`, `TensorMeta(shape, stride,
-    dtype)` (torch 2.9 to 2.13) and `ShardOrderEntry(tensor_dim, mesh_dims)` (2.10 to 2.13; 2.9 knows no order).
+    dtype)` (torch 2.9 and 2.13) and `ShardOrderEntry(tensor_dim, mesh_dims)` (2.13; 2.9 knows no order).
 
     Raises:
         UnsupportedError: one of them is gone, or this torch has no `shard_order` and it was asked for.
@@ -170,7 +171,7 @@ def make_spec(
 def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Return the DTensor of this rank's part `local`, laid out as `spec` says; nothing is checked or communicated.
 
-    Relies on `DTensor(local, spec, requires_grad=)` (torch 2.9 to 2.13); the public `DTensor.from_local`
+    Relies on `DTensor(local, spec, requires_grad=)` (torch 2.9 and 2.13); the public `DTensor.from_local`
     knows no shard order.
 
     Raises:
@@ -185,7 +186,7 @@ def from_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 def shard_order(spec: DTensorSpec) -> ShardOrder | None:
     """Return the order in which mesh dims shard each tensor dim; None where this torch has only left to right.
 
-    Relies on `DTensorSpec.shard_order` (torch 2.10 to 2.13; None before).
+    Relies on `DTensorSpec.shard_order` (torch 2.13; None in 2.9).
     """
     order: ShardOrder | None = getattr(spec, "shard_order", None)
     return order
@@ -194,7 +195,7 @@ def shard_order(spec: DTensorSpec) -> ShardOrder | None:
 def explicit_shard_order(spec: DTensorSpec) -> ShardOrder | None:
     """Return the shard order that a copy of `spec` has to be given; None where placements alone decide it.
 
-    Relies on `DTensorSpec.use_strided_shard_as_shard_order` (torch 2.10 to 2.13; None before): torch sets it where
+    Relies on `DTensorSpec.use_strided_shard_as_shard_order` (torch 2.13; None in 2.9): torch sets it where
     strided shards among the placements already say the order.
     """
     return None if getattr(spec, "use_strided_shard_as_shard_order", True) else shard_order(spec)
@@ -204,7 +205,7 @@ def decoded_shard_order(spec: DTensorSpec) -> ShardOrder | None:
     """Return the shard order that torch reads into the strided shards of `spec`; None where it reads none.
 
     Relies on `DTensorSpec._maybe_convert_StridedShard_to_shard_order` and `use_strided_shard_as_shard_order`
-    (torch 2.10 to 2.13). A torch without the latter reads none.
+    (torch 2.13). A torch without the latter reads none.
 
     Raises:
         UnsupportedError: torch reads them, and the function that does is gone.
@@ -221,7 +222,7 @@ def decoded_shard_order(spec: DTensorSpec) -> ShardOrder | None:
 def strided_shard(dim: int, split_factor: int) -> Placement:
     """Return the placement `_StridedShard(dim, split_factor=)`.
 
-    Relies on `placement_types._StridedShard` (torch 2.9 to 2.13). Raises UnsupportedError where it is gone.
+    Relies on `placement_types._StridedShard` (torch 2.9 and 2.13). Raises UnsupportedError where it is gone.
     """
     return _strided_shard_class()(dim, split_factor=split_factor)
 
@@ -246,7 +247,7 @@ def _strided_shard_class() -> Any:
 def symmetric_memory() -> Any:
     """Return the module that has `empty(size, dtype=, device=)` and `rendezvous(tensor, group)`.
 
-    Relies on `torch.distributed._symmetric_memory` (torch 2.9 to 2.13).
+    Relies on `torch.distributed._symmetric_memory` (torch 2.9 and 2.13).
 
     Raises:
         UnsupportedError: the module is gone.
@@ -264,7 +265,7 @@ def symmetric_memory() -> Any:
 def pretended_ranks(rank: int, num_ranks: int) -> Iterator[None]:
     """Make this process `rank` of a default process group whose other ranks do not exist.
 
-    Relies on `torch.testing._internal.distributed.fake_pg.FakeStore` and the backend "fake" (torch 2.9 to 2.13).
+    Relies on `torch.testing._internal.distributed.fake_pg.FakeStore` and the backend "fake" (torch 2.9 and 2.13).
 
     Raises:
         UnsupportedError: the store is gone.
@@ -281,7 +282,7 @@ def pretended_ranks(rank: int, num_ranks: int) -> Iterator[None]:
 def watching_ops(watch: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call `watch(op, args)` before each op on plain tensors inside, those that ops on DTensors become included.
 
-    Relies on `torch.utils._python_dispatch.TorchDispatchMode` and its `__torch_dispatch__` (torch 2.9 to 2.13).
+    Relies on `torch.utils._python_dispatch.TorchDispatchMode` and its `__torch_dispatch__` (torch 2.9 and 2.13).
 
     Raises:
         UnsupportedError: the class is gone.
@@ -309,7 +310,7 @@ def watching_shard_dim_alltoall(watch: Callable[[Tensor, Any, int], None]) -> It
     Yields a function that returns whether such an all-to-all is under way: on a CPU torch makes it of other
     collectives.
 
-    Replaces `placement_types.shard_dim_alltoall(local, gather_dim, shard_dim, mesh, mesh_dim)` (torch 2.9 to 2.13)
+    Replaces `placement_types.shard_dim_alltoall(local, gather_dim, shard_dim, mesh, mesh_dim)` (2.9 and 2.13)
     for the time of the block.
 
     Raises:

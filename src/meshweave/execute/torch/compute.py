@@ -24,33 +24,33 @@ Slots = MutableMapping[tuple[str, int], Tensor]
 class Binder:
     """One rank's memory, and how its local ops are bound to it.
 
-    `far` gives the buffer slot of a remote view as a tensor, where a transport can alias another rank's memory.
+    `remote_buffer` returns the buffer slot of a remote view as a tensor, where other ranks' memory can be aliased.
     """
 
     rank: int
     memory: Slots
     staging: Staging
     calls: CallTable
-    far: Callable[[View], Tensor] | None = None
+    remote_buffer: Callable[[View], Tensor] | None = None
     _views: dict[View, Strided] = field(default_factory=dict)
 
     def view(self, view: View) -> Strided:
-        """A resolved view of this rank's memory, or of another's where that is aliased."""
-        found = self._views.get(view)
-        if found is None:
+        """Return a resolved view of this rank's memory, or of another's where that is aliased."""
+        bound_view = self._views.get(view)
+        if bound_view is None:
             assert isinstance(view.slot, int)
             if view.rank is None:
                 buffer = self.memory[view.buffer, view.slot]
             else:
-                assert self.far is not None, view
-                buffer = self.far(view)
-            found = self._views[view] = strided(view, buffer)
-        return found
+                assert self.remote_buffer is not None, view
+                buffer = self.remote_buffer(view)
+            bound_view = self._views[view] = strided(view, buffer)
+        return bound_view
 
     def local(self, bound: BoundOp) -> Action:
-        """Binds a compute op. Raises UnsupportedError where it reaches into memory that nothing aliases."""
+        """Return the action of a compute op. Raises UnsupportedError where no tensor aliases what it reaches."""
         op = bound.op
-        if self.far is None:
+        if self.remote_buffer is None:
             self.refuse_remote(bound)
         match op:
             case Matmul():
@@ -67,7 +67,7 @@ class Binder:
         raise AssertionError(op)
 
     def refuse_remote(self, bound: BoundOp) -> None:
-        """Raises UnsupportedError for an op that reads or writes another rank's memory."""
+        """Raise UnsupportedError for an op that reads or writes another rank's memory."""
         if any(view.rank is not None for _, view in bound.op.accesses()):
             raise UnsupportedError(
                 f"{bound.label} of rank {self.rank} reaches into another rank's memory: "
@@ -75,7 +75,7 @@ class Binder:
             )
 
     def move(self, lane: str, out: View, src: View, *, add: bool = False) -> list[Action]:
-        """What copies or adds one local view to another; nothing for a copy to itself."""
+        """Return the actions that copy or add one local view to another; none for a copy to itself."""
         if out == src and not add:
             return []
         apart = out != src and out.overlaps(src)
@@ -98,22 +98,26 @@ class Binder:
 
     def _operand(self, op: Op, use: str, view: View, dtype: torch.dtype) -> tuple[Tensor, list[Action]]:
         """A tensor that a matrix product takes as it is, and what fills it where it is no alias."""
-        found = self.view(view)
-        if found.direct is not None and found.dtype == dtype and _has_unit_stride(found.direct):
-            return found.direct, []
-        packed = self.staging.get(op.lane, use, found.shape, dtype)
-        return packed, self.staging.transfer(op.lane, Strided.of(packed), found)
+        bound_view = self.view(view)
+        if (
+            bound_view.direct is not None
+            and bound_view.dtype == dtype
+            and _has_unit_stride(bound_view.direct)
+        ):
+            return bound_view.direct, []
+        packed = self.staging.get(op.lane, use, bound_view.shape, dtype)
+        return packed, self.staging.transfer(op.lane, Strided.of(packed), bound_view)
 
     def _call(self, op: Call) -> Action:
         function = self.calls.bind(op)
         before: list[Action] = []
         ins: list[Tensor] = []
         for number, view in enumerate(op.ins):
-            found = self.view(view)
-            tensor = found.direct
+            bound_view = self.view(view)
+            tensor = bound_view.direct
             if tensor is None:
-                tensor = self.staging.get(op.lane, f"in {number}", found.shape, found.dtype)
-                before += self.staging.transfer(op.lane, Strided.of(tensor), found)
+                tensor = self.staging.get(op.lane, f"in {number}", bound_view.shape, bound_view.dtype)
+                before += self.staging.transfer(op.lane, Strided.of(tensor), bound_view)
             ins.append(tensor)
         outs = [self.view(view) for view in op.outs]
         staging, lane = self.staging, op.lane

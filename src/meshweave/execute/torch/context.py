@@ -15,14 +15,14 @@ from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, Rank
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
-from meshweave.execute.torch.lanes import Crew
+from meshweave.execute.torch.lanes import LaneThreads
 from meshweave.ir.program import Program
 
 CacheT = TypeVar("CacheT", bound=MutableMapping[Any, Any])
 
 
-class Wait(Protocol):
-    """A guarded wait: what is left of its deadline."""
+class GuardedWait(Protocol):
+    """A guard around one blocking wait: `timeout` is what is left of its deadline."""
 
     @property
     def timeout(self) -> timedelta: ...
@@ -32,7 +32,7 @@ class Wait(Protocol):
     ) -> None: ...
 
 
-class _PlainWait:
+class _WaitWithoutLiveness:
     """The guard where nobody listens for heartbeats: it can say what was waited for, not because of whom."""
 
     __slots__ = ("_what", "timeout")
@@ -83,7 +83,7 @@ class TorchContext:
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank: int | None = dist.get_rank() if self.is_distributed else None
         self.num_ranks: int = dist.get_world_size() if self.is_distributed else 1
-        self.crew = Crew(deadline_s)
+        self.lane_threads = LaneThreads(deadline_s)
         self._timeout = timedelta(seconds=deadline_s)
         self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
         """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""
@@ -91,7 +91,7 @@ class TorchContext:
 
     @classmethod
     def default(cls, device: torch.device | str = "cpu") -> TorchContext:
-        """The context of a device in the default process group, without liveness; made once and kept."""
+        """Return the context of a device in the default process group, without liveness; made once and kept."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         known = _defaults.get(str(device))
         if known is None or known[0] is not world:
@@ -99,7 +99,7 @@ class TorchContext:
         return known[1]
 
     def prepare(self, program: Program, channels: Mapping[str, int] | None = None) -> None:
-        """Makes the groups that `program` needs and that are not there yet. `bind` calls it.
+        """Make the groups that `program` needs and that are not there yet. `bind` calls it.
 
         A program on all ranks of the world makes its groups together. One on some of them, such as one replica
         of several, makes them among its own ranks.
@@ -134,23 +134,22 @@ class TorchContext:
             self._groups[known] = group
 
     def channels(self, program: Program) -> dict[str, int]:
-        """The channel of each communicating lane: see `channels`. NCCL runs a communicator's work in one
-        order, so that there each lane has its own."""
+        """Return the channel of each communicating lane; see `assign_channels`."""
         return assign_channels(program, shared=self.shares_groups)
 
     @property
     def shares_groups(self) -> bool:
-        """Whether lanes may share process groups."""
+        """Whether lanes may share process groups. NCCL runs all work of a group in one order: there none may."""
         return str(self.device.type) != "cuda"
 
     def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
-        """The process group of a channel over `ranks`, in any order. `program` must have been prepared."""
+        """Return the process group of a channel over `ranks`, in any order. `program` must have been prepared."""
         return self._groups[(channel, tuple(sorted(ranks))), program.ranks]
 
-    def guard(self, what: str, peers: Iterable[int]) -> Wait:
-        """Wraps one wait for other ranks; its `timeout` is what the wait may take."""
+    def guard(self, what: str, peers: Iterable[int]) -> GuardedWait:
+        """Return a guard for one wait for other ranks; its `timeout` is what the wait may take."""
         if self.liveness is None:
-            return _PlainWait(what, self._timeout)
+            return _WaitWithoutLiveness(what, self._timeout)
         return self.liveness.guard(what, self.deadline_s, peers=peers)
 
     def cache(self, kind: type[CacheT]) -> CacheT:
@@ -177,7 +176,7 @@ class TorchContext:
                     with contextlib.suppress(MeshweaveError, RuntimeError):
                         close()
             cache.clear()
-        self.crew.close()
+        self.lane_threads.close()
         for group in self._groups.values():
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 with contextlib.suppress(RuntimeError, ValueError):  # the world may be gone already

@@ -18,7 +18,7 @@ GroupKey = tuple[int, tuple[int, ...]]
 
 
 def assign_channels(program: Program, *, shared: bool = True) -> dict[str, int]:
-    """A number for each lane that communicates; lanes of one number have their process groups in common.
+    """Return a channel number for each lane that communicates; lanes of one channel share their process groups.
 
     Each group of gloo has a connection per pair of ranks, and a thread that wakes up 100 times a second. Lanes
     share one only where they never meet on a connection: two directions of a ring in one connection slow each
@@ -31,18 +31,18 @@ def assign_channels(program: Program, *, shared: bool = True) -> dict[str, int]:
         elif isinstance(op, (Permute, Collective)):
             reach.setdefault(op.lane, _Reach()).add_group(op.over)
     members: list[list[_Reach]] = []
-    found: dict[str, int] = {}
+    channel_of: dict[str, int] = {}
     for lane, mine in reach.items():
         fits = (
             number
             for number, others in enumerate(members)
             if shared and not any(mine.meets(program, other) for other in others)
         )
-        found[lane] = next(fits, len(members))
-        if found[lane] == len(members):
+        channel_of[lane] = next(fits, len(members))
+        if channel_of[lane] == len(members):
             members.append([])
-        members[found[lane]].append(mine)
-    return found
+        members[channel_of[lane]].append(mine)
+    return channel_of
 
 
 class _Reach:
@@ -99,7 +99,7 @@ def _along(program: Program, over: str, pair: tuple[int, int]) -> bool:
 
 
 def group_keys(program: Program, channel_of: Mapping[str, int]) -> list[GroupKey]:
-    """All groups that some rank of a program needs, in an order that every rank derives alike.
+    """Return all groups that some rank of a program needs, in an order that every rank derives alike.
 
     They are read off the program as written: no rank instantiates what the others do. A lane's messages and
     ring steps need a group over all ranks of the program; a collective needs the groups of its axis.
@@ -128,7 +128,7 @@ def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[
         yield mesh.ranks
 
 
-class PerWorld:
+class CountsPerWorld:
     """Counts by set of ranks that begin anew with each default process group."""
 
     def __init__(self) -> None:
@@ -136,14 +136,14 @@ class PerWorld:
         self._counts: dict[tuple[int, ...], int] = {}
 
     def counts(self) -> dict[tuple[int, ...], int]:
-        """Those of the default process group that there is now."""
+        """Return the counts of the present default process group."""
         world = dist.group.WORLD
         if self._world is not world:
             self._world, self._counts = world, {}
         return self._counts
 
 
-_num_named = PerWorld()
+_num_named = CountsPerWorld()
 
 
 def group_name(ranks: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ Waits = tuple[tuple[int, int], ...]
 
 
 def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], num_lanes: int) -> list[Waits]:
-    """What each op must wait for in other lanes, given the lane of each op and the ops that precede it."""
+    """Return what each op must wait for in other lanes, given each op's lane and the ops that precede it."""
     place: list[int] = []  # of an op in its lane, from 1
     implied: list[list[int]] = []  # steps per lane that are complete once an op is
     lane_end = [[0] * num_lanes for _ in range(num_lanes)]
@@ -59,8 +59,8 @@ class LaneRun:
         "done",
         "indices",
         "labels",
-        "moved",
         "name",
+        "progress",
         "spans",
         "stopped",
         "waits",
@@ -76,37 +76,40 @@ class LaneRun:
         self.spans: list[tuple[int, int]] = []  # nanoseconds, when traced
         self.done = 0
         self.wanted: float = math.inf  # the least number of completed steps that somebody sleeps for
-        self.moved = threading.Condition()
+        self.progress = threading.Condition()
         self.stopped = True
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
+        """Begin a run: no step is complete."""
         self.done, self.stopped = 0, False
         self.spans = []
 
-    def announce(self) -> None:
-        with self.moved:
+    def wake_waiters(self) -> None:
+        """Wake the threads that sleep until this lane has completed more steps."""
+        with self.progress:
             self.wanted = math.inf
-            self.moved.notify_all()
+            self.progress.notify_all()
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Something of a later step that may be done early, once each of `waits` has completed so many steps."""
+class EarlyPost:
+    """A part of a later step that may run early, once each lane of `waits` has completed so many steps."""
 
     waits: tuple[tuple[LaneRun, int], ...]
     action: Action
 
-    def try_to(self) -> None:
+    def run_if_free(self) -> None:
+        """Run the action if all that it waits for is complete already."""
         for lane, count in self.waits:
             if lane.done < count:
                 return
         self.action()
 
 
-class Crew:
+class LaneThreads:
     """The threads of a context: the caller's, and one for each further lane, which sleeps between runs.
 
-    After a failure the lanes of the ranks are out of step, and the crew takes no more work.
+    After a failure the lanes of the ranks are out of step, and the threads take no more work.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -117,13 +120,13 @@ class Crew:
         self.error: BaseException | None = None
 
     def run(self, lanes: Sequence[LaneRun], *, trace: bool) -> None:
-        """Runs all lanes to their ends; the first in the calling thread. Raises the first error of any."""
+        """Run all lanes to their ends; the first in the calling thread. Raises the first error of any."""
         self.check()
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(_BUSY)
         try:
             for lane in lanes:
-                lane.start_over()
+                lane.reset()
             for number, lane in enumerate(lanes[1:]):
                 self._inbox(number).put(lambda lane=lane: self._run_lane(lane, lanes, trace))  # type: ignore[misc]
             self._run_lane(lanes[0], lanes, trace)
@@ -142,7 +145,7 @@ class Crew:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """For a run in the calling thread only."""
+        """Reserve the context for a run in the calling thread."""
         self.check()
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError(_BUSY)
@@ -155,7 +158,7 @@ class Crew:
             self._busy.release()
 
     def check(self) -> None:
-        """Raises UnsupportedError after a failed run."""
+        """Raise UnsupportedError after a failed run."""
         if self.error is not None:
             words = " ".join(str(self.error).split()) or type(self.error).__name__
             raise UnsupportedError(
@@ -163,6 +166,7 @@ class Crew:
             )
 
     def close(self) -> None:
+        """End the threads."""
         for inbox in self._inboxes:
             inbox.put(None)
         self._inboxes.clear()
@@ -198,7 +202,7 @@ class Crew:
             action()
             lane.done = done
             if done >= lane.wanted:
-                lane.announce()
+                lane.wake_waiters()
 
     def _follow_traced(self, lane: LaneRun) -> None:
         clock, spans = time.monotonic_ns, lane.spans
@@ -213,7 +217,7 @@ class Crew:
             spans.append((start, clock()))
             lane.done += 1
             if lane.done >= lane.wanted:
-                lane.announce()
+                lane.wake_waiters()
 
     def _sleep(self, lane: LaneRun, count: int, what: str) -> None:
         """Until `lane` has completed `count` steps.
@@ -222,14 +226,14 @@ class Crew:
         completes: where it is stuck in such a wait itself, it is the one to report.
         """
         seen, until = -1, 0.0
-        with lane.moved:
+        with lane.progress:
             while lane.done < count and self.error is None:
                 if lane.done != seen:
                     seen, until = lane.done, time.monotonic() + 2 * self._deadline_s
                 lane.wanted = min(lane.wanted, count)  # before `done` is looked at once more
                 if lane.done >= count:
                     return
-                if not lane.moved.wait(max(until - time.monotonic(), 0.0)) and lane.done == seen:
+                if not lane.progress.wait(max(until - time.monotonic(), 0.0)) and lane.done == seen:
                     raise DeadlineError(
                         f"{what} gave up after {2 * self._deadline_s:g} s: lane {lane.name} does not get "
                         f"past {lane.labels[seen]}"
@@ -242,7 +246,7 @@ class Crew:
             if self.error is None and not isinstance(error, _Abandoned):
                 self.error = error
         for lane in lanes:
-            lane.announce()
+            lane.wake_waiters()
 
 
 class _Abandoned(Exception):
@@ -290,7 +294,7 @@ class Streams:
         self._awaited = [[self._end[at[wait]] for wait in needed] for needed in waits]
 
     def run(self) -> list[tuple[int, int]]:
-        """Issues all ops. When traced, returns the start and end of each in nanoseconds."""
+        """Issue all ops. Return the start and end of each in nanoseconds, if traced."""
         with torch.no_grad():
             return self._run_cuda() if self._device.type == "cuda" else self._run_cpu()
 

@@ -18,7 +18,7 @@ LEAD_S = 0.03
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Collects garbage now and none in the block: a collection visits all of torch's objects, holding the GIL."""
+    """Collect garbage now and none in the block: a collection visits all of torch's objects, holding the GIL."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -30,7 +30,7 @@ def quiet() -> Iterator[None]:
 
 
 def start_together(context: TorchContext, offset_ns: int | None = 0) -> tuple[int, int]:
-    """Returns at an instant that rank 0 sets, for ranks leave a barrier at slightly different times.
+    """Return at an instant that rank 0 sets, for ranks leave a barrier at slightly different times.
 
     Collective among all ranks. `offset_ns` is this rank's CLOCK_MONOTONIC less rank 0's: 0 on one host, see
     `clocks.clock_offsets` for others; with None the barrier has to do.

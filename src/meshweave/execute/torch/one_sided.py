@@ -43,15 +43,15 @@ def without_fences(program: Program) -> Program:
 
 
 def fence_groups(program: Program) -> list[tuple[int, ...]]:
-    """All ranks first, then the sets of ranks that fence among themselves, in an order that all ranks share."""
-    found: dict[tuple[int, ...], None] = {program.ranks: None}
+    """Return all ranks, then the sets of ranks that fence among themselves, in an order that all ranks share."""
+    groups: dict[tuple[int, ...], None] = {program.ranks: None}
     for op in program.ops():
         if isinstance(op, Fence):
             for rank in program.ranks if isinstance(op.over, str) else program.ranks[:1]:
                 name, _, axis = op.over.partition(".") if isinstance(op.over, str) else ("", "", "")
                 if not axis or rank in program.mesh_of[name]:
-                    found[tuple(sorted(program.group(op.over, rank)))] = None
-    return list(found)
+                    groups[tuple(sorted(program.group(op.over, rank)))] = None
+    return list(groups)
 
 
 CompletionFlags = tuple[dict[tuple[int, int], dict[int, int]], dict[tuple[int, int], list[int]]]
@@ -74,8 +74,8 @@ def completion_flags(program: Program) -> CompletionFlags:
     return sets, awaited
 
 
-class OneSided:
-    """What a bound program has of a memory. Made in steps, for the buffers come before what is bound to them.
+class OneSidedAccess:
+    """A bound program's use of a remote memory. Set up in steps: buffers come before what is bound to them.
 
     `own` is the memory of this rank's exposed buffers by (buffer, slot).
     """
@@ -119,33 +119,36 @@ class OneSided:
         self._end = self._window.fence(0, f"all ranks to end program {program.name}")
         self._run = 0
 
-    def around(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
-        """A run between its two fences."""
-        crew = self._context.crew
+    def between_fences(self, execute: Callable[[], _Result]) -> Callable[[], _Result]:
+        """Return `execute` between a fence of all ranks before and one after."""
+        lane_threads = self._context.lane_threads
 
         def run() -> _Result:
-            with crew.alone():
+            with lane_threads.alone():
                 if self._memory.is_closed:
                     raise UnsupportedError(f"the memory of program {self._program.name} is closed")
                 self._run += 1
                 self._begin()
             result = execute()
-            with crew.alone():
+            with lane_threads.alone():
                 self._end()
             return result
 
         return run
 
-    def use(self, binder: Binder) -> None:
-        """Ops are bound to this binder's memory from here on."""
+    def set_binder(self, binder: Binder) -> None:
+        """Take the binder whose memory ops are bound to from here on."""
         self._binder = binder
 
     def view(self, view: View) -> Tensor:
-        """The buffer slot of a remote view, where memory is aliased."""
+        """Return the buffer slot of a remote view as a tensor, where memory is aliased."""
         return self._far(view).tensor
 
-    def bind(self, index: int, bound: BoundOp, other: Callable[[BoundOp], Action]) -> Action:
-        """Op number `index` of this rank; `other` binds what has nothing to do with remote memory.
+    def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
+        """Return the action of op number `index` of this rank.
+
+        Args:
+            bind_local_or_matched: binds an op that has nothing to do with remote memory.
 
         Raises UnsupportedError where the memory cannot do it.
         """
@@ -155,7 +158,7 @@ class OneSided:
         if remote or shared_update or isinstance(op, Fence):
             action = self._bind(bound)
         else:
-            action = other(bound)
+            action = bind_local_or_matched(bound)
         steps = [action]
         if flags := self._awaited.get(node):
             setters = {
@@ -188,7 +191,7 @@ class OneSided:
                 return chain(self._move(op, out, src))
             case Matmul():
                 return chain(self._matmul(op))
-            case Add(src=src, out=out) if self._is_apart(src) and not self._is_apart(out):
+            case Add(src=src, out=out) if self._needs_staging(src) and not self._needs_staging(out):
                 local, before = self._staged(op.lane, "far src", src)
                 return chain([*before, self._binder.local(BoundOp(bound.key, replace(op, src=local)))])
         if self._memory.is_aliased and op.kind in COMPUTE_KINDS:
@@ -202,27 +205,27 @@ class OneSided:
 
     def _move(self, op: Op, out: View, src: View) -> list[Action]:
         before: list[Action] = []
-        if self._is_apart(src):
+        if self._needs_staging(src):
             if out.rank is None and not _updates(op):
                 return self._fetch(op.lane, self._binder.view(out), src)
             src, before = self._staged(op.lane, "far src", src)
-        found = self._binder.view(src)
+        local = self._binder.view(src)
         if _updates(op):
-            return [*before, *self._update(op, out, found)]
+            return [*before, *self._update(op, out, local)]
         same_rank = (self._rank if out.rank is None else out.rank) == (
             self._rank if src.rank is None else src.rank
         )
-        return [*before, *self._store(op.lane, out, found, apart=same_rank and out.overlaps(src))]
+        return [*before, *self._store(op.lane, out, local, apart=same_rank and out.overlaps(src))]
 
     def _matmul(self, op: Matmul) -> list[Action]:
         a, b, before = op.a, op.b, list[Action]()
-        if self._is_apart(a):
+        if self._needs_staging(a):
             a, before = self._staged(op.lane, "far a", a)
-        if self._is_apart(b):
+        if self._needs_staging(b):
             b, fetched = self._staged(op.lane, "far b", b)
             before += fetched
         op = replace(op, a=a, b=b)
-        update, away = op.accesses()[-1][0] == UPDATE, self._is_apart(op.out)
+        update, away = op.accesses()[-1][0] == UPDATE, self._needs_staging(op.out)
         if not update and not away:
             return [*before, self._binder.local(BoundOp((), replace(op, release=None)))]
         if op.accumulate and not update:
@@ -231,23 +234,23 @@ class OneSided:
             )
         product = self._stage(op.lane, "far product", op.out.shape, self._dtype(op.out))
         action = self._binder.local(BoundOp((), replace(op, out=product, release=None, accumulate=0)))
-        found = self._binder.view(product)
-        deliver = self._update(op, op.out, found) if update else self._store(op.lane, op.out, found)
+        result = self._binder.view(product)
+        deliver = self._update(op, op.out, result) if update else self._store(op.lane, op.out, result)
         return [*before, action, *deliver]
 
     def _fetch(self, lane: str, into: Strided, src: View) -> list[Action]:
         """Gets a remote view that cannot be aliased."""
-        far, found = self._far(src), self._remote(src)
-        if into.dtype == found.dtype and (pairs := pair_up(into, found)) is not None:
+        far, remote = self._far(src), self._remote(src)
+        if into.dtype == remote.dtype and (pairs := pair_up(into, remote)) is not None:
             return [self._window.get(here, far, piece) for here, piece in pairs if here.numel()]
-        between = Strided.of(self._binder.staging.get(lane, "fetched", found.shape, found.dtype))
-        pairs = pair_up(between, found)
+        between = Strided.of(self._binder.staging.get(lane, "fetched", remote.shape, remote.dtype))
+        pairs = pair_up(between, remote)
         assert pairs is not None
         gets = [self._window.get(here, far, piece) for here, piece in pairs if here.numel()]
         return [*gets, *self._binder.staging.transfer(lane, into, between)]
 
     def _store(self, lane: str, out: View, src: Strided, *, apart: bool = False) -> list[Action]:
-        if not self._is_apart(out):
+        if not self._needs_staging(out):
             return self._binder.staging.transfer(lane, self._binder.view(out), src, apart=apart)
         far, pairs, before = self._paired(lane, out, src)
         return [*before, *(self._window.put(far, piece, value) for piece, value in pairs)]
@@ -261,18 +264,18 @@ class OneSided:
         self, lane: str, out: View, src: Strided
     ) -> tuple[Far, list[tuple[Tensor, Tensor]], list[Action]]:
         """Parts of an exposed view beside what goes there, of its dtype, and what gathers that."""
-        far, found = self._far(out), self._remote(out)
-        pairs = pair_up(found, src) if src.dtype == found.dtype else None
+        far, remote = self._far(out), self._remote(out)
+        pairs = pair_up(remote, src) if src.dtype == remote.dtype else None
         before: list[Action] = []
         if pairs is None:
-            between = Strided.of(self._binder.staging.get(lane, "sent", src.shape, found.dtype))
-            before, pairs = self._binder.staging.transfer(lane, between, src), pair_up(found, between)
+            between = Strided.of(self._binder.staging.get(lane, "sent", src.shape, remote.dtype))
+            before, pairs = self._binder.staging.transfer(lane, between, src), pair_up(remote, between)
             assert pairs is not None
         return far, [(piece, value) for piece, value in pairs if value.numel()], before
 
     # -- views -----------------------------------------------------------------------------------------------
 
-    def _is_apart(self, view: View) -> bool:
+    def _needs_staging(self, view: View) -> bool:
         """Whether no tensor of this process can alias it."""
         return view.rank is not None and not self._memory.is_aliased
 

@@ -1,8 +1,8 @@
 """Views as torch tensors: slices, and strided pieces where blocks repeat.
 
 A resolved view of a buffer becomes one or more tensors that alias the buffer's memory. A blocked selector
-has at most three pieces: a cut block at either end, and the whole blocks between them as two dims (turns,
-block). No index lists: whatever is copied is copied by strides.
+has at most three pieces: a cut block at either end, and the whole blocks between them as two dims (blocks,
+elements). No index lists: whatever is copied is copied by strides.
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A part of one dim: `turns` runs of `block` elements, in the buffer from `start` every `stride`, in the
-    view one after the other from `at`."""
+class BlockRun:
+    """Blocks of one dim of a view that lie at equal distances in the buffer.
 
-    at: int
-    start: int
+    In the buffer, `num_blocks` blocks of `block` elements begin at `buffer_start`, one every `stride` elements.
+    In the view they follow one another from `view_start` on.
+    """
+
+    view_start: int
+    buffer_start: int
     block: int
-    turns: int = 1
+    num_blocks: int = 1
     stride: int = 0
 
     @property
     def is_split(self) -> bool:
-        """Whether it takes two dims of a tensor."""
-        return self.turns > 1 and self.block > 1
+        """Whether a tensor needs two dims for it."""
+        return self.num_blocks > 1 and self.block > 1
 
 
-def cuts(selector: Selector) -> list[Cut]:
-    """The parts of a resolved selector, in order; empty ones left out."""
+def block_runs(selector: Selector) -> list[BlockRun]:
+    """Return the runs of blocks that a resolved selector takes, in order, without empty ones."""
     start, stop = selector.start, selector.stop
     assert isinstance(start, int) and isinstance(stop, int)
     if not isinstance(selector, Blocked):
-        return [Cut(0, start, stop - start)] if start < stop else []
+        return [BlockRun(0, start, stop - start)] if start < stop else []
     first, block, stride = selector.first, selector.block, selector.stride
     assert isinstance(first, int) and isinstance(block, int) and isinstance(stride, int)
-    found: list[Cut] = []
+    runs: list[BlockRun] = []
     at = 0
 
     def take(begin: int, size: int, turns: int = 1) -> None:
         nonlocal at
         if size > 0 and turns > 0:
-            found.append(Cut(at, begin, size, turns, stride))
+            runs.append(BlockRun(at, begin, size, turns, stride))
             at += size * turns
 
     turn = (start - first) // stride
@@ -68,72 +71,75 @@ def cuts(selector: Selector) -> list[Cut]:
     take(first + turn * stride, block, whole - turn)
     begin = first + whole * stride
     take(begin, min(begin + block, stop) - begin)
-    return found
+    return runs
 
 
 @dataclass(frozen=True)
 class Strided:
-    """A view bound to memory: `pieces` pairs the cuts per dim with the tensor that aliases them.
+    """A view bound to memory: `pieces` pairs a run of blocks per dim with the tensor that aliases it.
 
     `direct` is the whole view as one tensor of its shape, where strides can express it.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[tuple[tuple[Cut, ...], Tensor], ...]
+    pieces: tuple[tuple[tuple[BlockRun, ...], Tensor], ...]
     direct: Tensor | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Strided:
-        """A whole tensor."""
+        """Return the view of a whole tensor."""
         shape = tuple(tensor.shape)
-        whole = tuple(Cut(0, 0, size) for size in shape)
+        whole = tuple(BlockRun(0, 0, size) for size in shape)
         return cls(shape, tensor.dtype, ((whole, tensor),), tensor)
 
     @property
-    def splits(self) -> tuple[tuple[Cut, ...], ...]:
-        return tuple(tuple(Cut(cut.at, 0, cut.block, cut.turns) for cut in piece) for piece, _ in self.pieces)
+    def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
+        return tuple(
+            tuple(BlockRun(run.view_start, 0, run.block, run.num_blocks) for run in piece)
+            for piece, _ in self.pieces
+        )
 
 
 def strided(view: View, buffer: Tensor) -> Strided:
-    """A resolved view of the tensor that holds its buffer slot."""
-    per_dim = [cuts(selector) for selector in view.selectors]
+    """Return a resolved view bound to the tensor that holds its buffer slot."""
+    per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
     direct = None
     if not pieces:
         direct = buffer.new_empty(view.shape)
-    elif len(pieces) == 1 and not any(cut.is_split for cut in pieces[0][0]):
+    elif len(pieces) == 1 and not any(run.is_split for run in pieces[0][0]):
         direct = pieces[0][1]
     return Strided(view.shape, buffer.dtype, pieces, direct)
 
 
-def _alias(buffer: Tensor, piece: Sequence[Cut]) -> Tensor:
+def _alias(buffer: Tensor, piece: Sequence[BlockRun]) -> Tensor:
     sizes: list[int] = []
     strides: list[int] = []
     offset = buffer.storage_offset()
-    for cut, stride in zip(piece, buffer.stride(), strict=True):
-        offset += cut.start * stride
-        if cut.turns > 1:
-            sizes.append(cut.turns)
-            strides.append(cut.stride * stride)
-        if cut.block > 1 or cut.turns == 1:
-            sizes.append(cut.block)
+    for run, stride in zip(piece, buffer.stride(), strict=True):
+        offset += run.buffer_start * stride
+        if run.num_blocks > 1:
+            sizes.append(run.num_blocks)
+            strides.append(run.stride * stride)
+        if run.block > 1 or run.num_blocks == 1:
+            sizes.append(run.block)
             strides.append(stride)
     return buffer.as_strided(sizes, strides, offset)
 
 
-def _part(whole: Tensor, piece: Sequence[Cut]) -> Tensor:
+def _part(whole: Tensor, piece: Sequence[BlockRun]) -> Tensor:
     """The part of a tensor of the view's shape that belongs to a piece, split into the piece's dims."""
-    for dim, cut in enumerate(piece):
-        whole = whole.narrow(dim, cut.at, cut.block * cut.turns)
+    for dim, run in enumerate(piece):
+        whole = whole.narrow(dim, run.view_start, run.block * run.num_blocks)
     for dim in reversed(range(len(piece))):
         if piece[dim].is_split:
-            whole = whole.unflatten(dim, (piece[dim].turns, piece[dim].block))
+            whole = whole.unflatten(dim, (piece[dim].num_blocks, piece[dim].block))
     return whole
 
 
 def pair_up(out: Strided, src: Strided) -> list[tuple[Tensor, Tensor]] | None:
-    """Tensors of equal shapes that together are all of `out` and `src`; None where their pieces differ."""
+    """Return pairs of tensors of equal shapes that make up `out` and `src`; None where their pieces differ."""
     if out.direct is not None:
         return [(_part(out.direct, piece), tensor) for piece, tensor in src.pieces]
     if src.direct is not None:
@@ -144,11 +150,12 @@ def pair_up(out: Strided, src: Strided) -> list[tuple[Tensor, Tensor]] | None:
 
 
 def natural(num_dims: int) -> Order:
+    """Return the order of dims of a row-major tensor."""
     return tuple(range(num_dims))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, order: Order | None, device: torch.device) -> Tensor:
-    """A dense tensor of `shape` whose dims lie in memory in `order`, outermost first."""
+    """Return a dense tensor of `shape` whose dims lie in memory in `order`, outermost first."""
     if order is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     dense = torch.empty([shape[dim] for dim in order], dtype=dtype, device=device)
@@ -156,12 +163,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, order: Order | None, device:
 
 
 def to_wire(tensor: Tensor, order: Order) -> Tensor:
-    """The same memory with dims in `order`."""
+    """Return the same memory with its dims in `order`."""
     return tensor.permute(order)
 
 
 def from_wire(tensor: Tensor, order: Order) -> Tensor:
-    """The inverse of `to_wire`."""
+    """Return the same memory with dims in their own order again: the inverse of `to_wire`."""
     return tensor.permute(tuple(order.index(dim) for dim in range(len(order))))
 
 
@@ -180,7 +187,7 @@ class Staging:
     def get(
         self, lane: str, use: str, shape: Sequence[int], dtype: torch.dtype, order: Order | None = None
     ) -> Tensor:
-        """A dense tensor of logical `shape` with dims in memory in `order`."""
+        """Return a dense tensor of logical `shape` whose dims lie in memory in `order`."""
         size = math.prod(shape) * dtype.itemsize
         bits = max(size - 1, 0).bit_length()
         key = (lane, use, bits)
@@ -193,7 +200,11 @@ class Staging:
     def transfer(
         self, lane: str, out: Strided, src: Strided, *, add: bool = False, apart: bool = False
     ) -> list[Action]:
-        """What sets `out` to `src`, or adds `src` to it; `apart` where the two may share memory."""
+        """Return the actions that set `out` to `src`, or add `src` to it.
+
+        Args:
+            apart: whether the two may share memory, so that `src` is copied first.
+        """
         pairs = None if apart else pair_up(out, src)
         if pairs is None:
             between = Strided.of(self.get(lane, "between", src.shape, src.dtype))
@@ -204,7 +215,7 @@ class Staging:
         return [partial(into.add_ if add else into.copy_, value) for into, value in pairs if into.numel()]
 
 
-class Chain:
+class ActionSequence:
     """Actions one after another, as one."""
 
     __slots__ = ("steps",)
@@ -218,5 +229,5 @@ class Chain:
 
 
 def chain(actions: Sequence[Action]) -> Action:
-    """The actions one after another, as one."""
-    return actions[0] if len(actions) == 1 else Chain(actions)
+    """Return one action that runs these one after another."""
+    return actions[0] if len(actions) == 1 else ActionSequence(actions)

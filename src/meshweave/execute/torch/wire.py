@@ -32,7 +32,7 @@ WireKey = tuple[str, str, int]
 
 
 def wire_orders(program: Program) -> dict[WireKey, Order]:
-    """The memory order that all buffers of a lane's ops of one kind share, by (lane, kind, num_dims)."""
+    """Return the memory order that all buffers of a lane's ops of one kind share, by (lane, kind, num_dims)."""
     orders: dict[WireKey, Order] = {}
     for op in program.ops():
         if isinstance(op, (DataCollective, Send, Recv)):
@@ -49,7 +49,7 @@ def _wire_key(op: Op, num_dims: int) -> WireKey:
     return op.lane, kind, num_dims
 
 
-class Exchange:
+class MessageExchange:
     """Messages to and from other ranks, as an action; receives may be posted ahead of it.
 
     A receive that is posted before its message is sent spares the sender to ask for it first. A run that fails
@@ -76,14 +76,15 @@ class Exchange:
 
     @property
     def receives(self) -> bool:
+        """Whether any message is received."""
         return bool(self._recvs)
 
     def while_waiting(self, ahead: Callable[[], None]) -> None:
-        """Lets each run call `ahead` once its own messages are posted."""
+        """Call `ahead` in each run once its own messages are posted."""
         self._ahead = ahead
 
     def post_receives(self) -> None:
-        """Once before each run; of an error the run itself will tell."""
+        """Post the receives before the run. The run itself raises an error if there is one."""
         if self._posted is None:
             with contextlib.suppress(RuntimeError):
                 self._posted = [post() for post in self._recvs]
@@ -118,11 +119,11 @@ class Wire:
         return self.binder.rank
 
     def group(self, lane: str, ranks: Sequence[int]) -> Any:
-        """The process group of a lane over `ranks`."""
+        """Return the process group of a lane over `ranks`."""
         return self.context.group(self.program, self.channels[lane], ranks)
 
     def wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
-        """Posts works and waits for them: a CPU within the deadline, a CUDA stream without the host."""
+        """Return what posts works and waits for them: a CPU within the deadline, a CUDA stream with no host."""
         if self.context.device.type == "cuda":
 
             def queue() -> None:
@@ -142,7 +143,7 @@ class Wire:
     def exchange(
         self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> list[Action]:
-        """Receives are posted before sends; empty messages are not sent."""
+        """Return the actions that move messages: receives are posted before sends, empty messages are left out."""
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
         if not sends and not recvs:
@@ -152,25 +153,29 @@ class Wire:
             listed = [dist.P2POp(dist.irecv, t, p, group=group) for t, p in recvs]
             listed += [dist.P2POp(dist.isend, t, p, group=group) for t, p in sends]
             return [self.wait(what, peers, lambda: dist.batch_isend_irecv(listed))]
-        return [Exchange(self, what, group, tag, peers, sends, recvs)]
+        return [MessageExchange(self, what, group, tag, peers, sends, recvs)]
 
     def order(self, op: Op, view: View) -> Order:
-        """In which a view of this op's shape travels, unless the op cuts it along a dim."""
+        """Return the dim order in which a view of this op travels, unless the op splits it along a dim."""
         num_dims = len(view.selectors)
         return self.orders.get(_wire_key(op, num_dims), natural(num_dims))
 
     def outgoing(
         self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
     ) -> tuple[Tensor, list[Action]]:
-        """A dense tensor in wire order that holds `view`, and what fills it; `own`: it is overwritten."""
-        found = self.binder.view(view)
-        dtype = dtype or found.dtype
-        if found.direct is not None and dtype == found.dtype and not own:
-            wire = to_wire(found.direct, order)
+        """Return a dense tensor in wire order that holds `view`, and the actions that fill it.
+
+        Args:
+            own: whether the tensor is overwritten, and so must not alias the view.
+        """
+        bound_view = self.binder.view(view)
+        dtype = dtype or bound_view.dtype
+        if bound_view.direct is not None and dtype == bound_view.dtype and not own:
+            wire = to_wire(bound_view.direct, order)
             if wire.is_contiguous():
                 return wire, []
-        packed = self.binder.staging.get(op.lane, "out", found.shape, dtype, order)
-        return to_wire(packed, order), self.binder.staging.transfer(op.lane, Strided.of(packed), found)
+        packed = self.binder.staging.get(op.lane, "out", bound_view.shape, dtype, order)
+        return to_wire(packed, order), self.binder.staging.transfer(op.lane, Strided.of(packed), bound_view)
 
     def incoming(
         self,
@@ -183,19 +188,24 @@ class Wire:
         apart: bool = False,
         use: str = "in",
     ) -> tuple[Tensor, list[Action]]:
-        """A dense tensor in wire order to receive `view` into, and what takes it from there; `use` is that of the
-        staging, if it takes any."""
-        found = self.binder.view(view)
-        dtype = dtype or found.dtype
-        if found.direct is not None and dtype == found.dtype and not update and not apart:
-            wire = to_wire(found.direct, order)
+        """Return a dense tensor in wire order to receive `view` into, and the actions that take it from there.
+
+        Args:
+            update: whether what arrives is added to the view.
+            apart: whether the tensor must not alias the view.
+            use: which staging to take, if any.
+        """
+        bound_view = self.binder.view(view)
+        dtype = dtype or bound_view.dtype
+        if bound_view.direct is not None and dtype == bound_view.dtype and not update and not apart:
+            wire = to_wire(bound_view.direct, order)
             if wire.is_contiguous():
                 return wire, []
-        packed = self.binder.staging.get(op.lane, use, found.shape, dtype, order)
-        after = self.binder.staging.transfer(op.lane, found, Strided.of(packed), add=update)
+        packed = self.binder.staging.get(op.lane, use, bound_view.shape, dtype, order)
+        after = self.binder.staging.transfer(op.lane, bound_view, Strided.of(packed), add=update)
         return to_wire(packed, order), after
 
     def native_dtype(self, view: View) -> torch.dtype:
-        """In which the transport's own collectives carry a view's elements; gloo's know no int16."""
+        """Return the dtype in which the transport's collectives carry a view's elements; gloo's have no int16."""
         dtype = self.binder.view(view).dtype
         return torch.int32 if dtype == torch.int16 else dtype
