@@ -23,8 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
 from meshweave.describe.layout import Layout
-from meshweave.nn.dtensor import layout_of
-from meshweave.nn.shard_spec import ShardSpec
+from meshweave.nn.dtensor import ShardSpec, layout_of
 
 R, P, SS = Replicate(), Partial(), _StridedShard
 S0, S1, S2 = (Shard(dim) for dim in range(3))
@@ -47,7 +46,7 @@ def part(whole: Tensor, layout: Layout, rank: int) -> Tensor:
 def laid(whole: Tensor, mesh: DeviceMesh, placements: Placements, order: Any = None) -> DTensor:
     """A DTensor of a global value; where it is partial, of unequal terms that sum up to it. Without elements on
     ranks outside the mesh."""
-    spec = ShardSpec(mesh, tuple(placements), order).dtensor_spec(whole.shape, whole.dtype)
+    spec = ShardSpec(mesh, tuple(placements), order).torch_spec(whole.shape, whole.dtype)
     layout, rank = layout_of(spec, None), dist.get_rank()
     if rank not in layout.mesh:
         return DTensor(torch.empty(0, dtype=whole.dtype), spec, requires_grad=False)
@@ -246,7 +245,7 @@ def laid_bytes(whole: Tensor, mesh: DeviceMesh, placements: Placements) -> DTens
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.dtype.itemsize]
     local = laid(whole.view(carrier), mesh, placements)._local_tensor.view(whole.dtype)
     return DTensor(
-        local, ShardSpec(mesh, tuple(placements)).dtensor_spec(whole.shape, whole.dtype), requires_grad=False
+        local, ShardSpec(mesh, tuple(placements)).torch_spec(whole.shape, whole.dtype), requires_grad=False
     )
 
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import meshweave
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.shard_spec import ShardSpec
+from meshweave.nn.dtensor import ShardSpec
 
 # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ def state_refusals(check: Check) -> None:
     check.refused("placed otherwise", "LayoutError", "into has w of torch.float64 and shape (4, 3)", in_place)
     view = DTensor(
         source["w"]._local_tensor,
-        ShardSpec(first, (S0,)).dtensor_spec((4, 3), torch.float64),
+        ShardSpec(first, (S0,)).torch_spec((4, 3), torch.float64),
         requires_grad=False,
     )
 
@@ -336,7 +336,7 @@ def refusals(check: Check) -> None:
     wide = laid(integers((4, 6)).to(torch.complex128), first, [S0])
     greatest = DTensor(
         laid(integers((4, 6)), first, [R])._local_tensor,
-        ShardSpec(first, (Partial("max"),)).dtensor_spec((4, 6), x.dtype),
+        ShardSpec(first, (Partial("max"),)).torch_spec((4, 6), x.dtype),
         requires_grad=False,
     )
 

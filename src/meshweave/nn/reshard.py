@@ -20,16 +20,17 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.dtensor import ShardSpec
 from meshweave.nn.resharding import (
     DTensorMove,
     ReshardSession,
+    given_spec,
     program_of,
     ranks_of,
     share_refusal,
     summed_part,
     with_article,
 )
-from meshweave.nn.shard_spec import ShardSpec
 
 
 def reshard(
@@ -82,12 +83,12 @@ def reshard(
     session = ReshardSession.of(device_mesh, cluster, context)
     with share_refusal(session, ranks_of([tensor.device_mesh, device_mesh])):
         source = ShardSpec.of(tensor)
-        target = ShardSpec.given(device_mesh, placements, tensor.ndim)
+        target = given_spec(device_mesh, placements, tensor.ndim)
         move = DTensorMove.of("", tensor, source, target)
         if session.rank in move.src.mesh and not source.is_partial:
             move.check(compat.local_tensor(tensor), move.src, session.rank)
     needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-    result: DTensor = _Reshard.apply(
+    result: DTensor = _ReshardFunction.apply(
         tensor, source, target, session, "differentiable" if needs_gradient else ""
     )
     return result
@@ -98,20 +99,20 @@ HOW_TO_DISTRIBUTE = (
 )
 
 
-class _Reshard(torch.autograd.Function):  # type: ignore[misc]
+class _ReshardFunction(torch.autograd.Function):  # type: ignore[misc]
     """A linear function whose gradient is the reshard back, another of these, so that it is differentiable too."""
 
     @staticmethod
     def forward(
         ctx: Any, tensor: DTensor, source: ShardSpec, target: ShardSpec, session: ReshardSession, note: str
     ) -> DTensor:
-        ctx.back, ctx.target, ctx.session = source.spec_of_gradient, target, session
+        ctx.back, ctx.target, ctx.session = source.gradient, target, session
         return _resharded(tensor, source, target, session, note)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
         grad = _in_placements_of(ctx.target, grads[0], ctx.session)
-        return _Reshard.apply(grad, ctx.target, ctx.back, ctx.session, ""), None, None, None, None
+        return _ReshardFunction.apply(grad, ctx.target, ctx.back, ctx.session, ""), None, None, None, None
 
 
 def _in_placements_of(target: ShardSpec, grad: DTensor, session: ReshardSession) -> DTensor:
@@ -119,10 +120,10 @@ def _in_placements_of(target: ShardSpec, grad: DTensor, session: ReshardSession)
     spec, mesh = ShardSpec.of(grad), target.device_mesh
     if mesh.get_coordinate() is None or spec == target:
         return grad
-    if spec.spec_of_gradient.is_plain and target.is_plain:  # what torch surely redistributes as declared
+    if spec.gradient.is_plain and target.is_plain:  # what torch surely redistributes as declared
         redistributed: DTensor = grad.redistribute(mesh, target.placements)
         return redistributed
-    resharded: DTensor = _Reshard.apply(grad, spec, target, session, "")
+    resharded: DTensor = _ReshardFunction.apply(grad, spec, target, session, "")
     return resharded
 
 
@@ -143,4 +144,4 @@ def _resharded(
         bound.run({"x0": move.as_carried(summed_part(tensor, source, target))} if is_source else {})
         if rank in move.dst.mesh:
             local = bound.outputs["y0"].clone().view(dtype).view(move.dst.local_shape(move.shape, rank))
-    return compat.from_spec(local, target.dtensor_spec(move.shape, dtype))
+    return compat.from_spec(local, target.torch_spec(move.shape, dtype))

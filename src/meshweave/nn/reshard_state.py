@@ -25,19 +25,19 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import mesh_of
+from meshweave.nn.dtensor import ShardSpec, mesh_of
 from meshweave.nn.reshard import HOW_TO_DISTRIBUTE
 from meshweave.nn.resharding import (
     DTensorMove,
     ReshardSession,
     check_dtype,
+    given_spec,
     program_of,
     ranks_of,
     share_refusal,
     summed_part,
     with_article,
 )
-from meshweave.nn.shard_spec import ShardSpec
 
 Placements = Mapping[str, Sequence[Placement]] | Callable[[str, DTensor], Sequence[Placement]]
 
@@ -173,7 +173,7 @@ def _result_tensor(entry: _StateEntry, given: Tensor | None, session: ReshardSes
         local = local.new_empty(move.dst.local_shape(move.shape, session.rank))
     if entry.target is None:
         return local
-    return compat.from_spec(local, entry.target.dtensor_spec(move.shape, move.dtype))
+    return compat.from_spec(local, entry.target.torch_spec(move.shape, move.dtype))
 
 
 def _delivered(arrived: Tensor, source: Tensor, given: Tensor | None) -> Tensor:
@@ -260,7 +260,7 @@ def _dtensor_entry(
     else:
         raise LayoutError(f"there are no placements for {name}{did_you_mean(name, placements)}")
     try:
-        source, target = ShardSpec.of(tensor), ShardSpec.given(device_mesh, wanted, tensor.ndim)
+        source, target = ShardSpec.of(tensor), given_spec(device_mesh, wanted, tensor.ndim)
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from None
     return _StateEntry(tensor, DTensorMove.of(name, tensor, source, target), source, target)
@@ -339,10 +339,10 @@ def _check_fits(name: str, given: Tensor, entry: _StateEntry) -> None:
         move.shape,
         move.dtype,
         target.device_mesh,
-    ) or ShardSpec.of(given).layout(move.shape) != move.dst:
+    ) or ShardSpec.of(given).layout(move.shape, None) != move.dst:
         raise LayoutError(
             f"into has {name} of {given.dtype} and shape {tuple(given.shape)} as {list(given.placements)}; what "
-            f"is asked for is of {move.dtype} and shape {move.shape} as {list(target.placements)}"
+            f"is asked for is of {move.dtype} and shape {move.shape} as {list(target.placements or ())}"
         )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.reshard import (
     ReshardPlan,
@@ -39,8 +40,8 @@ from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import torch_dtype
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
+from meshweave.nn.dtensor import ShardSpec
 from meshweave.nn.products import DTYPES
-from meshweave.nn.shard_spec import ShardSpec
 
 _AS = {
     "uint8": (
@@ -128,7 +129,7 @@ class DTensorMove:
         shape, prefix = tuple(map(int, tensor.shape)), f"{name}: " if name else ""
         check_dtype(tensor.dtype, prefix)
         try:
-            before, dst = source.layout(shape), target.layout(shape)
+            before, dst = source.layout(shape, None), target.layout(shape, None)
         except LayoutError as error:
             raise LayoutError(f"{prefix}{error}") from None
         if target.is_partial:
@@ -139,7 +140,7 @@ class DTensorMove:
             raise LayoutError(
                 f"{prefix}from {source.device_mesh} to {target.device_mesh}: both must be of one type of device"
             )
-        src = source.summed(target, shape).layout(shape) if before.partial_axes else before
+        src = summed_spec(source, target, shape).layout(shape, None) if before.partial_axes else before
         return cls(name, shape, tensor.dtype, src, dst)
 
     @cached_property
@@ -174,11 +175,48 @@ def check_dtype(dtype: torch.dtype, prefix: str = "") -> None:
         raise BindError(f"{prefix}{dtype} is no dtype that reshard moves: {known}")
 
 
+def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dims: int) -> ShardSpec:
+    """Return the spec that a caller gives for a tensor of `num_dims` dims, with dims counted from the front.
+
+    Raises:
+        LayoutError: `placements` is no sequence.
+    """
+    if isinstance(placements, (Placement, str)) or not isinstance(placements, Sequence):
+        raise LayoutError(f"placements is {placements!r}; it must be a sequence with one per dim of the mesh")
+    counted = []
+    for placement in placements:
+        if type(placement) is Shard and -num_dims <= placement.dim < 0:
+            placement = Shard(placement.dim + num_dims)
+        elif compat.is_strided_shard(placement) and -num_dims <= placement.dim < 0:
+            placement = compat.strided_shard(placement.dim + num_dims, placement.split_factor)
+        counted.append(placement)
+    return ShardSpec(device_mesh, tuple(counted))
+
+
+def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> ShardSpec:
+    """Return how a tensor of global `shape` lies once its sums are made on its own mesh.
+
+    A sum is scattered over a dim that `target` shards, if the mesh dim divides its size evenly; else it is
+    replicated.
+    """
+    placements = source.placements or ()
+    sharded_dims = [placement.dim for placement in placements if compat.is_sharded(placement)]
+    target_dims = dict.fromkeys(p.dim for p in target.placements or () if compat.is_sharded(p))
+    replacements: list[Placement] = []
+    for mesh_dim, placement in enumerate(placements):
+        size = source.device_mesh.size(mesh_dim)
+        free = (d for d in target_dims if d not in sharded_dims and shape[d] and shape[d] % size == 0)
+        dim = next(free, None) if isinstance(placement, Partial) else None
+        replacements.append(Replicate() if dim is None else Shard(dim))
+        sharded_dims += [] if dim is None else [dim]
+    return source.without_partial(replacements)
+
+
 def summed_part(tensor: DTensor, source: ShardSpec, target: ShardSpec) -> Tensor:
     """Return this rank's part of a tensor once the sums of its mesh are made."""
     if not source.is_partial:
         return compat.local_tensor(tensor)
-    placements = source.summed(target, tensor.shape).placements
+    placements = summed_spec(source, target, tensor.shape).placements
     return compat.local_tensor(tensor.detach().redistribute(source.device_mesh, placements))
 
 
