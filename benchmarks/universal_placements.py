@@ -32,7 +32,7 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import launch
 from meshweave.lab import Lab
-from meshweave.lab.bench.dtensor_traffic import DTensorTraffic, DTensorProduct, dtensor_traffics
+from meshweave.lab.bench.dtensor_traffic import DTensorTraffic, PlacedProduct, dtensor_traffics
 from meshweave.lab.description import SwitchLab, TorusLab
 
 Pair = tuple[tuple[str, ...], tuple[str, ...]]
@@ -254,7 +254,7 @@ def main() -> None:
         pace = options.flops_per_s or (lab.description.flops_per_s if lab is not None else None) or 0.0
 
     pairs = all_pairs(len(options.mesh))
-    products = [DTensorProduct(placements(a), placements(b), options.sizes) for a, b in pairs]
+    products = [PlacedProduct(placements(a), placements(b), options.sizes) for a, b in pairs]
     found = dtensor_traffics(options.mesh, products, options.dtype)
     chosen = stratified(pairs, [kind(one) for one in found], options.pairs or len(pairs), options.seed)
     if options.only:

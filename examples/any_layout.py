@@ -22,7 +22,7 @@ from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.ranks.launch import Context, launch
-from meshweave.lab.bench.dtensor_traffic import DTensorProduct, to_torch, dtensor_traffics
+from meshweave.lab.bench.dtensor_traffic import PlacedProduct, to_torch, dtensor_traffics
 from meshweave.tune.universal import tune_universal
 
 M, N, K = 96, 64, 128
@@ -47,7 +47,7 @@ def words(placements: tuple[Placement, ...]) -> str:
 
 
 def main() -> None:
-    asked = [DTensorProduct(placed(a), placed(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES if mesh_a == mesh_b]
+    asked = [PlacedProduct(placed(a), placed(b), (M, N, K)) for mesh_a, a, mesh_b, b in CASES if mesh_a == mesh_b]
     counted = iter(dtensor_traffics(SQUARE, asked))
     rates = RankRates.of(load_cluster("local-cpu"))
     rows = []

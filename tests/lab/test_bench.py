@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
 from meshweave.cli.app import run_app
 from meshweave.cli.bench_tables import NOT_COMPARABLE, gain_lines, picture, table
 from meshweave.cost.machine import mesh_machine
@@ -57,13 +57,13 @@ def result(name, *runs_s, error=0.0, estimate_s=None):
 
 
 def measured(*results, flops_per_s=1e9):
-    described = Round(MatmulProblem(64, 64, 64, (2, 2)), (), flops_per_s, 1.0)
+    described = Round(Matmul2dProblem(64, 64, 64, (2, 2)), (), flops_per_s, 1.0)
     report = {"num_products": 10, "num_overruns": 1} if flops_per_s else None
     return MeasuredRound(described, results, (report, report), 0.0)
 
 
 def test_the_pace_balances_compute_and_communication():
-    lab, problem = Lab.load(LAB), MatmulProblem(256, 256, 4096, (2, 2))
+    lab, problem = Lab.load(LAB), Matmul2dProblem(256, 256, 4096, (2, 2))
     pace = balanced_flops_per_s(problem, lab.cluster(), 2.0)
     machine = mesh_machine(ideal_cluster(lab.cluster(), pace), (2, 2), ("row", "col"), "tp")
     assert bound_s(problem, machine) == pytest.approx(problem.flops / 4 / pace)
@@ -73,13 +73,13 @@ def test_algorithms_that_cannot_use_the_mesh_are_left_out():
     lab = Lab.load(LAB)
     names = [
         case.algorithm
-        for case in choose_rivals(MatmulProblem(64, 64, 64, (2, 2)), lab.cluster(), ["cannon", "25d"])
+        for case in choose_rivals(Matmul2dProblem(64, 64, 64, (2, 2)), lab.cluster(), ["cannon", "25d"])
     ]
     assert "cannon" in names and "25d" not in names
 
 
 def test_tapered_is_no_second_meshslice_and_widths_are_named():
-    problem = MatmulProblem(256, 256, 4096, (2, 2))
+    problem = Matmul2dProblem(256, 256, 4096, (2, 2))
     found = choose_rivals(
         problem,
         Lab.load(LAB).cluster(),
@@ -94,7 +94,7 @@ def test_tapered_is_no_second_meshslice_and_widths_are_named():
 
 
 def test_measured_constants_make_coarser_slices(calibrated):
-    lab, problem = Lab.load(LAB).cluster(), MatmulProblem(96, 96, 2048, (2, 2))
+    lab, problem = Lab.load(LAB).cluster(), Matmul2dProblem(96, 96, 2048, (2, 2))
     counts = [
         choose_rivals(problem, cluster, ["meshslice"], with_baselines=False)[0].config.slice_count
         for cluster in (lab, load_cluster(str(calibrated)))
@@ -109,7 +109,7 @@ def test_every_pass_of_a_layer_has_its_product_and_rivals(dataflow):
     rounds = layer_rounds((96, 64, 128), (2, 2), dataflow, passes, [0.5, 0], lab, lab, list(ALGORITHMS))
     assert [one.ratio for one in rounds] == [0.5, None] * 3
     assert [one.pass_name for one in rounds] == [name for name in passes for _ in range(2)]
-    assert rounds[0].problem == MatmulProblem(96, 64, 128, (2, 2), dataflow)
+    assert rounds[0].problem == Matmul2dProblem(96, 64, 128, (2, 2), dataflow)
     for one in rounds:
         assert one.problem.flops == 2 * 96 * 64 * 128
         assert set(DTENSOR) <= set(one.rivals)
@@ -120,7 +120,7 @@ def test_every_pass_of_a_layer_has_its_product_and_rivals(dataflow):
 
 def test_an_axis_of_two_gets_a_one_way_ring():
     lab = Lab.load(LABS / "torus-8x2-50mbit.toml")
-    problem = MatmulProblem(64, 64, 256, (8, 2))
+    problem = Matmul2dProblem(64, 64, 256, (8, 2))
     (case,) = choose_rivals(problem, lab.cluster(), ["collective"], with_baselines=False)
     lanes = {lane.name for lane in case.program(problem).lanes}
     assert "row_back" in lanes and "col_back" not in lanes

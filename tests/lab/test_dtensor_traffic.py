@@ -7,7 +7,7 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.describe.layout import Partial, Replicate, Shard, Tile
 from meshweave.lab.bench.dtensor_traffic import (
     DTensorCollective,
-    DTensorProduct,
+    PlacedProduct,
     dtensor_traffic,
     dtensor_traffics,
 )
@@ -33,7 +33,7 @@ def test_one_axis_by_hand():
         (P, S1): (P, 3 * 64, ("all_gather",)),
         (P, P): (P, 2 * 3 * 256 // 4, ("all_reduce",)),
     }
-    products = [DTensorProduct((a,), (b,), CUBE) for a, b in cases]
+    products = [PlacedProduct((a,), (b,), CUBE) for a, b in cases]
     for found, (out, received, collectives) in zip(
         dtensor_traffics((4,), products), cases.values(), strict=True
     ):

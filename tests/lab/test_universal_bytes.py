@@ -11,7 +11,7 @@ from meshweave.algorithms.universal import UniversalProblem
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.lab.bench.dtensor_traffic import DTensorProduct, dtensor_traffics
+from meshweave.lab.bench.dtensor_traffic import PlacedProduct, dtensor_traffics
 from meshweave.tune.universal import tune_universal
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
@@ -23,7 +23,7 @@ def more_than_dtensor(shape: tuple[int, int], sizes: tuple[int, int, int], every
     mesh = Mesh.of("mesh", shape, ("row", "col"))
     found = []
     for (a, b), theirs in zip(
-        pairs, dtensor_traffics(shape, [DTensorProduct(a, b, sizes) for a, b in pairs]), strict=True
+        pairs, dtensor_traffics(shape, [PlacedProduct(a, b, sizes) for a, b in pairs]), strict=True
     ):
         out = Layout(mesh, theirs.out_placements)
         problem = UniversalProblem(*sizes, Layout(mesh, a), Layout(mesh, b), out)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dProblem
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import RingNetwork, load_cluster
 from meshweave.reproduce.meshslice import rows as paper
@@ -143,7 +143,7 @@ def test_meshslice_is_never_slower_than_collective(count: int) -> None:
         chips = rng.choice(list(pods))
         shape = rng.choice(ALGORITHMS["meshslice"].mesh_shapes(chips))
         sizes = [8 * rng.randint(1, 6000) if rng.random() < 0.5 else rng.randint(8, 60000) for _ in range(3)]
-        problem = MatmulProblem(sizes[0], sizes[1], sizes[2], shape, rng.choice(DATAFLOWS), "bfloat16")
+        problem = Matmul2dProblem(sizes[0], sizes[1], sizes[2], shape, rng.choice(DATAFLOWS), "bfloat16")
         at = mesh_machine(pods[chips], shape, ("row", "col"), "tp")
         times = [
             tune_product(ALGORITHMS[n], problem, at).estimate.total_s for n in ("meshslice", "collective")

@@ -77,7 +77,7 @@ class DTensorTraffic:
 
 
 @dataclass(frozen=True)
-class DTensorProduct:
+class PlacedProduct:
     """The product of A (m, k) and B (k, n) with these placements; the result is then redistributed to `out`, if
     given.
     """
@@ -99,14 +99,14 @@ def dtensor_traffic(
     """Return what DTensor moves for A (m, k) times B (k, n); `sizes` is (m, n, k). Raises as
     `dtensor_traffics`.
     """
-    product = DTensorProduct(
+    product = PlacedProduct(
         tuple(a_placements), tuple(b_placements), sizes, None if out is None else tuple(out)
     )
     return dtensor_traffics(mesh_shape, [product], dtype)[0]
 
 
 def dtensor_traffics(
-    mesh_shape: tuple[int, ...], products: Sequence[DTensorProduct], dtype: str = "float32"
+    mesh_shape: tuple[int, ...], products: Sequence[PlacedProduct], dtype: str = "float32"
 ) -> list[DTensorTraffic]:
     """Return what DTensor moves for each product, on a mesh of CPU ranks.
 
@@ -173,7 +173,7 @@ def from_torch(placements: Sequence[Any]) -> tuple[Placement, ...]:
 
 
 def _run_on_rank(
-    product: DTensorProduct, mesh: Mesh, device_mesh: Any, rank: int, dtype: str
+    product: PlacedProduct, mesh: Mesh, device_mesh: Any, rank: int, dtype: str
 ) -> tuple[tuple[Placement, ...], list[DTensorCollective]]:
     import torch
     from torch.distributed.tensor import DTensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2d, Matmul2dProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine

@@ -32,12 +32,12 @@ CROSSING = (7, 8)
 
 
 def parse_number(what: str) -> int:
-    """Of "case3" or "hosts3"."""
+    """Return the number in "case3" or "hosts3"."""
     return int("".join(filter(str.isdigit, what)))
 
 
 def _longer(ours: float, than: float) -> float:
-    """By how many percent."""
+    """Return by how many percent `ours` is longer."""
     return round(100 * (ours / than - 1), 6)
 
 
@@ -193,7 +193,7 @@ OURS: dict[str, Callable[[AlpaCommStudy, str], OurValue]] = {
 
 
 def row(study: AlpaCommStudy, entry: PublishedRow, what: str) -> JudgedRow:
-    """One row, computed for a case, a strategy or a number of receivers."""
+    """Return one row, computed for a case, a strategy or a number of receivers."""
     return entry.beside(what, OURS[entry.id](study, what))
 
 
@@ -209,8 +209,8 @@ def rows(
 
 def findings(study: AlpaCommStudy) -> tuple[str, ...]:
     """What bandwidth alone can explain of the published gains and what not, and what our machine leaves out."""
-    told = {entry.id: entry.values for entry in published_rows(PAPER)}
-    least, most = told["reordered"]["case3"], told["most_by_order"]["largest"]
+    stated = {entry.id: entry.values for entry in published_rows(PAPER)}
+    least, most = stated["reordered"]["case3"], stated["most_by_order"]["largest"]
     limit = max(study.most_by_order(number) for number in REORDERED)
     gains = ", ".join(f"{study.over_gather(number):.1f}" for number in REORDERED)
     cases = f"{', '.join(map(str, REORDERED[:-1]))} and {REORDERED[-1]}"
@@ -227,7 +227,7 @@ def findings(study: AlpaCommStudy) -> tuple[str, ...]:
         f"balance we win {gains}x. The published {least:g}x to {most:g}x are {least / limit:.1f} to "
         f"{most / limit:.1f} times that limit, so they also contain costs of the rival's implementation.",
         f"Broadcast. What it can win over an all-gather with receivers in several hosts: {crossing}. "
-        f"Published: up to {told['gather_crosses']['largest']:g}x.",
+        f"Published: up to {stated['gather_crosses']['largest']:g}x.",
         "Which costs those are is conjecture: launches and synchronisation of groups for each unit task "
         f"({tasks} of them in cases {cases}), senders that share a NIC at once, and parts of unequal size, of "
         "which the paper says that its rival cannot handle them. Such parts can explain figure 5 at 3, and of "

@@ -41,7 +41,7 @@ RIVAL_ORDER, OWN_ORDER, NAIVE, IN_ORDER, EXACT = "balance", "best", "naive", "in
 
 @dataclass(frozen=True)
 class SimulatedReshard:
-    """Seconds: simulated, by the planner's model, and the bound that no plan beats.
+    """Seconds of a resharding: simulated, by the planner's model, and the bound that no plan beats.
 
     `tasks` counts unit tasks, `chunks` the messages that the one with the most is sent in.
     """
@@ -54,7 +54,9 @@ class SimulatedReshard:
 
 
 def orders() -> tuple[str, ...]:
-    """Those of figure 8 that there are: "in_order" if the planner knows it, "exact" if OR-tools is installed."""
+    """Return the orders of figure 8 that are available: "in_order" if the planner knows it, "exact" if
+    OR-tools is installed.
+    """
     wanted = [NAIVE, IN_ORDER, RIVAL_ORDER, OWN_ORDER]
     if find_spec("ortools") is not None:
         wanted.append(EXACT)
@@ -65,7 +67,7 @@ def orders() -> tuple[str, ...]:
 class AlpaCommStudy:
     """`cluster` has hosts of four chips at least and one NIC, as the paper assumes; five of them are taken.
 
-    `advance` is told of every simulation. Raises UnsupportedError for another network.
+    `advance` is called after every simulation. Raises UnsupportedError for another network.
     """
 
     cluster: Cluster
@@ -136,7 +138,7 @@ class AlpaCommStudy:
     # --- figures 6 and 8 --------------------------------------------------------------------------
 
     def case(self, number: int, strategy: str = BROADCAST, order: str | None = None) -> SimulatedReshard:
-        """A case of table 2; without an order in that of the paper."""
+        """Simulate a case of table 2; without an `order`, in that of the paper."""
         return self.simulate_case(CASES[number], strategy, order or self.order_of(strategy))
 
     @staticmethod
@@ -144,25 +146,27 @@ class AlpaCommStudy:
         return OWN_ORDER if strategy == BROADCAST else RIVAL_ORDER
 
     def over_gather(self, number: int) -> float:
-        """How many times as long the all-gather takes as the broadcast."""
+        """Return how many times as long the all-gather takes as the broadcast."""
         return self.case(number, ALL_GATHER).seconds / self.case(number).seconds
 
     def over_best(self, number: int, order: str) -> float:
-        """How many times as long a broadcast takes in an order as in the best."""
+        """Return how many times as long a broadcast takes in an order as in the best."""
         return self.case(number, BROADCAST, order).seconds / self.case(number).seconds
 
     def most_by_order(self, number: int) -> float:
-        """What order and balance can win at most: all tasks one after another, over the bound of the NICs."""
+        """Return what order and balance can win at most: all tasks one after another, over the bound of the
+        NICs.
+        """
         naive = self.case(number, BROADCAST, NAIVE)
         return naive.predicted_s / naive.bound_s
 
     def most_by_broadcast(self, number: int) -> float:
-        """What a broadcast can win over an all-gather at most: both by the planner's formulas."""
+        """Return what a broadcast can win over an all-gather at most: both by the planner's formulas."""
         return self.case(number, ALL_GATHER).predicted_s / self.case(number).predicted_s
 
     @staticmethod
     def uneven(number: int) -> bool:
-        """Whether some task cannot be cut into equal parts for its receivers."""
+        """Return whether some task cannot be cut into equal parts for its receivers."""
         tasks = unit_tasks(CASES[number].problem())
         return any(prod(piece.shape) % len(task.destinations) for task in tasks for piece in task.pieces)
 

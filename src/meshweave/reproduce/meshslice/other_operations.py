@@ -9,8 +9,8 @@ from meshweave.tune.unrolled import LEADER
 
 
 def other_operations_s(study: MeshSliceStudy, block: FcBlock) -> float:
-    """Seconds by roofline: each operation at the chip's effective FLOP rate or its memory bandwidth, whichever
-    takes longer. No launch costs, no communication."""
+    """Return the seconds by roofline: each operation at the chip's effective FLOP rate or its memory bandwidth,
+    whichever takes longer. No launch costs, no communication."""
     chip = study.pod.chip
     return sum(
         max(one.flops / chip.effective_flops_per_s, one.bytes / chip.memory_bytes_per_s) / block.chips
@@ -19,19 +19,19 @@ def other_operations_s(study: MeshSliceStudy, block: FcBlock) -> float:
 
 
 def end_to_end_gain(study: MeshSliceStudy, block: FcBlock, rival: str) -> float:
-    """By how many percent MeshSlice trains faster than a rival, other layers included."""
-    rest = other_operations_s(study, block)
-    return percent_faster(study.block_s(block, rival) + rest, study.block_s(block, LEADER) + rest)
+    """Return by how many percent MeshSlice trains faster than a rival, other layers included."""
+    others_s = other_operations_s(study, block)
+    return percent_faster(study.block_s(block, rival) + others_s, study.block_s(block, LEADER) + others_s)
 
 
 def other_operations_percent(study: MeshSliceStudy, block: FcBlock) -> float:
-    """Percent of a block's time with MeshSlice that its other layers take."""
-    rest = other_operations_s(study, block)
-    return 100 * rest / (rest + study.block_s(block, LEADER))
+    """Return the percent of a block's time with MeshSlice that its other layers take."""
+    others_s = other_operations_s(study, block)
+    return 100 * others_s / (others_s + study.block_s(block, LEADER))
 
 
 def implied_percent(gain: float, end_to_end: float) -> float:
-    """The share in percent that a gain in the fully connected layers and one end to end imply.
+    """Return the share in percent that a gain in the fully connected layers and one end to end imply.
 
     With the fully connected layers as 1 and the rest as r: (1 + g + r) / (1 + r) = 1 + G, so r = (g - G) / G.
     """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2d, Matmul2dProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
 from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
 from meshweave.describe.model import FcLayer, load_model
@@ -26,7 +26,7 @@ RING_BASELINES = ("tp1d", "fsdp")
 
 @dataclass(frozen=True)
 class ExperimentSizes:
-    """At which sizes a paper's experiments run."""
+    """The sizes at which the paper's experiments run."""
 
     chips: int = 256
     sizes: tuple[int, ...] = (16, 32, 64, 128, 256)
@@ -60,7 +60,7 @@ class ChosenProducts:
 
 
 class MeshSliceStudy:
-    """What is asked of a paper's experiments, on one machine and by one reading; nothing is computed twice."""
+    """The experiments of the paper on one machine, timed by one reading; nothing is computed twice."""
 
     def __init__(
         self, cluster: str | Cluster, timer: Timer, experiment: ExperimentSizes | None = None
@@ -69,7 +69,7 @@ class MeshSliceStudy:
         self.timer = timer
         self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate")
         self._pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
-        self._grounds: dict[tuple[int, bool], Ground] = {}
+        self._search_spaces: dict[tuple[int, bool], Ground] = {}
         self._chosen: dict[tuple[FcBlock, str, int | None], ChosenProducts | None] = {}
         self._on_mesh: dict[tuple[FcBlock, str, Shape], ChosenProducts] = {}
 
@@ -82,20 +82,20 @@ class MeshSliceStudy:
         return self._pod.with_chips(chips)
 
     def search_space(self, chips: int, ring: bool = False) -> Ground:
-        """The pod, or a ring of as many of its chips with two of their links."""
-        found = self._grounds.get((chips, ring))
-        if found is None:
+        """Return the meshes of the pod, or of a ring of as many of its chips, each with two of its links."""
+        space = self._search_spaces.get((chips, ring))
+        if space is None:
             cluster = self.cluster(chips)
             if ring:
                 link = cluster.network.axis(0, 2)
                 cluster = replace(cluster, name=f"{cluster.name} ring", network=RingNetwork(link, chips))
-            found = self._grounds[chips, ring] = Ground(cluster)
-        return found
+            space = self._search_spaces[chips, ring] = Ground(cluster)
+        return space
 
     def weak_scaling_block(
         self, model: str, chips: int | None = None, always: Stationary | None = None
     ) -> FcBlock:
-        """A block under weak scaling: half a sequence per chip."""
+        """Return a block under weak scaling: half a sequence per chip."""
         chips = chips or self.experiment.chips
         return FcBlock(model, chips, chips // 2, always)
 
@@ -106,7 +106,7 @@ class MeshSliceStudy:
         return Workload(block.batch, self.experiment.sequence, self.experiment.dtype)
 
     def problems(self, block: FcBlock, shape: Shape) -> list[Matmul2dProblem]:
-        """The 12 products of a block, layer by layer."""
+        """Return the 12 products of a block, layer by layer."""
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
         stays = [
@@ -132,7 +132,7 @@ class MeshSliceStudy:
     # --- choosing -----------------------------------------------------------------------------------------
 
     def entry(self, algorithm: str, block: FcBlock, product: int | None = None) -> Matmul2d:
-        """The table's entry; followers run at the slice counts that MeshSlice takes for the same products."""
+        """Return the algorithm; followers run at the slice counts that MeshSlice takes for the same products."""
         if algorithm not in FOLLOWERS:
             return ALGORITHMS[algorithm]
         return follower(algorithm, self._counts(block, product))
@@ -148,7 +148,7 @@ class MeshSliceStudy:
         return ground.shapes(ALGORITHMS[FOLLOWERS.get(algorithm, algorithm)])
 
     def chosen(self, block: FcBlock, algorithm: str, product: int | None = None) -> ChosenProducts | None:
-        """An algorithm at its best mesh for a block, or for one product of it alone; None where it has no mesh."""
+        """Return an algorithm at its best mesh for a block or for one product of it; None where it has no mesh."""
         key = block, algorithm, product
         if key not in self._chosen:
             self._chosen[key] = self._choose(block, algorithm, product)
@@ -169,7 +169,7 @@ class MeshSliceStudy:
         return _at_best(entry, ground.cluster, found[0][1])
 
     def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = LEADER) -> ChosenProducts:
-        """An algorithm on a given mesh, with the configurations that its tuner takes there."""
+        """Return an algorithm on a given mesh, with the configurations that its tuner takes there."""
         key = block, algorithm, shape
         if key not in self._on_mesh:
             ground = self.search_space(block.chips, algorithm in RING_BASELINES)
@@ -190,12 +190,12 @@ class MeshSliceStudy:
         return timing.total_s
 
     def percent_of_peak(self, block: FcBlock, seconds: float) -> float:
-        """FLOP utilisation in percent."""
+        """Return the FLOP utilisation in percent."""
         peak = self._pod.chip.peak(self.experiment.dtype)
         return 100 * self.flops(block) / block.chips / peak / seconds
 
     def utilisation(self, block: FcBlock, algorithm: str = LEADER) -> float | None:
-        """FLOP utilisation in percent, of an algorithm at its best; None where it has no mesh."""
+        """Return the FLOP utilisation in percent of an algorithm at its best; None where it has no mesh."""
         timing = self.timing(block, algorithm)
         return None if timing is None else self.percent_of_peak(block, timing.total_s)
 
@@ -206,7 +206,7 @@ def _at_best(entry: Matmul2d, cluster: Cluster, mesh: OnMesh) -> ChosenProducts:
 
 
 def distinct_products(problems: Sequence[Matmul2dProblem]) -> list[int]:
-    """Positions of the products that differ in M, N, K; the first of equals. A block has eight."""
+    """Return the positions of the products that differ in M, N, K; the first of equals. A block has eight."""
     first: dict[tuple[int, int, int], int] = {}
     for position, problem in enumerate(problems):
         first.setdefault((problem.m, problem.n, problem.k), position)
@@ -214,5 +214,5 @@ def distinct_products(problems: Sequence[Matmul2dProblem]) -> list[int]:
 
 
 def percent_faster(slow_s: float, fast_s: float) -> float:
-    """By how many percent."""
+    """Return by how many percent what takes `fast_s` seconds is faster than what takes `slow_s`."""
     return 100 * (slow_s / fast_s - 1)

@@ -1,6 +1,6 @@
 """How long a product takes: by estimate or by simulation, behind one method.
 
-Everything that is reproduced asks a `Timer`, so that both readings give the same tables.
+All rows and figures take their times from a `Timer`, so that both readings give the same tables.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2d, Matmul2dProblem
+from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
@@ -26,20 +26,20 @@ class Timing(Estimate):
 
     @property
     def serial_s(self) -> float:
-        """How long it takes where nothing overlaps."""
+        """Seconds if nothing overlaps."""
         return self.compute_s + self.copy_s + self.communication_s
 
 
 def sum_timings(timings: Iterable[Timing]) -> Timing:
-    """One after another."""
+    """Return the timing of products that run one after another."""
     total = compute = copy = launch = sync = transfer = 0.0
-    for one in timings:
-        total += one.total_s
-        compute += one.compute_s
-        copy += one.copy_s
-        launch += one.launch_s
-        sync += one.sync_s
-        transfer += one.transfer_s
+    for timing in timings:
+        total += timing.total_s
+        compute += timing.compute_s
+        copy += timing.copy_s
+        launch += timing.launch_s
+        sync += timing.sync_s
+        transfer += timing.transfer_s
     return Timing(total, compute, copy, launch, sync, transfer)
 
 
@@ -54,15 +54,19 @@ class Timer:
         self._timed = _estimated if by == "estimate" else _simulated
         self._known: dict[_Key, Timing] = {}
 
-    def timing(self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> Timing:
-        """Seconds of one product and their parts. Raises what `estimate` and `simulate` raise."""
+    def timing(
+        self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster
+    ) -> Timing:
+        """Return the seconds of one product and their parts. Raises what `estimate` and `simulate` raise."""
         # A follower such as wang[S=meshslice] runs the programs of its base.
         key = entry.name.partition("[")[0], problem, config, cluster
         if key not in self._known:
             self._known[key] = self._timed(problem, entry, config, cluster)
         return self._known[key]
 
-    def product_s(self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> float:
+    def product_s(
+        self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster
+    ) -> float:
         return self.timing(problem, entry, config, cluster).total_s
 
 

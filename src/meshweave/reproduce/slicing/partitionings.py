@@ -51,7 +51,7 @@ NAMED: dict[str, tuple[Partitioning, ...]] = {
 
 
 def every_partitioning() -> dict[str, tuple[Partitioning, ...]]:
-    """The named ones, and every other combination of the three cuts by its cuts."""
+    """Return the named partitionings, and every other combination of three cuts under the name of its cuts."""
     known = {(one.a, one.b, one.c) for ways in NAMED.values() for one in ways}
     others = [cuts for cuts in product(BLOCK_KINDS, repeat=3) if cuts not in known]
     return NAMED | {(name := " x ".join((a, b, c))): (Partitioning(name, a, b, c),) for a, b, c in others}
@@ -95,8 +95,8 @@ def _layout(name: str, cut: BlockKind, num_ranks: int, copies: int, aligned_k: i
 
 
 def local_products(problem: UniversalProblem) -> int:
-    """How many local products a process has in the paper's algorithm, on average: one for each overlap of a tile
-    of A, a tile of B and a tile of C (section 4.1)."""
+    """Return how many local products a process has in the paper's algorithm, on average: one for each overlap of a
+    tile of A, a tile of B and a tile of C (section 4.1)."""
     total = 1
     for dim, size in enumerate(problem.sizes):
         first, second = (
@@ -120,7 +120,7 @@ def _parts(layout: Layout, dim: int, size: int) -> int:
 
 
 def near_square(count: int) -> tuple[int, int]:
-    """Rows and columns of the grid nearest to a square, not more rows than columns."""
+    """Return rows and columns of the grid nearest to a square, not more rows than columns."""
     rows = max(size for size in range(1, math.isqrt(count) + 1) if count % size == 0)
     return rows, count // rows
 

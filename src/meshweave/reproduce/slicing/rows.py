@@ -28,19 +28,19 @@ Seconds = Sequence[float]
 
 
 def percent_faster(ours: float, theirs: float) -> float:
-    """By how many percent what takes `ours` seconds is faster than what takes `theirs`."""
+    """Return by how many percent what takes `ours` seconds is faster than what takes `theirs`."""
     return 100 * (theirs / ours - 1)
 
 
 def mean_lead(study: SlicingStudy, ours: Seconds, theirs: Seconds) -> OurValue:
-    """The mean over the batch sizes, and each of them."""
+    """Return the mean lead over the batch sizes in percent, and the lead at each."""
     each = [percent_faster(one, other) for one, other in zip(ours, theirs, strict=True)]
     told = ", ".join(f"{batch}: {one:+.1f}" for batch, one in zip(study.batches, each, strict=True))
     return OurValue(round(mean(each), 6), f"by batch {told}")
 
 
 def fastest(study: SlicingStudy, case: LayerOnMachine, names: Sequence[str]) -> list[float]:
-    """Seconds of the fastest of some partitionings, by batch."""
+    """Return the seconds of the fastest of some partitionings, by batch."""
     curves = [study.curve(case, name).points for name in names]
     return [min(points[at].seconds for points in curves) for at in range(len(study.batches))]
 
@@ -53,7 +53,7 @@ def slowest(study: SlicingStudy, case: LayerOnMachine, names: Sequence[str]) -> 
 def fastest_with_stationary(
     study: SlicingStudy, case: LayerOnMachine, ways: Sequence[Partitioning], stays: Stationary
 ) -> list[float]:
-    """Seconds of the fastest way with a given stationary matrix, by batch."""
+    """Return the seconds of the fastest partitioning with a given stationary matrix, by batch."""
     out = []
     for batch in study.batches:
         points = [point for how in ways if (point := study.best(case, how, batch, stays)) is not None]
@@ -115,7 +115,7 @@ def copies_of_leaders(study: SlicingStudy, case: LayerOnMachine) -> OurValue:
 
 
 def copies_text(copies: tuple[int, int]) -> str:
-    """As the figures have it: one number, or those of A and B and of C."""
+    """Return the replication as the figures have it: one number, or those of A and B and of C."""
     return str(copies[0]) if copies[0] == copies[1] else f"{copies[0]}-{copies[1]}"
 
 

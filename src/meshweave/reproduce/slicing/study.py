@@ -60,7 +60,7 @@ LAYERS_ON_MACHINES = {
 
 @dataclass(frozen=True)
 class BatchTime:
-    """A batch on its best of what was tried: copies of A and B, and of C."""
+    """The time of a batch at its best replication; `copies` are those of A and B, and of C."""
 
     batch: int
     seconds: float
@@ -85,7 +85,10 @@ _Key = tuple[LayerOnMachine, Partitioning, int, Stationary, tuple[int, int]]
 
 @dataclass
 class SlicingStudy:
-    """Simulates each thing once. `machines` are by "pvc" and "h100"; `advance` is told of every simulation."""
+    """Simulates each experiment once.
+
+    `machines` has the clusters "pvc" and "h100"; `advance` is called after every simulation.
+    """
 
     machines: dict[str, Cluster]
     batches: tuple[int, ...] = BATCHES
@@ -99,7 +102,7 @@ class SlicingStudy:
         return batch, *LAYERS[case.layer]
 
     def percent_of_peak(self, case: LayerOnMachine, batch: int, seconds: float) -> float:
-        """Percent of the peak of all devices."""
+        """Return the percent of the peak of all devices."""
         m, n, k = self.sizes(case, batch)
         cluster = self.machines[case.machine]
         return 100 * 2 * m * n * k / cluster.num_chips / cluster.chip.peak(DTYPE) / seconds
@@ -155,7 +158,7 @@ class SlicingStudy:
         stationary: Stationary,
         copies: Sequence[tuple[int, int]] | None = None,
     ) -> BatchTime | None:
-        """At the best replication; of equals that with the fewest copies."""
+        """Return the time at the best replication; of equals that with the fewest copies."""
         points = []
         for pair in self.copies(case, how) if copies is None else copies:
             seconds = self.seconds(case, how, batch, stationary, pair)
@@ -164,7 +167,7 @@ class SlicingStudy:
         return min(points, key=lambda point: (point.seconds, point.copies), default=None)
 
     def curve(self, case: LayerOnMachine, name: str) -> Curve:
-        """A named partitioning at its best, by batch."""
+        """Return a named partitioning at its best, by batch."""
         if (case, name) not in self._curves:
             last = self.batches[-1]
             found = [
