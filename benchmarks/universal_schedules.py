@@ -19,44 +19,31 @@ import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from machine import save
 
 from meshweave.algorithms.universal import (
-    UniversalConfig,
     Operand,
     Slicing,
+    UniversalConfig,
     UniversalProblem,
-    universal_program,
 )
-from meshweave.algorithms.universal.issue_order import STAGE_LIMITS, direct_order, schedule_graph
-from meshweave.algorithms.universal.schedule import (
-    ScheduleGraph,
-    IssueOrder,
-    Stage,
-    staged_s,
-    cost_greedy,
-    direct,
-    greedy,
-    flatten_stages,
-)
-from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
+from meshweave.algorithms.universal.config import ScheduleKind
+from meshweave.algorithms.universal.issue_order import schedule_graph
 from meshweave.algorithms.universal.volume import volume
-from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid, block_2d, block_cyclic, column_block, row_block
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import SwitchNetwork
-from meshweave.simulate import simulate
+from meshweave.tune.schedules import search_schedule
 
 CLAIM = 1.05
 SIZES = {"square": (12_000, 12_000, 12_000), "mlp-1": (6_000, 48_000, 12_000)}
 MACHINES = ("pvc-node", "h100-node", "balanced")
 SLICES = (1, 8)
-SCHEDULES = ("greedy", "cost-greedy", "exhaustive")
+SCHEDULES: tuple[ScheduleKind, ...] = ("greedy", "cost-greedy", "exhaustive")
 
 
 @dataclass(frozen=True)
@@ -138,41 +125,21 @@ def machine_of(name: str, slicing: Slicing) -> Cluster | None:
     return replace(base, name=name, chip=chip).with_chips(ranks)
 
 
-@lru_cache(maxsize=4096)
-def searched(of: ScheduleGraph, states: int) -> ScheduleSearchResult:
-    return exhaustive(of, STAGE_LIMITS, max_states=states)
-
-
-def staged(name: str, of: ScheduleGraph, states: int) -> tuple[Stage, ...]:
-    if name == "exhaustive":
-        return searched(of, states).stages
-    return {"direct": direct, "greedy": greedy, "cost-greedy": cost_greedy}[name](of, STAGE_LIMITS)
-
-
 def row(case: Case, stationary: Operand, slices: int, where: str, states: int) -> dict[str, Any] | None:
     problem = UniversalProblem(*SIZES[case.sizes], case.a, case.b, case.c)
-    choice = UniversalConfig(stationary, num_slices=slices)
-    slicing = Slicing(problem, choice)
+    config = UniversalConfig(stationary, num_slices=slices)
+    slicing = Slicing(problem, config)
     cluster = machine_of(where, slicing)
     if cluster is None:
         return None
-    rates = RankRates.of(cluster)
-    graphs = {rank: schedule_graph(slicing, rank, rates) for rank in problem.ranks}
-    if not any(one.fetches or one.accumulating for one in graphs.values()):
+    graphs = [schedule_graph(slicing, rank, RankRates.of(cluster)) for rank in problem.ranks]
+    if not any(graph.fetches or graph.accumulating for graph in graphs):
         return None
-
-    def seconds(orders: dict[int, IssueOrder]) -> float:
-        program = universal_program(problem, choice, orders=orders)
-        return simulate(program, Machine.of(cluster, program, logical=True)).duration_s
-
-    times = {"direct": seconds({rank: direct_order(slicing.steps(rank), rank) for rank in graphs})}
-    costs = {}
-    for name in ("direct", *SCHEDULES):
-        found = {rank: staged(name, one, states) for rank, one in graphs.items()}
-        costs[name] = max(staged_s(stages, graphs[rank]) for rank, stages in found.items())
-        if name != "direct":
-            times[name] = seconds({rank: flatten_stages(stages) for rank, stages in found.items()})
-    best = [searched(one, states) for one in graphs.values()]
+    schedules = {
+        schedule.kind: schedule for schedule in search_schedule(problem, config, cluster, max_states=states)
+    }
+    names = ("direct", *SCHEDULES)
+    times, best = {name: schedules[name].simulated_s for name in names}, schedules["exhaustive"]
     return {
         "case": case.name,
         "ranks": case.num_ranks,
@@ -181,14 +148,14 @@ def row(case: Case, stationary: Operand, slices: int, where: str, states: int) -
         "stationary": stationary,
         "slices": slices,
         "machine": where,
-        "steps": max(len(one.products) for one in graphs.values()),
+        "steps": max(len(graph.products) for graph in graphs),
         "simulated_s": times,
         "direct_over_exhaustive": times["direct"] / times["exhaustive"],
         "direct_over_best": times["direct"] / min(times.values()),
-        "staged_s": costs,
-        "staged_bound_s": max(one.bound_seconds for one in best),
-        "proven_ranks": sum(one.proven for one in best),
-        "states": sum(one.states for one in best),
+        "staged_s": {name: schedules[name].staged_s for name in names},
+        "staged_bound_s": best.bound_s,
+        "proven_ranks": best.num_proven,
+        "states": best.num_states,
     }
 
 
@@ -205,8 +172,8 @@ def line(one: dict[str, Any]) -> str:
         one["slices"],
         one["machine"],
     ]
-    told = [*what, one["steps"], *(f"{value:.6g}" for value in numbers), one["proven_ranks"]]
-    return ",".join(map(str, told))
+    cells = [*what, one["steps"], *(f"{value:.6g}" for value in numbers), one["proven_ranks"]]
+    return ",".join(map(str, cells))
 
 
 COLUMNS = ",".join(
@@ -221,14 +188,14 @@ COLUMNS = ",".join(
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """By alignment and stationary matrix: how often direct execution is within 5 % of the exhaustive order."""
-    found = {}
+    ratios_by = {}
     for aligned in (True, False):
         for stationary in ("c", "a", "b"):
             of = [r for r in rows if r["aligned"] == aligned and r["stationary"] == stationary]
             if not of:
                 continue
             ratios = [r["direct_over_exhaustive"] for r in of]
-            found[f"{'aligned' if aligned else 'misaligned'}, stationary {stationary.upper()}"] = {
+            ratios_by[f"{'aligned' if aligned else 'misaligned'}, stationary {stationary.upper()}"] = {
                 "rows": len(of),
                 "all ranks proven": sum(r["proven_ranks"] == r["ranks"] for r in of),
                 "within 5 %": sum(ratio <= CLAIM for ratio in ratios),
@@ -237,7 +204,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                 "most": max(ratios),
                 "most over the best of all orders": max(r["direct_over_best"] for r in of),
             }
-    return found
+    return ratios_by
 
 
 def main() -> None:
@@ -251,9 +218,9 @@ def main() -> None:
     rows = []
     for case in (case for case in cases() if options.only in case.name):
         for stationary, slices, where in itertools.product(("c", "a", "b"), SLICES, MACHINES):
-            found = row(case, stationary, slices, where, options.states)  # type: ignore[arg-type]
-            if found is not None:
-                rows.append(found)
+            measured = row(case, stationary, slices, where, options.states)  # type: ignore[arg-type]
+            if measured is not None:
+                rows.append(measured)
     total = summary(rows)
     for name, values in total.items():
         print(name, values)
