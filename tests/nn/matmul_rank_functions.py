@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import meshweave
 from meshweave.describe.layout import layouts as ours
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.placements import layout_of
+from meshweave.nn.dtensor import layout_of
 
 R, P, SS = Replicate(), Partial(), _StridedShard
 S0, S1, S2, S3 = (Shard(dim) for dim in range(4))

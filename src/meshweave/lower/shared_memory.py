@@ -2,10 +2,10 @@
 
 Four rewrites turn a program of gets, puts and accumulates into one for memory that is as near to every rank:
 
-1. A get whose target is only read becomes a read of the source (`read_in_place`).
-2. A put or accumulate becomes a read by the owner. The product stays in scratch of the rank that computed it; after
-   a fence the owner copies the first term and adds the others in the order of ranks. So a sum has the same bits in
-   every run, and no update needs a lock.
+1. A get whose target is only read becomes a read of the source (`read_in_place`), any other a copy.
+2. A put or accumulate becomes a read by the owner. The product stays in scratch of the rank that computed it;
+   after a fence the owner copies the first term and adds the others in the order of ranks. So a sum has the same
+   bits in every run, and no update needs a lock.
 3. Of an input or output buffer, the part that other ranks read is copied into scratch first. The caller's own
    tensors are then local: an executor may read operands and write the result where the caller has them.
 4. A fence that no write to memory read by other ranks stands before is left out, and all ops share one lane, for
@@ -53,7 +53,9 @@ def lower_to_shared_memory(program: Program) -> Program:
     )
     used = {view.buffer for op in lowered.ops() for _, view in op.accesses()}
     kept = tuple(buffer for buffer in lowered.buffers if buffer.kind != "scratch" or buffer.name in used)
-    return replace(lowered, buffers=kept, body=tuple(_fenced(program.ranks, epochs, exposed_buffers(lowered))))
+    return replace(
+        lowered, buffers=kept, body=tuple(_fenced(program.ranks, epochs, exposed_buffers(lowered)))
+    )
 
 
 def _epochs(program: Program) -> list[Epoch]:
@@ -68,7 +70,10 @@ def _epochs(program: Program) -> list[Epoch]:
                     raise ProgramError("is a fence of some ranks only", op=bound.label, rank=rank)
                 number += 1
             else:
-                epochs[number][rank].append(replace(bound.op, lane=LANE))
+                op = bound.op
+                if isinstance(op, Get):
+                    op = Copy(out=op.out, src=op.src, lane=LANE, name=op.name)
+                epochs[number][rank].append(replace(op, lane=LANE))
         if number != count - 1:
             raise ProgramError(f"has {number} fences, another rank {count - 1}", rank=rank)
     return epochs
@@ -119,7 +124,9 @@ class _Giver:
         assert isinstance(view.slot, int)
         product = self.slot_of.get((view.buffer, view.slot))
         if product is None:
-            raise ProgramError("gives away what no product of this rank is", rank=self.rank, buffer=view.buffer)
+            raise ProgramError(
+                "gives away what no product of this rank is", rank=self.rank, buffer=view.buffer
+            )
         return product
 
     def renamed(self, view: View) -> View:
@@ -134,7 +141,9 @@ def _given(buffer: str) -> str:
 def _summed_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
     """Return the epochs with an epoch of sums after each one in which something was given, and the new buffers."""
     givers = {rank: _Giver(rank) for rank in program.ranks}
-    given = (op for epoch in epochs for ops in epoch.values() for op in ops if isinstance(op, (Accumulate, Put)))
+    given = (
+        op for epoch in epochs for ops in epoch.values() for op in ops if isinstance(op, (Accumulate, Put))
+    )
     names = {op.src.buffer for op in given}
     summed: list[Epoch] = []
     for number, epoch in enumerate(epochs):
@@ -154,7 +163,7 @@ def _summed_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[E
             kept[rank] = list(_without_gives(givers[rank], ops, names))
         for owner, owned in by_owner.items():
             sums[owner] = list(_sums(givers[owner], owned, owner in tiled))
-            later = [op.out for ops in epochs[number + 1 :] for op in ops[owner] if isinstance(op, Get)]
+            later = [op.out for ops in epochs[number + 1 :] for op in ops[owner] if isinstance(op, Copy)]
             if owner in tiled and _fill(program, owner, [*(term.out for term in owned), *later]):
                 for earlier in (*summed, kept):
                     earlier[owner] = [op for op in earlier[owner] if not _clears(op, owned[0].out.buffer)]
@@ -164,7 +173,9 @@ def _summed_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[E
         if by_owner:
             summed.append(sums)
     count = max(len(giver.targets) for giver in givers.values())
-    buffers = [replace(program.buffer_of[name], name=_given(name), slots=max(count, 1)) for name in sorted(names)]
+    buffers = [
+        replace(program.buffer_of[name], name=_given(name), slots=max(count, 1)) for name in sorted(names)
+    ]
     return summed, buffers
 
 
@@ -258,8 +269,8 @@ def _clears(op: Op, buffer: str) -> bool:
 
 
 def _published(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
-    """Return the epochs with remote reads of inputs and outputs turned to copies in scratch, made an epoch earlier,
-    and these scratch buffers. Inputs have one copy for all epochs."""
+    """Return the epochs in which remote reads of inputs and outputs are of copies in scratch, made an epoch
+    earlier, and these scratch buffers. Inputs have one copy for all epochs."""
     boxes: dict[tuple[str, int], dict[int, set[Box]]] = defaultdict(lambda: defaultdict(set))
     first: dict[str, int] = {}
     callers = {b.name for b in program.buffers if b.kind in ("input", "output")}
@@ -288,22 +299,28 @@ def _published(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], 
                 out = _moved(src, name, origins[buffer, start, owner])
                 listed[start][owner] = [*listed[start][owner], Copy(out=out, src=src, lane=LANE)]
         buffers.append(
-            replace(program.buffer_of[buffer], name=name, kind="scratch", tensor=None, layout=None, shape=shape, slots=1)
+            replace(
+                program.buffer_of[buffer],
+                name=name,
+                kind="scratch",
+                tensor=None,
+                layout=None,
+                shape=shape,
+                slots=1,
+            )
         )
     for number, epoch in enumerate(listed[1:]):
-        for rank, ops in epoch.items():
+        for ops in epoch.values():
             for at, op in enumerate(ops):
                 changes = {}
                 for operand in ("a", "b", "src"):
-                    view = getattr(op, operand, None)
-                    if view is None or view.rank is None or view.buffer not in callers:
+                    read: View | None = getattr(op, operand, None)
+                    if read is None or not isinstance(read.rank, int) or read.buffer not in callers:
                         continue
-                    start = first.get(view.buffer, number)
-                    moved = _moved(view, names[view.buffer, start], origins[view.buffer, start, view.rank])
-                    changes[operand] = replace(moved, rank=view.rank)
-                if isinstance(op, Get) and changes:
-                    ops[at] = Copy(out=op.out, src=changes["src"], lane=op.lane, name=op.name)
-                elif changes:
+                    start = first.get(read.buffer, number)
+                    moved = _moved(read, names[read.buffer, start], origins[read.buffer, start, read.rank])
+                    changes[operand] = replace(moved, rank=read.rank)
+                if changes:
                     ops[at] = replace(op, **changes)  # type: ignore[arg-type]
     return listed, buffers
 
@@ -313,7 +330,7 @@ def _remote_reads(epoch: Epoch) -> Iterator[View]:
         for op in ops:
             for view in op.reads:
                 if view.rank is not None:
-                    if view.rank == rank or not isinstance(op, (Matmul, Add, Copy, Get)):
+                    if view.rank == rank or not isinstance(op, (Matmul, Add, Copy)):
                         raise ProgramError(f"has a {op.kind} that shared memory has no form for", rank=rank)
                     yield view
 
@@ -340,7 +357,9 @@ def _moved(view: View, buffer: str, origin: tuple[int, ...]) -> View:
 
 def _bounds(boxes: Iterable[Box]) -> Box:
     """Return the least box that all are in."""
-    return tuple((min(lo for lo, _ in spans), max(hi for _, hi in spans)) for spans in zip(*boxes, strict=True))
+    return tuple(
+        (min(lo for lo, _ in spans), max(hi for _, hi in spans)) for spans in zip(*boxes, strict=True)
+    )
 
 
 def _disjoint(boxes: set[Box]) -> list[Box]:

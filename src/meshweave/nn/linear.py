@@ -17,18 +17,19 @@ from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.dtensor import MatrixView, ShardSpec
 from meshweave.nn.matmul import (
-    Folded,
-    How,
-    Target,
+    NOT_COMPILED,
+    MatmulOptions,
+    autocast_operands,
     check_dtypes,
-    for_backward,
+    checked_placements,
     matmul,
     multiply,
-    placements_given,
     refuse_second_derivative,
+    saved_operands,
 )
-from meshweave.nn.products import Transport
+from meshweave.nn.transports import Transport
 
 _LINEAR = torch.nn.functional.linear
 _MATMULS = (torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__)
@@ -57,7 +58,7 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         self,
         out: Sequence[Placement] | None = None,
         *,
-        transport: Transport = "messages",
+        transport: Transport = "auto",
         cluster: Cluster | str | None = None,
         context: TorchContext | None = None,
         matmul: bool = False,
@@ -84,6 +85,7 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
                 )
         return func(*args, **kwargs)
 
+    @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> DTensor:
         given = {"input": input, "weight": weight, "bias": bias}
         plain = [name for name, one in given.items() if one is not None and not isinstance(one, DTensor)]
@@ -100,23 +102,15 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
             raise LayoutError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
         device_type = input.device_mesh.device_type
-        how = How.of(device_type, "auto", self.transport, self.cluster, self.context)
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            given = {name: _cast(one, dtype) for name, one in given.items()}
-        check_dtypes(**{name: one for name, one in given.items() if one is not None})
-        found: DTensor = _Linear.apply(*given.values(), placements_given(self.out, input.ndim), how)
-        return found
+        options = MatmulOptions.of(device_type, "auto", self.transport, self.cluster, self.context)
+        input, weight, bias = autocast_operands(device_type, input, weight, bias)
+        check_dtypes(input=input, weight=weight, **({} if bias is None else {"bias": bias}))
+        placements = checked_placements(self.out, input.ndim)
+        result: DTensor = _LinearFunction.apply(input, weight, bias, placements, options)
+        return result
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """As torch.autocast has it, which leaves float64 alone."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
-
-
-class _Linear(torch.autograd.Function):  # type: ignore[misc]
+class _LinearFunction(torch.autograd.Function):  # type: ignore[misc]
     """x W^T + bias. Its own function, and no product of `W.t()`, so that W's gradient lies in memory as W does."""
 
     @staticmethod
@@ -126,35 +120,39 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
         weight: DTensor,
         bias: DTensor | None,
         out: tuple[Placement, ...] | None,
-        how: How,
+        options: MatmulOptions,
     ) -> DTensor:
-        ctx.save_for_backward(*for_backward(ctx, x, weight))
-        ctx.of_x, ctx.of_weight, ctx.how = Target.like(x), Target.like(weight), how
-        ctx.of_bias = None if bias is None else Target.like(bias)
-        target = Target(torch.Size((*x.shape[:-1], weight.shape[0])), x.device_mesh, out)
-        found = multiply(Folded(x), Folded(weight, turned=True), target, how)
+        ctx.save_for_backward(*saved_operands(ctx, x, weight))
+        operands = [operand for operand in (x, weight, bias) if operand is not None]
+        ctx.shapes = [operand.shape for operand in operands]
+        ctx.specs, ctx.options = [ShardSpec.of(operand).gradient for operand in operands], options
+        shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+        target = ShardSpec(x.device_mesh, out)
+        result = multiply(MatrixView(x), MatrixView(weight, is_transposed=True), shape, target, options)
         if bias is not None:
-            compat.local_tensor(found).add_(_row_of(bias, found, how))
-        return found
+            compat.local_tensor(result).add_(_bias_row(bias, result, options))
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
         refuse_second_derivative()
         x, weight = ctx.saved_tensors
-        grad, how = Folded(grads[0]), ctx.how
-        of_x = of_weight = of_bias = None
+        grad, shapes, specs, options = MatrixView(grads[0]), ctx.shapes, ctx.specs, ctx.options
+        grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            of_x = multiply(grad, Folded(weight), ctx.of_x, how)
+            grad_x = multiply(grad, MatrixView(weight), shapes[0], specs[0], options)
         if ctx.needs_input_grad[1]:
-            of_weight = multiply(replace(grad, turned=True), Folded(x), ctx.of_weight, how)
+            transposed = replace(grad, is_transposed=True)
+            grad_weight = multiply(transposed, MatrixView(x), shapes[1], specs[1], options)
         if ctx.needs_input_grad[2]:
             ones = _ones(math.prod(grads[0].shape[:-1]), grads[0])
-            of_bias = multiply(Folded(ones), grad, ctx.of_bias, how)
-        return of_x, of_weight, of_bias, None, None
+            grad_bias = multiply(MatrixView(ones), grad, shapes[2], specs[2], options)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
-def _row_of(bias: DTensor, result: DTensor, how: How) -> Tensor:
-    """This rank's part of a bias for each row of its part of a result; all terms of a sum together have it once.
+def _bias_row(bias: DTensor, result: DTensor, options: MatmulOptions) -> Tensor:
+    """Return this rank's part of a bias (local columns,) for each row of its part of a result; all terms of a sum
+    together have it once.
 
     It is the product of a one with the bias, which gets it from wherever it lies, and shares out a partial sum.
     """
@@ -169,16 +167,17 @@ def _row_of(bias: DTensor, result: DTensor, how: How) -> Tensor:
             else:
                 placement = Shard(0)
         placements.append(placement)
-    target = Target(bias.shape, result.device_mesh, tuple(placements))
-    return compat.local_tensor(multiply(Folded(_ones(1, result)), Folded(bias), target, how))
+    target = ShardSpec(result.device_mesh, tuple(placements))
+    ones = MatrixView(_ones(1, result))
+    return compat.local_tensor(multiply(ones, MatrixView(bias), bias.shape, target, options))
 
 
 def _ones(count: int, like: DTensor) -> DTensor:
-    """A vector of ones that every rank has."""
+    """Return a vector of ones that every rank has."""
     ones = torch.ones(count, dtype=like.dtype, device=compat.local_tensor(like).device)
     mesh = like.device_mesh
-    found: DTensor = DTensor.from_local(ones, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return found
+    vector: DTensor = DTensor.from_local(ones, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return vector
 
 
 __all__ = ["universal_linear"]

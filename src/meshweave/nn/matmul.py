@@ -7,16 +7,14 @@ programs are bound once and reused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.universal import Operand
@@ -26,25 +24,35 @@ from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.placements import layout_of, layout_on, matrix_shape
-from meshweave.nn.products import DTYPES, Matrix, Order, Product, Transport, cheapest, prepare, problem_of
-from meshweave.tune.universal import SLICES, Objective, tune_universal
+from meshweave.nn.dtensor import MatrixView, ShardSpec, layout_on
+from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare, problem_of, tune
+from meshweave.nn.transports import Transport, check_transport, resolve
 
 Stationary = Literal["auto", "a", "b", "c"]
 
+NOT_COMPILED = (
+    "meshweave plans, binds and runs distributed programs in Python: torch.compile has nothing to trace"
+)
+
 _MACHINES = {"cpu": "local-cpu", "cuda": "h100-node"}
-"""The cluster of the catalog whose rates choose among ways that move the same, where the caller names none."""
+"""The cluster of the catalog whose rates choose among variants that move the same, where the caller names none."""
 
 
 @dataclass(frozen=True)
-class How:
-    """What a product is computed with, forward and backward."""
+class MatmulOptions:
+    """How a product is computed, forward and backward.
+
+    Attributes:
+        stationary: the operand that is not moved in the forward pass; None leaves that to the tuner.
+        rates: those of the cluster that the caller names, or None.
+        default_rates: what decides among equals where there is no cluster.
+    """
 
     stationary: Operand | None
     transport: Transport
-    objective: Objective
-    rates: RankRates
-    context: TorchContext | None
+    rates: RankRates | None
+    default_rates: RankRates
+    context: TorchContext = field(compare=False)
 
     @classmethod
     def of(
@@ -54,84 +62,110 @@ class How:
         transport: Transport,
         cluster: Cluster | str | None,
         context: TorchContext | None,
-    ) -> How:
-        """As `matmul` is told it. Raises LayoutError, DescriptionError."""
+    ) -> MatmulOptions:
+        """Return the options for arguments of `matmul`. Raises LayoutError, UnsupportedError, DescriptionError."""
         if stationary not in ("auto", "a", "b", "c"):
             raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
+        check_transport(transport)
         return cls(
             None if stationary == "auto" else stationary,
             transport,
-            "bytes" if cluster is None else "time",
-            _rates(_MACHINES.get(device_type, "local-cpu") if cluster is None else cluster),
+            None if cluster is None else _rates(cluster),
+            _rates(_MACHINES.get(device_type, "local-cpu")),
             context or TorchContext.default(device_type),
         )
 
 
+@torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
 def matmul(
     a: DTensor,
     b: DTensor,
     out: Sequence[Placement] | None = None,
     stationary: Stationary = "auto",
     *,
-    transport: Transport = "messages",
+    transport: Transport = "auto",
     cluster: Cluster | str | None = None,
     context: TorchContext | None = None,
 ) -> DTensor:
     """C = A B of DTensors with any placements; every rank of their meshes calls it.
 
+    Under `torch.autocast` operands are cast as for `torch.matmul`. `torch.compile` breaks the graph at the call.
+
+        operand  global shape  placements
+        a        (..., K)      any, leading dims included
+        b        (K, N)        any, on a's device mesh or one of another shape over the same ranks
+        result   (..., N)      `out`, on a's device mesh
+
     Args:
-        a: of global shape (..., K). Leading dims may be sharded, too.
-        b: of global shape (K, N), on the same device mesh or on one of another shape over the same ranks.
-        out: the placements of C (..., N), one per dim of a's device mesh: Shard, Replicate, Partial("sum") or
+        out: the placements of C, one per dim of a's device mesh: Shard, Replicate, Partial("sum") or
             _StridedShard. None takes what is cheapest of Shard and Replicate by the same measure.
-        stationary: the matrix that is not moved, "a", "b" or "c"; "auto" leaves that to the choice.
-        transport: "messages" (matched send and recv, which work anywhere), "shared" (memory that the ranks of one
-            host share), "mpi" (remote memory access) or "symmetric" (torch symmetric memory on CUDA).
-        cluster: the machine, described (best by `meshweave calibrate`) or named as in the catalog: the way that is
-            estimated to be fastest on it is taken, even where that moves more. None assumes nothing about rates
-            and takes the way that moves least, which is never more than DTensor moves for the same placements.
-            All ranks must name the same.
+        stationary: the matrix that is not moved, "a", "b" or "c"; "auto" leaves that to the tuner.
+        transport: "shared" (memory that the ranks of one host share: they read each other's operands in place),
+            "messages" (matched send and recv, which work anywhere), "mpi" (remote memory access) or "symmetric"
+            (torch symmetric memory on CUDA). "auto" is "shared" where all ranks of the product are processes of
+            one host with tensors on the CPU, else "messages".
+        cluster: the machine, described (best by `meshweave calibrate`) or named as in the catalog: the variant
+            that is estimated to be fastest on it is taken, even where that moves more. None assumes nothing about
+            a network: over messages the variant that moves least is taken, which is never more than DTensor moves
+            for the same placements. All ranks must name the same.
         context: process groups, deadline and liveness; by default those of the default process group.
 
     Returns:
-        A DTensor on a's device mesh of the operands' dtype. Once differentiable in a and b: gradients have the
-        placements of what they are gradients of, with Replicate where that is partial. Whether each needs a
-        gradient must be the same on all ranks.
+        A DTensor on a's device mesh of the operands' dtype. The same call gives the same bits each time. Once
+        differentiable in a and b: gradients have the placements of what they are gradients of, with Replicate
+        where that is partial. Whether each needs a gradient must be the same on all ranks.
 
     Raises:
         LayoutError: shapes, meshes or placements that do not fit each other.
         BindError: dtypes that differ or that no program has; ranks that do not ask for the same product at the
             first one of its kind, before any byte of it moves.
-        UnsupportedError: the transport is not available here; in a backward pass, a second derivative.
+        UnsupportedError: there is no such transport, or it is not available here; in a backward pass, a second
+            derivative.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
-    how = How.of(a.device_mesh.device_type, stationary, transport, cluster, context)
+    device_type = a.device_mesh.device_type
+    options = MatmulOptions.of(device_type, stationary, transport, cluster, context)
     if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
         raise LayoutError(
             f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: (..., K) by (K, N)"
         )
+    a, b = autocast_operands(device_type, a, b)
     check_dtypes(a=a, b=b)
-    result: DTensor = _Product.apply(a, b, placements_given(out, a.ndim), how)
+    result: DTensor = _MatmulFunction.apply(a, b, checked_placements(out, a.ndim), options)
     return result
 
 
+def autocast_operands(device_type: str, *operands: Any) -> tuple[Any, ...]:
+    """Return the operands as `torch.autocast` has those of a product, differentiably: floating ones other than
+    float64 in its dtype where it is enabled. None stays None."""
+    if not torch.is_autocast_enabled(device_type):
+        return operands
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        operand.to(dtype)
+        if operand is not None and operand.is_floating_point() and operand.dtype != torch.float64
+        else operand
+        for operand in operands
+    )
+
+
 def check_dtypes(**operands: Tensor) -> None:
-    """Raises BindError where operands are not of one dtype that programs have."""
-    found = {operand.dtype for operand in operands.values()}
-    if len(found) > 1 or not found <= set(DTYPES):
-        said = " and ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
-        raise BindError(f"dtypes are {said}; all must be one of {', '.join(DTYPES.values())}")
+    """Raise BindError where operands are not of one dtype that programs have."""
+    dtypes = {operand.dtype for operand in operands.values()}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        listed = " and ".join(f"{name} {operand.dtype}" for name, operand in operands.items())
+        raise BindError(f"dtypes are {listed}; all must be one of {', '.join(DTYPES.values())}")
 
 
-def placements_given(out: Sequence[Placement] | None, num_dims: int) -> tuple[Placement, ...] | None:
-    """`out` of a result of so many dims, with dims counted from the front. Raises LayoutError."""
+def checked_placements(out: Sequence[Placement] | None, num_dims: int) -> tuple[Placement, ...] | None:
+    """Return `out` of a result of `num_dims` dims, with dims counted from the front. Raises LayoutError."""
     if out is None:
         return None
     if isinstance(out, (Placement, str)) or not isinstance(out, Sequence):
         raise LayoutError(f"out is {out!r}; it must be a sequence with one placement per dim of the mesh")
-    return tuple(_from_the_front(one, num_dims) for one in out)
+    return tuple(_from_the_front(placement, num_dims) for placement in out)
 
 
 def _from_the_front(placement: Placement, num_dims: int) -> Placement:
@@ -146,36 +180,44 @@ _KNOWN_RATES: dict[Cluster | str, RankRates] = {}
 
 
 def _rates(cluster: Cluster | str) -> RankRates:
-    """The rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
+    """Return the rates of a cluster, described or named as in the catalog. Raises DescriptionError."""
     if cluster not in _KNOWN_RATES:
         _KNOWN_RATES[cluster] = RankRates.of(load_cluster(cluster) if isinstance(cluster, str) else cluster)
     return _KNOWN_RATES[cluster]
 
 
-class _Product(torch.autograd.Function):  # type: ignore[misc]
+# --- autograd ---------------------------------------------------------------------------------------------------
+
+
+class _MatmulFunction(torch.autograd.Function):  # type: ignore[misc]
+    """C = A B; A' = C' B^T and B' = A^T C', each a product of its own."""
+
     @staticmethod
-    def forward(ctx: Any, a: DTensor, b: DTensor, out: tuple[Placement, ...] | None, how: How) -> DTensor:
-        ctx.save_for_backward(*for_backward(ctx, a, b))
-        ctx.of_a, ctx.of_b, ctx.how = Target.like(a), Target.like(b), how
-        target = Target(torch.Size((*a.shape[:-1], b.shape[-1])), a.device_mesh, out)
-        return multiply(Folded(a), Folded(b), target, how)
+    def forward(
+        ctx: Any, a: DTensor, b: DTensor, out: tuple[Placement, ...] | None, options: MatmulOptions
+    ) -> DTensor:
+        ctx.save_for_backward(*saved_operands(ctx, a, b))
+        ctx.specs, ctx.options = (ShardSpec.of(a).gradient, ShardSpec.of(b).gradient), options
+        ctx.shapes = a.shape, b.shape
+        shape = torch.Size((*a.shape[:-1], b.shape[-1]))
+        return multiply(MatrixView(a), MatrixView(b), shape, ShardSpec(a.device_mesh, out), options)
 
     @staticmethod
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:
         refuse_second_derivative()
         a, b = ctx.saved_tensors
         # What stays forward need not stay backward: there it is another product.
-        how = replace(ctx.how, stationary=None)
-        of_a = of_b = None
+        options = replace(ctx.options, stationary=None)
+        grad, grad_a, grad_b = MatrixView(grads[0]), None, None
         if ctx.needs_input_grad[0]:
-            of_a = multiply(Folded(grads[0]), Folded(b, turned=True), ctx.of_a, how)
+            grad_a = multiply(grad, MatrixView(b, is_transposed=True), ctx.shapes[0], ctx.specs[0], options)
         if ctx.needs_input_grad[1]:
-            of_b = multiply(Folded(a, turned=True), Folded(grads[0]), ctx.of_b, how)
-        return of_a, of_b, None, None
+            grad_b = multiply(MatrixView(a, is_transposed=True), grad, ctx.shapes[1], ctx.specs[1], options)
+        return grad_a, grad_b, None, None
 
 
 def refuse_second_derivative() -> None:
-    """Raises UnsupportedError where a backward pass is itself to be differentiated (`create_graph=True`).
+    """Raise UnsupportedError where a backward pass is itself to be differentiated (`create_graph=True`).
 
     torch's `once_differentiable` lets that pass, and drops terms, where the incoming gradient needs no gradient.
     """
@@ -185,95 +227,67 @@ def refuse_second_derivative() -> None:
         )
 
 
-def for_backward(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DTensor | None]:
-    """Of the first two inputs of a function those that the gradient of the other takes."""
+def saved_operands(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DTensor | None]:
+    """Return the operands that must be saved for the backward pass, None for the others: each is a factor of the
+    other's gradient."""
     return a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
 
 
-@dataclass(frozen=True)
-class Folded:
-    """A DTensor as a matrix, leading dims folded into rows; `turned`, its transpose."""
-
-    tensor: DTensor
-    turned: bool = False
-
-    @property
-    def local(self) -> Tensor:
-        """This rank's part, of two dims."""
-        local = compat.local_tensor(self.tensor)
-        if local.ndim != 2:
-            local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
-        return local.t() if self.turned else local
-
-    @property
-    def matrix(self) -> Matrix:
-        order: Order = None
-        if self.tensor.ndim == 2:
-            down, across = self.tensor.stride()
-            order = (1, 0) if down < across else None
-        found = Matrix(layout_of(self.tensor), matrix_shape(tuple(self.tensor.shape)), order)
-        return found.transposed if self.turned else found
+# --- outside autograd -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Target:
-    """Global shape, mesh and placements of a result; `order` in which axes shard a dim, where it is not the
-    usual."""
-
-    shape: torch.Size
-    device_mesh: DeviceMesh
-    placements: tuple[Placement, ...] | None
-    order: Any = None
-
-    @classmethod
-    def like(cls, tensor: DTensor) -> Target:
-        """Of the gradient of a tensor: as the tensor, but that of each term of a sum is the gradient of the
-        sum."""
-        spec = compat.spec_of(tensor)
-        placements = tuple(Replicate() if isinstance(p, Partial) else p for p in spec.placements)
-        order = compat.explicit_shard_order(spec) if placements == spec.placements else None
-        return cls(tensor.shape, spec.mesh, placements, order)
-
-
-def multiply(a: Folded, b: Folded, target: Target, how: How) -> DTensor:
-    """The product of `matmul` outside autograd. What it takes is prepared at the first product of a kind."""
-    specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
-    key = specs, a.turned, b.turned, target, replace(how, context=None)
-    assert how.context is not None
-    plans = how.context.cache(_Plans)
-    plan = plans.get(key)
-    if plan is None:
-        plan = plans[key] = _plan(a.matrix, b.matrix, a.tensor.dtype, target, how)
-    run, spec, shape = plan
-    return compat.from_spec(run(a.local, b.local).view(shape), spec)
-
-
-class _Plans(dict[Any, tuple[Product, compat.DTensorSpec, tuple[int, ...]]]):
+class _Plans(dict[Any, tuple[LocalProduct, compat.DTensorSpec, tuple[int, ...]]]):
     """By what is multiplied how: what multiplies local parts, the spec of the result and its local shape."""
 
 
+def multiply(
+    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
+) -> DTensor:
+    """Return the product of `matmul` outside autograd, planned and bound at the first of a kind.
+
+    Args:
+        shape: of the result, which may have several dims that are rows of the product.
+        out: how the result lies; without placements what is cheapest.
+    """
+    specs = compat.spec_of(a.tensor), compat.spec_of(b.tensor)
+    key = specs, a.is_transposed, b.is_transposed, shape, out, options
+    plans = options.context.cache(_Plans)
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = _plan(a, b, shape, out, options)
+    run, spec, local_shape = plan
+    return compat.from_spec(run(a.local, b.local).view(local_shape), spec)
+
+
 def _plan(
-    a: Matrix, b: Matrix, dtype: torch.dtype, target: Target, how: How
-) -> tuple[Product, compat.DTensorSpec, tuple[int, ...]]:
-    """What multiplies local parts, how the result lies, and the local shape of that."""
-    shape, mesh = tuple(target.shape), target.device_mesh
-    placements = _cheapest(a, b, dtype, target, how) if target.placements is None else target.placements
-    layout = layout_on(mesh, placements, shape, shard_order=target.order)
-    problem = problem_of(a, b, layout, dtype)
-    slices = (1,) if how.transport == "shared" else SLICES  # what is read in place needs nothing to hide it
-    tuned = tune_universal(
-        problem, how.rates, stationary=how.stationary, objective=how.objective, slices=slices
-    )
+    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
+) -> tuple[LocalProduct, compat.DTensorSpec, tuple[int, ...]]:
+    """Return what multiplies local parts, the spec of the result and its local shape."""
+    mesh, dtype, context = out.device_mesh, a.tensor.dtype, options.context
+    specs = [out] if out.placements is not None else list(_candidates(out, len(shape)))
+    layouts = [
+        layout_on(mesh, spec.placements or (), tuple(shape), shard_order=spec.shard_order) for spec in specs
+    ]
+    matrices = _matrix(a), _matrix(b)
+    problems = [problem_of(*matrices, layout, dtype) for layout in layouts]
+    transport = resolve(options.transport, problems[0].ranks, context)
+    measure = transport, options.rates, options.stationary, options.default_rates
+    best = cheapest(problems, *measure)
     rank = mesh.get_rank()
-    assert how.context is not None
-    run = prepare(problem, tuned, rank, how.transport, how.context)
-    spec = compat.make_spec(mesh, placements, shape, dtype, target.order)
-    return run, spec, Layout(layout.mesh, layout.placements).local_shape(shape, rank)
+    run = prepare(problems[best], tune(problems[best], *measure), rank, options.transport, context)
+    layout = layouts[best]
+    local_shape = Layout(layout.mesh, layout.placements).local_shape(tuple(shape), rank)
+    return run, specs[best].torch_spec(tuple(shape), dtype), local_shape
 
 
-def _cheapest(a: Matrix, b: Matrix, dtype: torch.dtype, target: Target, how: How) -> tuple[Placement, ...]:
-    each = (*(Shard(dim) for dim in range(len(target.shape))), Replicate())
-    tried: list[tuple[Placement, ...]] = list(product(each, repeat=target.device_mesh.ndim))
-    tried.sort(key=lambda placed: sum(isinstance(one, Replicate) for one in placed))
-    layouts = [layout_on(target.device_mesh, placed, tuple(target.shape)) for placed in tried]
-    return tried[cheapest(a, b, layouts, dtype, how.rates, how.stationary, how.objective)]
+def _matrix(view: MatrixView) -> Matrix:
+    matrix = Matrix(view.layout, view.shape, view.order)
+    return matrix.transposed if view.is_transposed else matrix
+
+
+def _candidates(out: ShardSpec, num_dims: int) -> list[ShardSpec]:
+    """Return the specs with every placement of Shard and Replicate, those with fewest copies first."""
+    each = (*(Shard(dim) for dim in range(num_dims)), Replicate())
+    tried = list(product(each, repeat=out.device_mesh.ndim))
+    tried.sort(key=lambda placements: sum(isinstance(placement, Replicate) for placement in placements))
+    return [replace(out, placements=placements) for placements in tried]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Dataflow, MatmulProblem, algorithm
+from meshweave.algorithms.matmul2d import ALGORITHMS, Dataflow, Matmul2dConfig, Matmul2dProblem, algorithm
 from meshweave.algorithms.matmul2d.common.passes import STATIONARY_OF, TABLE, PassName
 from meshweave.algorithms.matmul2d.common.problem import two_d_placements
 from meshweave.base.errors import BindError, LayoutError
@@ -25,15 +25,13 @@ from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_rings
-
-_DTYPES: dict[torch.dtype, str] = {
-    getattr(torch, name): name
-    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
-}
+from meshweave.nn.matmul import NOT_COMPILED, autocast_operands
+from meshweave.nn.products import DTYPES
 
 Slices = int | Sequence[int]
 
 
+@torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
 def matmul2d(
     a: Tensor,
     b: Tensor,
@@ -47,7 +45,9 @@ def matmul2d(
     ring_ways: Literal[0, 1, 2] | None = None,
     context: TorchContext | None = None,
 ) -> Tensor:
-    """This rank's shard of a distributed product; every rank of `mesh` calls it with its shards.
+    """Return this rank's shard of a distributed product; every rank of `mesh` calls it with its shards.
+
+    Under `torch.autocast` operands are cast as for `torch.matmul`. `torch.compile` breaks the graph at the call.
 
     Rows of each global matrix are sharded over mesh dim 0, columns over dim 1, by DTensor's chunk rule
     (`[Shard(0), Shard(1)]`), uneven sizes included:
@@ -78,11 +78,12 @@ def matmul2d(
     """
     if mesh.ndim != 2:
         raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
-    if a.dtype != b.dtype or a.dtype not in _DTYPES:
-        raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(_DTYPES.values())}")
+    a, b = autocast_operands(a.device.type, a, b)
+    if a.dtype != b.dtype or a.dtype not in DTYPES:
+        raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}")
     ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1).tolist())
     rows, columns = mesh.mesh.shape
-    problem = MatmulProblem(*shape, (int(rows), int(columns)), dataflow, _DTYPES[a.dtype], ranks)
+    problem = Matmul2dProblem(*shape, (int(rows), int(columns)), dataflow, DTYPES[a.dtype], ranks)
     rank = int(mesh.mesh.reshape(-1)[_position(mesh)])
     _check_shard(problem, "a", a, rank)
     _check_shard(problem, "b", b, rank)
@@ -92,7 +93,9 @@ def matmul2d(
     if ring_ways not in (0, 1, 2):
         raise BindError(f"a ring has 1 or 2 ways, or 0 for the backend's own collectives, not {ring_ways}")
     chosen = context or TorchContext.default(a.device)
-    out: Tensor = _Product.apply(a, b, problem, rank, algorithm, Config(widths, block), ring_ways, chosen)
+    out: Tensor = _Matmul2dFunction.apply(
+        a, b, problem, rank, algorithm, Matmul2dConfig(widths, block), ring_ways, chosen
+    )
     return out
 
 
@@ -111,7 +114,7 @@ def _position(mesh: DeviceMesh) -> int:
     return int(coordinate[0]) * int(mesh.mesh.shape[1]) + int(coordinate[1])
 
 
-def _check_shard(problem: MatmulProblem, operand: str, shard: Tensor, rank: int) -> None:
+def _check_shard(problem: Matmul2dProblem, operand: str, shard: Tensor, rank: int) -> None:
     whole = problem.stored_shape(operand)
     expected = Layout(problem.mesh, (Shard(0), Shard(1))).local_shape(whole, rank)
     if tuple(shard.shape) != expected:
@@ -121,27 +124,27 @@ def _check_shard(problem: MatmulProblem, operand: str, shard: Tensor, rank: int)
         )
 
 
-class _Product(torch.autograd.Function):  # type: ignore[misc]
+class _Matmul2dFunction(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
         ctx: Any,
         a: Tensor,
         b: Tensor,
-        problem: MatmulProblem,
+        problem: Matmul2dProblem,
         rank: int,
         name: str,
-        config: Config,
+        config: Matmul2dConfig,
         ring_ways: int,
         context: TorchContext,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.how = problem, rank, name, config, ring_ways, context
+        ctx.config = problem, rank, name, config, ring_ways, context
         return _run(problem, rank, name, config, ring_ways, context, a, b)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        problem, rank, name, config, ring_ways, context = ctx.how
+        problem, rank, name, config, ring_ways, context = ctx.config
         a, b = ctx.saved_tensors
         role = {"x": a, "w": b, "dy": grads[0]}
         out: list[Tensor | None] = []
@@ -157,8 +160,8 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
         return (*out, None, None, None, None, None, None)
 
 
-def backward_problem(forward: MatmulProblem, name: PassName) -> MatmulProblem:
-    """The product that gives the gradient of A ("backward_data") or of B ("backward_weight")."""
+def backward_problem(forward: Matmul2dProblem, name: PassName) -> Matmul2dProblem:
+    """Return the product that gives the gradient of A ("backward_data") or of B ("backward_weight")."""
     rule = TABLE[STATIONARY_OF[forward.dataflow]][name]
     size = {"t": forward.m, "o": forward.n, "i": forward.k}
     m, n, k = (size[letter] for letter in rule.sizes)
@@ -166,10 +169,10 @@ def backward_problem(forward: MatmulProblem, name: PassName) -> MatmulProblem:
 
 
 def _run(
-    problem: MatmulProblem,
+    problem: Matmul2dProblem,
     rank: int,
     name: str,
-    config: Config,
+    config: Matmul2dConfig,
     ring_ways: int,
     context: TorchContext,
     a: Tensor,
@@ -185,18 +188,24 @@ class _BoundProducts(dict[Any, BoundProgram]):
 
 
 def _bound(
-    problem: MatmulProblem, rank: int, name: str, config: Config, ring_ways: int, context: TorchContext
+    problem: Matmul2dProblem,
+    rank: int,
+    name: str,
+    config: Matmul2dConfig,
+    ring_ways: int,
+    context: TorchContext,
 ) -> BoundProgram:
-    """The bound program of a product, made at its first use. It lives as long as its context."""
+    """Return the bound program of a product, made at its first use. It lives as long as its context."""
     cache = context.cache(_BoundProducts)
     key = problem, name, config, ring_ways
     if key not in cache:
-        cache[key] = bind(product_program(problem, name, config, ring_ways), rank, {}, context=context)
+        with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
+            cache[key] = bind(product_program(problem, name, config, ring_ways), rank, {}, context=context)
     return cache[key]
 
 
-def product_program(problem: MatmulProblem, name: str, config: Config, ring_ways: int) -> Program:
-    """The program that `matmul2d` runs for a product: slices cut down to the dim's size, rings lowered."""
+def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:
+    """Return the program that `matmul2d` runs for a product: slices cut down to the dim's size, rings lowered."""
     if config.slice_count > problem.sliced_size:
         config = replace(config, slices=config.slices[: problem.sliced_size])
     entry = algorithm(name)

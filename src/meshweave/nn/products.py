@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.universal import Slicing, UniversalConfig, UniversalProblem, universal_program
-from meshweave.algorithms.universal.panels import OperandPanel, OwnedBlock
+from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_program
+from meshweave.algorithms.universal.issue_order import common_order
 from meshweave.algorithms.universal.problem import Operand, transposed_layout
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import BindError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
-from meshweave.execute.memory import RemoteMemory, open_memory
+from meshweave.execute.memory.in_place import InPlaceProgram
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.lower import lower_one_sided, read_in_place
-from meshweave.tune.universal import Objective, TunedUniversal, tune_universal
+from meshweave.lower import lower_one_sided, lower_to_shared_memory
+from meshweave.nn.transports import FENCES_S, Resolved, Transport, memory_of, resolve, shared_memory_rates
+from meshweave.tune.universal import TunedUniversal, tune_universal
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
     for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8")
 }
 
-Transport = Literal["messages", "shared", "mpi", "symmetric"]
-TRANSPORTS = ("messages", "shared", "mpi", "symmetric")
-
 Order = tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """An operand as a product sees it: a layout, global (rows, columns), and how dims lie in memory."""
+    """An operand as a product sees it: a layout, global (rows, columns), and its dims from outermost to innermost
+    in memory where these are not in order."""
 
     layout: Layout
     shape: tuple[int, int]
@@ -49,134 +48,128 @@ class Matrix:
 
 
 def problem_of(a: Matrix, b: Matrix, c: Layout, dtype: torch.dtype) -> UniversalProblem:
-    """The product of two operands with the result in layout `c`. Raises LayoutError."""
+    """Return the product of two operands with the result in layout `c`. Raises LayoutError."""
     (m, k), (_, n) = a.shape, b.shape
     return UniversalProblem(m, n, k, a.layout, b.layout, c, DTYPES[dtype], (a.order, b.order, None))
 
 
-def cheapest(
-    a: Matrix,
-    b: Matrix,
-    layouts: Iterable[Layout],
-    dtype: torch.dtype,
-    rates: RankRates,
+# --- tuning -----------------------------------------------------------------------------------------------------
+
+
+def tune(
+    problem: UniversalProblem,
+    transport: Resolved,
+    rates: RankRates | None,
     stationary: Operand | None,
-    objective: Objective,
+    default_rates: RankRates,
+) -> TunedUniversal:
+    """Return how to compute a product over a transport.
+
+    At the caller's `rates`, what is estimated to be fastest. Without any, over messages what moves least, which is
+    never more than DTensor moves, and of such the fastest at `default_rates`. In shared memory moving is cheaper
+    than computing twice, so it is again the fastest, at the rates of a host; but a product that moves nothing
+    is left as it is where more would not pay for the fences.
+    """
+    if transport != "shared":
+        if rates is None:
+            return tune_universal(problem, default_rates, stationary=stationary, objective="bytes")
+        return tune_universal(problem, rates, stationary=stationary)
+    rates = rates or shared_memory_rates()
+    slices = (1,)  # what is read in place needs nothing to hide it
+    fastest = tune_universal(problem, rates, stationary=stationary, slices=slices)
+    if fastest.moved_bytes:
+        least = tune_universal(problem, rates, stationary=stationary, objective="bytes", slices=slices)
+        if not least.moved_bytes and least.estimate.total_s <= fastest.estimate.total_s + FENCES_S:
+            return least
+    return fastest
+
+
+def cheapest(
+    problems: Sequence[UniversalProblem],
+    transport: Resolved,
+    rates: RankRates | None,
+    stationary: Operand | None,
+    default_rates: RankRates,
 ) -> int:
-    """Which of several layouts of the result costs least, by its number; the first of equals."""
-    found = []
-    for number, layout in enumerate(layouts):
-        problem = problem_of(a, b, layout, dtype)
+    """Return which of several products costs least, as `tune` measures it, by its number; the first of equals."""
+    if len(problems) == 1:
+        return 0
+    by_bytes = rates is None and transport != "shared"
+    rates = rates or (shared_memory_rates() if transport == "shared" else default_rates)
+    costs = []
+    for problem in problems:
+        objective = "bytes" if by_bytes else "time"
         tuned = tune_universal(problem, rates, stationary=stationary, objective=objective, slices=(4,))
-        cost = (tuned.moved_bytes, tuned.estimate.total_s)
-        found.append((*(cost if objective == "bytes" else cost[::-1]), number))
-    best: int = min(found)[2]
-    return best
+        cost = tuned.moved_bytes, tuned.estimate.total_s
+        costs.append(cost if by_bytes else cost[::-1])
+    return costs.index(min(costs))
 
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""From this rank's parts of A and B to its part of C, in new memory; every rank runs it."""
+# --- binding ----------------------------------------------------------------------------------------------------
+
+LocalProduct = Callable[[Tensor, Tensor], Tensor]
+"""From this rank's parts of A and B to its part of C, in new memory; every rank of the product calls it."""
 
 
-class _Products(dict[Any, Product]):
+class _Products(dict[Any, LocalProduct]):
     """The products that were prepared in a context, by problem, configuration and transport."""
-
-
-class _Memories(dict[Transport, RemoteMemory]):
-    """The remote memory that was opened in a context, by transport."""
 
 
 def prepare(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
-) -> Product:
-    """Binds a product; every rank of the problem does so.
+) -> LocalProduct:
+    """Bind a product at its first use in a context; every rank of the problem does so.
+
+    Where nothing has to move, and in shared memory, operands are read and the result is written where the caller
+    has them. Other transports copy them into buffers of the program.
 
     Raises:
-        BindError: ranks are about to run different products; nothing has moved then.
-        UnsupportedError: the transport is not available here.
+        BindError: ranks are about to run different products; nothing has moved then. Some rank has no memory for
+            "shared"; "auto" takes messages then.
+        UnsupportedError: there is no such transport, or it is not available here.
         RankLostError, DeadlineError: other ranks are missing or late; so does the product.
     """
-    if transport not in TRANSPORTS:
-        raise UnsupportedError(
-            f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}"
-        )
-    choice = tuned.config
+    resolved = resolve(transport, problem.ranks, context)
     products = context.cache(_Products)
-    key = problem, choice, transport
+    key = problem, tuned.config, transport
     if key not in products:
-        program = universal_program(problem, choice)
+        moves = (
+            tuned.moved_bytes > 0 or tuned.config.summed_a is not None or tuned.config.summed_b is not None
+        )
+        in_place = not moves or resolved == "shared"
+        config = replace(tuned.config, num_slices=1) if in_place else tuned.config
+        slicing = Slicing(problem, config)
+        orders = {rank: common_order(slicing, rank) for rank in problem.ranks} if in_place else None
+        program = universal_program(problem, config, orders=orders)
         # Before any of them sets up what the others may not want, and where nothing moves, too: they may.
         agree(context, replace(program, name=f"{program.name}, {transport}"))
-        if tuned.moved_bytes == 0 and choice.summed_a is None and choice.summed_b is None:
-            products[key] = _alone(problem, choice, rank)
-        else:
-            products[key] = _running(_bound(program, rank, transport, context))
+        with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
+            if moves:
+                products[key] = _bound(program, rank, resolved, context, is_auto=transport == "auto")
+            else:
+                products[key] = InPlaceProgram(lower_to_shared_memory(program), rank, context)
     return products[key]
 
 
-def _running(bound: BoundProgram) -> Product:
+def _bound(
+    program: Program, rank: int, transport: Resolved, context: TorchContext, *, is_auto: bool
+) -> LocalProduct:
+    if transport == "messages":
+        return _copying(bind(lower_one_sided(program), rank, {}, context=context))
+    memory = memory_of(transport, program.ranks, context)
+    if transport != "shared":
+        return _copying(bind(program, rank, {}, context=context, memory=memory))
+    try:
+        return InPlaceProgram(lower_to_shared_memory(program), rank, context, memory)
+    except BindError:  # on every rank, for they agree on the program: some has no memory left
+        if not is_auto:
+            raise
+        return _copying(bind(lower_one_sided(program), rank, {}, context=context))
 
+
+def _copying(bound: BoundProgram) -> LocalProduct:
     def run(a: Tensor, b: Tensor) -> Tensor:
         bound.run({"a": a, "b": b})
         return bound.outputs["c"].clone()
 
     return run
-
-
-def _bound(program: Program, rank: int, transport: Transport, context: TorchContext) -> BoundProgram:
-    if transport == "messages":
-        return bind(lower_one_sided(program), rank, {}, context=context)
-    memories = context.cache(_Memories)
-    if transport not in memories:
-        memories[transport] = open_memory(transport, context)
-    memory = memories[transport]
-    if transport == "shared":
-        program = read_in_place(program)
-    return bind(program, rank, {}, context=context, memory=memory)
-
-
-# --- products that need no other rank ---------------------------------------------------------------------------
-
-
-def _alone(problem: UniversalProblem, choice: UniversalConfig, rank: int) -> Product:
-    """What the program would compute if nothing has to move: without an executor there is nothing to set up."""
-    steps = Slicing(problem, replace(choice, num_slices=1)).steps(rank)
-    shape = problem.c.local_shape((problem.m, problem.n), rank)
-
-    def one(a: Tensor, b: Tensor) -> Tensor:
-        return torch.mm(_panel(steps[0].panels["a"], a), _panel(steps[0].panels["b"], b))
-
-    def several(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.zeros(shape, dtype=a.dtype, device=a.device)
-        for step in steps:
-            left, right = _panel(step.panels["a"], a), _panel(step.panels["b"], b)
-            blocks = step.panels["c"].blocks
-            if len(blocks) == 1:
-                target = _part(out, blocks[0])
-                torch.addmm(target, left, right, out=target)
-                continue
-            result = torch.mm(left, right)
-            for block in blocks:
-                _part(out, block).add_(_at(result, block))
-        return out
-
-    whole = len(steps) == 1 and [block.shape for block in steps[0].panels["c"].blocks] == [shape]
-    return one if whole else several
-
-
-def _part(whole: Tensor, block: OwnedBlock) -> Tensor:
-    return whole[block.rows[0] : block.rows[1], block.columns[0] : block.columns[1]]
-
-
-def _at(panel: Tensor, block: OwnedBlock) -> Tensor:
-    (row, column), (rows, columns) = block.panel_offset, block.shape
-    return panel[row : row + rows, column : column + columns]
-
-
-def _panel(panel: OperandPanel, local: Tensor) -> Tensor:
-    if len(panel.blocks) == 1:
-        return _part(local, panel.blocks[0])
-    found = local.new_empty(panel.shape)
-    for block in panel.blocks:
-        _at(found, block).copy_(_part(local, block))
-    return found

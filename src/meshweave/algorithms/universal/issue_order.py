@@ -100,7 +100,7 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 
 
 def common_order(slicing: Slicing, rank: int) -> IssueOrder:
-    """Return the order of a rank's part of the loop as all ranks list it, not begun where the rank has most at hand.
+    """Return the order of a rank's steps as all ranks list the loop, not begun where the rank has most at hand.
 
     Ranks that compute copies of the same block of C then add the same products in the same order, so that copies
     have the same bits. For `num_slices` of 1, and for memory in which fetches need no spreading.
@@ -108,7 +108,9 @@ def common_order(slicing: Slicing, rank: int) -> IssueOrder:
     runs, steps = slicing.runs(rank), slicing.steps(rank)
     if len(runs) != len(steps):
         return direct_order(steps, rank)
-    place = {key: at for at, key in enumerate((part, run) for part in slicing.work[rank] for run in part.runs)}
+    place = {
+        key: at for at, key in enumerate((part, run) for part in slicing.work[rank] for run in part.runs)
+    }
     products = tuple(sorted(range(len(steps)), key=lambda number: place[runs[number]]))
     panels = remote_panels(steps, rank)
     fetches = sorted(range(len(panels)), key=lambda fetch: products.index(panels[fetch][0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Literal
 
 from meshweave.base.errors import BindError, did_you_mean
@@ -16,14 +17,17 @@ Kind = Literal["shared", "mpi", "symmetric", "auto"]
 KINDS = ("shared", "mpi", "symmetric", "auto")
 
 
-def open_memory(kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20) -> RemoteMemory:
-    """Opens a pool of memory that the ranks of a context reach in each other. Collective among all of them.
+def open_memory(
+    kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20, ranks: Sequence[int] | None = None
+) -> RemoteMemory:
+    """Open a pool of memory that ranks reach in each other. Collective among all ranks of the context, or `ranks`.
 
     Args:
         kind: "shared", between processes of one Linux host; "mpi", windows of an MPI that started the ranks
             (needs the extra `mpi`); "symmetric", CUDA symmetric memory; "auto", what fits the context: symmetric
             on CUDA, MPI for ranks that only an MPI launcher started, else shared.
         pool_bytes: what each rank sets aside at its first program; the pool grows where that is not enough.
+        ranks: those that open it, for "shared"; None for all ranks of the context, which the others need.
 
     Raises:
         UnsupportedError: it is not available here; one line says why.
@@ -37,7 +41,7 @@ def open_memory(kind: Kind, context: TorchContext, *, pool_bytes: int = 16 << 20
     if kind == "shared":
         from meshweave.execute.memory.shared import SharedMemory
 
-        return SharedMemory.open(context, pool_bytes)
+        return SharedMemory.open(context, pool_bytes, ranks)
     if kind == "mpi":
         from meshweave.execute.memory.mpi import MpiMemory
 

@@ -80,17 +80,21 @@ class SharedMemory(RemoteMemory):
     _local: threading.local = field(default_factory=threading.local)
 
     @classmethod
-    def open(cls, context: TorchContext, pool_bytes: int) -> Self:
-        """Collective over all ranks of the context. Raises UnsupportedError, BindError: see `open_memory`."""
+    def open(cls, context: TorchContext, pool_bytes: int, ranks: Sequence[int] | None = None) -> Self:
+        """Open a pool for `ranks`, None for all ranks of the context; collective among them.
+
+        Raises UnsupportedError, BindError: see `open_memory`.
+        """
         if reason := lacks():
             raise UnsupportedError(f"shared memory {reason}")
         memory = cls(context, context.rank or 0, context.num_ranks, pool_bytes)
-        _, hosts = memory.together(range(memory.num_ranks), "all ranks to open shared memory", _host)
-        elsewhere = [rank for rank, host in hosts.items() if host[0] != hosts[0][0]]
+        ranks = range(memory.num_ranks) if ranks is None else sorted(ranks)
+        _, hosts = memory.together(ranks, "all ranks to open shared memory", host_identity)
+        elsewhere = [rank for rank, host in hosts.items() if host[0] != hosts[ranks[0]][0]]
         if elsewhere:
             rank = elsewhere[0]
             raise UnsupportedError(
-                f"shared memory needs all ranks on one host: rank 0 is on {hosts[0][1]}, "
+                f"shared memory needs all ranks on one host: rank {ranks[0]} is on {hosts[ranks[0]][1]}, "
                 f"rank {rank} on {hosts[rank][1]}"
             )
         return memory
@@ -358,6 +362,6 @@ def _map(fd: int, size: int) -> _Mapping:
     return _Mapping(fd, memory, torch.frombuffer(memory, dtype=torch.uint8))
 
 
-def _host() -> list[str]:
-    """What tells this machine from another, and its name."""
+def host_identity() -> list[str]:
+    """Return what tells this machine from another, and its name."""
     return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]

@@ -1,4 +1,4 @@
-"""PyTorch's DTensor in our words, and back: `layout_of` a DTensor, `placements_of` a layout.
+"""The one place where DTensors become layouts and layouts DTensors: `layout_of`, `placements_of`, `ShardSpec`.
 
 A product sees every tensor as a matrix. A DTensor of more dims has its leading ones folded into the rows, and a
 vector is one row on the left of a product, one column on the right; placements still name the dims of the DTensor.
@@ -13,12 +13,14 @@ import keyword
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
@@ -99,6 +101,99 @@ def layout_on(
     )
     order = tuple((int(dim), tuple(map(int, dims))) for dim, dims in shard_order or ())
     return _layout(mesh, ours, tuple(map(int, shape)), side, order)
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """How a tensor lies on a device mesh: PyTorch's DTensorSpec without shape and dtype.
+
+    Attributes:
+        placements: one per dim of the device mesh; None where they are yet to be chosen.
+        shard_order: in which order mesh dims shard a tensor dim, where not from left to right.
+    """
+
+    device_mesh: DeviceMesh
+    placements: tuple[TorchPlacement, ...] | None
+    shard_order: compat.ShardOrder | None = None
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> ShardSpec:
+        """Return how a DTensor lies."""
+        spec = compat.spec_of(tensor)
+        return cls(spec.mesh, tuple(spec.placements), compat.explicit_shard_order(spec))
+
+    @property
+    def is_partial(self) -> bool:
+        return any(isinstance(placement, TorchPartial) for placement in self.placements or ())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether placements are Shard and Replicate only, applied from left to right."""
+        plain = (TorchShard, TorchReplicate)
+        return self.shard_order is None and all(
+            type(placement) in plain for placement in self.placements or ()
+        )
+
+    @property
+    def gradient(self) -> ShardSpec:
+        """The spec of a gradient: replicated where the tensor is partial, for each term has the sum's gradient."""
+        return self.without_partial([TorchReplicate()] * self.device_mesh.ndim)
+
+    def without_partial(self, instead: Sequence[TorchPlacement]) -> ShardSpec:
+        """Return the spec with the placements of `instead` on the mesh dims where this one is partial."""
+        if not self.is_partial:
+            return self
+        assert self.placements is not None
+        pairs = zip(self.placements, instead, strict=True)
+        return ShardSpec(
+            self.device_mesh, tuple(new if isinstance(old, TorchPartial) else old for old, new in pairs)
+        )
+
+    def layout(self, shape: Sequence[int], side: Side = "left") -> Layout:
+        """Return the layout of a tensor of global `shape`. Raises LayoutError, see `layout_of`."""
+        assert self.placements is not None
+        # First, for torch makes no spec of what does not fit, in other words.
+        layout_on(self.device_mesh, self.placements, shape, side, self.shard_order)
+        return layout_of(self.torch_spec(shape, torch.float32), side)
+
+    def torch_spec(self, shape: Sequence[int], dtype: torch.dtype) -> compat.DTensorSpec:
+        """Return torch's spec of a row-major tensor. Raises UnsupportedError, see `compat.make_spec`."""
+        assert self.placements is not None
+        return compat.make_spec(self.device_mesh, self.placements, shape, dtype, self.shard_order)
+
+
+@dataclass(frozen=True)
+class MatrixView:
+    """A DTensor as a matrix: leading dims are folded into rows, and `is_transposed` swaps rows and columns."""
+
+    tensor: DTensor
+    is_transposed: bool = False
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part (local rows, local columns), detached; the same memory where its strides allow."""
+        local = compat.local_tensor(self.tensor)
+        if local.ndim != 2:
+            local = local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
+        return local.t() if self.is_transposed else local
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the matrix before it is transposed. Raises LayoutError, see `layout_of`."""
+        return layout_of(self.tensor)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Global (rows, columns) before it is transposed."""
+        return matrix_shape(tuple(self.tensor.shape))
+
+    @property
+    def order(self) -> tuple[int, int] | None:
+        """(1, 0) where columns are the outer dim in memory, before it is transposed; else None."""
+        if self.tensor.ndim != 2:
+            return None
+        down, across = self.tensor.stride()
+        return (1, 0) if down < across else None
 
 
 def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:

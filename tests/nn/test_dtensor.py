@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshweave.nn.placements import layout_of, layout_on, matrix_shape, mesh_of, placements_of
+from meshweave.nn.dtensor import layout_of, layout_on, matrix_shape, mesh_of, placements_of
 
 WORLD = 8
 MESHES = [(2, 2), (2, 3), (3, 2), (2, 2, 2)]

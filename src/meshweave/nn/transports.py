@@ -1,0 +1,127 @@
+"""How the ranks of a product reach what others have: by messages, or in memory that they share.
+
+`"auto"` is memory shared by the ranks of a host where all ranks of the product are processes of one host, and
+messages otherwise. All ranks find out together, at their first product with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from functools import cache
+from typing import Literal, get_args
+
+from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
+from meshweave.cost.rates import RankRates
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.execute.memory import RemoteMemory, open_memory
+from meshweave.execute.memory.shared import host_identity, lacks
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.context import TorchContext
+
+Transport = Literal["auto", "messages", "shared", "mpi", "symmetric"]
+Resolved = Literal["messages", "shared", "mpi", "symmetric"]
+TRANSPORTS: tuple[str, ...] = get_args(Transport)
+
+FENCES_S = 150e-6
+"""Seconds that the fences of a product in shared memory take; as little is not worth sharing work for."""
+
+_POOL_BYTES = 1 << 20
+
+
+@cache
+def shared_memory_rates() -> RankRates:
+    """Return rates of a host whose ranks read each other's memory, to choose by where the caller describes no
+    machine.
+
+    Products run at the rate of the catalog's `local-cpu`; copies between processes of the 2-core machine that it
+    describes ran at 6 to 12 GB/s, four processes at once.
+    """
+    rates = RankRates.of(load_cluster("local-cpu"))
+    return replace(
+        rates,
+        link_bytes_per_s=6e9,
+        link_latency_s=10e-6,
+        launch_s=5e-6,
+        memory_bytes_per_s=10e9,
+        near_bytes_per_s=6e9,
+    )
+
+
+def check_transport(transport: str) -> None:
+    """Raise UnsupportedError, which names the known ones, for a transport that is none."""
+    if transport not in TRANSPORTS:
+        raise UnsupportedError(
+            f"there is no transport '{transport}'{did_you_mean(str(transport), TRANSPORTS)}; "
+            f"there are {', '.join(TRANSPORTS)}"
+        )
+
+
+class _Memories(dict[tuple[Resolved, tuple[int, ...]], RemoteMemory]):
+    """The memory that was opened in a context, by transport and by the ranks that share it."""
+
+
+class _Found(dict[tuple[int, ...], Resolved]):
+    """What "auto" is for the ranks of a context."""
+
+
+def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext) -> Resolved:
+    """Return the transport that `ranks` use; collective among them at the first "auto" of a context.
+
+    Raises:
+        UnsupportedError: there is no such transport.
+        BindError: other ranks are about to run something else.
+        RankLostError, DeadlineError: other ranks are missing or late.
+    """
+    check_transport(transport)
+    if transport != "auto":
+        return transport
+    if context.device.type != "cpu" or len(ranks) == 1:
+        return "messages"
+    resolved = context.cache(_Found)
+    if ranks not in resolved:
+        resolved[ranks] = "shared" if _is_shareable(ranks, context) else "messages"
+    return resolved[ranks]
+
+
+def memory_of(transport: Resolved, ranks: tuple[int, ...], context: TorchContext) -> RemoteMemory:
+    """Return the memory of a transport other than messages, opened at its first use.
+
+    Collective among `ranks` for shared memory, among all ranks of the context for the others. Raises as
+    `open_memory`.
+    """
+    assert transport != "messages"
+    memories = context.cache(_Memories)
+    key = transport, ranks if transport == "shared" else ()
+    if key not in memories:
+        among = ranks if transport == "shared" else None
+        memories[key] = open_memory(transport, context, pool_bytes=_POOL_BYTES, ranks=among)
+    return memories[key]
+
+
+def _is_shareable(ranks: tuple[int, ...], context: TorchContext) -> bool:
+    """Return whether all of `ranks` are processes of one host that can map each other's memory."""
+    title = "a product, auto"
+    machine = "" if lacks() else host_identity()[0]
+    words = json.dumps([title, hashlib.sha256(title.encode()).hexdigest(), machine])
+    said = exchange(context, ranks, words, "all ranks to choose a transport")
+    heard = {rank: json.loads(text) for rank, text in said.items()}
+    if any(answer[0] != title for answer in heard.values()):
+        titles: dict[tuple[str, str], list[int]] = {}
+        for rank, (name, digest, *_) in heard.items():
+            titles.setdefault((name, digest), []).append(rank)
+        sides = ", ".join(
+            f"{ranks_text(them)} {name!r} ({digest[:8]})" for (name, digest), them in titles.items()
+        )
+        raise BindError(f"ranks are about to run different programs: {sides}")
+    machines = {answer[2] for answer in heard.values()}
+    if len(machines) > 1 or "" in machines:
+        return False
+    try:  # containers of one host may not reach each other's processes
+        memory = memory_of("shared", ranks, context)
+        memory.expose(ranks, {}, {}, [ranks], 0, "a first use of shared memory")
+    except BindError:
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Programs for ranks that share memory: the same numbers, proven free of races, without updates from afar."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from meshweave.algorithms.universal import UniversalProblem, choices, universal_program
+from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.edges import exposed_buffers
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Accumulate, Fence, Get, Put
+from meshweave.lower import lower_to_shared_memory
+
+MESH = Mesh.of("tp", (2, 2), ("row", "col"))
+KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial(), Tile(0, 2, 1))
+PAIRS = list(itertools.product(KINDS, KINDS))
+
+
+def check(program: Program, inputs: dict[str, np.ndarray]) -> Program:
+    lowered = lower_to_shared_memory(program)
+    validate(lowered)
+    assert not any(isinstance(op, (Accumulate, Put, Get)) and op.out.rank is not None for op in lowered.ops())
+    kinds = {lowered.buffer_of[name].kind for name in exposed_buffers(lowered)}
+    assert kinds <= {"scratch", "temp"}, "the caller's tensors are exposed"
+    for seed in (None, 3):
+        result = run_numpy(lowered, inputs, seed=seed).outputs["C"]
+        np.testing.assert_array_equal(result, inputs["A"] @ inputs["B"])
+    return lowered
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_the_product_is_the_same(number: int) -> None:
+    rng = np.random.default_rng(number)
+    inputs = {
+        name: rng.integers(-4, 5, shape).astype(float) for name, shape in (("A", (7, 5)), ("B", (5, 6)))
+    }
+    for _ in range(6):
+        a, b, c = (Layout(MESH, PAIRS[int(rng.integers(len(PAIRS)))]) for _ in "abc")
+        problem = UniversalProblem(7, 6, 5, a, b, c, "float64")
+        listed = list(choices(problem))
+        check(universal_program(problem, listed[int(rng.integers(len(listed)))]), inputs)
+
+
+def test_what_moves_nothing_has_no_fence() -> None:
+    rows, copies = Layout(MESH, (Shard(0), Replicate())), Layout(MESH, (Replicate(), Shard(1)))
+    problem = UniversalProblem(8, 8, 8, rows, copies, Layout(MESH, (Shard(0), Shard(1))), "float64")
+    inputs = {"A": np.arange(64.0).reshape(8, 8), "B": np.ones((8, 8))}
+    program = next(choice for choice in choices(problem) if choice.stationary == "c")
+    lowered = check(universal_program(problem, program), inputs)
+    assert not exposed_buffers(lowered) and not any(isinstance(op, Fence) for op in lowered.ops())
