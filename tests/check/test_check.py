@@ -76,7 +76,7 @@ def test_a_plan_is_verified_in_process(plan: Plan) -> None:
     report = check.verify(plan, layers=["ff1"], max_dim=64, on_processes=False)
     assert len(report.verifications) == 6 and report.num_wrong == 0
     assert {item.error_in_process for item in report.verifications} == {0.0}
-    assert report.not_run == "not asked for"
+    assert report.not_run == "left out"
     with pytest.raises(LayoutError, match="1 to 64"):
         check.verify(plan, num_ranks=65)
 

@@ -11,7 +11,12 @@ from meshweave.algorithms.matmul2d import algorithm
 from meshweave.base.errors import LayoutError
 from meshweave.check.reduced import ReducedProduct, reduce_products
 from meshweave.check.rehearsal import rehearse
-from meshweave.check.verifier import NumRingDirections, check_num_ranks, rehearsal_of
+from meshweave.check.verifier import (
+    NumRingDirections,
+    check_num_ranks,
+    check_num_ring_directions,
+    rehearsal_of,
+)
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.analysis.dataflow import Dataflow, analyse
@@ -122,8 +127,7 @@ def run(
     check_num_ranks(num_ranks)
     if not (1 <= repeat <= 1000 and 8 <= max_dim <= 1 << 20 and 0 < timeout_s < 1e6):
         raise LayoutError("repeat must be 1 to 1000, max-dim 8 to 2**20, timeout positive seconds")
-    if num_ring_directions not in (0, 1, 2):
-        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_ring_directions}")
+    check_num_ring_directions(num_ring_directions)
     prepared, skipped = prepare(plan, layer, passes, algorithms, num_ranks, max_dim, num_ring_directions)
     if cluster.num_chips < num_ranks:
         cluster = cluster.with_chips(num_ranks)

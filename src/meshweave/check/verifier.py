@@ -135,24 +135,21 @@ def verify(
     right means equal.
 
     Args:
-        subject: a plan, whose products are checked at reduced size: forward and both backward products of
-            every layer; or programs, as they are.
-        num_ranks: local processes, and for a plan the size of its meshes. Default: 4 for a plan; for programs
-            as many as the largest has ranks.
+        subject: a plan, whose products are checked at reduced size, or programs, checked as they are.
+        num_ranks: local processes. Default: 4 for a plan, for programs the ranks of the largest.
         layers, algorithms: of a plan, which to check; None for all.
         max_dim: sizes of a plan are reduced in proportion until no dim is larger.
         seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.
         on_processes: whether to run on processes at all.
-        progress: told after each program, in process and then on processes.
+        progress: called after each program, in process and then on processes.
 
     Raises:
         DescriptionError: the plan has no such layer or algorithm.
         LayoutError: an argument is out of range, or nothing can be checked on so many ranks.
         UnsupportedError: a program calls functions, whose results nothing here can predict.
     """
-    if num_ring_directions not in (0, 1, 2):
-        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_ring_directions}")
+    check_num_ring_directions(num_ring_directions)
     if not (8 <= max_dim <= 4096 and 0 < timeout_s < 1e6 and 0 <= seed < 1 << 63):
         raise LayoutError("max-dim must be 8 to 4096, timeout positive seconds, seed at least 0")
     skipped: tuple[ReducedProduct, ...] = ()
@@ -162,17 +159,17 @@ def verify(
     else:
         programs = [subject] if isinstance(subject, Program) else list(subject)
         verifications = [Verification(program.name, program) for program in programs]
-        needed = max((max(program.ranks) + 1 for program in programs), default=1)
-        num_ranks = check_num_ranks(max(num_ranks or 0, needed))
+        needed = [max(program.ranks) + 1 for program in programs]
+        num_ranks = check_num_ranks(max([num_ranks or 1, *needed]))
     total = len(verifications) * (2 if on_processes else 1)
-    for number, verification in enumerate(verifications):
+    for number, verification in enumerate(verifications, 1):
         verify_in_process(verification, num_ring_directions, seed)
-        progress(number + 1, total)
+        progress(number, total)
 
     def progress_on_processes(done: int, _: int) -> None:
         progress(len(verifications) + done, total)
 
-    not_run = "not asked for"
+    not_run = "left out"
     if on_processes:
         not_run = verify_on_processes(
             verifications, num_ranks, num_ring_directions, seed, timeout_s, progress_on_processes
@@ -185,6 +182,12 @@ def check_num_ranks(num_ranks: int) -> int:
     if not 1 <= num_ranks <= 64:
         raise LayoutError(f"{num_ranks} local processes: give 1 to 64")
     return num_ranks
+
+
+def check_num_ring_directions(num_directions: int) -> None:
+    """Raise LayoutError for a number of ring directions that is not 0, 1 or 2."""
+    if num_directions not in (0, 1, 2):
+        raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_directions}")
 
 
 def _of_plan(

@@ -20,33 +20,34 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."),
+]
+ClusterOption = Annotated[
+    str,
+    typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips (tpu-v4-pod:256)."),
+]
+BatchOption = Annotated[
+    int | None,
+    typer.Option(help="Sequences per step. Default: half the number of chips, as in MeshSlice."),
+]
+OutOption = Annotated[Path | None, typer.Option(help="Write the plan here as JSON, for `meshweave run`.")]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(help="Write a page here: tables, timelines and curves, self-contained HTML."),
+]
+
+
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."
-        ),
-    ],
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="A catalog cluster or a TOML file; ':N' sets the number of chips (tpu-v4-pod:256)."
-        ),
-    ],
-    batch: Annotated[
-        int | None,
-        typer.Option(help="Sequences per step. Default: half the number of chips, as in MeshSlice."),
-    ] = None,
+    model: ModelArgument,
+    cluster: ClusterOption,
+    batch: BatchOption = None,
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16",
     algorithms: Annotated[str, typer.Option(help="Names separated by commas, or 'all'.")] = "all",
-    out: Annotated[
-        Path | None, typer.Option(help="Write the plan here as JSON, for `meshweave run`.")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write a page here: tables, timelines and curves, self-contained HTML."),
-    ] = None,
+    out: OutOption = None,
+    report: ReportOption = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Choose mesh shape, dataflow and slice counts for a model's fully connected layers.

@@ -46,63 +46,73 @@ class Comparison(StrEnum):
     estimate = "estimate"
 
 
+ProgramArgument = Annotated[
+    str,
+    typer.Argument(help="A program text file, '-' for one on stdin, or a plan.json of `meshweave plan`."),
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A catalog cluster or a TOML file; ':N' sets the number of chips. Default: the plan's own, or as "
+        "many chips as the program has ranks."
+    ),
+]
+LogicalOption = Annotated[
+    bool,
+    typer.Option(
+        "--logical", help="Lay meshes on a torus that does not carry them, over links of several hops."
+    ),
+]
+PassesOption = Annotated[
+    str, typer.Option("--pass", help="Of a plan: forward, backward_data, backward_weight or all.")
+]
+AlgorithmsOption = Annotated[
+    str, typer.Option("--algorithm", help="Of a plan: algorithms separated by commas; 'best'; or 'all'.")
+]
+MeshOption = Annotated[
+    str | None,
+    typer.Option(help="Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."),
+]
+LowerOption = Annotated[
+    Lowering,
+    typer.Option(
+        help="Write collectives out first: as rings of permutes, or broadcasts as chains of messages. The "
+        "simulator runs them step by step either way."
+    ),
+]
+AgainstOption = Annotated[
+    Comparison | None, typer.Option(help="Show the closed form, which knows no contention, beside it.")
+]
+RanksOption = Annotated[
+    str,
+    typer.Option(
+        help="Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
+        "one in the middle of the mesh, the one that ends last, and 0."
+    ),
+]
+TraceOption = Annotated[Path | None, typer.Option(help="Write a Chrome / Perfetto trace of these ranks.")]
+PngOption = Annotated[Path | None, typer.Option(help="Write the same picture as PNG (needs meshweave[png]).")]
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
+]
+
+
 def simulate(
-    what: Annotated[
-        str,
-        typer.Argument(help="A program text file, '-' for one on stdin, or a plan.json of `meshweave plan`."),
-    ],
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A catalog cluster or a TOML file; ':N' sets the number of chips. Default: the plan's own, or as "
-            "many chips as the program has ranks."
-        ),
-    ] = None,
-    logical: Annotated[
-        bool,
-        typer.Option(
-            "--logical", help="Lay meshes on a torus that does not carry them, over links of several hops."
-        ),
-    ] = False,
+    what: ProgramArgument,
+    cluster: ClusterOption = None,
+    logical: LogicalOption = False,
     layer: Annotated[str, typer.Option(help="Of a plan: the layer (qkv, out, ff1, ff2).")] = "ff1",
-    passes: Annotated[
-        str, typer.Option("--pass", help="Of a plan: forward, backward_data, backward_weight or all.")
-    ] = "all",
-    algorithms: Annotated[
-        str, typer.Option("--algorithm", help="Of a plan: algorithms separated by commas; 'best'; or 'all'.")
-    ] = "best",
-    mesh: Annotated[
-        str | None,
-        typer.Option(help="Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."),
-    ] = None,
-    lower: Annotated[
-        Lowering,
-        typer.Option(
-            help="Write collectives out first: as rings of permutes, or broadcasts as chains of messages. The "
-            "simulator runs them step by step either way."
-        ),
-    ] = Lowering.none,
-    against: Annotated[
-        Comparison | None, typer.Option(help="Show the closed form, which knows no contention, beside it.")
-    ] = None,
-    ranks: Annotated[
-        str,
-        typer.Option(
-            help="Ranks to tell about, separated by commas; pictures of several runs show the first. Default: the "
-            "one in the middle of the mesh, the one that ends last, and 0."
-        ),
-    ] = "",
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome / Perfetto trace of these ranks.")
-    ] = None,
+    passes: PassesOption = "all",
+    algorithms: AlgorithmsOption = "best",
+    mesh: MeshOption = None,
+    lower: LowerOption = Lowering.none,
+    against: AgainstOption = None,
+    ranks: RanksOption = "",
+    trace: TraceOption = None,
     svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Write the same picture as PNG (needs meshweave[png]).")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
-    ] = None,
+    png: PngOption = None,
+    report: ReportOption = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Simulate programs on a machine, op by op on every rank, and say what bounds them.

@@ -52,7 +52,7 @@ def bar_chart(
     notes: Sequence[str] = (),
     width: int = 960,
 ) -> str:
-    """An SVG of horizontal bars from 0 on one linear scale; "" where there are none.
+    """Return an SVG of horizontal bars from 0 on one linear scale; "" where there are none.
 
     Args:
         mark_names: what the first and the second mark of each bar mean; two at most.
@@ -79,16 +79,7 @@ def bar_chart(
             drawn += _bar(bar, colours[bar.family or bar.name], y, left, x_at, mark_names)
             y += _ROW
     bottom = y + 4
-    grid = []
-    for tick in ticks:
-        at = x_at(tick)
-        grid.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom:.0f}" stroke="{_GRID}"/>')
-        grid.append(
-            f'<text x="{at:.1f}" y="{bottom + 16:.0f}" text-anchor="middle" fill="{_GREY}">{tick:g}</text>'
-        )
-    if line_at is not None:
-        at = x_at(line_at)
-        grid.append(_dashed(at, _TOP, bottom))
+    grid = _grid(ticks, x_at, bottom, line_at)
     middle = (left + width - right) / 2
     grid.append(f'<text x="{middle:.1f}" y="{bottom + 36:.0f}" text-anchor="middle">{escape(x_label)}</text>')
     legend, y = _legend(bar_name, spread_name, mark_names, line_name, bottom + 58)
@@ -103,6 +94,19 @@ def bar_chart(
         f'<text x="16" y="20" font-weight="bold" font-size="14">{escape(title)}</text>'
         f"{''.join((*grid, *drawn, *legend))}</svg>\n"
     )
+
+
+def _grid(ticks: Sequence[float], x_at: Scale, bottom: float, line_at: float | None) -> list[str]:
+    grid = []
+    for tick in ticks:
+        x = x_at(tick)
+        grid.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom:.0f}" stroke="{_GRID}"/>')
+        grid.append(
+            f'<text x="{x:.1f}" y="{bottom + 16:.0f}" text-anchor="middle" fill="{_GREY}">{tick:g}</text>'
+        )
+    if line_at is not None:
+        grid.append(_dashed(x_at(line_at), _TOP, bottom))
+    return grid
 
 
 def _bar(bar: Bar, colour: str, y: float, left: int, x_at: Scale, mark_names: Sequence[str]) -> list[str]:
@@ -152,7 +156,7 @@ def _dashed(x: float, top: float, bottom: float) -> str:
 def _legend(
     bar_name: str, spread_name: str, mark_names: Sequence[str], line_name: str, y: float
 ) -> tuple[list[str], float]:
-    """What the shapes mean, and the y under it."""
+    """Return a legend of the shapes, and the y below it."""
     box = f'<rect y="{y - _BAR / 2}" width="18" height="{_BAR}" fill="{COLOURS[0]}"/>'
     entries = [(bar_name, box)] + ([(spread_name, _whisker(0, 18, y))] if spread_name else [])
     entries += [(name, _mark(9, y, shape, name)) for name, shape in zip(mark_names, _MARKS, strict=False)]

@@ -39,19 +39,19 @@ def line_chart(
     width: int = 960,
     height: int = 360,
 ) -> str:
-    """An SVG line chart. y is logarithmic, by default where values span over a factor of 8, or starts at 0.
+    """Return an SVG line chart. y is logarithmic, by default where values span over a factor of 8, or starts at 0.
 
     Args:
         x_ticks: (x, text) of each tick; without it, ticks stand at the x of the points.
         x_log: powers of two stand at equal distances.
         y_text: text of a y value, with its unit: in tooltips.
     """
-    points = [point for one in series for point in one.points]
+    points = [point for line in series for point in line.points]
     if not points:
         return ""
     ticks = x_ticks or [(x, f"{x:g}") for x in sorted({x for x, _ in points})]
     longest = max(len(text) for _, text in ticks)
-    right = 28 + int(_LETTER * max(len(one.name) for one in series)) + 16
+    right = 28 + int(_LETTER * max(len(line.name) for line in series)) + 16
     across = width - _LEFT - right
     turned = len(ticks) * (longest + 2) * _LETTER > across
     bottom = 44 + (int(longest * _LETTER) if turned else 14)
@@ -75,12 +75,12 @@ def line_chart(
         f"{escape(y_label + (', logarithmic' if logarithmic else ''))}</text>"
     )
     texts = dict(ticks)
-    for number, one in enumerate(series):
-        parts += _line(one, number, x_at, y_at, lambda x: texts.get(x, f"{x:g}"), y_text)
+    for number, line in enumerate(series):
+        parts += _line(line, number, x_at, y_at, lambda x: texts.get(x, f"{x:g}"), y_text)
         y, x = _TOP + 8 + 20 * number, _LEFT + across + 16
         dash = f'<line x1="{x - 8}" x2="{x + 10}" y1="{y}" y2="{y}" stroke="{_colour(number)}" stroke-width="2"/>'
-        key = dash + _marker(x + 1, y, number, "") if one.joined else _cross(x + 1, y, "")
-        parts.append(f'{key}<text x="{x + 16}" y="{y + 4}">{escape(one.name)}</text>')
+        key = dash + _marker(x + 1, y, number, "") if line.joined else _cross(x + 1, y, "")
+        parts.append(f'{key}<text x="{x + 16}" y="{y + 4}">{escape(line.name)}</text>')
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="sans-serif" font-size="12" role="img" aria-label="{escape(title)}">'
@@ -105,7 +105,7 @@ def _x_axis(
 
 
 def _line(
-    one: Series,
+    line: Series,
     number: int,
     x_at: Callable[[float], float],
     y_at: Callable[[float], float],
@@ -113,22 +113,22 @@ def _line(
     y_text: Callable[[float], str],
 ) -> list[str]:
     colour = _colour(number)
-    if not one.joined:
-        return [_cross(x_at(x), y_at(y), f"{one.name}, {x_text(x)}: {y_text(y)}") for x, y in one.points]
-    path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in one.points)
+    if not line.joined:
+        return [_cross(x_at(x), y_at(y), f"{line.name}, {x_text(x)}: {y_text(y)}") for x, y in line.points]
+    path = " ".join(f"{x_at(x):.1f},{y_at(y):.1f}" for x, y in line.points)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
-    for place, (x, y) in enumerate(one.points):
-        if place in one.chosen:
+    for place, (x, y) in enumerate(line.points):
+        if place in line.chosen:
             parts.append(
                 f'<circle cx="{x_at(x):.1f}" cy="{y_at(y):.1f}" r="8" fill="none" stroke="{colour}" '
                 'stroke-width="2"/>'
             )
-        parts.append(_marker(x_at(x), y_at(y), number, f"{one.name}, {x_text(x)}: {y_text(y)}"))
+        parts.append(_marker(x_at(x), y_at(y), number, f"{line.name}, {x_text(x)}: {y_text(y)}"))
     return parts
 
 
 def _marker(x: float, y: float, number: int, title: str) -> str:
-    """Circle, square, diamond or triangle, so that lines differ in more than their colour."""
+    """Return a circle, square, diamond or triangle, so that lines differ in more than their colour."""
     shapes = (
         "M-3.5 0 a3.5 3.5 0 1 0 7 0 a3.5 3.5 0 1 0 -7 0",
         "M-3.2 -3.2 h6.4 v6.4 h-6.4 Z",
@@ -155,7 +155,7 @@ def _colour(number: int) -> str:
 
 
 def _scale(values: Sequence[float], log: bool, start: float, stop: float) -> Callable[[float], float]:
-    """Maps the range of `values` to `start` .. `stop`; a single value to the middle."""
+    """Return a map from the range of `values` to `start` .. `stop`; a single value goes to the middle."""
     kind: Callable[[float], float] = math.log if log else float
     low, high = kind(min(values)), kind(max(values))
     if high == low:
@@ -164,14 +164,14 @@ def _scale(values: Sequence[float], log: bool, start: float, stop: float) -> Cal
 
 
 def _linear_ticks(highest: float) -> list[float]:
-    """0 up to at least `highest` in four to eight steps of 1, 2 or 5 times a power of ten."""
+    """Return 0 up to at least `highest` in four to eight steps of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(highest))
     step = next(s for s in (0.1, 0.2, 0.5, 1.0, 2.0) if highest / (s * power) <= 8) * power
     return [round(step * i, 12) for i in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
 def _log_ticks(lowest: float, highest: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, from one at most `lowest` to one at least `highest`."""
+    """Return 1, 2 and 5 times powers of ten, the first at most `lowest`, the last at least `highest`."""
     first, last = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
     steps = (1, 2, 5) if last - first <= 4 else (1,)
     ticks = [float(f"{s}e{e}") for e in range(first, last + 1) for s in steps]

@@ -24,7 +24,7 @@ tr.group td { border-top: 2px solid #c6ced8; }
 
 
 def page(title: str, body: str) -> str:
-    """A whole page; `title` is text, `body` HTML."""
+    """Return a whole page; `title` is text, `body` HTML."""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -33,7 +33,7 @@ def page(title: str, body: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], left: Sequence[str]) -> str:
-    """`rows` are (class, cells); cells are HTML already, `head` is text. Columns named in `left` align so."""
+    """Return an HTML table of `rows` of (class, cells as HTML). `head` is text; columns in `left` align left."""
     classes = [' class="l"' if name in left else "" for name in head]
     top = "".join(f"<th{c}>{escape(name)}</th>" for c, name in zip(classes, head, strict=True))
     lines = "".join(

@@ -13,7 +13,7 @@ PACKAGES = ("meshweave", "numpy", "torch", "pydantic")
 
 
 def describe() -> dict[str, Any]:
-    """Date (UTC), processor, cores, system, and versions of what is measured."""
+    """Return date (UTC), processor, cores, system, and versions of what is measured."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():

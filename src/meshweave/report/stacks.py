@@ -31,7 +31,7 @@ def stacked_chart(
     line_name: str = "",
     width: int = 960,
 ) -> str:
-    """An SVG of stacked bars from 0; "" where there are none.
+    """Return an SVG of stacked bars from 0; "" where there are none.
 
     Args:
         most: where the scale ends; longer bars are cut there, and their number says so.
@@ -78,9 +78,9 @@ def _bar(stack: Stack, names: Sequence[str], y: float, left: int, x_at: Scale, e
             f'fill="{COLOURS[number]}"><title>{title}</title></rect>'
         )
         done += amount
-    told = f"{done:.3g}" + (" (cut)" if done > end else "")
+    label = f"{done:.3g}" + (" (cut)" if done > end else "")
     parts.append(
-        f'<text x="{x_at(min(done, end)) + 6:.1f}" y="{y + _BAR / 2 + 4:.1f}" fill="{_GREY}">{told}</text>'
+        f'<text x="{x_at(min(done, end)) + 6:.1f}" y="{y + _BAR / 2 + 4:.1f}" fill="{_GREY}">{label}</text>'
     )
     return parts
 

@@ -16,9 +16,9 @@ _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
 
 
 def to_text(trace: Trace, rank: int, width: int = 80) -> str:
-    """One line per lane of `rank`: blocks where it computes, lines where it communicates.
+    """Return one line per lane of `rank`: blocks where it computes, lines where it communicates.
 
-    Of the kinds that share a column the one that lasts longest in it is shown.
+    A column shows the activity that lasts longest in it.
     """
     if not trace.spans:
         return "(empty trace)"
@@ -50,7 +50,7 @@ def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -
 
 
 def to_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
-    """The lanes of one rank of several traces under each other, all on one scale of time, as SVG."""
+    """Return an SVG of the lanes of one rank, several traces under each other on one scale of time."""
     lane_height, gap, left, top = 22, 34, 96, 28
     longest = max((trace.duration_s for _, trace in traces), default=0.0) or 1e-12
     rows: list[str] = []
@@ -95,7 +95,7 @@ def _box(span: Span, begin: int, left: int, y: int, height: int, per_second: flo
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a report file. Raises DescriptionError where that fails."""
+    """Write a report file. Raises DescriptionError where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -104,5 +104,5 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_chrome(path: Path, traces: Sequence[Trace]) -> None:
-    """Writes a Chrome / Perfetto trace of several traces beside each other. Raises DescriptionError."""
+    """Write a Chrome / Perfetto trace of several traces beside each other. Raises DescriptionError."""
     write_text(path, json.dumps(to_chrome(traces)) + "\n")
