@@ -260,7 +260,12 @@ def refusals(check: Check) -> None:
         ("other ranks", "LayoutError", "must be on the same ranks", call(a, away)),
         ("reduction", "LayoutError", "has no counterpart in a layout", call(a, greatest)),
         ("stationary", "LayoutError", "stationary is 'd'; it must be", call(a, b, stationary="d")),
-        ("transport", "UnsupportedError", "(did you mean 'shared'?)", call(a, b, transport="shard")),
+        (
+            "transport",
+            "UnsupportedError",
+            "(did you mean 'shared'?); there are auto, messages, shared, mpi",
+            call(a, b, transport="shard"),
+        ),
         ("symmetric", "UnsupportedError", "needs CUDA", call(a, b, out=(S1, S0), transport="symmetric")),
         ("one placement", "LayoutError", "out is Shard(dim=0); it must be a sequence", call(a, b, S0)),
         ("too few", "LayoutError", "1 placements for the 2 dims", call(a, b, [S0])),

@@ -76,7 +76,6 @@ class MatmulOptions:
         )
 
 
-@torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
 def matmul(
     a: DTensor,
     b: DTensor,
@@ -123,9 +122,21 @@ def matmul(
             derivative.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
+    if torch.compiler.is_compiling():
+        return _uncompiled_matmul(a, b, out, stationary, transport, cluster, context)
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
     device_type = a.device_mesh.device_type
+    context = context or TorchContext.default(device_type)
+    needs_grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    key = None
+    is_listed = out is None or isinstance(out, (list, tuple))
+    if is_listed and not needs_grad and not torch.is_autocast_enabled(device_type):
+        placements = None if out is None else tuple(out)
+        key = compat.spec_of(a), compat.spec_of(b), placements, stationary, transport, cluster
+        plan = context.cache(_Calls).get(key)
+        if plan is not None:
+            return plan.run(MatrixView(a).local, MatrixView(b).local)
     options = MatmulOptions.of(device_type, stationary, transport, cluster, context)
     if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
         raise LayoutError(
@@ -133,8 +144,19 @@ def matmul(
         )
     a, b = autocast_operands(device_type, a, b)
     check_dtypes(a=a, b=b)
-    result: DTensor = _MatmulFunction.apply(a, b, checked_placements(out, a.ndim), options)
+    target = checked_placements(out, a.ndim)
+    if key is not None:
+        views, shape = (MatrixView(a), MatrixView(b)), torch.Size((*a.shape[:-1], b.shape[-1]))
+        plan = context.cache(_Calls)[key] = plan_of(*views, shape, ShardSpec(a.device_mesh, target), options)
+        return plan.run(*(view.local for view in views))
+    result: DTensor = _MatmulFunction.apply(a, b, target, options)
     return result
+
+
+@torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
+def _uncompiled_matmul(*arguments: Any) -> DTensor:
+    *positional, transport, cluster, context = arguments
+    return matmul(*positional, transport=transport, cluster=cluster, context=context)
 
 
 def autocast_operands(device_type: str, *operands: Any) -> tuple[Any, ...]:
@@ -236,14 +258,41 @@ def saved_operands(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DT
 # --- outside autograd -------------------------------------------------------------------------------------------
 
 
-class _Plans(dict[Any, tuple[LocalProduct, compat.DTensorSpec, tuple[int, ...]]]):
-    """By what is multiplied how: what multiplies local parts, the spec of the result and its local shape."""
+@dataclass(frozen=True)
+class MatmulPlan:
+    """A product, tuned and bound: what multiplies local parts, the spec of the result and its local shape."""
+
+    product: LocalProduct
+    spec: compat.DTensorSpec
+    local_shape: tuple[int, ...]
+
+    def run(self, a: Tensor, b: Tensor) -> DTensor:
+        """Return the product of this rank's parts a (local rows, local k) and b (local k, local columns)."""
+        local = self.product(a, b)
+        if len(self.local_shape) != 2:
+            local = local.view(self.local_shape)
+        return compat.from_spec(local, self.spec)
+
+
+class _Plans(dict[Any, MatmulPlan]):
+    """The plans of a context by what is multiplied how."""
+
+
+class _Calls(dict[Any, MatmulPlan]):
+    """The plans of a context by the arguments of a call of `matmul` that needs no gradient."""
 
 
 def multiply(
     a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
 ) -> DTensor:
-    """Return the product of `matmul` outside autograd, planned and bound at the first of a kind.
+    """Return the product of `matmul` outside autograd; arguments as for `plan_of`."""
+    return plan_of(a, b, shape, out, options).run(a.local, b.local)
+
+
+def plan_of(
+    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
+) -> MatmulPlan:
+    """Return the plan of a product, made at the first of a kind by all of its ranks together.
 
     Args:
         shape: of the result, which may have several dims that are rows of the product.
@@ -254,20 +303,16 @@ def multiply(
     plans = options.context.cache(_Plans)
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = _plan(a, b, shape, out, options)
-    run, spec, local_shape = plan
-    return compat.from_spec(run(a.local, b.local).view(local_shape), spec)
+        plan = plans[key] = _new_plan(a, b, tuple(shape), out, options)
+    return plan
 
 
-def _plan(
-    a: MatrixView, b: MatrixView, shape: torch.Size, out: ShardSpec, options: MatmulOptions
-) -> tuple[LocalProduct, compat.DTensorSpec, tuple[int, ...]]:
-    """Return what multiplies local parts, the spec of the result and its local shape."""
+def _new_plan(
+    a: MatrixView, b: MatrixView, shape: tuple[int, ...], out: ShardSpec, options: MatmulOptions
+) -> MatmulPlan:
     mesh, dtype, context = out.device_mesh, a.tensor.dtype, options.context
-    specs = [out] if out.placements is not None else list(_candidates(out, len(shape)))
-    layouts = [
-        layout_on(mesh, spec.placements or (), tuple(shape), shard_order=spec.shard_order) for spec in specs
-    ]
+    specs = [out] if out.placements is not None else _candidates(out, len(shape))
+    layouts = [layout_on(mesh, spec.placements or (), shape, shard_order=spec.shard_order) for spec in specs]
     matrices = _matrix(a), _matrix(b)
     problems = [problem_of(*matrices, layout, dtype) for layout in layouts]
     transport = resolve(options.transport, problems[0].ranks, context)
@@ -276,8 +321,8 @@ def _plan(
     rank = mesh.get_rank()
     run = prepare(problems[best], tune(problems[best], *measure), rank, options.transport, context)
     layout = layouts[best]
-    local_shape = Layout(layout.mesh, layout.placements).local_shape(tuple(shape), rank)
-    return run, specs[best].torch_spec(tuple(shape), dtype), local_shape
+    local_shape = Layout(layout.mesh, layout.placements).local_shape(shape, rank)
+    return MatmulPlan(run, specs[best].torch_spec(shape, dtype), local_shape)
 
 
 def _matrix(view: MatrixView) -> Matrix:

@@ -79,7 +79,9 @@ class InPlaceProgram:
         if self._window is not None:
             self._begin = self._window.await_arrivals(0, f"all ranks to begin program {program.name}")
             self._end = self._window.arrive(0)
-        self._steps = tuple(self._step(bound) for bound in program.on_rank(rank))
+        ops = program.on_rank(rank)
+        self._steps = tuple(self._step(bound) for bound in ops)
+        self._single = self._single_product(ops, output.name) if self._window is None else None
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Run this rank's part; all ranks of the program run it together. See the class docstring.
@@ -95,7 +97,10 @@ class InPlaceProgram:
                     f"buffer {name} is of shape {shape} and {self._dtype}, "
                     f"what was given of {tuple(tensor.shape)} and {tensor.dtype}"
                 )
-        output = torch.empty(self._shape, dtype=self._dtype, device=self._context.device)
+        if self._single is not None:
+            a, b = self._single
+            return torch.mm(a(inputs), b(inputs))
+        output = torch.empty(self._shape, dtype=self._dtype, device=inputs[0].device)
         given = (*inputs, output)
         if self._begin is None or self._end is None:
             for step in self._steps:
@@ -123,6 +128,13 @@ class InPlaceProgram:
                 for slot in range(buffer.slots):
                     wanted[buffer.name, slot] = Slot(shape, strides, getattr(torch, buffer.dtype))
         return memory.expose(program.ranks, wanted, {}, [program.ranks], 0, f"program {program.name}")
+
+    def _single_product(self, ops: Sequence[BoundOp], output: str) -> tuple[Operand, Operand] | None:
+        """Return the operands of the product that is all of the program and all of its output, if it is."""
+        op = ops[0].op if len(ops) == 1 else None
+        if isinstance(op, Matmul) and op.out.buffer == output and op.out.shape == self._shape:
+            return self._operand(op.a), self._operand(op.b)
+        return None
 
     # -- ops -------------------------------------------------------------------------------------------------
 

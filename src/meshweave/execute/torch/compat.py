@@ -111,7 +111,7 @@ _SPEC = "torch.distributed.tensor._dtensor_spec"
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor, arrived and detached: the same memory, outside autograd.
+    """Return this rank's part of a DTensor, arrived and outside autograd: the same memory.
 
     Relies on `DTensor._local_tensor` and `_functional_collectives.AsyncCollectiveTensor` (torch 2.9 and 2.13).
     The public `to_local` costs an autograd node. Raises UnsupportedError where either is gone.
@@ -124,7 +124,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
         local, _private("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     ):
         local = local.wait()
-    return local.detach()
+    return local.detach() if local.requires_grad else local
 
 
 def spec_of(tensor: DTensor) -> DTensorSpec:

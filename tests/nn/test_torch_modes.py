@@ -1,0 +1,34 @@
+"""Products under autocast, inference mode and torch.compile, and what the default transport is, on real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from sections import launched
+
+from meshweave.execute.memory.shared import lacks
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+MODULE = "torch_mode_rank_functions"
+SECTIONS = {
+    "autocast": f"{MODULE}:autocast",
+    "inference mode": f"{MODULE}:inference",
+    "torch.compile": f"{MODULE}:compiled",
+    "the default transport": f"{MODULE}:default",
+}
+
+
+@pytest.fixture(scope="module")
+def findings() -> list[dict[str, list[str]]]:
+    """One launch for all of them: starting processes is what takes time."""
+    return launched("matmul_rank_functions:sections", SECTIONS, HERE)
+
+
+@pytest.mark.gloo
+@pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
+@pytest.mark.parametrize("section", SECTIONS)
+def test_products_in_modes_of_torch(section: str, findings: list[dict[str, list[str]]]) -> None:
+    assert [answer[SECTIONS[section]] for answer in findings] == [[]] * 4

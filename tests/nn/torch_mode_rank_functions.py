@@ -1,0 +1,100 @@
+"""What the ranks of test_torch_modes run: autocast, inference mode, torch.compile, and the default transport."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from matmul_rank_functions import S0, S1, Check, P, R, integers, placed, square
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import meshweave
+from meshweave.nn.transports import resolve
+
+SECONDS_TO_COMPILE = 30.0
+
+
+def autocast(check: Check) -> None:
+    """Dtypes are those of torch's own product, and gradients those of the operands."""
+    mesh = square()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        a = placed(integers((8, 6), 1, dtype), mesh, (S0, R)).requires_grad_()
+        b = placed(integers((6, 4), 2, dtype), mesh, (R, S1)).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = torch.ones(2, 2, dtype=dtype) @ torch.ones(2, 2, dtype=dtype)
+            c = meshweave.matmul(a, b, (S0, S1), context=check.context)
+            with meshweave.universal_linear(context=check.context):
+                y = torch.nn.functional.linear(a, b.t())
+            local = meshweave.matmul2d(
+                torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype), mesh=mesh, shape=(4, 4, 4),
+                context=check.context,
+            )  # fmt: skip
+        for name, result in (("matmul", c), ("linear", y), ("matmul2d", local)):
+            check.that(f"{name} of {dtype} is {result.dtype}", result.dtype == expected.dtype)
+        c.sum().backward()
+        check.that(f"gradient of {dtype} is {a.grad.dtype}", a.grad.dtype == dtype and b.grad.dtype == dtype)
+
+
+def inference(check: Check) -> None:
+    """A kind of product first met under inference mode also runs outside, and the other way round."""
+    mesh = square()
+    for transport in ("messages", "auto"):
+        for out in ((S1, S0), (R, R)):
+            a, b = placed(integers((8, 6), 1), mesh, (S0, S1)), placed(integers((6, 12), 2), mesh, (S1, P))
+            with torch.inference_mode():
+                inside = meshweave.matmul(a, b, out, transport=transport, context=check.context)
+            a.requires_grad_()
+            outside = meshweave.matmul(a, b, out, transport=transport, context=check.context)
+            check.that(f"{transport} to {out}", torch.equal(inside.to_local(), outside.to_local()))
+            with torch.inference_mode():
+                again = meshweave.matmul(a, b, out, transport=transport, context=check.context)
+            check.that(f"{transport} to {out} again", torch.equal(inside.to_local(), again.to_local()))
+    ones = torch.ones(2, 2, dtype=torch.int32)
+    for number in range(2):
+        with torch.inference_mode(number == 0):
+            local = meshweave.matmul2d(ones, ones, mesh=mesh, shape=(4, 4, 4), context=check.context)
+        check.that(f"matmul2d {number}", bool((local == 4).all()))
+
+
+def compiled(check: Check) -> None:
+    """A compiled function with products in it is compiled in seconds: the graph breaks at them."""
+    mesh = square()
+    a, b = placed(integers((8, 6), 1), mesh, (S0, R)), placed(integers((6, 8), 2), mesh, (S1, R))
+    expected = meshweave.matmul(a, b, (S0, R), context=check.context)
+
+    def function(x: DTensor, y: DTensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = meshweave.matmul(x, y, (S0, R), context=check.context)
+        return product.to_local() + 1, local * 2 + 1
+
+    start = time.monotonic()
+    result, other = torch.compile(function, backend="eager")(a, b, torch.ones(3))
+    check.that("compiled in time", time.monotonic() - start < SECONDS_TO_COMPILE)
+    check.that("compiled result", torch.equal(result, expected.to_local() + 1) and bool((other == 3).all()))
+
+
+def default(check: Check) -> None:
+    """The ranks of a host share memory by default, also those of a mesh that is not all of them."""
+    mesh = square()
+    context = check.context
+    check.that("all ranks", resolve("auto", (0, 1, 2, 3), context) == "shared")
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))["tensor"]
+    a, b = integers((4, 6), 1), integers((6, 8), 2)
+    half = pair.get_local_rank()
+    local_a = DTensor.from_local(a[:, 3 * half : 3 * half + 3], pair, [S1])
+    local_b = DTensor.from_local(b[3 * half : 3 * half + 3], pair, [S0])
+    c = meshweave.matmul(local_a, local_b, [R], context=context)
+    check.that("a mesh of two", torch.equal(c.to_local(), a @ b))
+    ranks = tuple(pair.mesh.tolist())
+    check.that("two ranks", resolve("auto", ranks, context) == "shared")
+    generator = torch.Generator().manual_seed(context.rank or 0)
+    x = DTensor.from_local(torch.randn(32, 64, generator=generator), mesh, (P, S1), run_check=False)
+    y = DTensor.from_local(torch.randn(64, 48, generator=generator), mesh, (S0, P), run_check=False)
+    for out in ((P, P), (R, R), (S0, R), (S1, S0), (P, S0)):
+        for stationary in ("auto", "a", "b", "c"):
+            first = meshweave.matmul(x, y, out, stationary, context=context).to_local()
+            same = [
+                torch.equal(first, meshweave.matmul(x, y, out, stationary, context=context).to_local())
+                for _ in range(8)
+            ]
+            check.that(f"bits of {out}, {stationary}", all(same))
