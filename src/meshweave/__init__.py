@@ -1,81 +1,283 @@
-"""meshweave: weave communication into computation across a device mesh.
+"""meshweave plans, predicts and runs the communication of distributed training.
 
-The public names. Each is imported at its first use, so that `import meshweave` is quick and planning works
-without torch.
+    import meshweave as mw
+
+Everything that a user needs is a name of this module. What is not exported here is private by convention: it may
+change without notice. A name is imported at its first use, so `import meshweave` is quick, and planning and
+simulation work without torch.
+
+    describe      clusters, models, meshes, layouts and machines
+    programs      what a program is written with, its text, its proof and its lowering
+    algorithms    problems, configs and algorithms of every family
+    planning      the search for the best algorithm, mesh, layouts and schedule
+    readings      estimate, simulation, execution by numpy and torch, and traces of them
+    proofs        checks of plans, programs and algorithms
+    torch         products and resharding of DTensors and of local shards
+    pictures      timelines of traces
+    measurement   the lab, and what DTensor moves
+    errors        what a user can cause and mend
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Cluster": "describe.machine.cluster",
-    "Layout": "describe.layout",
-    "Mesh": "describe.layout.mesh",
-    "MeshweaveError": "base.errors",
-    "Machine": "cost.machine",
-    "Plan": "tune",
-    "Program": "ir.program",
-    "Trace": "trace",
-    "Transformer": "describe.model",
-    "Workload": "describe.model.workload",
-    "bind": "execute.torch.bind",
-    "load_cluster": "describe.machine.cluster",
-    "load_model": "describe.model",
-    "load_plan": "tune",
-    "lower_rings": "lower",
-    "matmul": "nn.matmul",
-    "matmul2d": "nn.matmul2d",
-    "parse": "ir.program.parse",
-    "plan_model": "tune",
-    "reshard": "nn.reshard",
-    "reshard_state_dict": "nn.reshard_state",
-    "run_numpy": "execute.numpy",
-    "to_text": "ir.program.text",
-    "universal_linear": "nn.linear",
-    "validate": "ir.analysis.validate",
+_GROUPS = {
+    "describe": {
+        "describe.machine.cluster": "Cluster load_cluster",
+        "describe.catalog": "cluster_names model_names",
+        "describe.model": "FcLayer Transformer load_model",
+        "describe.model.workload": "Workload",
+        "describe.layout.mesh": "Mesh",
+        "describe.layout": "Layout Partial Placement Replicate Shard StridedShard Tile",
+        "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
+        "cost.machine": "Machine",
+        "cost.rates": "RankRates",
+        "cost.fabric": "HostNetwork",
+    },
+    "programs": {
+        "ir.program": (
+            "FULL Accumulate Add AllGather AllReduce AllToAll Blocked Broadcast Buffer Call Copy Expr "
+            "Fence Get Index Lane Matmul Meaning On Op Permute Product Program Put Range Recv Reduce "
+            "ReduceScatter Release Repeat Same Send Statement Tensor Var View When Zero maximum minimum "
+            "parse rewrite select to_text view"
+        ),
+        "ir.analysis.validate": "validate",
+        "lower": "lower_chains lower_one_sided lower_rings read_in_place",
+    },
+    "algorithms": {
+        "algorithms.contract": "Algorithm Gradient",
+        "algorithms.table": "ALGORITHMS algorithm solving",
+        "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
+        "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
+        "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
+        "algorithms.pipeline": "MicroBatches PipelineAlgorithm PipelineProblem",
+        "algorithms.block": "BlockAlgorithm BlockProblem",
+    },
+    "planning": {
+        "tune": "Plan load_plan plan_model tune_product",
+        "tune.ranking": "RankedConfig rank_configs",
+        "tune.universal": "tune_universal",
+        "tune.layouts": "tune_layouts",
+        "tune.schedules": "search_schedule",
+    },
+    "readings": {
+        "estimate": "Estimate estimate",
+        "simulate": "Simulation simulate",
+        "simulate.critical": "CriticalPath critical_path",
+        "execute.numpy": "run_numpy",
+        "execute.torch.bind": "bind",
+        "execute.torch.context": "TorchContext",
+        "execute.memory": "open_memory",
+        "execute.ranks.launch": "RankContext launch",
+        "execute.ranks.liveness": "Liveness",
+        "trace": "Span Trace",
+    },
+    "proofs": {
+        "check": "run verify",
+        "check.contract": "prove_contract",
+    },
+    "torch": {
+        "nn.matmul": "matmul",
+        "nn.linear": "universal_linear",
+        "nn.matmul2d": "matmul2d",
+        "nn.products": "prepare",
+        "nn.reshard": "reshard",
+        "nn.reshard_state": "reshard_state_dict",
+    },
+    "pictures": {
+        "report.timeline": "timeline_svg timeline_text",
+    },
+    "measurement": {
+        "lab": "Lab",
+        "lab.pace": "paced",
+        "lab.bench.dtensor_traffic": "PlacedProduct dtensor_traffics",
+    },
+    "errors": {
+        "base.errors": (
+            "BindError DeadlineError DescriptionError LayoutError MeshweaveError ProgramError "
+            "RankLostError UnsupportedError"
+        ),
+    },
 }
+"""Names by what they are for; the guide and the API reference have the same groups."""
 
 if TYPE_CHECKING:
+    from meshweave.algorithms.block import BlockAlgorithm as BlockAlgorithm
+    from meshweave.algorithms.block import BlockProblem as BlockProblem
+    from meshweave.algorithms.contract import Algorithm as Algorithm
+    from meshweave.algorithms.contract import Gradient as Gradient
+    from meshweave.algorithms.matmul2d import Matmul2d as Matmul2d
+    from meshweave.algorithms.matmul2d import Matmul2dConfig as Matmul2dConfig
+    from meshweave.algorithms.matmul2d import Matmul2dProblem as Matmul2dProblem
+    from meshweave.algorithms.pipeline import MicroBatches as MicroBatches
+    from meshweave.algorithms.pipeline import PipelineAlgorithm as PipelineAlgorithm
+    from meshweave.algorithms.pipeline import PipelineProblem as PipelineProblem
+    from meshweave.algorithms.reshard import ReshardPlan as ReshardPlan
+    from meshweave.algorithms.reshard import ReshardProblem as ReshardProblem
+    from meshweave.algorithms.reshard import TensorMove as TensorMove
+    from meshweave.algorithms.reshard import plan_reshard as plan_reshard
+    from meshweave.algorithms.reshard import reshard_program as reshard_program
+    from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
+    from meshweave.algorithms.table import algorithm as algorithm
+    from meshweave.algorithms.table import solving as solving
+    from meshweave.algorithms.universal import UniversalConfig as UniversalConfig
+    from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
+    from meshweave.algorithms.universal import universal_program as universal_program
+    from meshweave.base.errors import BindError as BindError
+    from meshweave.base.errors import DeadlineError as DeadlineError
+    from meshweave.base.errors import DescriptionError as DescriptionError
+    from meshweave.base.errors import LayoutError as LayoutError
     from meshweave.base.errors import MeshweaveError as MeshweaveError
+    from meshweave.base.errors import ProgramError as ProgramError
+    from meshweave.base.errors import RankLostError as RankLostError
+    from meshweave.base.errors import UnsupportedError as UnsupportedError
+    from meshweave.check import run as run
+    from meshweave.check import verify as verify
+    from meshweave.check.contract import prove_contract as prove_contract
+    from meshweave.cost.fabric import HostNetwork as HostNetwork
     from meshweave.cost.machine import Machine as Machine
+    from meshweave.cost.rates import RankRates as RankRates
+    from meshweave.describe.catalog import cluster_names as cluster_names
+    from meshweave.describe.catalog import model_names as model_names
     from meshweave.describe.layout import Layout as Layout
+    from meshweave.describe.layout import Partial as Partial
+    from meshweave.describe.layout import Placement as Placement
+    from meshweave.describe.layout import Replicate as Replicate
+    from meshweave.describe.layout import Shard as Shard
+    from meshweave.describe.layout import StridedShard as StridedShard
+    from meshweave.describe.layout import Tile as Tile
+    from meshweave.describe.layout.grid import ProcessGrid as ProcessGrid
+    from meshweave.describe.layout.grid import block_2d as block_2d
+    from meshweave.describe.layout.grid import block_cyclic as block_cyclic
+    from meshweave.describe.layout.grid import column_block as column_block
+    from meshweave.describe.layout.grid import cyclic as cyclic
+    from meshweave.describe.layout.grid import row_block as row_block
     from meshweave.describe.layout.mesh import Mesh as Mesh
     from meshweave.describe.machine.cluster import Cluster as Cluster
     from meshweave.describe.machine.cluster import load_cluster as load_cluster
+    from meshweave.describe.model import FcLayer as FcLayer
     from meshweave.describe.model import Transformer as Transformer
     from meshweave.describe.model import load_model as load_model
     from meshweave.describe.model.workload import Workload as Workload
+    from meshweave.estimate import Estimate as Estimate
+    from meshweave.estimate import estimate as estimate
+    from meshweave.execute.memory import open_memory as open_memory
     from meshweave.execute.numpy import run_numpy as run_numpy
+    from meshweave.execute.ranks.launch import RankContext as RankContext
+    from meshweave.execute.ranks.launch import launch as launch
+    from meshweave.execute.ranks.liveness import Liveness as Liveness
     from meshweave.execute.torch.bind import bind as bind
+    from meshweave.execute.torch.context import TorchContext as TorchContext
     from meshweave.ir.analysis.validate import validate as validate
+    from meshweave.ir.program import FULL as FULL
+    from meshweave.ir.program import Accumulate as Accumulate
+    from meshweave.ir.program import Add as Add
+    from meshweave.ir.program import AllGather as AllGather
+    from meshweave.ir.program import AllReduce as AllReduce
+    from meshweave.ir.program import AllToAll as AllToAll
+    from meshweave.ir.program import Blocked as Blocked
+    from meshweave.ir.program import Broadcast as Broadcast
+    from meshweave.ir.program import Buffer as Buffer
+    from meshweave.ir.program import Call as Call
+    from meshweave.ir.program import Copy as Copy
+    from meshweave.ir.program import Expr as Expr
+    from meshweave.ir.program import Fence as Fence
+    from meshweave.ir.program import Get as Get
+    from meshweave.ir.program import Index as Index
+    from meshweave.ir.program import Lane as Lane
+    from meshweave.ir.program import Matmul as Matmul
+    from meshweave.ir.program import Meaning as Meaning
+    from meshweave.ir.program import On as On
+    from meshweave.ir.program import Op as Op
+    from meshweave.ir.program import Permute as Permute
+    from meshweave.ir.program import Product as Product
     from meshweave.ir.program import Program as Program
-    from meshweave.ir.program.parse import parse as parse
-    from meshweave.ir.program.text import to_text as to_text
+    from meshweave.ir.program import Put as Put
+    from meshweave.ir.program import Range as Range
+    from meshweave.ir.program import Recv as Recv
+    from meshweave.ir.program import Reduce as Reduce
+    from meshweave.ir.program import ReduceScatter as ReduceScatter
+    from meshweave.ir.program import Release as Release
+    from meshweave.ir.program import Repeat as Repeat
+    from meshweave.ir.program import Same as Same
+    from meshweave.ir.program import Send as Send
+    from meshweave.ir.program import Statement as Statement
+    from meshweave.ir.program import Tensor as Tensor
+    from meshweave.ir.program import Var as Var
+    from meshweave.ir.program import View as View
+    from meshweave.ir.program import When as When
+    from meshweave.ir.program import Zero as Zero
+    from meshweave.ir.program import maximum as maximum
+    from meshweave.ir.program import minimum as minimum
+    from meshweave.ir.program import parse as parse
+    from meshweave.ir.program import rewrite as rewrite
+    from meshweave.ir.program import select as select
+    from meshweave.ir.program import to_text as to_text
+    from meshweave.ir.program import view as view
+    from meshweave.lab import Lab as Lab
+    from meshweave.lab.bench.dtensor_traffic import PlacedProduct as PlacedProduct
+    from meshweave.lab.bench.dtensor_traffic import dtensor_traffics as dtensor_traffics
+    from meshweave.lab.pace import paced as paced
+    from meshweave.lower import lower_chains as lower_chains
+    from meshweave.lower import lower_one_sided as lower_one_sided
     from meshweave.lower import lower_rings as lower_rings
+    from meshweave.lower import read_in_place as read_in_place
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.nn.products import prepare as prepare
     from meshweave.nn.reshard import reshard as reshard
     from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
+    from meshweave.report.timeline import timeline_svg as timeline_svg
+    from meshweave.report.timeline import timeline_text as timeline_text
+    from meshweave.simulate import Simulation as Simulation
+    from meshweave.simulate import simulate as simulate
+    from meshweave.simulate.critical import CriticalPath as CriticalPath
+    from meshweave.simulate.critical import critical_path as critical_path
+    from meshweave.trace import Span as Span
     from meshweave.trace import Trace as Trace
     from meshweave.tune import Plan as Plan
     from meshweave.tune import load_plan as load_plan
     from meshweave.tune import plan_model as plan_model
+    from meshweave.tune import tune_product as tune_product
+    from meshweave.tune.layouts import tune_layouts as tune_layouts
+    from meshweave.tune.ranking import RankedConfig as RankedConfig
+    from meshweave.tune.ranking import rank_configs as rank_configs
+    from meshweave.tune.schedules import search_schedule as search_schedule
+    from meshweave.tune.universal import tune_universal as tune_universal
+
+_HOME = {
+    name: module for names in _GROUPS.values() for module, line in names.items() for name in line.split()
+}
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'meshweave' has no attribute '{name}'")
-    value = getattr(import_module(f"meshweave.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+class _FrontDoor(ModuleType):
+    """This module. `estimate` and `simulate` are its functions, not the subpackages that bear the same names.
+
+    Python sets a subpackage as an attribute of its parent when it is imported, which would hide the function.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'meshweave' has no attribute '{name}'")
+        value = getattr(import_module(f"meshweave.{_HOME[name]}"), name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return sorted([*vars(self), *_HOME])
 
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+sys.modules[__name__].__class__ = _FrontDoor

@@ -1,6 +1,6 @@
 """The closed-form reading: times from skeletons, or from a program whose ops meet nowhere."""
 
-from meshweave.estimate.skeletons import Estimate, TimedSkeleton, estimate, skeleton_ps
-from meshweave.estimate.uncontended import estimate_program
+from meshweave.estimate.skeletons import Estimate, TimedSkeleton, estimate_skeleton, skeleton_ps
+from meshweave.estimate.uncontended import estimate
 
-__all__ = ["Estimate", "TimedSkeleton", "estimate", "estimate_program", "skeleton_ps"]
+__all__ = ["Estimate", "TimedSkeleton", "estimate_skeleton", "estimate", "skeleton_ps"]

@@ -228,7 +228,7 @@ def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs) -> int:
     return TimedSkeleton(skeleton, cost_ps).total_ps()
 
 
-def estimate(skeleton: Skeleton, machine: Machine) -> Estimate:
+def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
     """Return the time of a skeleton on a machine. Raises UnsupportedError as `cost.price.price` does."""
     prices: dict[Work, Price] = {}
 

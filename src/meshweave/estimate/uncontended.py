@@ -100,7 +100,7 @@ class UncontendedSimulator(TraceRecorder):
             self._issue(issued)
 
 
-def estimate_program(program: Program | Dataflow, machine: Machine) -> Estimate:
+def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
     """Return the time of a program without contention, for algorithms without a skeleton.
 
     Every op takes its closed form. The parts are sums over the ops of the first rank; a message counts where it is
