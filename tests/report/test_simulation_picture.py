@@ -103,7 +103,7 @@ def test_nothing_to_draw_is_no_picture() -> None:
     assert drawn([RankTimeline("idle", "", (), 0)]) is not None
 
 
-def test_a_strip_of_a_simulation() -> None:
+def test_a_rank_of_a_simulation() -> None:
     """Lanes of axes in the order of the axes; what a rank waits for a late partner is told apart."""
     problem = Matmul2dProblem(512, 512, 512, (2, 2), "os", "float32")
     for name in ("wang", "meshslice"):
