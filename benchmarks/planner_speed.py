@@ -2,8 +2,8 @@
 
     python benchmarks/planner_speed.py [--save]
 
-Each run is the first one of a fresh process. "configurations" is how many the search had to choose from once
-mesh shapes that cannot win were out, "built" how many skeletons it built, "followed" how many it costed exactly.
+Each run is the first one of a fresh process. "num_configs" is how many the search had to choose from once
+mesh shapes that cannot win were out, "num_skeletons" how many it built, "num_exact" how many it costed exactly.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CODE = """
 import json, sys, time
 from meshweave import load_cluster, load_model, plan_model
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.product import Tally
+from meshweave.tune.product import SearchCounts
 chips = int(sys.argv[1])
-model, cluster, tally = load_model(sys.argv[2]), load_cluster(f"tpu-v4-pod:{chips}"), Tally()
+model, cluster, counts = load_model(sys.argv[2]), load_cluster(f"tpu-v4-pod:{chips}"), SearchCounts()
 wall, cpu = time.perf_counter(), time.process_time()
-plan = plan_model(model, cluster, Workload(chips // 2, 2048), tally=tally)
-row = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, **vars(tally)}
+plan = plan_model(model, cluster, Workload(chips // 2, 2048), counts=counts)
+row = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, **vars(counts)}
 print(json.dumps({**row, "candidates": len(plan.candidates), "best": plan.best.algorithm}))
 """
 
@@ -55,8 +55,8 @@ def main() -> None:
         low, high = row["wall_s_range"]
         print(
             f"{name:<28} wall {row['wall_s']:6.3f} s ({low:.3f} to {high:.3f}), cpu {row['cpu_s']:6.3f} s, "
-            f"goal {goal_s} s: {'met' if row['wall_s'] <= goal_s else 'missed'}; configurations "
-            f"{row['configurations']}, built {row['built']}, followed {row['followed']}"
+            f"goal {goal_s} s: {'met' if row['wall_s'] <= goal_s else 'missed'}; configs "
+            f"{row['num_configs']}, skeletons {row['num_skeletons']}, exact {row['num_exact']}"
         )
     if arguments.save:
         print(save("planner_speed", rows))

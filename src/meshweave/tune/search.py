@@ -3,42 +3,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, MatmulProblem
-from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_problem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
-from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
+from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
-from meshweave.tune.product import Tally, Tuned, tune_choices, tune_product
-from meshweave.tune.unrolled import FOLLOWERS, LEADER, Product, follower, planned_names, product_of
+from meshweave.tune.product import SearchCounts, TunedProduct, finish_search, tune_product
+from meshweave.tune.unrolled import LEADER, UNROLLED, ProductSizes, planned_names, sizes_of, unrolled_entry
 
-__all__ = ["Progress", "Tuned", "plan_model", "tune_product"]
+__all__ = ["Progress", "TunedProduct", "plan_model", "tune_product"]
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) after each mesh shape of each algorithm."""
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What to plan: the products of a block, and the ground to lay them on."""
+class _ModelSearch:
+    """The products of a block, and the meshes to lay them on."""
 
     layers: tuple[FcLayer, ...]
     workload: Workload
-    ground: Ground
-    tally: Tally
+    space: MeshSearchSpace
+    counts: SearchCounts
 
-    def products(self) -> Iterator[tuple[FcLayer, PassName]]:
-        for layer in self.layers:
-            for name in PASSES:
-                yield layer, name
+    def shapes(self, entry: Matmul2d) -> list[Shape]:
+        """Return the mesh shapes of an algorithm; none where it lacks a dataflow that a layer needs."""
+        shapes = self.space.shapes(entry)
+        if shapes and any(problem.dataflow not in entry.dataflows for problem in self.problems(shapes[0])):
+            return []
+        return shapes
 
-    def problems(self, shape: Shape) -> list[MatmulProblem]:
+    def problems(self, shape: Shape) -> list[Matmul2dProblem]:
+        """Return the products of a block on a mesh, layer by layer."""
         tokens, dtype = self.workload.tokens, self.workload.dtype
         return [
             pass_problem(
@@ -49,12 +52,12 @@ class _Job:
         ]
 
     def stationary(self) -> list[Stationary]:
-        """Which matrix stays put in each layer."""
+        """Return the stationary matrix of each layer."""
         tokens = self.workload.tokens
-        return [choose_stationary(tokens, it.in_features, it.out_features)[0] for it in self.layers]
+        return [choose_stationary(tokens, layer.in_features, layer.out_features)[0] for layer in self.layers]
 
     def transposed(self) -> list[bool]:
-        """Which layers take the transposed version."""
+        """Return for each layer whether it takes the transposed version."""
         return choose_transposed(self.stationary())
 
 
@@ -64,28 +67,55 @@ def plan_model(
     workload: Workload,
     algorithms: Sequence[str] = tuple(ALGORITHMS),
     progress: Progress = lambda done, total: None,
-    tally: Tally | None = None,
+    counts: SearchCounts | None = None,
 ) -> Plan:
-    """Tunes every algorithm for the fully connected layers of one block, forward and both backward products.
+    """Tune every algorithm for the fully connected layers of one block, forward and both backward products.
 
-    `algorithms` names entries of the table; `wang[S=meshslice]` and `summa[S=meshslice]` run at the slice
-    counts that MeshSlice takes for the same product, and are added where both are asked for. An algorithm
-    without a mesh shape on this cluster is left out, and `note` says so. `tally` counts what the search looks at.
+    Args:
+        algorithms: entries of the table. `wang[S=meshslice]` and `summa[S=meshslice]` run at the slice counts that
+            MeshSlice takes for the same product, and are added where both are named. An algorithm without a mesh
+            shape on this cluster, or without a dataflow of these layers, is left out, and the plan's `note` says so.
+        progress: is called with (done, total) after each mesh shape of each algorithm.
+        counts: is filled with what the search looks at.
 
-    Raises UnsupportedError for an unknown name, and where no algorithm has a mesh shape.
+    Raises:
+        UnsupportedError: a name is unknown, or no algorithm has a mesh shape.
     """
     names = planned_names(algorithms)
-    job = _Job(model.fc_layers(), workload, Ground(cluster), tally if tally is not None else Tally())
-    entries = {name: ALGORITHMS[FOLLOWERS.get(name, name)] for name in names}
-    shapes = {name: job.ground.shapes(entry) for name, entry in entries.items()}
+    space = MeshSearchSpace(cluster)
+    search = _ModelSearch(model.fc_layers(), workload, space, counts or SearchCounts())
+    shapes = {name: search.shapes(ALGORITHMS[UNROLLED.get(name, name)]) for name in names}
     missing = [name for name in names if not shapes[name]]
     if len(missing) == len(names):
         raise UnsupportedError(
             f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {', '.join(names)}"
         )
-    leader_unseen = LEADER not in names and any(name in FOLLOWERS for name in names)
-    if leader_unseen:
-        shapes[LEADER] = job.ground.shapes(ALGORITHMS[LEADER])
+    if LEADER not in names and any(name in UNROLLED for name in names):
+        shapes[LEADER] = search.shapes(ALGORITHMS[LEADER])
+    return Plan(
+        model=model.name,
+        cluster=cluster.name,
+        num_chips=cluster.num_chips,
+        batch=workload.batch,
+        sequence=workload.sequence,
+        dtype=workload.dtype,
+        candidates=tuple(_candidates(search, names, shapes, progress)),
+        note=_note(missing, cluster.num_chips),
+    )
+
+
+def _note(missing: Sequence[str], num_chips: int) -> str:
+    note = (
+        "Estimated times of the fully connected layers of one block; attention, element-wise "
+        "layers and memory contention are left out."
+    )
+    return note + (f" No mesh shape of {num_chips} chips for {', '.join(missing)}." if missing else "")
+
+
+def _candidates(
+    search: _ModelSearch, names: Sequence[str], shapes: dict[str, list[Shape]], progress: Progress
+) -> list[Candidate]:
+    """Return each algorithm at its best, the fastest first."""
     total, done = sum(map(len, shapes.values())), 0
 
     def advance() -> None:
@@ -94,52 +124,40 @@ def plan_model(
         progress(done, total)
 
     candidates = []
-    counts: dict[Product, int] = {}
-    for name in sorted(shapes, key=lambda name: name in FOLLOWERS):
+    slice_counts: dict[ProductSizes, int] = {}
+    for name in sorted(shapes, key=lambda name: name in UNROLLED):
         if not shapes[name]:
             continue
-        entry = follower(name, counts) if name in FOLLOWERS else ALGORITHMS[name]
-        found = best_meshes(entry, job.ground, shapes[name], job.problems, job.tally, advance)
-        tuned = _tune(job, found[0][1])
+        entry = unrolled_entry(name, slice_counts) if name in UNROLLED else ALGORITHMS[name]
+        meshes = best_meshes(entry, search.space, shapes[name], search.problems, search.counts, advance)
+        tuned = _tune_products(search, meshes[0][1])
         if name == LEADER:
-            counts = {product_of(item.problem): item.config.slice_count for item in tuned}
+            slice_counts = {sizes_of(product.problem): product.config.slice_count for product in tuned}
         if name in names:
-            candidates.append(_candidate(entry, found, tuned, job, FOLLOWERS.get(name, name)))
-    candidates.sort(key=lambda candidate: candidate.block_s)
-    note = (
-        "Estimated times of the fully connected layers of one block; attention, element-wise "
-        "layers and memory contention are left out."
-    )
-    if missing:
-        note += f" No mesh shape of {cluster.num_chips} chips for {', '.join(missing)}."
-    return Plan(
-        model=model.name,
-        cluster=cluster.name,
-        num_chips=cluster.num_chips,
-        batch=workload.batch,
-        sequence=workload.sequence,
-        dtype=workload.dtype,
-        candidates=tuple(candidates),
-        note=note,
-    )
+            candidates.append(_candidate(entry, meshes, tuned, search, UNROLLED.get(name, name)))
+    return sorted(candidates, key=lambda candidate: candidate.block_s)
 
 
-def _tune(job: _Job, mesh: OnMesh) -> list[Tuned]:
-    """The products on a mesh at their best, with runners-up."""
-    machine = job.ground.machine(mesh.shape)
-    tuned: dict[MatmulProblem, Tuned] = {}
-    for choices in mesh.choices:
-        if choices.problem not in tuned:
-            tuned[choices.problem] = tune_choices(choices, machine)
+def _tune_products(search: _ModelSearch, mesh: BlockOnMesh) -> list[TunedProduct]:
+    """Return the products on a mesh at their best configs, with runners-up."""
+    machine = search.space.machine(mesh.shape)
+    tuned: dict[Matmul2dProblem, TunedProduct] = {}
+    for config_search in mesh.searches:
+        if config_search.problem not in tuned:
+            tuned[config_search.problem] = finish_search(config_search, machine)
     return [tuned[problem] for problem in mesh.problems]
 
 
 def _candidate(
-    entry: Matmul2d, found: list[tuple[int, OnMesh]], tuned: list[Tuned], job: _Job, base: str
+    entry: Matmul2d,
+    meshes: list[tuple[int, BlockOnMesh]],
+    tuned: list[TunedProduct],
+    search: _ModelSearch,
+    base: str,
 ) -> Candidate:
-    cluster, workload = job.ground.cluster, job.workload
+    cluster, workload = search.space.cluster, search.workload
     seconds = sum(item.estimate.total_s for item in tuned)
-    peaks: dict[MatmulProblem, int] = {}
+    peaks: dict[Matmul2dProblem, int] = {}
     traffic: dict[str, int] = {}
     for item in tuned:
         if item.problem not in peaks:
@@ -147,14 +165,14 @@ def _candidate(
         for axis, moved in entry.traffic(item.problem, item.config, 0).items():
             traffic[axis] = traffic.get(axis, 0) + moved
     runner_up = ""
-    if len(found) > 1:
-        (best_ps, _), (other_ps, other) = found
+    if len(meshes) > 1:
+        (best_ps, _), (other_ps, other) = meshes
         runner_up = f"{'x'.join(map(str, other.shape))} is {100 * (other_ps / best_ps - 1):.1f} % slower"
     size = len(PASSES)
     return Candidate(
         algorithm=entry.name,
         base=base if base != entry.name else "",
-        mesh_shape=found[0][1].shape,
+        mesh_shape=meshes[0][1].shape,
         block_s=seconds,
         utilisation=sum(item.problem.flops for item in tuned)
         / cluster.num_chips
@@ -163,7 +181,7 @@ def _candidate(
         traffic_bytes=traffic,
         layers=tuple(
             _layer_plan(layer, tuned[size * i : size * (i + 1)], peaks, workload, flipped)
-            for i, (layer, flipped) in enumerate(zip(job.layers, job.transposed(), strict=True))
+            for i, (layer, flipped) in enumerate(zip(search.layers, search.transposed(), strict=True))
         ),
         runner_up=runner_up,
     )
@@ -171,8 +189,8 @@ def _candidate(
 
 def _layer_plan(
     layer: FcLayer,
-    products: list[Tuned],
-    peaks: dict[MatmulProblem, int],
+    products: list[TunedProduct],
+    peaks: dict[Matmul2dProblem, int],
     workload: Workload,
     transposed: bool,
 ) -> LayerPlan:
@@ -198,7 +216,7 @@ def _layer_plan(
                 transfer_s=cost.transfer_s,
                 exposed_s=cost.exposed_s,
                 peak_bytes=peaks[tuned.problem],
-                runner_up=tuned.why,
+                runner_up=tuned.margin_text,
             )
         )
     return LayerPlan(

@@ -9,44 +9,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
 from meshweave.base.errors import UnsupportedError, did_you_mean
 
 LEADER = "meshslice"
-FOLLOWERS: dict[str, str] = {
+UNROLLED: dict[str, str] = {
     f"{base}[S={LEADER}]": base for base in ("wang", "summa") if base in ALGORITHMS and LEADER in ALGORITHMS
 }
 """Name in a plan, and the entry of the table that it runs."""
 
-Product = tuple[int, int, int, str]
+ProductSizes = tuple[int, int, int, str]
 """(M, N, K, dataflow): what a slice count belongs to, whatever the mesh."""
 
 
-def product_of(problem: MatmulProblem) -> Product:
+def sizes_of(problem: Matmul2dProblem) -> ProductSizes:
+    """Return the sizes and dataflow of a problem, which do not depend on its mesh."""
     return problem.m, problem.n, problem.k, problem.dataflow
 
 
-def planned_names(asked: Sequence[str]) -> tuple[str, ...]:
-    """What a plan of the algorithms asked for holds: each once, and followers of those asked for with their
-    leader. Raises UnsupportedError for an unknown name or none at all."""
-    for name in asked:
-        if name not in ALGORITHMS and name not in FOLLOWERS:
-            known = (*ALGORITHMS, *FOLLOWERS)
+def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
+    """Return the names that a plan holds: each requested one once, then the unrolled ones that these imply.
+
+    Raises:
+        UnsupportedError: a name is unknown, or there is none.
+    """
+    for name in requested:
+        if name not in ALGORITHMS and name not in UNROLLED:
+            known = (*ALGORITHMS, *UNROLLED)
             raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, known)}")
-    if not asked:
+    if not requested:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
-    implied = [name for name, base in FOLLOWERS.items() if base in asked and LEADER in asked]
-    return tuple(dict.fromkeys((*asked, *implied)))
+    implied = [name for name, base in UNROLLED.items() if base in requested and LEADER in requested]
+    return tuple(dict.fromkeys((*requested, *implied)))
 
 
-def follower(name: str, counts: Mapping[Product, int]) -> Matmul2d:
-    """The entry called `name` in `FOLLOWERS`, at these slice counts. It keeps all that its base may choose
-    besides the count, which fits wherever it fits the leader: both cut the same dim of the same product."""
-    base = ALGORITHMS[FOLLOWERS[name]]
+def unrolled_entry(name: str, counts: Mapping[ProductSizes, int]) -> Matmul2d:
+    """Return the entry called `name` in `UNROLLED`, at these slice counts.
 
-    def candidates(problem: MatmulProblem) -> Iterator[Config]:
-        slices = (1,) * counts[product_of(problem)]
+    It keeps what its base may choose besides the count. A count fits it wherever it fits MeshSlice, for both cut
+    the same dim of the same product.
+    """
+    base = ALGORITHMS[UNROLLED[name]]
+
+    def candidates(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
+        slices = (1,) * counts[sizes_of(problem)]
         yield from dict.fromkeys(replace(config, slices=slices) for config in base.candidates(problem))
 
     return Restricted(base, name, candidates)
