@@ -218,13 +218,13 @@ def stress(context, payload):
             chooser = np.random.default_rng(seed)
             actions = []
             for _ in range(20):
-                far = window.far[int(chooser.integers(len(ranks))), key]
+                slot = window.remote[int(chooser.integers(len(ranks))), key]
                 rows, columns = sorted(chooser.integers(0, 13, 2)), sorted(chooser.integers(0, 11, 2))
-                piece = far.tensor[rows[0] : rows[1], columns[0] : columns[1]]
+                piece = slot.tensor[rows[0] : rows[1], columns[0] : columns[1]]
                 if piece.numel():
                     value = torch.from_numpy(chooser.integers(-9, 10, tuple(piece.shape)))
-                    actions.append((far.rank, rows, columns, value))
-                    actions[-1] += (window.accumulate(far, piece, value, "sum"),)
+                    actions.append((slot.rank, rows, columns, value))
+                    actions[-1] += (window.accumulate(slot, piece, value, "sum"),)
             for _ in range(payload["turns"]):
                 for *_, action in actions:
                     action()
@@ -261,7 +261,9 @@ def dies(context, payload):
     def trouble(x, rank, step):
         if (rank, step) == (2, 2):
             if payload["where"] == "in an update":
-                window = [far for (owner, key), far in held.far.items() if owner == 1 and key == ("y", 0)]
+                window = [
+                    slot for (owner, key), slot in held.remote.items() if owner == 1 and key == ("y", 0)
+                ]
                 with memory.locked(1, window[0].number, 0, 1 << 20):
                     time.sleep(0.2)
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Products under autocast, inference mode and torch.compile, and what the default transport is, on real processes."""
+"""Products under autocast, inference mode and torch.compile, and the default transport, on real processes."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ class Slot:
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """From the first element to the last one inclusive, in elements; no stride is negative."""
+    """Return how many elements there are from the first one to the last, inclusive; no stride is negative."""
     if 0 in shape:
         return 0
     return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
 
 
 @dataclass(frozen=True)
-class Far:
+class RemoteSlot:
     """A buffer slot of a rank: `offset` bytes into its segment `number`. `tensor` aliases it, where memory can
     be aliased, and has its shape and strides on the device "meta" where not."""
 
@@ -72,50 +72,53 @@ class Far:
 @dataclass(frozen=True)
 class Window(ABC):
     """One program's part of the memory. `groups` are sets of ranks that meet in fences, the same list on every
-    rank; the first is all ranks of the program. Pieces below are parts of a `Far`'s tensor."""
+    rank; the first is all ranks of the program. Pieces below are parts of a `RemoteSlot`'s tensor."""
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
     own: Mapping[Key, Tensor]
-    far: Mapping[tuple[int, Key], Far]
+    remote: Mapping[tuple[int, Key], RemoteSlot]
 
     @abstractmethod
-    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
-        """Copies a piece of a rank's memory here."""
+    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        """Return what copies a piece of a rank's memory into `into`, of equal shape."""
 
     @abstractmethod
-    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
-        """Copies a tensor of equal shape into a piece."""
+    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        """Return what copies a tensor of equal shape into a piece."""
 
     @abstractmethod
-    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
-        """Combines a piece with a tensor of equal shape and dtype, each element in one go. Also for a rank's own
-        memory where others may accumulate at the same time. Raises UnsupportedError for what it has no op for."""
+    def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
+        """Return what combines a piece with a tensor of equal shape and dtype, each element in one go.
+
+        Also for a rank's own memory where others may accumulate at the same time. Raises UnsupportedError for an
+        `op` that the memory does not have.
+        """
 
     @abstractmethod
     def fence(self, group: int, what: str) -> Action:
-        """Waits until the ranks of a group are here, and all that they did one-sidedly is done."""
+        """Return what waits until the ranks of a group are here, and all their one-sided accesses are done."""
 
     def arrive(self, group: int) -> Action:
-        """The first half of a fence, which waits for nobody: tells the ranks of a group that this one is here. One
-        `await_arrivals` follows before the group's next fence."""
+        """Return the first half of a fence, which waits for nobody: it tells the ranks of a group that this one is
+        here. One `await_arrivals` follows before the group's next fence."""
         return _nothing
 
     def await_arrivals(self, group: int, what: str) -> Action:
-        """The second half of a fence: waits until the ranks of a group have arrived as often as this one. Where a
-        memory has no halves it is all of the fence."""
+        """Return the second half of a fence: it waits until the ranks of a group have arrived as often as this
+        one. Where a memory has no halves it is all of the fence."""
         return self.fence(group, what)
 
     @abstractmethod
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        """Sets a flag of a rank to a value, after all that this thread has put or accumulated there."""
+        """Return what sets a flag of a rank to a value, after all that this thread put or accumulated there."""
 
     @abstractmethod
     def await_flags(self, flags: Sequence[int], peers: Sequence[int], what: str) -> Callable[[int], object]:
-        """Waits until own flags, which `peers` set, are at least at a value."""
+        """Return what waits until own flags, which `peers` set, are at least at a value."""
 
     def flag_at(self, flag: int) -> int:
-        """Where in `SIGNALS` a flag is."""
+        """Return the place of a flag in `SIGNALS`."""
         return len(self.groups) + flag
 
 
@@ -142,11 +145,11 @@ class RemoteMemory(ABC):
     is_closed: bool = False
 
     def talk(self, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
-        """What each of `ranks` says; see `agree.exchange`."""
+        """Return what each of `ranks` says; see `agreement.exchange`."""
         return exchange(self.context, ranks, words, what)
 
     def together(self, ranks: Sequence[int], what: str, work: Callable[[], _T]) -> tuple[_T, dict[int, Any]]:
-        """Does something that may fail on some ranks only, and tells all what came of it, which is JSON.
+        """Do something that may fail on some ranks only, and tell all what came of it, which is JSON.
 
         Raises BindError on every rank where it fails on any, naming those.
         """
@@ -175,7 +178,7 @@ class RemoteMemory(ABC):
         num_flags: int,
         what: str,
     ) -> Window:
-        """A window for a program on `ranks`. Buffers that are `given`, in own pool memory, stay where they are.
+        """Return a window for a program on `ranks`. Buffers that are `given`, in own pool memory, stay there.
 
         Raises:
             BindError: some rank has no such memory, or cannot reach another's.
@@ -201,10 +204,10 @@ class RemoteMemory(ABC):
                 at += sizes[key]
             own[SIGNALS].zero_()
             for key, tensor in given.items():
-                found = self.locate(tensor, ranks)
-                assert found is not None, key
+                place = self.locate(tensor, ranks)
+                assert place is not None, key
                 own[key] = tensor
-                places.append((key, *found, tensor))
+                places.append((key, *place, tensor))
             used = sorted({number for _, number, _, _ in places})
             return {
                 "segments": [[number, self._handle(self.segments[number])] for number in used],
@@ -222,32 +225,32 @@ class RemoteMemory(ABC):
                     self._attach(rank, number, handle, ranks)
 
         self.together(ranks, f"all ranks of {what} to reach it", attach)
-        far = {
-            (rank, (name, at)): self._far(rank, (name, at), own, number, start, shape, strides, dtype)
+        remote = {
+            (rank, (name, at)): self._remote_slot(rank, (name, at), own, number, start, shape, strides, dtype)
             for rank, table in tables.items()
             for name, at, number, start, shape, strides, dtype in table["places"]
         }
-        return self._window(sets, own, far)
+        return self._window(sets, own, remote)
 
     def room_or_grow(
         self, size: int, ranks: Sequence[int], what: str, grow: Callable[[int], Segment]
     ) -> tuple[Segment, int]:
-        """A block where segments are made by all of `ranks` together: as soon as one of them needs one."""
+        """Return a block where segments are made by all of `ranks` together, as soon as any of them needs one."""
         size = aligned(size)
-        found = take(self.segments.values(), size, ranks)
-        wish = 0 if found is not None else segment_size(size, self.pool_bytes, self.segments)
+        block = take(self.segments.values(), size, ranks)
+        wish = 0 if block is not None else segment_size(size, self.pool_bytes, self.segments)
         said = self.talk(ranks, str(wish), f"all ranks of {what} to say what they need")
         room = max(int(text) for text in said.values())
         if room:
             segment = grow(room)
-            if found is None:
+            if block is None:
                 offset = segment.take(size)
                 assert offset is not None
-                found = segment, offset
-        assert found is not None
-        return found
+                block = segment, offset
+        assert block is not None
+        return block
 
-    def _far(
+    def _remote_slot(
         self,
         rank: int,
         key: Key,
@@ -257,15 +260,17 @@ class RemoteMemory(ABC):
         shape: list[int],
         strides: list[int],
         dtype_name: str,
-    ) -> Far:
+    ) -> RemoteSlot:
         if rank == self.rank and self.is_aliased:
-            return Far(rank, number, offset, own[key])
+            return RemoteSlot(rank, number, offset, own[key])
         dtype = getattr(torch, dtype_name)
         slot = Slot(tuple(shape), tuple(strides), dtype)
         if not self.is_aliased:
-            return Far(rank, number, offset, torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+            return RemoteSlot(
+                rank, number, offset, torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            )
         whole = self._bytes_of(rank, number)[offset : offset + slot.num_bytes]
-        return Far(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
+        return RemoteSlot(rank, number, offset, whole.view(dtype).as_strided(shape, strides))
 
     @abstractmethod
     def locate(self, tensor: Tensor, ranks: Sequence[int]) -> tuple[int, int] | None:
@@ -301,7 +306,7 @@ class RemoteMemory(ABC):
         self,
         groups: tuple[tuple[int, ...], ...],
         own: Mapping[Key, Tensor],
-        far: Mapping[tuple[int, Key], Far],
+        remote: Mapping[tuple[int, Key], RemoteSlot],
     ) -> Window: ...
 
     def __enter__(self) -> Self:

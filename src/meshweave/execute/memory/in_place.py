@@ -172,7 +172,7 @@ class InPlaceProgram:
             whole = self._scratch[view.buffer, view.slot]
         else:
             assert self._window is not None and isinstance(view.rank, int)
-            whole = self._window.far[view.rank, (view.buffer, view.slot)].tensor
+            whole = self._window.remote[view.rank, (view.buffer, view.slot)].tensor
         fixed = _part(whole, start, shape)
         return lambda given: fixed
 

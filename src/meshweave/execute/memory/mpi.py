@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, MeshweaveError, UnsupportedError, did_you_mean
-from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, extent
+from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Window, extent
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.ranks.agreement import waiting
 from meshweave.execute.torch.context import TorchContext
@@ -152,9 +152,9 @@ class MpiMemory(RemoteMemory):
 
     def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
         memory = self._wins[self._name_of[segment.number]].tomemory()
-        held = (ctypes.c_ubyte * size).from_buffer(memory, offset)
-        weakref.finalize(held, segment.give_back, offset, size)  # the last tensor's storage holds it
-        return torch.frombuffer(held, dtype=torch.uint8)
+        block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
+        weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
+        return torch.frombuffer(block, dtype=torch.uint8)
 
     def _handle(self, segment: Segment) -> Any:
         return self._name_of[segment.number]
@@ -170,15 +170,15 @@ class MpiMemory(RemoteMemory):
         self,
         groups: tuple[tuple[int, ...], ...],
         own: Mapping[Key, Tensor],
-        far: Mapping[tuple[int, Key], Far],
+        remote: Mapping[tuple[int, Key], RemoteSlot],
     ) -> Window:
-        return _MpiWindow(self.rank, groups, own, far, self)
+        return _MpiWindow(self.rank, groups, own, remote, self)
 
     # -- for windows -----------------------------------------------------------------------------------------
 
-    def reach(self, far: Far) -> tuple[Any, int]:
+    def reach(self, remote: RemoteSlot) -> tuple[Any, int]:
         """The window of a rank's segment, and the rank's number in it."""
-        return self._reached[far.rank, far.number]
+        return self._reached[remote.rank, remote.number]
 
     def layout(self, tensor: Tensor, number: str) -> Any:
         """The datatype of a tensor's elements, in order, from its first one on."""
@@ -232,41 +232,41 @@ class MpiMemory(RemoteMemory):
 class _MpiWindow(Window):
     memory: MpiMemory
 
-    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
-        memory, (win, target), number = self.memory, self.memory.reach(far), _carrier(piece)
-        here, there = memory.origin(into, number), self._there(far, piece, number)
-        what = f"a get from rank {far.rank}"
-        return lambda held=into: memory.finish(win.Rget(here, target, there), what, far.rank)  # type: ignore[misc]
+    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
+        memory, (win, target), number = self.memory, self.memory.reach(remote), _carrier(piece)
+        here, there = memory.origin(into, number), self._there(remote, piece, number)
+        what = f"a get from rank {remote.rank}"
+        return lambda held=into: memory.finish(win.Rget(here, target, there), what, remote.rank)  # type: ignore[misc]
 
-    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
-        memory, (win, target), number = self.memory, self.memory.reach(far), _carrier(piece)
-        here, there = memory.origin(value, number), self._there(far, piece, number)
-        what = f"a put to rank {far.rank}"
-        return lambda held=value: memory.finish(win.Rput(here, target, there), what, far.rank)  # type: ignore[misc]
+    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
+        memory, (win, target), number = self.memory, self.memory.reach(remote), _carrier(piece)
+        here, there = memory.origin(value, number), self._there(remote, piece, number)
+        what = f"a put to rank {remote.rank}"
+        return lambda held=value: memory.finish(win.Rput(here, target, there), what, remote.rank)  # type: ignore[misc]
 
-    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
+    def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         if op not in _OPS:
             raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, _OPS)}")
         if piece.dtype not in _NUMBERS:
             raise UnsupportedError(f"MPI accumulates no {str(piece.dtype).removeprefix('torch.')}")
-        memory, (win, target), number = self.memory, self.memory.reach(far), _NUMBERS[piece.dtype]
+        memory, (win, target), number = self.memory, self.memory.reach(remote), _NUMBERS[piece.dtype]
         here, there, how = (
             memory.origin(value, number),
-            self._there(far, piece, number),
+            self._there(remote, piece, number),
             getattr(memory.mpi, _OPS[op]),
         )
-        what = f"an update of memory of rank {far.rank}"
+        what = f"an update of memory of rank {remote.rank}"
 
         def run(held: Tensor = value) -> None:
-            memory.finish(win.Raccumulate(here, target, there, how), what, far.rank)
+            memory.finish(win.Raccumulate(here, target, there, how), what, remote.rank)
 
         return run
 
-    def _there(self, far: Far, piece: Tensor, number: str) -> list[Any]:
-        return [far.bytes_of(piece)[0], 1, self.memory.layout(piece, number)]
+    def _there(self, remote: RemoteSlot, piece: Tensor, number: str) -> list[Any]:
+        return [remote.bytes_of(piece)[0], 1, self.memory.layout(piece, number)]
 
     def _all_wins(self) -> list[Any]:
-        wins = [self.memory.reach(far)[0] for far in self.far.values()]
+        wins = [self.memory.reach(remote)[0] for remote in self.remote.values()]
         return list({id(win): win for win in wins}.values())
 
     def fence(self, group: int, what: str) -> Action:
@@ -294,11 +294,11 @@ class _MpiWindow(Window):
         return run
 
     def notify(self, rank: int, flag: int) -> Callable[[int], object]:
-        memory, far = self.memory, self.far[rank, SIGNALS]
+        memory, remote = self.memory, self.remote[rank, SIGNALS]
         at = self.flag_at(flag)
-        (win, target), piece = memory.reach(far), far.tensor[at : at + 1]
+        (win, target), piece = memory.reach(remote), remote.tensor[at : at + 1]
         there, box, wins = (
-            self._there(far, piece, "INT64_T"),
+            self._there(remote, piece, "INT64_T"),
             torch.zeros(1, dtype=torch.int64),
             self._all_wins(),
         )

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
-from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Window, segment_size
+from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Window, segment_size
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import lost, waiting
 from meshweave.execute.torch.context import TorchContext
@@ -52,7 +52,7 @@ COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def lacks() -> str:
-    """Why this process cannot share memory with others of its host; empty where it can."""
+    """Return why this process cannot share memory with others of its host; empty where it can."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"needs Linux (memfd), this is {sys.platform}"
     if not hasattr(fcntl, "F_OFD_SETLK"):
@@ -121,9 +121,9 @@ class SharedMemory(RemoteMemory):
 
     def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
         size = aligned(size)
-        found = take(self.segments.values(), size, ranks)
-        if found is not None:
-            return found
+        block = take(self.segments.values(), size, ranks)
+        if block is not None:
+            return block
         room = segment_size(size, self.pool_bytes, self.segments)
         number = len(self.segments)
         fd = os.memfd_create("meshweave", os.MFD_CLOEXEC)
@@ -140,20 +140,20 @@ class SharedMemory(RemoteMemory):
 
     def _block(self, segment: Segment, offset: int, size: int) -> Tensor:
         memory = self._mapped[self.rank, segment.number].memory
-        held = (ctypes.c_ubyte * size).from_buffer(memory, offset)
-        weakref.finalize(held, segment.give_back, offset, size)  # the last tensor's storage holds it
-        return torch.frombuffer(held, dtype=torch.uint8)
+        block = (ctypes.c_ubyte * size).from_buffer(memory, offset)
+        weakref.finalize(block, segment.give_back, offset, size)  # the last tensor's storage refers to it
+        return torch.frombuffer(block, dtype=torch.uint8)
 
     def _handle(self, segment: Segment) -> Any:
         fd = self._mapped[self.rank, segment.number].fd
         return [os.getpid(), fd, os.fstat(fd).st_ino, segment.size]
 
     def _attach(self, rank: int, number: int, handle: Any, ranks: Sequence[int]) -> None:
-        pid, far_fd, inode, size = handle
+        pid, remote_fd, inode, size = handle
         if (rank, number) in self._mapped:
             return
         try:
-            fd = os.open(f"/proc/{pid}/fd/{far_fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise BindError(
                 f"cannot map the memory of rank {rank} (process {pid}): {error.strerror}"
@@ -173,17 +173,19 @@ class SharedMemory(RemoteMemory):
         self,
         groups: tuple[tuple[int, ...], ...],
         own: Mapping[Key, Tensor],
-        far: Mapping[tuple[int, Key], Far],
+        remote: Mapping[tuple[int, Key], RemoteSlot],
     ) -> Window:
-        counters = {rank: memoryview(at.tensor.numpy()) for (rank, key), at in far.items() if key == SIGNALS}
-        return _SharedWindow(self.rank, groups, own, far, self, counters)
+        counters = {
+            rank: memoryview(at.tensor.numpy()) for (rank, key), at in remote.items() if key == SIGNALS
+        }
+        return _SharedWindow(self.rank, groups, own, remote, self, counters)
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def wait_until(
         self, ready: Callable[[], bool], what: str, peers: Sequence[int], missing: Callable[[], Sequence[int]]
     ) -> None:
-        """Polls until `ready`. `missing` says which of `peers` are still waited for.
+        """Poll until `ready`. `missing` returns which of `peers` are still waited for.
 
         Raises RankLostError, DeadlineError: see `TorchContext.guard`.
         """
@@ -200,7 +202,7 @@ class SharedMemory(RemoteMemory):
                         raise lost(self.context, what, ended)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose processes run no more."""
+        """Return those of `ranks` whose processes run no more."""
         poll = select.poll()
         rank_of = {self._processes[rank]: rank for rank in ranks if rank in self._processes}
         for process in rank_of:
@@ -209,7 +211,7 @@ class SharedMemory(RemoteMemory):
 
     @contextlib.contextmanager
     def locked(self, rank: int, number: int, start: int, stop: int) -> Any:
-        """While it is held no other thread of any process holds a lock on these bytes of a segment."""
+        """Hold a lock on bytes [start, stop) of a segment, which one thread of all processes has at a time."""
         fd = self._lock_fd(rank, number)
         how, undo = (
             struct.pack("hhqqi4x", kind, os.SEEK_SET, start, stop - start, 0)
@@ -234,13 +236,13 @@ class SharedMemory(RemoteMemory):
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, undo)
 
     def _lock_fd(self, rank: int, number: int) -> int:
-        """This thread's own descriptor of a segment: what was opened once is one owner of locks."""
-        held: dict[tuple[int, int], _Descriptor] = self._local.__dict__.setdefault("held", {})
-        found = held.get((rank, number))
-        if found is None:
+        """Return this thread's own descriptor of a segment: locks belong to what was opened once."""
+        descriptors: dict[tuple[int, int], _Descriptor] = self._local.__dict__.setdefault("descriptors", {})
+        descriptor = descriptors.get((rank, number))
+        if descriptor is None:
             path = f"/proc/self/fd/{self._mapped[rank, number].fd}"
-            found = held[rank, number] = _Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-        return found.fd
+            descriptor = descriptors[rank, number] = _Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        return descriptor.fd
 
 
 @dataclass(frozen=True)
@@ -248,22 +250,22 @@ class _SharedWindow(Window):
     memory: SharedMemory
     counters: Mapping[int, memoryview]
 
-    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
+    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
         return partial(into.copy_, piece)
 
-    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
+    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
         return partial(piece.copy_, value)
 
-    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
+    def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         if op not in COMBINE:
             raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
         combine, locked = COMBINE[op], self.memory.locked
 
         def step(into: Tensor, term: Tensor) -> Action:
-            start, stop = far.bytes_of(into)
+            start, stop = remote.bytes_of(into)
 
             def run() -> None:
-                with locked(far.rank, far.number, start, stop):
+                with locked(remote.rank, remote.number, start, stop):
                     combine(into, term)
 
             return run

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError, did_you_mean
-from meshweave.execute.memory.base import SIGNALS, Far, Key, RemoteMemory, Slot, Window
+from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Slot, Window
 from meshweave.execute.memory.pool import Segment
 from meshweave.execute.memory.shared import COMBINE, SharedMemory
 from meshweave.execute.torch import compat
@@ -140,10 +140,10 @@ class SymmetricMemory(RemoteMemory):
         self,
         groups: tuple[tuple[int, ...], ...],
         own: Mapping[Key, Tensor],
-        far: Mapping[tuple[int, Key], Far],
+        remote: Mapping[tuple[int, Key], RemoteSlot],
     ) -> Window:
         assert self._signals is not None
-        window = _SymmetricWindow(self.rank, groups, own, far, self, self._signals)
+        window = _SymmetricWindow(self.rank, groups, own, remote, self, self._signals)
         for segment, offset, size in self._taken:
             weakref.finalize(window, segment.give_back, offset, size)
         self._taken.clear()
@@ -159,30 +159,32 @@ class _SymmetricWindow(Window):
     memory: SymmetricMemory
     host: Window
 
-    def get(self, into: Tensor, far: Far, piece: Tensor) -> Action:
+    def get(self, into: Tensor, remote: RemoteSlot, piece: Tensor) -> Action:
         return partial(into.copy_, piece)
 
-    def put(self, far: Far, piece: Tensor, value: Tensor) -> Action:
+    def put(self, remote: RemoteSlot, piece: Tensor, value: Tensor) -> Action:
         return partial(piece.copy_, value)
 
-    def accumulate(self, far: Far, piece: Tensor, value: Tensor, op: str) -> Action:
+    def accumulate(self, remote: RemoteSlot, piece: Tensor, value: Tensor, op: str) -> Action:
         if op not in COMBINE:
             raise UnsupportedError(f"there is no reduction '{op}'{did_you_mean(op, COMBINE)}")
-        combine, (start, stop) = COMBINE[op], far.bytes_of(piece)
+        combine, (start, stop) = COMBINE[op], remote.bytes_of(piece)
 
         def run() -> None:
             self.memory.wait_for_stream()  # or others would wait for the lock while we wait for a product
-            with self._locked(far, start, stop):
+            with self._locked(remote, start, stop):
                 combine(piece, value)
                 self.memory.wait_for_stream()
 
         return run
 
     @contextlib.contextmanager
-    def _locked(self, far: Far, start: int, stop: int) -> Iterator[None]:
-        host, base = self.memory.host, _BEYOND * (1 + far.number)
+    def _locked(self, remote: RemoteSlot, start: int, stop: int) -> Iterator[None]:
+        host, base = self.memory.host, _BEYOND * (1 + remote.number)
         assert host is not None
-        with host.locked(far.rank, self.host.far[far.rank, SIGNALS].number, base + start, base + stop):
+        with host.locked(
+            remote.rank, self.host.remote[remote.rank, SIGNALS].number, base + start, base + stop
+        ):
             yield
 
     def fence(self, group: int, what: str) -> Action:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError
-from meshweave.execute.memory.base import Far, Key, RemoteMemory, Slot
+from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
@@ -142,7 +142,7 @@ class OneSidedAccess:
 
     def view(self, view: View) -> Tensor:
         """Return the buffer slot of a remote view as a tensor, where memory is aliased."""
-        return self._far(view).tensor
+        return self._remote_slot(view).tensor
 
     def bind(self, index: int, bound: BoundOp, bind_local_or_matched: Callable[[BoundOp], Action]) -> Action:
         """Return the action of op number `index` of this rank.
@@ -192,7 +192,7 @@ class OneSidedAccess:
             case Matmul():
                 return chain(self._matmul(op))
             case Add(src=src, out=out) if self._needs_staging(src) and not self._needs_staging(out):
-                local, before = self._staged(op.lane, "far src", src)
+                local, before = self._staged(op.lane, "remote src", src)
                 return chain([*before, self._binder.local(BoundOp(bound.key, replace(op, src=local)))])
         if self._memory.is_aliased and op.kind in COMPUTE_KINDS:
             return self._binder.local(bound)
@@ -208,7 +208,7 @@ class OneSidedAccess:
         if self._needs_staging(src):
             if out.rank is None and not _updates(op):
                 return self._fetch(op.lane, self._binder.view(out), src)
-            src, before = self._staged(op.lane, "far src", src)
+            src, before = self._staged(op.lane, "remote src", src)
         local = self._binder.view(src)
         if _updates(op):
             return [*before, *self._update(op, out, local)]
@@ -220,9 +220,9 @@ class OneSidedAccess:
     def _matmul(self, op: Matmul) -> list[Action]:
         a, b, before = op.a, op.b, list[Action]()
         if self._needs_staging(a):
-            a, before = self._staged(op.lane, "far a", a)
+            a, before = self._staged(op.lane, "remote a", a)
         if self._needs_staging(b):
-            b, fetched = self._staged(op.lane, "far b", b)
+            b, fetched = self._staged(op.lane, "remote b", b)
             before += fetched
         op = replace(op, a=a, b=b)
         update, away = op.accesses()[-1][0] == UPDATE, self._needs_staging(op.out)
@@ -232,7 +232,7 @@ class OneSidedAccess:
             raise UnsupportedError(
                 f"{op.name or op.kind} of rank {self._rank} accumulates into another rank's memory: release it"
             )
-        product = self._stage(op.lane, "far product", op.out.shape, self._dtype(op.out))
+        product = self._stage(op.lane, "remote product", op.out.shape, self._dtype(op.out))
         action = self._binder.local(BoundOp((), replace(op, out=product, release=None, accumulate=0)))
         result = self._binder.view(product)
         deliver = self._update(op, op.out, result) if update else self._store(op.lane, op.out, result)
@@ -240,38 +240,38 @@ class OneSidedAccess:
 
     def _fetch(self, lane: str, into: Strided, src: View) -> list[Action]:
         """Gets a remote view that cannot be aliased."""
-        far, remote = self._far(src), self._remote(src)
+        slot, remote = self._remote_slot(src), self._remote(src)
         if into.dtype == remote.dtype and (pairs := pair_up(into, remote)) is not None:
-            return [self._window.get(here, far, piece) for here, piece in pairs if here.numel()]
+            return [self._window.get(here, slot, piece) for here, piece in pairs if here.numel()]
         between = Strided.of(self._binder.staging.get(lane, "fetched", remote.shape, remote.dtype))
         pairs = pair_up(between, remote)
         assert pairs is not None
-        gets = [self._window.get(here, far, piece) for here, piece in pairs if here.numel()]
+        gets = [self._window.get(here, slot, piece) for here, piece in pairs if here.numel()]
         return [*gets, *self._binder.staging.transfer(lane, into, between)]
 
     def _store(self, lane: str, out: View, src: Strided, *, apart: bool = False) -> list[Action]:
         if not self._needs_staging(out):
             return self._binder.staging.transfer(lane, self._binder.view(out), src, apart=apart)
-        far, pairs, before = self._paired(lane, out, src)
-        return [*before, *(self._window.put(far, piece, value) for piece, value in pairs)]
+        slot, pairs, before = self._paired(lane, out, src)
+        return [*before, *(self._window.put(slot, piece, value) for piece, value in pairs)]
 
     def _update(self, op: Op, out: View, src: Strided) -> list[Action]:
-        far, pairs, before = self._paired(op.lane, out, src)
+        slot, pairs, before = self._paired(op.lane, out, src)
         how = op.op if isinstance(op, Accumulate) else "sum"
-        return [*before, *(self._window.accumulate(far, piece, value, how) for piece, value in pairs)]
+        return [*before, *(self._window.accumulate(slot, piece, value, how) for piece, value in pairs)]
 
     def _paired(
         self, lane: str, out: View, src: Strided
-    ) -> tuple[Far, list[tuple[Tensor, Tensor]], list[Action]]:
+    ) -> tuple[RemoteSlot, list[tuple[Tensor, Tensor]], list[Action]]:
         """Parts of an exposed view beside what goes there, of its dtype, and what gathers that."""
-        far, remote = self._far(out), self._remote(out)
+        slot, remote = self._remote_slot(out), self._remote(out)
         pairs = pair_up(remote, src) if src.dtype == remote.dtype else None
         before: list[Action] = []
         if pairs is None:
             between = Strided.of(self._binder.staging.get(lane, "sent", src.shape, remote.dtype))
             before, pairs = self._binder.staging.transfer(lane, between, src), pair_up(remote, between)
             assert pairs is not None
-        return far, [(piece, value) for piece, value in pairs if value.numel()], before
+        return slot, [(piece, value) for piece, value in pairs if value.numel()], before
 
     # -- views -----------------------------------------------------------------------------------------------
 
@@ -284,15 +284,15 @@ class OneSidedAccess:
         assert isinstance(rank, int)
         return rank
 
-    def _far(self, view: View) -> Far:
+    def _remote_slot(self, view: View) -> RemoteSlot:
         assert isinstance(view.slot, int)
-        return self._window.far[self._owner(view), (view.buffer, view.slot)]
+        return self._window.remote[self._owner(view), (view.buffer, view.slot)]
 
     def _remote(self, view: View) -> Strided:
-        return strided(view, self._far(view).tensor)
+        return strided(view, self._remote_slot(view).tensor)
 
     def _dtype(self, view: View) -> torch.dtype:
-        return self._far(view).tensor.dtype
+        return self._remote_slot(view).tensor.dtype
 
     def _staged(self, lane: str, use: str, src: View) -> tuple[View, list[Action]]:
         """A local stand-in for a remote view, and what fills it."""
