@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import LayoutError, ProgramError
-from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_program, read_slices
+from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
+from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
 from meshweave.describe.files import format_value
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.analysis.validate import validate
@@ -43,21 +43,27 @@ def show(
     ] = None,
     expand: Annotated[bool, typer.Option("--expand", help="Write every op out per rank.")] = False,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Validate before printing.")] = True,
+    settings: SettingsOption = [],  # noqa: B006, typer copies it
+    config: ConfigOption = 0,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Print a program: its text form parses back to the same program.
 
     It is validated first: views, partners, deadlock, races, and, on index labels, what it computes.
 
-    Of a 2D product the options choose sizes, mesh and slices; other algorithms are shown on an example of theirs.
+    Of a 2D product the options choose sizes, mesh and slices. Any algorithm takes --set and --config instead.
 
     Example: meshweave show collective
 
     More:    meshweave show meshslice --dataflow ls --mesh 2x4 --slices 4 --rings 1
+             meshweave show 1f1b --set rows=16 --config 2
     """
     if rings not in (0, 1, 2):
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {rings}")
-    program = _program(what, dataflow, (m, n, k), mesh, slices, block, dtype)
+    if settings or config or not _is_product(what):
+        program = read_program_or_entry(what, settings, config)
+    else:
+        program = _product(what, dataflow, (m, n, k), mesh, slices, block, dtype)
     if rings:
         program = lower_rings(program, 1 if rings == 1 else 2)
     verdict = _verdict(what, program) if check else "not checked"
@@ -98,27 +104,16 @@ def _to_json(program: Program, verdict: str, ranks: Sequence[int]) -> dict[str, 
     }
 
 
-def _program(
+def _is_product(what: str) -> bool:
+    return not is_file(what) and what in ALGORITHMS
+
+
+def _product(
     what: str, dataflow: str, sizes: tuple[int, int, int], mesh: str, slices: str, block: int, dtype: str
 ) -> Program:
-    """Return the program of an algorithm, in a file, or on stdin."""
-    if what == "-" or Path(what).suffix or _exists(what):
-        return read_program(what)
+    """Return the program of a 2D product."""
     for option, size in zip(("--m", "--n", "--k", "--block"), (*sizes, block), strict=True):
         if not 1 <= size <= MAX_SIZE:
             raise LayoutError(f"{option} is {format_value(size)}; give 1 to {MAX_SIZE}")
-    from meshweave.algorithms.table import algorithm
-
-    entry = algorithm(what)
-    if entry.problem_type is not Matmul2dProblem:
-        problem = next(entry.examples())
-        return entry.program(problem, next(entry.candidates(problem)))
     product = Matmul2dProblem(*sizes, read_mesh(mesh), dataflow, dtype)  # type: ignore[arg-type]
-    return entry.program(product, Matmul2dConfig(read_slices(slices), block))
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except OSError:  # longer than a name of a file may be
-        return False
+    return ALGORITHMS[what].program(product, Matmul2dConfig(read_slices(slices), block))

@@ -13,13 +13,13 @@ import typer
 
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.units import format_bytes, format_s, to_s
+from meshweave.cli.entries import ConfigOption, SettingsOption, read_program_or_entry
 from meshweave.cli.options import (
     JSON_HELP,
     check_writable,
     print_json,
     read_mesh,
     read_names,
-    read_program,
     read_ranks,
 )
 from meshweave.report.timeline import write_chrome, write_text
@@ -48,7 +48,9 @@ class Comparison(StrEnum):
 
 ProgramArgument = Annotated[
     str,
-    typer.Argument(help="A program text file, '-' for one on stdin, or a plan.json of `meshweave plan`."),
+    typer.Argument(
+        help="A plan.json of `meshweave plan`, a program text file, '-' for one on stdin, or an algorithm."
+    ),
 ]
 ClusterOption = Annotated[
     str | None,
@@ -113,6 +115,8 @@ def simulate(
     svg: Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")] = None,
     png: PngOption = None,
     report: ReportOption = None,
+    settings: SettingsOption = [],  # noqa: B006, typer copies it
+    config: ConfigOption = 0,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Simulate programs on a machine, op by op on every rank, and say what bounds them.
@@ -121,6 +125,8 @@ def simulate(
     where each rank's time goes, the busiest links, and the critical path with lower bounds beside it.
 
     Example: meshweave simulate plan.json --layer ff1 --pass forward --algorithm wang,meshslice --svg timeline.svg
+
+    More:    meshweave simulate 1f1b --set rows=32 --cluster dgx-h100:8
     """
     for path in (trace, svg, png, report):
         check_writable(path)
@@ -129,7 +135,10 @@ def simulate(
 
         check_png()
     shown = read_ranks(ranks)
-    cases = _cases(what, cluster, logical, lower, layer, passes, algorithms, mesh)
+    if what.endswith(".json"):
+        cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh)
+    else:
+        cases = [_program_case(what, cluster, logical, lower, settings, config)]
     for case in cases:
         _check_ranks(case, shown)
     simulated = [_simulated(case, shown, closed_form=against is not None) for case in cases]
@@ -144,7 +153,7 @@ def simulate(
             typer.echo(f"written: {path}")
 
 
-def _cases(
+def _plan_cases(
     what: str,
     cluster: str | None,
     logical: bool,
@@ -154,27 +163,34 @@ def _cases(
     algorithms: str,
     mesh: str | None,
 ) -> list[SimulationCase]:
-    """Return the products of a plan (a .json file), or a program text, each on its machine."""
-    from meshweave.tune.cases import plan_cases, program_case
+    """Return the products of a plan, each on its machine."""
+    from meshweave.tune.cases import plan_cases
 
-    if what.endswith(".json"):
-        plan = load_plan(Path(what))
-        best = [plan.best.algorithm]
-        return plan_cases(
-            plan,
-            cluster,
-            layer=layer,
-            passes=read_names(passes),
-            algorithms=best if algorithms == "best" else read_names(algorithms),
-            mesh_shape=read_mesh(mesh) if mesh else None,
-            logical=logical,
-            lowered_to=lower.value,
-        )
+    plan = load_plan(Path(what))
+    best = [plan.best.algorithm]
+    return plan_cases(
+        plan,
+        cluster,
+        layer=layer,
+        passes=read_names(passes),
+        algorithms=best if algorithms == "best" else read_names(algorithms),
+        mesh_shape=read_mesh(mesh) if mesh else None,
+        logical=logical,
+        lowered_to=lower.value,
+    )
+
+
+def _program_case(
+    what: str, cluster: str | None, logical: bool, lower: Lowering, settings: list[str], config: int
+) -> SimulationCase:
+    """Return the program of a file, of stdin or of an algorithm, on its machine."""
+    from meshweave.tune.cases import program_case
+
     if cluster is None:
         raise DescriptionError("a program says nothing about a machine; give --cluster NAME[:N] or FILE")
-    program = read_program(what)
+    program = read_program_or_entry(what, settings, config)
     try:
-        return [program_case(program, cluster, logical=logical, lowered_to=lower.value)]
+        return program_case(program, cluster, logical=logical, lowered_to=lower.value)
     except ProgramError as error:
         raise ProgramError(f"{what}: {error}") from None
 

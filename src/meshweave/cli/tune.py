@@ -9,6 +9,7 @@ import typer
 
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
 from meshweave.base.units import format_bytes, format_s
+from meshweave.cli.entries import SettingsOption, read_entry
 from meshweave.cli.options import (
     JSON_HELP,
     print_json,
@@ -24,6 +25,7 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 if TYPE_CHECKING:
     from meshweave.algorithms.universal import UniversalConfig, UniversalProblem
     from meshweave.tune.layouts import TunedLayouts
+    from meshweave.tune.ranking import RankedConfig
     from meshweave.tune.schedules import SimulatedSchedule
 
 MAX_LAYOUT_RANKS = 64
@@ -155,6 +157,63 @@ def schedule(
         print_json({"config": str(config), "schedules": [_schedule_json(result) for result in results]})
         return
     _print_schedules(problem, config, target, results)
+
+
+@tune.command("algorithm")
+def rank_algorithms(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="An algorithm whose problem is to be solved, by it or by any other of its family."
+        ),
+    ],
+    cluster: ClusterOption = "tpu-v4-pod:16",
+    settings: SettingsOption = [],  # noqa: B006, typer copies it
+    algorithms: Annotated[
+        str, typer.Option("--algorithm", help="Algorithms to choose among, with commas, or 'all'.")
+    ] = "all",
+    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
+    json: JsonOption = False,
+) -> None:
+    """Rank every algorithm and config that solve a problem, by estimated time.
+
+    The problem is the algorithm's first example, with the fields that --set changes: sizes, mesh, layouts.
+
+    Example: meshweave tune algorithm meshslice --set m=4096 --set n=4096 --set k=4096 --set mesh_shape=4x4
+    """
+    from meshweave.tune.ranking import rank_configs
+
+    _, problem = read_entry(name, settings)
+    ranked = rank_configs(problem, load_cluster(cluster), algorithms=read_names(algorithms))[:count]
+    if json:
+        print_json([_ranked_json(item) for item in ranked])
+        return
+    head = ("algorithm", "config", "--config", "estimate", "exposed", "moved", "peak")
+    rows = []
+    for item in map(_ranked_json, ranked):
+        times = (format_s(item[key]) for key in ("estimate_s", "exposed_s"))
+        amounts = (format_bytes(item[key]) for key in ("traffic_bytes", "peak_bytes"))
+        rows.append((item["algorithm"], item["config"], str(item["number"]), *times, *amounts))
+    _print_table(head, rows, num_left=2)
+    typer.echo("Moved and peak: on one rank.")
+
+
+def _ranked_json(ranked: RankedConfig) -> dict[str, Any]:
+    return {
+        "algorithm": ranked.algorithm.name,
+        "config": str(ranked.config),
+        "number": _number(ranked),
+        "estimate_s": ranked.estimate.total_s,
+        "exposed_s": ranked.estimate.exposed_s,
+        "traffic_bytes": sum(ranked.traffic_bytes.values()),
+        "peak_bytes": ranked.peak_bytes,
+    }
+
+
+def _number(ranked: RankedConfig) -> int:
+    """Return the place of a config in the algorithm's own order, without the cluster that `show` does not know."""
+    configs = list(ranked.algorithm.candidates(ranked.problem))
+    return configs.index(ranked.config) if ranked.config in configs else 0
 
 
 def _cluster(text: str, max_ranks: int) -> Cluster:

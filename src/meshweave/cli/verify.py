@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshweave.cli.entries import SettingsOption, is_file, read_entry
 from meshweave.cli.options import JSON_HELP, print_json, progress_bar, read_names
 from meshweave.tune import load_plan
 
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def verify(
-    plan: Annotated[Path, typer.Argument(help="A plan written by `meshweave plan --out`.")],
+    what: Annotated[
+        str, typer.Argument(help="A plan written by `meshweave plan --out`, or an algorithm of any family.")
+    ],
     ranks: Annotated[int, typer.Option(help="Local processes, and size of the meshes.")] = 4,
     layer: Annotated[
         str, typer.Option(help="A layer of the plan (qkv, out, ff1, ff2), several with commas, or 'all'.")
@@ -35,6 +38,7 @@ def verify(
     ] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the operands.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds after which the processes are stopped.")] = 300.0,
+    settings: SettingsOption = [],  # noqa: B006, typer copies it
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> int | None:
     """Check every planned product at reduced size: forward and both backward products of every layer.
@@ -43,13 +47,20 @@ def verify(
     orders and lowered to rings. (b) On local processes over gloo, started once for all products. Both must
     give exactly the dense product. What cannot be checked is listed with the reason.
 
+    Of an algorithm, the relations of its contract are proved for its configs, in this process: the program is
+    sound and computes the reference in any legal order, and bytes and memory are those of the closed forms.
+
     Exit status 0: all that was checked is right; 1: something is wrong; 2: the input is.
 
     Example: meshweave verify plan.json --ranks 4
+
+    More:    meshweave verify cosma
     """
     from meshweave import check
 
-    loaded = load_plan(plan)
+    if not is_file(what):
+        return _verify_entry(what, settings, json)
+    loaded = load_plan(Path(what))
     with progress_bar("checking", plain_lines=True) as progress:
         report = check.verify(
             loaded,
@@ -67,6 +78,26 @@ def verify(
     else:
         _print(report)
     return 1 if report.num_wrong else 0
+
+
+def _verify_entry(name: str, settings: list[str], json: bool) -> int:
+    """Prove the contract of an algorithm for its examples, or for the problem that the settings give."""
+    from dataclasses import asdict
+
+    from meshweave.check.contract import prove_contract
+
+    entry, problem = read_entry(name, settings)
+    problems = [problem] if settings else list(entry.examples())
+    proofs = [proof for problem in problems for proof in prove_contract(entry, problem)]
+    num_wrong = sum(proof.is_wrong for proof in proofs)
+    if json:
+        print_json({"proofs": [asdict(proof) for proof in proofs], "wrong": num_wrong})
+        return 1 if num_wrong else 0
+    for proof in proofs:
+        verdict = proof.failed or f"right, {proof.num_ops} ops"
+        typer.echo(f"{name}, {proof.config}: {verdict}{proof.unproved and '; not proved: ' + proof.unproved}")
+    typer.echo(f"{len(proofs) - num_wrong} configs right, {num_wrong} wrong")
+    return 1 if num_wrong else 0
 
 
 def _print(report: VerifyReport) -> None:

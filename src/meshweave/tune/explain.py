@@ -18,7 +18,7 @@ from meshweave.simulate import simulate
 from meshweave.trace import Trace
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.product import tune_product
-from meshweave.tune.unrolled import FOLLOWERS, follower
+from meshweave.tune.unrolled import UNROLLED, unrolled_entry
 
 MAX_RANKS = 64
 """Meshes of more ranks are simulated at `REDUCED_RANKS`."""
@@ -123,10 +123,10 @@ def title_of(candidate: Candidate) -> str:
 
 def entry_of(candidate: Candidate) -> Matmul2d:
     """Return the algorithm of a candidate; one that follows another's slice counts offers those of the plan."""
-    if candidate.algorithm not in FOLLOWERS:
+    if candidate.algorithm not in UNROLLED:
         return ALGORITHMS[candidate.entry]
     items = [item for layer in candidate.layers for item in layer.passes]
-    return follower(candidate.algorithm, {(i.m, i.n, i.k, i.dataflow): i.config.slice_count for i in items})
+    return unrolled_entry(candidate.algorithm, {(i.m, i.n, i.k, i.dataflow): i.config.slice_count for i in items})
 
 
 def mesh_shapes(candidate: Candidate, cluster: Cluster) -> list[tuple[int, ...]]:

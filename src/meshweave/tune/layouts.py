@@ -85,7 +85,9 @@ def tune_layouts(
     Args:
         num_ranks: the number of ranks; 0, 1, 2, ... unless a given layout is over others.
         rates: rates of the ranks; `RankRates.of(cluster)` for a described cluster.
-        a, b, c: layouts that are kept. The others are chosen over the same ranks.
+        a: layout of A if it is given; else it is chosen, over the same ranks as the others.
+        b: likewise of B.
+        c: likewise of C.
         memory_bytes: the most that a rank may hold of the matrices and besides; None for no limit.
         progress: told after each combination that is tuned; the search may end long before all are.
     """

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_rule
-from meshweave.algorithms.matmul2d.common.problem import Config
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
 from meshweave.describe import files
 
@@ -51,8 +51,8 @@ class PassPlan(_Record):
     runner_up: str = ""
 
     @property
-    def config(self) -> Config:
-        return Config(self.slices, self.block, self.packets, self.overlap)
+    def config(self) -> Matmul2dConfig:
+        return Matmul2dConfig(self.slices, self.block, self.packets, self.overlap)
 
 
 class LayerPlan(_Record):
@@ -129,7 +129,7 @@ class Plan(_Record):
 def load_plan(path: Path) -> Plan:
     """Reads a plan. Raises DescriptionError naming file and key for anything that is no plan, or one that
     contradicts itself."""
-    plan = files.check(Plan, files.parse(files.read_text(path), path, "json"), path)
+    plan = files.check_table(Plan, files.parse_table(files.read_text(path), path, "json"), path)
     names = [layer.name for layer in plan.best.layers]
     for i, candidate in enumerate(plan.candidates):
         at = f"candidates.{i}"

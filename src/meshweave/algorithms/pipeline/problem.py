@@ -43,7 +43,7 @@ class MicroBatches:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.count} micro-batches"
+        return f"{self.count} micro-batch{'es' if self.count > 1 else ''}"
 
 
 class PipelineAlgorithm(Algorithm[PipelineProblem, MicroBatches]):

@@ -1,0 +1,70 @@
+"""Options that name an algorithm of the table, a problem for it and one of its configs."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshweave.base.errors import LayoutError
+from meshweave.cli.options import read_program
+from meshweave.ir.program import Program
+
+if TYPE_CHECKING:
+    from meshweave.algorithms.contract import Algorithm
+
+SettingsOption = Annotated[
+    list[str],
+    typer.Option(
+        "--set",
+        help="Of an algorithm: a field of its problem, as in --set m=64 or --set mesh_shape=2x4; may be repeated. "
+        "Other fields are those of the algorithm's first example.",
+    ),
+]
+ConfigOption = Annotated[
+    int,
+    typer.Option(
+        "--config",
+        min=0,
+        help="Of an algorithm: the number of the config, as `meshweave tune algorithm` lists them.",
+    ),
+]
+
+
+def is_file(source: str) -> bool:
+    """Return whether an argument names a file or stdin, and not an algorithm."""
+    if source == "-" or Path(source).suffix:
+        return True
+    try:
+        return Path(source).exists()
+    except OSError:  # longer than a name of a file may be
+        return False
+
+
+def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any]:
+    """Return an entry of the table and a problem for it. Raises UnsupportedError, LayoutError."""
+    from meshweave.algorithms.settings import problem_from
+    from meshweave.algorithms.table import algorithm
+
+    entry = algorithm(name)
+    problem = problem_from(entry, settings)
+    refusal = entry.refusal(problem)
+    if refusal is not None:
+        raise LayoutError(f"{name} does not solve this problem: {refusal}")
+    return entry, problem
+
+
+def read_program_or_entry(source: str, settings: list[str], config: int) -> Program:
+    """Return the program in a file, on stdin, or of an algorithm. Raises MeshweaveError where there is none."""
+    if is_file(source):
+        return read_program(source)
+    entry, problem = read_entry(source, settings)
+    chosen = next(islice(entry.candidates(problem), config, None), None)
+    if chosen is None:
+        count = sum(1 for _ in entry.candidates(problem))
+        raise LayoutError(
+            f"--config {config}: {source} has {count} configs for this problem, 0 to {count - 1}"
+        )
+    return entry.program(problem, chosen)
