@@ -3,8 +3,8 @@
 A product sees every tensor as a matrix. A DTensor of more dims has its leading ones folded into the rows, and a
 vector is one row on the left of a product, one column on the right; placements still name the dims of the DTensor.
 
-Placements of DTensor are applied left to right, as ours are, unless its spec says otherwise (`shard_order`).
-Another order is the same layout on a mesh with the axes in that order, and that is how we write it.
+Placements are applied from left to right, unless the spec of a DTensor says otherwise (`shard_order`). A Layout
+has no such order: it is then on a mesh with the axes in that order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MESHES: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The mesh over the global ranks of `device_mesh`: equal DeviceMeshes give equal meshes.
+    """Return the mesh over the global ranks of `device_mesh`: equal DeviceMeshes give equal meshes.
 
     Axes have the names of the mesh dims where a program's text can have all of them, else row, col, depth, d3, ...
     The mesh is named after axes and ranks, so that different meshes have different names in one program.
@@ -60,7 +60,7 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
 
 
 def layout_of(tensor: DTensor | compat.DTensorSpec, side: Side = "left") -> Layout:
-    """How a DTensor lies on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side` None).
+    """Return how a DTensor lies on its ranks, seen as the matrix of `matrix_shape`, or as it is (`side` None).
 
     The same spec gives the same Layout object as long as it is cached, and an equal one always.
 
@@ -87,7 +87,7 @@ def layout_on(
     side: Side = "left",
     shard_order: compat.ShardOrder | None = None,
 ) -> Layout:
-    """As `layout_of`, of a tensor of global `shape` with these placements on `device_mesh`.
+    """Return the layout of a tensor of global `shape` with these placements on `device_mesh`, as `layout_of`.
 
     `shard_order` None applies them left to right.
     """
@@ -96,11 +96,11 @@ def layout_on(
         raise LayoutError(
             f"{len(placements)} placements for the {len(mesh.shape)} dims of mesh {mesh.name}: one each is needed"
         )
-    ours = tuple(
+    converted = tuple(
         _placement(placement, axis, len(shape)) for placement, axis in zip(placements, mesh.axes, strict=True)
     )
     order = tuple((int(dim), tuple(map(int, dims))) for dim, dims in shard_order or ())
-    return _layout(mesh, ours, tuple(map(int, shape)), side, order)
+    return _layout(mesh, converted, tuple(map(int, shape)), side, order)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,9 @@ class MatrixView:
 
 
 def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
-    """(rows, columns) of the matrix that a product sees in a tensor of `shape`: leading dims are folded into rows.
+    """Return (rows, columns) of the matrix that a product sees in a tensor of `shape`.
+
+    Leading dims are folded into rows.
 
     Raises LayoutError for a tensor without dims.
     """
@@ -208,7 +210,7 @@ def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
 def placements_of(
     layout: Layout, shape: Sequence[int], device_mesh: DeviceMesh | None = None
 ) -> tuple[TorchPlacement, ...]:
-    """DTensor placements of a tensor that `layout` shows as `shape`, one for each dim of `device_mesh`.
+    """Return the DTensor placements of a tensor of global `shape` in `layout`, one per dim of `device_mesh`.
 
     Without a device mesh they are in the order of the layout's own mesh axes. Where folds are, placements name the
     original dims. A Tile is a Shard if it holds the same for this shape; axes in another order than those of
@@ -227,7 +229,7 @@ def placements_of(
                 )
     if device_mesh is not None:
         plain = _reordered(plain, mesh_of(device_mesh), shape)
-    return tuple(map(_theirs, plain.placements))
+    return tuple(map(_torch_placement, plain.placements))
 
 
 def _is_word(name: str) -> bool:
@@ -263,7 +265,7 @@ def _placement(placement: TorchPlacement, axis: str, num_dims: int) -> Placement
     )
 
 
-def _theirs(placement: Placement) -> TorchPlacement:
+def _torch_placement(placement: Placement) -> TorchPlacement:
     match placement:
         case Shard(dim=dim):
             return TorchShard(dim)
@@ -307,7 +309,7 @@ def _layout(
 
 @lru_cache(maxsize=1024)
 def _transposed(mesh: Mesh, axes: tuple[int, ...]) -> Mesh:
-    """The same ranks at the same coordinates, with the axes in another order."""
+    """Return the mesh with the same ranks at the same coordinates and the axes in another order."""
     shape = tuple(mesh.shape[axis] for axis in axes)
     ranks = []
     for place in range(mesh.num_ranks):
@@ -320,7 +322,7 @@ def _transposed(mesh: Mesh, axes: tuple[int, ...]) -> Mesh:
 
 @lru_cache(maxsize=1024)
 def _check_readings(layout: Layout, ordered: Layout, shape: tuple[int, ...]) -> None:
-    """Refuses strided shards that mean one thing placement by placement and another as a shard order.
+    """Refuse strided shards that mean one thing placement by placement and another as a shard order.
 
     PyTorch 2.13 cuts by the first reading (`distribute_tensor`) and gathers by the second (`redistribute`), and
     FSDP cuts by the second. They differ for some uneven sizes, where its own `full_tensor` fails.
@@ -333,12 +335,12 @@ def _check_readings(layout: Layout, ordered: Layout, shape: tuple[int, ...]) -> 
         )
 
 
-def _same(one: Layout, other: Layout, shape: Sequence[int]) -> bool:
-    """Whether every rank holds the same elements in the same order."""
+def _same(a: Layout, b: Layout, shape: Sequence[int]) -> bool:
+    """Return whether every rank holds the same elements in the same order."""
     return all(
-        np.array_equal(ours, theirs)
-        for rank in one.mesh.ranks
-        for ours, theirs in zip(one.indices(shape, rank), other.indices(shape, rank), strict=True)
+        np.array_equal(indices_a, indices_b)
+        for rank in a.mesh.ranks
+        for indices_a, indices_b in zip(a.indices(shape, rank), b.indices(shape, rank), strict=True)
     )
 
 
@@ -347,7 +349,7 @@ def _with(layout: Layout, at: int, placement: Placement) -> Layout:
 
 
 def _reordered(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """`layout` on `mesh`, which has the same ranks with the axes in another order."""
+    """Return `layout` on `mesh`, which has the same ranks with the axes in another order."""
     own = layout.mesh
     axes = tuple(own.axes.index(axis) for axis in mesh.axes if axis in own.axes)
     if (
@@ -371,17 +373,17 @@ def _reordered(layout: Layout, mesh: Mesh, shape: Sequence[int]) -> Layout:
             if math.prod(earlier) > 1:
                 placement = StridedShard(placement.dim, math.prod(earlier))
         placements.append(placement)
-    found = Layout(mesh, tuple(placements), layout.folds)
-    if not _same(found, layout, shape):
+    reordered = Layout(mesh, tuple(placements), layout.folds)
+    if not _same(reordered, layout, shape):
         strided = [
             name
-            for name, ours, was in zip(
+            for name, placement, previous in zip(
                 mesh.axes, placements, (layout.placements[a] for a in axes), strict=True
             )
-            if ours != was or isinstance(was, StridedShard)
+            if placement != previous or isinstance(previous, StridedShard)
         ]
         raise LayoutError(
             f"{layout}: axes {', '.join(strided)} cut a tensor of shape {tuple(shape)} in an order for which "
             f"DTensor has no placements on mesh {mesh.name}; an even size would have"
         )
-    return found
+    return reordered
