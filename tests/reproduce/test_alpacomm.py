@@ -12,6 +12,7 @@ from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.validate import validate
+from meshweave.reproduce import papers
 from meshweave.reproduce.alpacomm import rows as paper
 from meshweave.reproduce.alpacomm import study as alpacomm_study
 from meshweave.reproduce.alpacomm.cases import CASES
@@ -167,7 +168,7 @@ def test_command(
     monkeypatch: pytest.MonkeyPatch,
     study: AlpaCommStudy,
 ) -> None:
-    monkeypatch.setattr(alpacomm_study, "AlpaCommStudy", lambda cluster: study)  # it knows the times already
+    monkeypatch.setattr(papers, "AlpaCommStudy", lambda cluster: study)  # it knows the times already
     args = ["reproduce", "alpacomm", "--rows", "flat_over_hosts", "--figures", "8", "--json"]
     assert run_app([*args, "--out", str(tmp_path), "--report", str(tmp_path / "a.html")]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
+from meshweave.reproduce import Selection, reproduce_meshslice, select
 
 ESTIMATE = ("reproduce", "meshslice", "--by", "estimate")
 
@@ -24,7 +26,7 @@ def test_help_lists_papers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (("reproduce", "meshslic"), "meshslic"),
         ((*ESTIMATE, "--rows", "utilsation"), "did you mean 'utilisation'?"),
@@ -35,10 +37,12 @@ def test_help_lists_papers(capsys: pytest.CaptureFixture[str]) -> None:
         (("reproduce", "meshslice", "--by", "guess"), "estimate"),
     ],
 )
-def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: tuple[str, ...], told: str) -> None:
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+) -> None:
     status, out, err = called(capsys, *args)
     assert (status, out) == (2, "")
-    assert told in err and err.startswith("error: ") and err.count("\n") == 1
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_out_that_is_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -85,3 +89,12 @@ def test_png_without_the_package(
     monkeypatch.setitem(__import__("sys").modules, "resvg_py", None)
     status, _, err = called(capsys, *ESTIMATE, "--out", str(tmp_path), "--png")
     assert status == 2 and "pip install 'meshweave[png]'" in err
+
+
+def test_python_callers_get_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    reproduction = reproduce_meshslice(selection=select("meshslice", ["flops"], ["13"]), by="estimate")
+    _, out, _ = called(capsys, *ESTIMATE, "--rows", "flops", "--figures", "13", "--json")
+    assert json.loads(out) == json.loads(json.dumps(reproduction.to_json()))
+    assert select("meshslice") == Selection() and select("slicing", ["leaders"]).figures is None
+    with pytest.raises(UnsupportedError, match="figures: 2, 3"):
+        select("slicing", (), ["9"])

@@ -16,7 +16,7 @@ from meshweave.reproduce.meshslice.other_operations import implied_percent
 from meshweave.reproduce.meshslice.study import ExperimentSizes, MeshSliceStudy, distinct_products
 from meshweave.reproduce.meshslice.times import Timer, sum_timings
 from meshweave.reproduce.pictures import pictures
-from meshweave.reproduce.published import MODELS, published_rows
+from meshweave.reproduce.published import MODELS, PublishedRow, published_rows
 from meshweave.tune.product import tune_product
 
 SMALL = ExperimentSizes(chips=16, sizes=(4, 16), tall_mesh=(8, 2), fixed_batch=8)
@@ -40,11 +40,11 @@ def test_every_published_row_has_a_function() -> None:
 
 
 @pytest.mark.parametrize("row", published_rows(paper.PAPER), ids=lambda row: row.id)
-def test_rows_compute_at_small_sizes(row: paper.PublishedRow, small: MeshSliceStudy) -> None:
+def test_rows_compute_at_small_sizes(row: PublishedRow, small: MeshSliceStudy) -> None:
     for model in row.models:
-        found = paper.row(small, row, model)
-        assert found.verdict
-        assert found.ours is not None or "--by simulate" in found.reason
+        judged = paper.row(small, row, model)
+        assert judged.verdict
+        assert judged.ours is not None or "--by simulate" in judged.reason
 
 
 def test_progress_counts_rows(small: MeshSliceStudy) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from meshweave.algorithms.universal import UniversalConfig, universal_program
 from meshweave.cli.app import run_app
+from meshweave.describe.layout.shapes import near_square
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.analysis.validate import validate
 from meshweave.reproduce.published import published_rows
@@ -22,7 +23,6 @@ from meshweave.reproduce.slicing.partitionings import (
     divisors,
     every_partitioning,
     local_products,
-    near_square,
     partitioned_problem,
 )
 from meshweave.reproduce.slicing.study import LAYERS, LAYERS_ON_MACHINES, STATIONARY, SlicingStudy
@@ -38,34 +38,35 @@ def study() -> SlicingStudy:
 
 
 def test_every_row_of_the_file_is_computed() -> None:
-    listed = published_rows(paper.PAPER)
-    assert {row.id for row in listed} == {*paper.OURS, *paper.BY_LAYER}
-    for row in listed:
+    rows = published_rows(paper.PAPER)
+    assert {row.id for row in rows} == {*paper.OURS, *paper.BY_LAYER}
+    for row in rows:
         assert set(row.models) <= (set(LAYERS) if row.id in paper.BY_LAYER else set(LAYERS_ON_MACHINES))
 
 
 def test_partitionings() -> None:
-    assert len([how for ways in every_partitioning().values() for how in ways]) == 28
+    assert len([cuts for group in every_partitioning().values() for cuts in group]) == 28
     assert near_square(12) == (3, 4) and near_square(7) == (1, 7)
     assert divisors(12) == (1, 2, 3, 4, 6, 12)
     assert partitioned_problem(TRADITIONAL, (24, 24, 24), 12, (2, 1)) is None
 
 
 @pytest.mark.parametrize(
-    "how", [how for ways in NAMED.values() for how in ways], ids=lambda how: f"{how.name} {how.c}"
+    "cuts", [cuts for group in NAMED.values() for cuts in group], ids=lambda cuts: f"{cuts.name} {cuts.c}"
 )
 @pytest.mark.parametrize("copies", [(1, 1), (2, 2), (2, 1), (4, 2)])
-def test_named_partitionings_give_right_programs(how, copies) -> None:  # type: ignore[no-untyped-def]
-    given = partitioned_problem(how, (8, 16, 12), 4, copies)
-    for stationary in STATIONARY if given else ():
-        assert given is not None
-        validate(universal_program(given, UniversalConfig(stationary, num_slices=local_products(given))))
+def test_named_partitionings_give_right_programs(cuts, copies) -> None:  # type: ignore[no-untyped-def]
+    problem = partitioned_problem(cuts, (8, 16, 12), 4, copies)
+    for stationary in STATIONARY if problem else ():
+        assert problem is not None
+        config = UniversalConfig(stationary, num_slices=local_products(problem))
+        validate(universal_program(problem, config))
 
 
-@pytest.mark.parametrize(("how", "count"), [(COLUMN, 12), (INNER, 12), (OUTER[1], 12), (TRADITIONAL, 12)])
-def test_local_products_are_overlaps_of_tiles(how, count) -> None:  # type: ignore[no-untyped-def]
-    given = partitioned_problem(how, LAYER, 12, (1, 1))
-    assert given is not None and local_products(given) == count
+@pytest.mark.parametrize(("cuts", "count"), [(COLUMN, 12), (INNER, 12), (OUTER[1], 12), (TRADITIONAL, 12)])
+def test_local_products_are_overlaps_of_tiles(cuts, count) -> None:  # type: ignore[no-untyped-def]
+    problem = partitioned_problem(cuts, LAYER, 12, (1, 1))
+    assert problem is not None and local_products(problem) == count
 
 
 LAYER = (4096, *LAYERS["mlp1"])
@@ -77,27 +78,38 @@ def test_what_communicates_nothing_is_left_out(study: SlicingStudy) -> None:
     assert study.seconds(H1002, COLUMN, 1024, "c", (1, 1)) is not None
 
 
-def test_nothing_is_faster_than_the_peak(study: SlicingStudy) -> None:
+FULL_SIZE = pytest.mark.slow
+"""Twelve devices, as in the paper; by default four show the same."""
+
+
+@pytest.mark.parametrize("chips", [4, pytest.param(12, marks=FULL_SIZE)])
+def test_nothing_is_faster_than_the_peak(chips: int, study: SlicingStudy) -> None:
+    study = on_pvc(study, chips)
     for name in NAMED:
         for point in study.curve(PVC1, name).points:
             assert 0 < study.percent_of_peak(PVC1, point.batch, point.seconds) <= 100.001
     for cut in ("row", "column"):
-        assert (
-            0 < study.percent_of_peak(PVC1, 1024, study.dtensor(PVC1, cut, 1024)[0]) < 100
-        )  # nothing overlaps
+        seconds, _ = study.dtensor(PVC1, cut, 1024)
+        assert 0 < study.percent_of_peak(PVC1, 1024, seconds) < 100  # nothing overlaps
 
 
 @pytest.mark.parametrize(
-    "names", [("column block", "inner product"), pytest.param(tuple(NAMED), marks=pytest.mark.slow)]
+    ("chips", "names"),
+    [(4, ("column block", "inner product")), pytest.param(12, tuple(NAMED), marks=FULL_SIZE)],
 )
-def test_rows_and_figures_agree(names: tuple[str, ...], study: SlicingStudy) -> None:
-    study = SlicingStudy(study.machines, study.batches, {name: NAMED[name] for name in names})
+def test_rows_and_figures_agree(chips: int, names: tuple[str, ...], study: SlicingStudy) -> None:
+    study = on_pvc(study, chips, names)
     (row,) = paper.rows(study, ["copies_of_column"])
     assert row.ours == 1 and row.verdict == "holds"
     panel = figure(study, 2).panels[0]
     assert panel.columns[:2] == ("batch", "column block (S-C)")
     assert [line[0] for line in panel.rows] == ["1024", "4096"]
     assert panel.notes[0] == "column block (S-C): copies 1, 1"
+
+
+def on_pvc(study: SlicingStudy, chips: int, names: tuple[str, ...] = tuple(NAMED)) -> SlicingStudy:
+    machines = {"pvc": study.machines["pvc"].with_chips(chips)}
+    return SlicingStudy(machines, study.batches, {name: NAMED[name] for name in names})
 
 
 def test_a_tie_is_no_lead() -> None:

@@ -49,7 +49,7 @@ def test_rows_without_a_verdict() -> None:
     assert row(10, 9, scored=False).verdict == "ours alone"
 
 
-def test_why_is_told_only_where_a_row_does_not_hold() -> None:
+def test_why_is_shown_only_where_a_row_does_not_hold() -> None:
     assert row(100, 100).remark == ""
     assert row(100, 200).remark == "because"
 
@@ -60,11 +60,11 @@ def test_counts_are_in_the_order_of_merit() -> None:
 
 def test_what_an_estimate_picks() -> None:
     assert picks_best({(4, 4): (1.0, 2.0), (2, 8): (1.5, 2.5)}) == (True, "")
-    right, told = picks_best({(4, 4): (1.0, 3.0), (2, 8): (1.5, 2.0)})
-    assert not right and told == "4x4 is picked, 2x8 is 50.0 % faster"
+    is_best, loss = picks_best({(4, 4): (1.0, 3.0), (2, 8): (1.5, 2.0)})
+    assert not is_best and loss == "4x4 is picked, 2x8 is 50.0 % faster"
 
 
 def test_errors_by_algorithm() -> None:
-    mean, told = summary({"wang": [1.0, 3.0], "fsdp": [8.0]})
+    mean, text = summary({"wang": [1.0, 3.0], "fsdp": [8.0]})
     assert mean == 4.0
-    assert told == "3 products: wang 2.0 % (worst 3.0 %), fsdp 8.0 % (worst 8.0 %)"
+    assert text == "3 products: wang 2.0 % (worst 3.0 %), fsdp 8.0 % (worst 8.0 %)"

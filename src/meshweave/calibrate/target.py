@@ -10,6 +10,7 @@ from typing import Any
 
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.calibrate.rank import is_under_launcher, measure_in_world
+from meshweave.describe.layout.shapes import near_square
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 RANK_FUNCTION = "meshweave.calibrate.rank:measure"
@@ -90,9 +91,3 @@ def _process_target(num_ranks: int, title: str, run_ranks: RunRanks) -> Calibrat
     cluster = replace(load_cluster("local-cpu").with_chips(num_ranks), name=f"calibrated-{num_ranks}")
     note = f"Measured on {title}; the rate of the links is the highest that any operation reached."
     return CalibrationTarget(cluster, title, near_square(num_ranks), run_ranks, note=note)
-
-
-def near_square(count: int) -> tuple[int, int]:
-    """Return rows and columns of the mesh of `count` ranks that is nearest to a square, with no more rows."""
-    rows = max(d for d in range(1, math.isqrt(count) + 1) if count % d == 0)
-    return rows, count // rows

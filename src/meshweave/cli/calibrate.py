@@ -18,11 +18,11 @@ from meshweave.calibrate.target import (
     RANK_FUNCTION,
     CalibrationTarget,
     local_target,
-    near_square,
     torchrun_target,
 )
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_mesh
 from meshweave.describe.files import printable
+from meshweave.describe.layout.shapes import near_square
 
 if TYPE_CHECKING:
     from meshweave.lab.lab import Lab

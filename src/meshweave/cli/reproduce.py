@@ -2,54 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from meshweave.cli.options import progress_bar
-from meshweave.cli.reproduce_alpacomm import alpacomm
-from meshweave.cli.reproduce_slicing import slicing
-from meshweave.cli.reproduced import Json, Out, Outputs, Png, Report, Rows, listed
+from meshweave.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
 from meshweave.describe.machine.cluster import load_cluster
-
-if TYPE_CHECKING:
-    from meshweave.reproduce.figures import Figure
-    from meshweave.reproduce.verdict import JudgedRow
 
 reproduce = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Published results of papers, computed again: tables with verdicts, and the papers' figures.",
+    help="Compute the published results of papers again: tables with verdicts, and the papers' figures.",
 )
 
 
-class Reading(StrEnum):
+class ProductTiming(StrEnum):
+    """What gives the times of products: closed-form estimates, or simulation."""
+
     estimate = "estimate"
     simulate = "simulate"
 
 
 @reproduce.callback()
 def papers() -> None:
-    """Published results of papers, computed again: tables with verdicts, and the papers' figures."""
+    """Compute the published results of papers again: tables with verdicts, and the papers' figures."""
 
 
 @reproduce.command()
 def meshslice(
     by: Annotated[
-        Reading,
+        ProductTiming,
         typer.Option(
-            help="How products are timed: closed-form estimates (seconds), or simulation of every chip (minutes). "
-            "Meshes and slice counts are chosen by estimate either way, as the paper's autotuner does."
+            help="Time products by closed-form estimates (seconds) or by simulation of every chip (minutes). "
+            "Estimates choose meshes and slice counts in both cases, as the paper's autotuner does."
         ),
-    ] = Reading.simulate,
+    ] = ProductTiming.simulate,
     cluster: Annotated[
         str,
         typer.Option(help="The pod whose constants are judged: a catalog cluster or a TOML file."),
     ] = "tpu-v4-pod",
     rows: Rows = "",
     figures: Annotated[
-        str, typer.Option(help="Only these figures: some of 9 to 14, separated by commas.")
+        str, typer.Option(help="Compute only these figures: some of 9 to 14, separated by commas.")
     ] = "",
     out: Out = None,
     png: Png = False,
@@ -58,56 +55,93 @@ def meshslice(
 ) -> None:
     """MeshSlice (ISCA '25): every number of its evaluation beside ours with a verdict, and figures 9 to 14.
 
-    GPT-3 and Megatron-NLG on 16 to 256 chips against Wang, Collective, SUMMA, Cannon, 1D tensor parallelism
-    and FSDP, each at its own best mesh. A row holds within 3 points of a utilisation, 6 points of a gain over
-    Wang, 3 % of other numbers; it is near up to 10 points or 10 %. Without --rows and --figures: all rows, and
-    with --out or --report all figures.
+    GPT-3 and Megatron-NLG run on 16 to 256 chips. MeshSlice is compared with Wang, Collective, SUMMA, Cannon, 1D
+    tensor parallelism and FSDP, each at its own best mesh. A row holds within 3 points of a utilisation, 6 points
+    of a gain over Wang, 3 % of other numbers; it is near up to 10 points or 10 %. Without --rows and --figures,
+    all rows are computed, and with --out or --report all figures too.
 
     Example: meshweave reproduce meshslice --cluster tpu-v4-pod-fitted --report meshslice.html
     """
-    from meshweave.reproduce.figures import parse_figure_numbers
-    from meshweave.reproduce.meshslice.figures import FIGURES
-    from meshweave.reproduce.meshslice.figures import figures as compute_figures
-    from meshweave.reproduce.meshslice.rows import PAPER
-    from meshweave.reproduce.meshslice.rows import rows as compute_rows
-    from meshweave.reproduce.meshslice.study import MeshSliceStudy
-    from meshweave.reproduce.meshslice.times import Timer
-    from meshweave.reproduce.published import published_rows, select_rows
-    from meshweave.reproduce.tables import PaperSummary
+    from meshweave.reproduce.papers import EVERYTHING, MESHSLICE, reproduce_meshslice, select
 
     outputs = Outputs(out, png, report, json)
-    ids, numbers = listed(rows), parse_figure_numbers(listed(figures), FIGURES)
-    select_rows(published_rows(PAPER), ids)
-    found = load_cluster(cluster)
+    selection = select(MESHSLICE, split_names(rows), split_names(figures))
+    if selection == EVERYTHING and out is None and report is None:
+        selection = replace(selection, figures=None)
+    pod = load_cluster(cluster)
     outputs.check()
-    if not (ids or numbers):
-        numbers = tuple(FIGURES) if out is not None or report is not None else ()
-        all_rows = True
-    else:
-        all_rows = False
-    study = MeshSliceStudy(cluster, Timer(by.value))
-    computed: list[JudgedRow] = []
-    drawn: list[Figure] = []
-    if ids or all_rows:
-        with progress_bar("rows") as progress:
-            computed = compute_rows(study, ids, progress)
-    if numbers:
-        with progress_bar("figures") as progress:
-            drawn = compute_figures(study, numbers, progress)
-    way = "estimates" if by == Reading.estimate else "simulation; meshes and slice counts chosen by estimate"
-    about = PaperSummary(
-        "MeshSlice",
-        "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
-        ((found.name, found.source),),
-        way,
-    )
-    head = {
-        "paper": PAPER,
-        "cluster": {"name": found.name, "source": found.source},
-        "by": by.value,
-    }
-    outputs.present(computed, drawn, about, f"{PAPER}-{found.name}", head)
+    outputs.write(reproduce_meshslice(pod, selection, by=by.value, progress_bar=progress_bar))
 
 
-reproduce.command()(slicing)
-reproduce.command()(alpacomm)
+@reproduce.command()
+def slicing(
+    pvc: Annotated[
+        str, typer.Option(help="The machine of figure 2: a catalog cluster or a TOML file.")
+    ] = "pvc-node",
+    h100: Annotated[
+        str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
+    ] = "h100-node",
+    rows: Rows = "",
+    figures: Annotated[
+        str, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
+    ] = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="Draw figures with all 28 partitionings instead of the paper's six.")
+    ] = False,
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
+) -> None:
+    """Slicing Is All You Need: figures 2 and 3, and what its text says of them with a verdict.
+
+    A, B and C of the universal product are cut into row blocks, column blocks and 2D blocks. Each partitioning is
+    simulated at its best replication and data movement, beside DTensor and COSMA (about a minute). The text states
+    relations; a row holds where ours is on the same side. Without --rows and --figures, all rows and both figures
+    are computed.
+
+    Example: meshweave reproduce slicing --report slicing.html
+    """
+    from meshweave.reproduce.papers import SLICING, reproduce_slicing, select
+
+    outputs = Outputs(out, png, report, json)
+    selection = select(SLICING, split_names(rows), split_names(figures))
+    machines = load_cluster(pvc), load_cluster(h100)
+    outputs.check()
+    outputs.write(reproduce_slicing(*machines, selection, all_partitionings=every, progress_bar=progress_bar))
+
+
+@reproduce.command()
+def alpacomm(
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="A cluster of hosts with four chips or more and one NIC: a catalog cluster or a TOML file. "
+            "Five hosts are taken."
+        ),
+    ] = "p3.8xlarge",
+    rows: Rows = "",
+    figures: Annotated[
+        str, typer.Option(help="Compute only these figures: some of 5, 6 and 8, separated by commas.")
+    ] = "",
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
+) -> None:
+    """AlpaComm (MLSys '23): its resharding microbenchmarks and load-balance ablation, figures 5, 6 and 8.
+
+    One device sends to several, and the nine cases of table 2 are resharded, by send/recv, all-gather and
+    broadcast, in the orders that the paper compares. All are simulated at full size (seconds). The text states
+    relations; a row holds where ours is on the same side. Without --rows and --figures, all rows and figures are
+    computed.
+
+    Example: meshweave reproduce alpacomm --report alpacomm.html
+    """
+    from meshweave.reproduce.papers import ALPACOMM, reproduce_alpacomm, select
+
+    outputs = Outputs(out, png, report, json)
+    selection = select(ALPACOMM, split_names(rows), split_names(figures))
+    hosts = load_cluster(cluster)
+    outputs.check()
+    outputs.write(reproduce_alpacomm(hosts, selection, progress_bar=progress_bar))

@@ -1,1 +1,28 @@
-"""Published results of papers beside ours: tables with verdicts, and the papers' figures computed again."""
+"""Published results of papers beside ours: tables with verdicts, and the papers' figures computed again.
+
+from meshweave.reproduce import reproduce_meshslice, select
+
+study = reproduce_meshslice("tpu-v4-pod", select("meshslice", rows=["utilisation"]), by="estimate")
+for row in study.rows:
+    print(row.model, row.published, row.ours, row.verdict)
+"""
+
+from meshweave.reproduce.papers import (
+    FIGURES,
+    reproduce_alpacomm,
+    reproduce_meshslice,
+    reproduce_slicing,
+    select,
+)
+from meshweave.reproduce.reproduction import PaperSummary, Reproduction, Selection
+
+__all__ = [
+    "FIGURES",
+    "PaperSummary",
+    "Reproduction",
+    "Selection",
+    "reproduce_alpacomm",
+    "reproduce_meshslice",
+    "reproduce_slicing",
+    "select",
+]

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.progress import Progress
 from meshweave.describe.files import printable
-from meshweave.tune.search import Progress
 
 Cell = str | float | None
 

@@ -9,9 +9,9 @@ from importlib.resources import files
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.progress import Progress
 from meshweave.describe.files import printable
 from meshweave.reproduce.verdict import JudgedRow, OurValue, Tolerance
-from meshweave.tune.search import Progress
 
 MODELS = ("gpt3", "megatron-nlg")
 BOTH = "both"
@@ -42,20 +42,20 @@ class PublishedRow:
         """What the row is computed for."""
         return tuple(self.values) or MODELS
 
-    def beside(self, what: str, ours: OurValue) -> JudgedRow:
+    def beside(self, subject: str, ours: OurValue) -> JudgedRow:
         """Return the row of one of `models`, our value beside the published one."""
         return JudgedRow(
             self.id,
             self.what,
             self.where,
-            what,
+            subject,
             self.unit,
-            self.values.get(what),
+            self.values.get(subject),
             None if ours.value is None else float(ours.value),
             self.tolerance,
             self.scored,
             self.fitted,
-            self.why.get(what, ""),
+            self.why.get(subject, ""),
             ours.detail,
             ours.reason,
         )
@@ -106,9 +106,9 @@ def judge_rows(
 
     Raises UnsupportedError for an unknown id.
     """
-    jobs = [(entry, what) for entry in select_rows(published_rows(paper), ids) for what in entry.models]
+    jobs = [(entry, subject) for entry in select_rows(published_rows(paper), ids) for subject in entry.models]
     out = []
-    for number, (entry, what) in enumerate(jobs):
-        out.append(row(entry, what))
+    for number, (entry, subject) in enumerate(jobs):
+        out.append(row(entry, subject))
         progress(number + 1, len(jobs))
     return out

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 HOLDS, NEAR, DIFFERS, ALONE, MISSING = "holds", "near", "differs", "ours alone", "not reproduced"
 Kind = Literal["share", "points", "goal", "exact", "least", "more"]
@@ -89,8 +90,25 @@ class JudgedRow:
         ]
         return "; ".join(part for part in parts if part)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as plain values, with its verdict."""
+        return {
+            "id": self.id,
+            "model": self.model,
+            "what": self.what,
+            "where": self.where,
+            "unit": self.unit,
+            "published": self.published,
+            "ours": self.ours,
+            "verdict": self.verdict,
+            "fitted": self.fitted,
+            "why": self.why,
+            "detail": self.detail,
+            "reason": self.reason,
+        }
 
-def count_verdicts(rows: list[JudgedRow]) -> dict[str, int]:
+
+def count_verdicts(rows: Sequence[JudgedRow]) -> dict[str, int]:
     """Return how many rows have each verdict, in the order of `HOLDS`, `NEAR`, ..."""
     order = (HOLDS, NEAR, DIFFERS, ALONE, MISSING)
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in order}

@@ -1,4 +1,4 @@
-"""Comparing the shapes of meshes."""
+"""Choosing and comparing the shapes of meshes."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def nearest_mesh_shape(planned: Sequence[int], shapes: Sequence[tuple[int, ...]]
 
     full = [shape for shape in shapes if min(shape) > 1] or list(shapes)
     return min(full, key=distance)
+
+
+def near_square(count: int) -> tuple[int, int]:
+    """Return rows and columns of the mesh of `count` ranks that is nearest to a square, with no more rows."""
+    rows = max(divisor for divisor in range(1, math.isqrt(count) + 1) if count % divisor == 0)
+    return rows, count // rows

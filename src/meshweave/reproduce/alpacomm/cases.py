@@ -23,9 +23,11 @@ DTYPE = "float32"
 
 @dataclass(frozen=True)
 class ReshardingCase:
-    """A tensor from `src` on a mesh of `src_mesh` (hosts, chips of each) to `dst` on one of `dst_mesh`.
+    """A tensor moves from spec `src` on a mesh of `src_mesh` to spec `dst` on a mesh of `dst_mesh`.
 
-    `shape` is the paper's, in elements.
+    Attributes:
+        src_mesh, dst_mesh: number of hosts, and chips of each host.
+        shape: the paper's, in elements.
     """
 
     src: str
@@ -36,23 +38,25 @@ class ReshardingCase:
 
     @property
     def num_hosts(self) -> int:
+        """The hosts of both meshes."""
         return self.src_mesh[0] + self.dst_mesh[0]
 
     @property
     def num_receivers(self) -> int:
+        """The chips of the destination mesh."""
         return self.dst_mesh[0] * self.dst_mesh[1]
 
     def problem(
         self, shape: Shape | None = None, chips_per_host: int = 4, dtype: str = DTYPE
     ) -> ReshardProblem:
-        """The problem on hosts of so many chips, for a tensor of another shape if one is given.
+        """Return the problem on hosts of `chips_per_host` chips; `shape` replaces the tensor's own.
 
-        Raises LayoutError where a mesh has more chips of a host than there are.
+        Raises LayoutError where a mesh needs more chips of a host than there are.
         """
         src = _mesh("src", self.src_mesh, 0, chips_per_host)
         dst = _mesh("dst", self.dst_mesh, self.src_mesh[0], chips_per_host)
-        lies, shall_lie = layout_of_spec(self.src, src), layout_of_spec(self.dst, dst)
-        return ReshardProblem((TensorMove("tensor", shape or self.shape, dtype, lies, shall_lie),))
+        layouts = layout_of_spec(self.src, src), layout_of_spec(self.dst, dst)
+        return ReshardProblem((TensorMove("tensor", shape or self.shape, dtype, *layouts),))
 
 
 def _mesh(name: str, shape: tuple[int, int], first_host: int, chips_per_host: int) -> Mesh:
@@ -66,7 +70,7 @@ def _mesh(name: str, shape: tuple[int, int], first_host: int, chips_per_host: in
 
 
 def one_to_many(hosts: int, chips: int, shape: Shape = GIGABYTE) -> ReshardingCase:
-    """One device to `chips` of each of `hosts` other hosts."""
+    """Return the case of one device that sends to `chips` chips of each of `hosts` other hosts."""
     return ReshardingCase("RRR", "RRR", (1, 1), (hosts, chips), shape)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from meshweave.base.progress import Progress, no_progress
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.reproduce.alpacomm.cases import CASES
 from meshweave.reproduce.alpacomm.study import (
@@ -24,7 +25,6 @@ from meshweave.reproduce.alpacomm.study import (
     orders,
 )
 from meshweave.reproduce.figures import Cell, Figure, FigurePanel, build_figures
-from meshweave.tune.search import Progress
 
 TITLES = {
     SEND_RECV: "send/recv",
@@ -62,12 +62,12 @@ def _one_to_many(study: AlpaCommStudy) -> Figure:
 
 
 def _receivers(study: AlpaCommStudy, name: str, head: str, places: list[tuple[str, int, int]]) -> FigurePanel:
-    columns = [head, *(TITLES[one] for one in STRATEGIES), BOUND]
-    columns += [f"{TITLES[one]} {FORMULA}" for one in STRATEGIES]
+    columns = [head, *(TITLES[strategy] for strategy in STRATEGIES), BOUND]
+    columns += [f"{TITLES[strategy]} {FORMULA}" for strategy in STRATEGIES]
     rows: list[tuple[Cell, ...]] = []
     for label, hosts, gpus in places:
-        seconds = [study.one_to_many(one, hosts, gpus).seconds for one in STRATEGIES]
-        formulas = [study.closed_form(one, hosts, gpus) for one in STRATEGIES]
+        seconds = [study.one_to_many(strategy, hosts, gpus).seconds for strategy in STRATEGIES]
+        formulas = [study.closed_form(strategy, hosts, gpus) for strategy in STRATEGIES]
         rows.append((label, *seconds, study.bound_s(hosts, gpus), *formulas))
     chunks = ", ".join(str(study.one_to_many(BROADCAST, hosts, gpus).chunks) for _, hosts, gpus in places)
     notes = (
@@ -80,11 +80,11 @@ def _receivers(study: AlpaCommStudy, name: str, head: str, places: list[tuple[st
 
 def _strategies(study: AlpaCommStudy) -> Figure:
     names = (SEND_RECV, ALL_GATHER, BROADCAST)
-    seconds = {n: [study.case(n, one).seconds for one in names] for n in CASES}
+    seconds = {n: [study.case(n, strategy).seconds for strategy in names] for n in CASES}
     return _by_case(
         study,
         Figure(6, "the cases of table 2: broadcast, and two rivals with balanced senders", UNIT),
-        [TITLES[one] for one in names],
+        [TITLES[strategy] for strategy in names],
         seconds,
         TITLES[BROADCAST],
         tuple(_spec(number) for number in CASES),
@@ -93,15 +93,15 @@ def _strategies(study: AlpaCommStudy) -> Figure:
 
 def _orders(study: AlpaCommStudy) -> Figure:
     names = orders()
-    seconds = {n: [study.case(n, BROADCAST, one).seconds for one in names] for n in CASES}
+    seconds = {n: [study.case(n, BROADCAST, order).seconds for order in names] for n in CASES}
     left_out = () if EXACT in names else ("the optimum is left out: OR-tools is not installed",)
     return _by_case(
         study,
         Figure(8, "the cases of table 2: broadcast in different orders", UNIT),
-        [ORDER_TITLES[one] for one in names],
+        [ORDER_TITLES[order] for order in names],
         seconds,
         ORDER_TITLES[OWN_ORDER],
-        (*(ORDER_NOTES[one] for one in names), *left_out),
+        (*(ORDER_NOTES[order] for order in names), *left_out),
     )
 
 
@@ -113,15 +113,15 @@ def _by_case(
     base: str,
     notes: tuple[str, ...],
 ) -> Figure:
-    """A panel with the seconds and one with what they are relative to column `base`."""
-    of = columns.index(base)
+    """Return a panel with the seconds, and one with the seconds relative to column `base`."""
+    base_column = columns.index(base)
     bounds = {number: study.case(number).bound_s for number in CASES}
     rows: list[tuple[Cell, ...]] = []
     ratios: list[tuple[Cell, ...]] = []
     for number, values in seconds.items():
-        all_of_it = (*values, bounds[number])
-        rows.append((f"case {number}", *all_of_it))
-        ratios.append((f"case {number}", *(value / values[of] for value in all_of_it)))
+        with_bound = (*values, bounds[number])
+        rows.append((f"case {number}", *with_bound))
+        ratios.append((f"case {number}", *(value / values[base_column] for value in with_bound)))
     panels = (
         FigurePanel("seconds", ("case", *columns, BOUND), tuple(rows), notes=notes),
         FigurePanel("ratios", ("case", *columns, BOUND), tuple(ratios), notes=(f"relative to {base}",)),
@@ -139,9 +139,9 @@ FIGURES: dict[int, Callable[[AlpaCommStudy], Figure]] = {5: _one_to_many, 6: _st
 
 
 def figures(
-    study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
+    study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
 ) -> list[Figure]:
-    """The figures of these numbers, or all, in order."""
+    """Return the figures of these numbers, or all, in order."""
     return build_figures(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
 
 
@@ -149,9 +149,9 @@ def figures(
 
 
 def picture(figure: Figure, panel: FigurePanel) -> str:
-    """A bar for each strategy or order, marked where its formula, or else the bound, has it.
+    """Return an SVG with a bar for each strategy or order, marked where its formula, or else the bound, has it.
 
-    Where there are formulas the bound is the same for all bars, and a line.
+    Where there are formulas, the bound is the same for all bars and drawn as a line.
     """
     at_bound = panel.columns.index(BOUND)
     bars, formulas = panel.columns[1:at_bound], panel.columns[at_bound + 1 :]

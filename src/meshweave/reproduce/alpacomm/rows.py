@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshweave.algorithms.reshard.broadcast import LEAST_CHUNK_BYTES, MOST_CHUNKS
+from meshweave.base.progress import Progress, no_progress
 from meshweave.reproduce.alpacomm.cases import CASES
 from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
@@ -23,7 +24,6 @@ from meshweave.reproduce.alpacomm.study import (
 )
 from meshweave.reproduce.published import PublishedRow, judge_rows, published_rows
 from meshweave.reproduce.verdict import JudgedRow, OurValue
-from meshweave.tune.search import Progress
 
 PAPER = "alpacomm"
 STRATEGY = {"send-recv": SEND_RECV, "all-gather": ALL_GATHER, "broadcast": BROADCAST}
@@ -31,9 +31,9 @@ REORDERED = (3, 4, 9)
 CROSSING = (7, 8)
 
 
-def parse_number(what: str) -> int:
+def parse_number(subject: str) -> int:
     """Return the number in "case3" or "hosts3"."""
-    return int("".join(filter(str.isdigit, what)))
+    return int("".join(filter(str.isdigit, subject)))
 
 
 def _longer(ours: float, than: float) -> float:
@@ -48,41 +48,48 @@ def _by_case(values: dict[int, float]) -> str:
 # --- figure 5 -------------------------------------------------------------------------------------
 
 
-def send_recv_linear(study: AlpaCommStudy, what: str) -> OurValue:
-    seconds = [study.one_to_many(STRATEGY[what], 1, gpus).seconds for gpus in (1, 4)]
+def send_recv_linear(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of send/recv to 4 GPUs of one host over that to 1 (figure 5 a, section 5.1.1)."""
+    seconds = [study.one_to_many(STRATEGY[subject], 1, gpus).seconds for gpus in (1, 4)]
     return OurValue(seconds[1] / seconds[0])
 
 
-def flat_in_host(study: AlpaCommStudy, what: str) -> OurValue:
-    one, four = (study.one_to_many(STRATEGY[what], 1, gpus).seconds for gpus in (1, 4))
-    return OurValue(_longer(four, one))
+def flat_in_host(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return by how many percent 4 GPUs of one host take longer than 1 (figure 5 a, section 5.1.1)."""
+    one_s, four_s = (study.one_to_many(STRATEGY[subject], 1, gpus).seconds for gpus in (1, 4))
+    return OurValue(_longer(four_s, one_s))
 
 
 def _hosts(study: AlpaCommStudy, strategy: str, hosts: int) -> float:
     return study.one_to_many(strategy, hosts, GPUS_PER_HOST).seconds
 
 
-def flat_over_hosts(study: AlpaCommStudy, what: str) -> OurValue:
-    chunks = study.one_to_many(STRATEGY[what], 4, GPUS_PER_HOST).chunks
-    one, four = (_hosts(study, STRATEGY[what], hosts) for hosts in (1, 4))
-    return OurValue(_longer(four, one), f"K = {chunks}")
+def flat_over_hosts(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return by how many percent 4 hosts of 2 GPUs take longer than 1 (figure 5 b, sections 3.1 and 5.1.1)."""
+    chunks = study.one_to_many(STRATEGY[subject], 4, GPUS_PER_HOST).chunks
+    one_s, four_s = (_hosts(study, STRATEGY[subject], hosts) for hosts in (1, 4))
+    return OurValue(_longer(four_s, one_s), f"K = {chunks}")
 
 
-def gather_over_hosts(study: AlpaCommStudy, what: str) -> OurValue:
-    one, two = (_hosts(study, STRATEGY[what], hosts) for hosts in (1, 2))
-    return OurValue(_longer(two, one))
+def gather_over_hosts(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return by how many percent 2 hosts of 2 GPUs take longer than 1 (figure 5 b, section 5.1.1)."""
+    one_s, two_s = (_hosts(study, STRATEGY[subject], hosts) for hosts in (1, 2))
+    return OurValue(_longer(two_s, one_s))
 
 
-def gather_two_t(study: AlpaCommStudy, what: str) -> OurValue:
-    hosts = parse_number(what)
+def gather_two_t(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the all-gather's time over t, the bytes over the rate of a NIC (section 3.1)."""
+    hosts = parse_number(subject)
     t = study.bound_s(hosts, GPUS_PER_HOST)
     formula = study.closed_form(ALL_GATHER, hosts, GPUS_PER_HOST) / t
     return OurValue(_hosts(study, ALL_GATHER, hosts) / t, f"our formula: {formula:.3f}")
 
 
-def uneven_drop(study: AlpaCommStudy, what: str) -> OurValue:
+def uneven_drop(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return by how many percent an all-gather to 3 GPUs, or 3 hosts, takes longer than to 4 (figure 5)."""
+
     def seconds(count: int) -> float:
-        if what == "hosts":
+        if subject == "hosts":
             return _hosts(study, ALL_GATHER, count)
         return study.one_to_many(ALL_GATHER, 1, count).seconds
 
@@ -92,38 +99,51 @@ def uneven_drop(study: AlpaCommStudy, what: str) -> OurValue:
 # --- figure 6 -------------------------------------------------------------------------------------
 
 
-def nvlink(study: AlpaCommStudy, what: str) -> OurValue:
-    number = parse_number(what)
+def nvlink(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of send/recv over that of the all-gather in a case (figure 6, section 5.1.2)."""
+    number = parse_number(subject)
     return OurValue(study.case(number, SEND_RECV).seconds / study.case(number, ALL_GATHER).seconds)
 
 
-def similar(study: AlpaCommStudy, what: str) -> OurValue:
-    number = parse_number(what)
+def similar(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of the all-gather over that of the broadcast in a case (figure 6, section 5.1.2)."""
+    number = parse_number(subject)
     best = study.case(number, ALL_GATHER, OWN_ORDER).seconds / study.case(number).seconds
     return OurValue(study.over_gather(number), f"all-gather in the best order: {best:.3f}")
 
 
-def gather_crosses(study: AlpaCommStudy, what: str) -> OurValue:
+def gather_crosses(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the largest time of the all-gather over the broadcast in cases 7 and 8, whose receivers are in
+    several hosts (figure 6).
+    """
     each = {number: study.over_gather(number) for number in CROSSING}
     return OurValue(max(each.values()), _by_case(each))
 
 
-def reordered(study: AlpaCommStudy, what: str) -> OurValue:
-    number = parse_number(what)
+def reordered(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of the all-gather over that of the broadcast in a case where order matters (figure 6)."""
+    number = parse_number(subject)
     return OurValue(study.over_gather(number), f"{study.case(number).tasks} unit tasks")
 
 
-def most_by_order(study: AlpaCommStudy, what: str) -> OurValue:
+def most_by_order(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return what order and balance can win at most in cases 3, 4 and 9: all tasks one after another over the
+    bound (figure 6).
+    """
     each = {number: study.most_by_order(number) for number in REORDERED}
     return OurValue(max(each.values()), _by_case(each))
 
 
-def most_by_broadcast(study: AlpaCommStudy, what: str) -> OurValue:
-    number = parse_number(what)
+def most_by_broadcast(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return what a broadcast can win at most over an all-gather in a case, by the formulas (figure 6)."""
+    number = parse_number(subject)
     return OurValue(study.most_by_broadcast(number), f"simulated: {study.over_gather(number):.3f}")
 
 
-def more_in_case4(study: AlpaCommStudy, what: str) -> OurValue:
+def more_in_case4(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the gain of the broadcast in case 4, with 64 unit tasks, over the larger gain of cases 3 and 9
+    (figure 6).
+    """
     each = {number: study.over_gather(number) for number in REORDERED}
     return OurValue(each[4] / max(each[3], each[9]), _by_case(each))
 
@@ -137,28 +157,40 @@ def _naive(study: AlpaCommStudy, number: int) -> OurValue:
     return OurValue(study.over_best(number, study.naive_order), detail)
 
 
-def alike(study: AlpaCommStudy, what: str) -> OurValue:
-    number = parse_number(what)
+def alike(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of the slower of naive and balanced order over the best order in a case (figure 8, section
+    5.3.1).
+    """
+    number = parse_number(subject)
     naive = _naive(study, number)
     assert naive.value is not None
     return OurValue(max(naive.value, study.over_best(number, RIVAL_ORDER)), naive.detail)
 
 
-def naive_congests(study: AlpaCommStudy, what: str) -> OurValue:
-    return _naive(study, parse_number(what))
+def naive_congests(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of the naive order over the best order in a case (figure 8, section 5.3.1)."""
+    return _naive(study, parse_number(subject))
 
 
-def balance_congests(study: AlpaCommStudy, what: str) -> OurValue:
-    return OurValue(study.over_best(parse_number(what), RIVAL_ORDER))
+def balance_congests(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return the time of the balanced order over the best order in a case (figure 8, section 5.3.1)."""
+    return OurValue(study.over_best(parse_number(subject), RIVAL_ORDER))
 
 
-def none_idle(study: AlpaCommStudy, what: str) -> OurValue:
+def none_idle(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return by how many percent the best order takes longer than the bound of the NICs, the most of all cases
+    (figure 8).
+    """
     runs = {number: study.case(number) for number in CASES}
     each = {number: _longer(run.seconds, run.bound_s) for number, run in runs.items()}
     return OurValue(max(each.values()), _by_case(each))
 
 
-def optimal(study: AlpaCommStudy, what: str) -> OurValue:
+def optimal(study: AlpaCommStudy, subject: str) -> OurValue:
+    """Return by how many percent the best order takes longer than the optimum, the most of all cases (figure 8).
+
+    Both times are those of the planner's model. There is no value where OR-tools is not installed.
+    """
     if EXACT not in orders():
         return OurValue(None, reason="OR-tools is not installed: pip install 'meshweave[exact]'")
     return OurValue(
@@ -192,23 +224,21 @@ OURS: dict[str, Callable[[AlpaCommStudy, str], OurValue]] = {
 }
 
 
-def row(study: AlpaCommStudy, entry: PublishedRow, what: str) -> JudgedRow:
+def row(study: AlpaCommStudy, entry: PublishedRow, subject: str) -> JudgedRow:
     """Return one row, computed for a case, a strategy or a number of receivers."""
-    return entry.beside(what, OURS[entry.id](study, what))
+    return entry.beside(subject, OURS[entry.id](study, subject))
 
 
-def rows(
-    study: AlpaCommStudy, ids: Sequence[str] = (), progress: Progress = lambda done, total: None
-) -> list[JudgedRow]:
-    """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, what: row(study, entry, what), ids, progress)
+def rows(study: AlpaCommStudy, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
+    """Return the rows with these ids, or all, computed. Raises UnsupportedError for an unknown id."""
+    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), ids, progress)
 
 
 # --- what the numbers say together ----------------------------------------------------------------
 
 
 def findings(study: AlpaCommStudy) -> tuple[str, ...]:
-    """What bandwidth alone can explain of the published gains and what not, and what our machine leaves out."""
+    """Return sentences: what bandwidth alone explains of the published gains, and what our machine leaves out."""
     stated = {entry.id: entry.values for entry in published_rows(PAPER)}
     least, most = stated["reordered"]["case3"], stated["most_by_order"]["largest"]
     limit = max(study.most_by_order(number) for number in REORDERED)

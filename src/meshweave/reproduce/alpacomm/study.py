@@ -41,9 +41,14 @@ RIVAL_ORDER, OWN_ORDER, NAIVE, IN_ORDER, EXACT = "balance", "best", "naive", "in
 
 @dataclass(frozen=True)
 class SimulatedReshard:
-    """Seconds of a resharding: simulated, by the planner's model, and the bound that no plan beats.
+    """Times of one resharding.
 
-    `tasks` counts unit tasks, `chunks` the messages that the one with the most is sent in.
+    Attributes:
+        seconds: the simulated time.
+        predicted_s: the time by the planner's model.
+        bound_s: the bound that no plan beats.
+        tasks: the number of unit tasks.
+        chunks: the messages of the task that is sent in the most messages.
     """
 
     seconds: float
@@ -54,8 +59,9 @@ class SimulatedReshard:
 
 
 def orders() -> tuple[str, ...]:
-    """Return the orders of figure 8 that are available: "in_order" if the planner knows it, "exact" if
-    OR-tools is installed.
+    """Return the orders of figure 8 that are available.
+
+    Order "in_order" is there if the planner knows it, "exact" if OR-tools is installed.
     """
     wanted = [NAIVE, IN_ORDER, RIVAL_ORDER, OWN_ORDER]
     if find_spec("ortools") is not None:
@@ -65,9 +71,13 @@ def orders() -> tuple[str, ...]:
 
 @dataclass
 class AlpaCommStudy:
-    """`cluster` has hosts of four chips at least and one NIC, as the paper assumes; five of them are taken.
+    """The paper's microbenchmarks on one cluster, each simulated once.
 
-    `advance` is called after every simulation. Raises UnsupportedError for another network.
+    Raises UnsupportedError where the hosts do not have four chips at least and one NIC, as the paper assumes.
+
+    Attributes:
+        cluster: five hosts of the given cluster.
+        advance: called after every simulation.
     """
 
     cluster: Cluster
@@ -90,15 +100,17 @@ class AlpaCommStudy:
 
     @cached_property
     def network(self) -> HostNetwork:
+        """The network of the five hosts, as the resharding planner takes it."""
         return HostNetwork.of(self.cluster)
 
     def simulate_case(self, case: ReshardingCase, strategy: str, order: str) -> SimulatedReshard:
+        """Return a resharding by a strategy in an order, planned and simulated once."""
         key = case, strategy, order
         if key not in self._known:
             plan = self._plan(case, strategy, order)
             program = reshard_program(plan)
             seconds = simulate(program, Machine.of(self.cluster, program)).duration_s
-            chunks = max(turn.chunks for turn in plan.multicasts)
+            chunks = max(multicast.chunks for multicast in plan.multicasts)
             self._known[key] = SimulatedReshard(
                 seconds, plan.predicted_s, plan.bound_s, len(plan.tasks), chunks
             )
@@ -112,14 +124,15 @@ class AlpaCommStudy:
     # --- figure 5 ---------------------------------------------------------------------------------
 
     def one_to_many(self, strategy: str, hosts: int, gpus: int) -> SimulatedReshard:
-        """1 GB from one device to `gpus` of each of `hosts` hosts."""
+        """Simulate 1 GB from one device to `gpus` of each of `hosts` hosts (figure 5)."""
         return self.simulate_case(one_to_many(hosts, gpus), strategy, self.order_of(strategy))
 
     def closed_form(self, strategy: str, hosts: int, gpus: int) -> float:
-        """Seconds by the formulas of `algorithms.reshard.multicast`; what happens inside a host takes no time.
+        """Return the seconds by the formulas of `algorithms.reshard.multicast`; transfers inside a host take no
+        time.
 
-        The all-gather's is t + t (n - 1) / n for n receivers in several hosts: its ring enters a host with every
-        part but the one of the rank that it enters at.
+        The all-gather's formula is t + t (n - 1) / n for n receivers in several hosts: its ring enters a host
+        with every part but the one of the rank that it enters at.
         """
         t = self.bound_s(hosts, gpus)
         chunks = self.one_to_many(BROADCAST, hosts, gpus).chunks
@@ -132,17 +145,20 @@ class AlpaCommStudy:
         }[strategy]
 
     def bound_s(self, hosts: int, gpus: int) -> float:
-        """t: the bytes over the rate of a NIC."""
+        """Return t in seconds: the tensor's bytes over the rate of a NIC."""
         return prod(one_to_many(hosts, gpus).shape) * dtype_bytes(DTYPE) / self.network.nic_bytes_per_s
 
     # --- figures 6 and 8 --------------------------------------------------------------------------
 
     def case(self, number: int, strategy: str = BROADCAST, order: str | None = None) -> SimulatedReshard:
-        """Simulate a case of table 2; without an `order`, in that of the paper."""
+        """Simulate a case of table 2. Without `order`, tasks go in the paper's order for the strategy."""
         return self.simulate_case(CASES[number], strategy, order or self.order_of(strategy))
 
     @staticmethod
     def order_of(strategy: str) -> str:
+        """Return the order in which the paper schedules a strategy: its own for broadcasts, else the balanced
+        one.
+        """
         return OWN_ORDER if strategy == BROADCAST else RIVAL_ORDER
 
     def over_gather(self, number: int) -> float:
@@ -172,6 +188,9 @@ class AlpaCommStudy:
 
     @property
     def naive_order(self) -> str:
-        """The paper's naive algorithm has a global order, in which no host is said to wait for others: `in_order`,
-        where the planner has that."""
+        """The order that stands for the paper's naive algorithm.
+
+        The paper does not say that hosts wait for one another in its global order: `in_order`, where the planner
+        knows it.
+        """
         return IN_ORDER if IN_ORDER in ORDERS else NAIVE

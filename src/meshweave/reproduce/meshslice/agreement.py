@@ -20,7 +20,7 @@ Times = tuple[float, float]
 
 
 def mesh_times(study: MeshSliceStudy, block: FcBlock) -> dict[Shape, Times]:
-    """MeshSlice on every mesh shape, at the slice counts that its tuner takes there."""
+    """Return the times of MeshSlice on every mesh shape, at the slice counts that its tuner takes there."""
     out = {}
     for shape in study.shapes(block, LEADER):
         chosen = study.on_mesh(block, shape)
@@ -29,7 +29,10 @@ def mesh_times(study: MeshSliceStudy, block: FcBlock) -> dict[Shape, Times]:
 
 
 def slice_times(study: MeshSliceStudy, model: str) -> dict[int, Times]:
-    """MeshSlice on the tall mesh with one slice count for all products, each that all of them can be cut into."""
+    """Return the times of MeshSlice on the tall mesh by slice count, one for all products.
+
+    The counts are those that every product can be cut into.
+    """
     block, shape, entry = study.weak_scaling_block(model), study.experiment.tall_mesh, ALGORITHMS[LEADER]
     problems = study.problems(block, shape)
     offered = [{config.slice_count: config for config in entry.candidates(problem)} for problem in problems]
@@ -41,7 +44,10 @@ def slice_times(study: MeshSliceStudy, model: str) -> dict[int, Times]:
 
 
 def product_slice_times(study: MeshSliceStudy, block: FcBlock) -> Iterator[tuple[str, dict[int, Times]]]:
-    """Each different product of a block by slice count, on the mesh that MeshSlice's tuner takes for the block."""
+    """Yield each distinct product of a block with its times by slice count.
+
+    The mesh is the one that MeshSlice's tuner takes for the block.
+    """
     chosen = study.chosen(block, LEADER)
     if chosen is None:
         return
@@ -54,7 +60,7 @@ def product_slice_times(study: MeshSliceStudy, block: FcBlock) -> Iterator[tuple
             for config in chosen.entry.candidates(problem)
         )
         sizes = f"{problem.dataflow} {problem.m} x {problem.n} x {problem.k}"
-        yield f"{block.chips} chips, {sizes}", {count: _times(study, one) for count, one in each}
+        yield f"{block.chips} chips, {sizes}", {count: _times(study, products) for count, products in each}
 
 
 def _times(study: MeshSliceStudy, chosen: ChosenProducts) -> Times:
@@ -62,7 +68,9 @@ def _times(study: MeshSliceStudy, chosen: ChosenProducts) -> Times:
 
 
 def picks_best(times: Mapping[Any, Times]) -> tuple[bool, str]:
-    """Whether what the estimate picks is the fastest by the timer too; if not, which two they are and the loss."""
+    """Return whether the choice by estimate is the fastest by the timer too; if not, both choices and the loss
+    in words.
+    """
     picked, best = (min(times, key=lambda key: times[key][reading]) for reading in (0, 1))
     if times[picked][1] <= times[best][1]:
         return True, ""
@@ -75,10 +83,11 @@ def _shown(key: object) -> str:
 
 
 def product_errors(study: MeshSliceStudy, models: tuple[str, ...], timer: Timer) -> dict[str, list[float]]:
-    """By algorithm: |estimated / timed seconds - 1| in percent of every product that the tables and figures hold.
+    """Return |estimated / timed seconds - 1| in percent of every product in the tables and figures, by
+    algorithm.
 
-    All compared algorithms at their best under weak and strong scaling, MeshSlice on every mesh shape, and on the
-    tall mesh at every slice count.
+    The products are those of all compared algorithms at their best under weak and strong scaling, of MeshSlice
+    on every mesh shape, and on the tall mesh at every slice count.
     """
     errors: dict[str, dict[tuple[object, ...], float]] = {}
     for chosen in _everything(study, models):
@@ -113,9 +122,7 @@ def _everything(study: MeshSliceStudy, models: tuple[str, ...]) -> Iterator[Chos
 
 
 def summary(errors: dict[str, list[float]]) -> tuple[float, str]:
-    """Mean over all, and in words how many and which algorithm is how far off."""
-    everything = [error for listed in errors.values() for error in listed]
-    by_name = ", ".join(
-        f"{name} {mean(listed):.1f} % (worst {max(listed):.1f} %)" for name, listed in errors.items()
-    )
+    """Return the mean of all errors, and in words how many there are and how far off each algorithm is."""
+    everything = [error for of_algorithm in errors.values() for error in of_algorithm]
+    by_name = ", ".join(f"{name} {mean(own):.1f} % (worst {max(own):.1f} %)" for name, own in errors.items())
     return mean(everything), f"{len(everything)} products: {by_name}"

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshweave.algorithms.matmul2d import ALGORITHMS
+from meshweave.base.progress import Progress, no_progress
 from meshweave.reproduce.figures import Cell, Figure, FigurePanel
 from meshweave.reproduce.meshslice.agreement import COMPARED, mesh_times, slice_times
 from meshweave.reproduce.meshslice.rows import PAPER
 from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, distinct_products
 from meshweave.reproduce.published import MODELS, published_rows
-from meshweave.tune.search import Progress
-from meshweave.tune.unrolled import FOLLOWERS, LEADER
+from meshweave.tune.unrolled import LEADER, UNROLLED
 
 TWO_D = tuple(name for name in COMPARED if name not in ("tp1d", "fsdp"))
 
 
 def title_of(algorithm: str) -> str:
-    """ "Wang" also for the one at MeshSlice's slice counts, as the paper calls it."""
-    return ALGORITHMS[FOLLOWERS.get(algorithm, algorithm)].title
+    """Return how a figure names an algorithm: "Wang" also where it takes MeshSlice's slice counts, as in the
+    paper.
+    """
+    return ALGORITHMS[UNROLLED.get(algorithm, algorithm)].title
 
 
 def _published(row: str, model: str) -> float:
@@ -30,6 +32,7 @@ Maker = Callable[[MeshSliceStudy, Advance], Figure]
 
 
 def weak_scaling(study: MeshSliceStudy, advance: Advance) -> Figure:
+    """Return figure 9: FLOP utilisation in percent by number of chips, under weak scaling."""
     panels = []
     for model in MODELS:
         top = _published("utilisation", model)
@@ -45,6 +48,7 @@ def weak_scaling(study: MeshSliceStudy, advance: Advance) -> Figure:
 
 
 def strong_scaling(study: MeshSliceStudy, advance: Advance) -> Figure:
+    """Return figure 12: FLOP utilisation in percent by number of chips, at a fixed batch size."""
     names = tuple(name for name in COMPARED if name != "fsdp")
     panels = tuple(_scaling(study, model, study.strong_scaling_block, names, advance) for model in MODELS)
     title = f"FLOP utilisation under strong scaling, batch {study.experiment.fixed_batch}"
@@ -70,6 +74,7 @@ def _scaling(
 
 
 def communication(study: MeshSliceStudy, advance: Advance) -> Figure:
+    """Return figure 10: launch, transfer and synchronisation of each algorithm, over the time of its products."""
     panels = []
     for model in MODELS:
         rows: list[tuple[Cell, ...]] = []
@@ -85,6 +90,7 @@ def communication(study: MeshSliceStudy, advance: Advance) -> Figure:
 
 
 def shapes_of_products(study: MeshSliceStudy, advance: Advance) -> Figure:
+    """Return figure 11: FLOP utilisation in percent of each distinct product of a block, at its best mesh."""
     panels = []
     for model in MODELS:
         block = study.weak_scaling_block(model)
@@ -109,6 +115,7 @@ def _short(size: int) -> str:
 
 
 def mesh_shapes(study: MeshSliceStudy, advance: Advance) -> Figure:
+    """Return figure 13: FLOP utilisation of MeshSlice in percent by mesh shape."""
     panels = []
     for model in MODELS:
         block = study.weak_scaling_block(model)
@@ -123,6 +130,7 @@ def mesh_shapes(study: MeshSliceStudy, advance: Advance) -> Figure:
 
 
 def slice_counts(study: MeshSliceStudy, advance: Advance) -> Figure:
+    """Return figure 14: FLOP utilisation of MeshSlice in percent by slice count, one for all products."""
     panels = []
     for model in MODELS:
         rows: tuple[tuple[Cell, ...], ...] = tuple(
@@ -141,7 +149,7 @@ def _readings(study: MeshSliceStudy) -> tuple[str, ...]:
 
 
 def _both(study: MeshSliceStudy, block: FcBlock, seconds: tuple[float, float]) -> tuple[float, ...]:
-    values = tuple(study.percent_of_peak(block, one) for one in seconds)
+    values = tuple(study.percent_of_peak(block, value) for value in seconds)
     return values[: len(_readings(study))]
 
 
@@ -156,7 +164,7 @@ FIGURES: dict[int, Maker] = {
 
 
 def _steps(study: MeshSliceStudy, number: int) -> int:
-    """How many times a figure advances."""
+    """Return how many times a figure calls `advance`."""
     if number == 11:
         blocks = [
             study.problems(study.weak_scaling_block(model), study.experiment.tall_mesh) for model in MODELS
@@ -168,9 +176,9 @@ def _steps(study: MeshSliceStudy, number: int) -> int:
 
 
 def figures(
-    study: MeshSliceStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
+    study: MeshSliceStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
 ) -> list[Figure]:
-    """The figures of these numbers, or all, in order."""
+    """Return the figures of these numbers, or all, in order."""
     wanted = [number for number in FIGURES if not numbers or number in numbers]
     total, done = sum(_steps(study, number) for number in wanted), 0
 

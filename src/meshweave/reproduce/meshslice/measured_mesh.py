@@ -20,16 +20,17 @@ CLUSTER, SHAPE = "tpu-v4-4x4", (4, 4)
 
 
 class MeasuredMesh:
-    """Blocks on the 4x4 mesh. `study` says how they are timed."""
+    """The blocks of both models on the 4x4 mesh, timed by the timer of a study."""
 
     def __init__(self, study: MeshSliceStudy) -> None:
         self.study = study
 
     def block(self, model: str) -> FcBlock:
+        """Return the block of a model at 16 chips, under weak scaling."""
         return self.study.weak_scaling_block(model, 16)
 
     def chosen(self, model: str, algorithm: str, overlap: bool) -> ChosenProducts:
-        """The block's products at their best configurations by estimate."""
+        """Return the block's products at their best configurations by estimate, with overlap or without."""
         entry, cluster = ALGORITHMS[algorithm], load_cluster(CLUSTER)
         estimates = self.study.estimates
 
@@ -44,26 +45,31 @@ class MeasuredMesh:
         return ChosenProducts(entry, cluster, SHAPE, tuple(products))
 
     def serial(self, model: str, algorithm: str) -> float:
-        """Utilisation in percent where nothing overlaps."""
+        """Return the FLOP utilisation in percent where nothing overlaps (table 3)."""
         return self._of_peak(model, self._serial_s(model, algorithm))
 
     def overlapped(self, model: str, algorithm: str) -> float:
+        """Return the FLOP utilisation in percent where collectives overlap products (table 3)."""
         return self._of_peak(model, self.chosen(model, algorithm, True).timing(self.study.timer).total_s)
 
     def overhead(self) -> float:
-        """By how many percent MeshSlice takes longer than Collective without overlap; mean of the models."""
+        """Return by how many percent MeshSlice takes longer than Collective without overlap; mean of the models
+        (section 5.3.1).
+        """
         return mean(
             percent_faster(self._serial_s(m, "meshslice"), self._serial_s(m, "collective")) for m in MODELS
         )
 
     def slicing(self) -> float:
-        """Copies of slices in percent of Collective's time; mean of the models."""
+        """Return the time of copying slices in percent of Collective's; mean of the models (section 5.3.1)."""
         copies = [self.chosen(m, "meshslice", False).timing(self.study.timer).copy_s for m in MODELS]
         whole = [self._serial_s(m, "collective") for m in MODELS]
-        return 100 * mean(copy / one for copy, one in zip(copies, whole, strict=True))
+        return 100 * mean(copy_s / whole_s for copy_s, whole_s in zip(copies, whole, strict=True))
 
     def communication_errors(self, timer: Timer) -> list[float]:
-        """Per layer of both models: |estimated / timed communication - 1| of MeshSlice in percent."""
+        """Return |estimated / timed communication - 1| of MeshSlice in percent, one per layer of both models
+        (figure 15).
+        """
         errors = []
         for model in MODELS:
             chosen = self.chosen(model, "meshslice", True)

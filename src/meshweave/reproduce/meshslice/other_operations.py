@@ -9,12 +9,15 @@ from meshweave.tune.unrolled import LEADER
 
 
 def other_operations_s(study: MeshSliceStudy, block: FcBlock) -> float:
-    """Return the seconds by roofline: each operation at the chip's effective FLOP rate or its memory bandwidth,
-    whichever takes longer. No launch costs, no communication."""
+    """Return the seconds of a block's operations besides its fully connected layers, by roofline.
+
+    Each operation takes the longer of its FLOPs at the chip's effective rate and its bytes at the memory's.
+    There are no launch costs and no communication.
+    """
     chip = study.pod.chip
     return sum(
-        max(one.flops / chip.effective_flops_per_s, one.bytes / chip.memory_bytes_per_s) / block.chips
-        for one in ops_besides_fc_layers(load_model(block.model), study.workload(block))
+        max(op.flops / chip.effective_flops_per_s, op.bytes / chip.memory_bytes_per_s) / block.chips
+        for op in ops_besides_fc_layers(load_model(block.model), study.workload(block))
     )
 
 

@@ -11,6 +11,7 @@ from statistics import mean
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import pass_problem
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.progress import Progress, no_progress
 from meshweave.ir.work import traffic
 from meshweave.reproduce.meshslice.agreement import (
     COMPARED,
@@ -26,7 +27,6 @@ from meshweave.reproduce.meshslice.other_operations import end_to_end_gain, othe
 from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, distinct_products, percent_faster
 from meshweave.reproduce.published import MODELS, PublishedRow, judge_rows
 from meshweave.reproduce.verdict import JudgedRow, OurValue
-from meshweave.tune.search import Progress
 from meshweave.tune.unrolled import LEADER
 
 PAPER = "meshslice"
@@ -45,23 +45,26 @@ NEEDS_SIMULATION = OurValue(None, reason="compares estimates with simulation: ru
 
 
 def flops(study: MeshSliceStudy, model: str) -> float:
+    """Return the FLOPs per chip and block of all products of the fully connected layers, in 1e13."""
     block = study.weak_scaling_block(model)
     return study.flops(block) / block.chips / 1e13
 
 
 def peak_ms(study: MeshSliceStudy, model: str) -> float:
+    """Return the milliseconds that these FLOPs take at the chip's peak."""
     return flops(study, model) * 1e13 / study.pod.chip.peak(study.experiment.dtype) * 1e3
 
 
 def dataflows(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return how many of the four layers have the paper's forward dataflow (section 3.2.1)."""
     problems = study.problems(study.weak_scaling_block(model), study.experiment.tall_mesh)
-    found = tuple(problem.dataflow for problem in problems[::3])
-    return OurValue(
-        sum(ours == theirs for ours, theirs in zip(found, FORWARD_DATAFLOWS, strict=True)), " ".join(found)
-    )
+    forward = [problem.dataflow for problem in problems[::3]]
+    num_same = sum(ours == theirs for ours, theirs in zip(forward, FORWARD_DATAFLOWS, strict=True))
+    return OurValue(num_same, " ".join(forward))
 
 
 def utilisation(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return the FLOP utilisation of MeshSlice in percent, with its mesh and slice counts (table 2)."""
     block = study.weak_scaling_block(model)
     chosen = study.chosen(block, LEADER)
     assert chosen is not None
@@ -71,6 +74,8 @@ def utilisation(study: MeshSliceStudy, model: str) -> OurValue:
 
 
 def over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
+    """Return a row function: by how many percent MeshSlice is faster than a rival (section 5.1.1)."""
+
     def gain(study: MeshSliceStudy, model: str) -> float:
         block = study.weak_scaling_block(model)
         return percent_faster(study.block_s(block, rival), study.block_s(block))
@@ -79,19 +84,23 @@ def over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
 
 
 def end_to_end(rival: str) -> Callable[[MeshSliceStudy, str], float]:
+    """Return a row function: by how many percent MeshSlice is faster than a rival over all layers of a block."""
     return lambda study, model: end_to_end_gain(study, study.weak_scaling_block(model), rival)
 
 
 def other_layers(study: MeshSliceStudy, model: str) -> float:
+    """Return the percent of a block's time that is not spent in its fully connected layers."""
     return other_operations_percent(study, study.weak_scaling_block(model))
 
 
 def unoptimised(study: MeshSliceStudy, model: str) -> float:
+    """Return the FLOP utilisation in percent with all layers Y-stationary (table 2)."""
     block = study.weak_scaling_block(model, always="y")
     return study.percent_of_peak(block, study.block_s(block))
 
 
 def dataflow_gain(study: MeshSliceStudy, model: str) -> float:
+    """Return by how many percent chosen dataflows are faster than Y-stationary ones (table 2)."""
     return percent_faster(
         study.block_s(study.weak_scaling_block(model, always="y")),
         study.block_s(study.weak_scaling_block(model)),
@@ -99,13 +108,14 @@ def dataflow_gain(study: MeshSliceStudy, model: str) -> float:
 
 
 def scaling_loss(study: MeshSliceStudy, model: str) -> float:
+    """Return the percent of FLOP utilisation that is lost from the smallest to the largest pod (section 5.1.1)."""
     blocks = [study.weak_scaling_block(model, study.experiment.sizes[end]) for end in (0, -1)]
     small, large = (study.percent_of_peak(block, study.block_s(block)) for block in blocks)
     return 100 * (1 - large / small)
 
 
 def order(study: MeshSliceStudy, model: str) -> OurValue:
-    """How many pairs of algorithms come out the other way round than in the paper."""
+    """Return how many pairs of algorithms rank the other way round than in the paper (section 5.1.1, figure 9)."""
     block = study.weak_scaling_block(model)
     times = {name: timing.total_s for name in COMPARED if (timing := study.timing(block, name)) is not None}
     wrong = sum(a in times and b in times and times[a] > times[b] for a, b in ORDER)
@@ -116,30 +126,34 @@ def order(study: MeshSliceStudy, model: str) -> OurValue:
 
 
 def fastest(study: MeshSliceStudy, model: str) -> OurValue:
-    """How often another algorithm is faster under weak scaling."""
+    """Return how often another algorithm is faster than MeshSlice under weak scaling (figure 9)."""
     return _slower_than(
         study, [study.weak_scaling_block(model, chips) for chips in study.experiment.sizes], COMPARED[1:]
     )
 
 
 def strong_order(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return how many of 1D TP and SUMMA are faster than MeshSlice under strong scaling (figure 12)."""
     return _slower_than(
         study, [study.strong_scaling_block(model, study.experiment.chips)], ("tp1d", "summa[S=meshslice]")
     )
 
 
 def never_slower(study: MeshSliceStudy, model: str) -> OurValue:
-    """How often Collective is faster: all cluster sizes, weak and strong, and the 16 products on their own."""
+    """Return how often Collective is faster than MeshSlice (sections 5.1.1 and 5.1.4).
+
+    The cases are all cluster sizes under weak and strong scaling, and the 16 products on their own.
+    """
     sizes = study.experiment.sizes
     blocks = [study.weak_scaling_block(m, chips) for m in MODELS for chips in sizes]
     blocks += [study.strong_scaling_block(m, chips) for m in MODELS for chips in sizes]
-    found = _slower_than(study, blocks, ("collective",))
+    losses = _slower_than(study, blocks, ("collective",))
     alone = [
         study.block_s(block, "collective", index) < study.block_s(block, LEADER, index)
         for block, index in products(study)
     ]
-    assert found.value is not None
-    return OurValue(found.value + sum(alone), f"of {len(blocks) + len(alone)} cases")
+    assert losses.value is not None
+    return OurValue(losses.value + sum(alone), f"of {len(blocks) + len(alone)} cases")
 
 
 def _slower_than(study: MeshSliceStudy, blocks: Sequence[FcBlock], rivals: Sequence[str]) -> OurValue:
@@ -156,7 +170,7 @@ def _slower_than(study: MeshSliceStudy, blocks: Sequence[FcBlock], rivals: Seque
 
 
 def least_communication(study: MeshSliceStudy, model: str) -> OurValue:
-    """How many algorithms communicate for less time in all than Collective."""
+    """Return how many algorithms communicate for less time in all than Collective (figure 10)."""
     block = study.weak_scaling_block(model)
     timings = {name: timing for name in COMPARED if (timing := study.timing(block, name)) is not None}
     least = timings["collective"].communication_s
@@ -165,7 +179,7 @@ def least_communication(study: MeshSliceStudy, model: str) -> OurValue:
 
 
 def products(study: MeshSliceStudy) -> Iterator[tuple[FcBlock, int]]:
-    """The 16 distinct products of both models: (block, position in it)."""
+    """Yield the 16 distinct products of both models: (block, position in it)."""
     for model in MODELS:
         block = study.weak_scaling_block(model)
         shape = study.shapes(block, LEADER)[0]
@@ -174,7 +188,9 @@ def products(study: MeshSliceStudy) -> Iterator[tuple[FcBlock, int]]:
 
 
 def products_over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
-    """Mean gain over the 16 products, each at its own best mesh."""
+    """Return a row function: the mean gain over the 16 products in percent, each at its own best mesh (figure
+    11).
+    """
 
     def gain(study: MeshSliceStudy, model: str) -> float:
         return mean(
@@ -186,7 +202,7 @@ def products_over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
 
 
 def mesh_effect(study: MeshSliceStudy, model: str) -> OurValue:
-    """The best mesh shape over the worst with sides of at least 4."""
+    """Return the time on the worst mesh shape with sides of at least 4 over that on the best shape (figure 13)."""
     block = study.weak_scaling_block(model)
     times = {shape: seconds for shape, (_, seconds) in mesh_times(study, block).items()}
     seen = [seconds for shape, seconds in times.items() if min(shape) >= 4] or list(times.values())
@@ -195,47 +211,50 @@ def mesh_effect(study: MeshSliceStudy, model: str) -> OurValue:
 
 
 def picks_mesh(study: MeshSliceStudy, model: str) -> OurValue:
-    """At how many cluster sizes the estimate picks another mesh than simulation would."""
+    """Return at how many cluster sizes the estimate picks another mesh than simulation does (figure 13)."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     misses = []
     for chips in study.experiment.sizes:
-        right, told = picks_best(mesh_times(study, study.weak_scaling_block(model, chips)))
-        if not right:
-            misses.append(f"{chips} chips: {told}")
+        is_best, loss = picks_best(mesh_times(study, study.weak_scaling_block(model, chips)))
+        if not is_best:
+            misses.append(f"{chips} chips: {loss}")
     return OurValue(len(misses), "; ".join(misses) or f"all {len(study.experiment.sizes)} sizes agree")
 
 
 def picks_slices(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return 1 if the estimate picks another slice count than simulation on the tall mesh, else 0 (figure 14)."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     times = slice_times(study, model)
-    right, told = picks_best(times)
+    is_best, loss = picks_best(times)
     return OurValue(
-        int(not right), told or f"S = {min(times, key=lambda s: times[s])} of {len(times)} counts"
+        int(not is_best), loss or f"S = {min(times, key=lambda s: times[s])} of {len(times)} counts"
     )
 
 
 def picks_slices_each(study: MeshSliceStudy, model: str) -> OurValue:
-    """For how many products the estimate picks another slice count than simulation would, at all cluster sizes."""
+    """Return for how many products the estimate picks another slice count than simulation, at all sizes."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
-    found = [
+    picks = [
         (name, *picks_best(times))
         for chips in study.experiment.sizes
         for name, times in product_slice_times(study, study.weak_scaling_block(model, chips))
     ]
-    told = [f"{name}: {why}" for name, right, why in found if not right]
-    return OurValue(len(told), "; ".join([f"of {len(found)} products", *told]))
+    misses = [f"{name}: {loss}" for name, is_best, loss in picks if not is_best]
+    return OurValue(len(misses), "; ".join([f"of {len(picks)} products", *misses]))
 
 
 def estimate_error(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return the mean error in percent of estimates against simulation, over all products that are computed."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     return OurValue(*summary(product_errors(study, MODELS, study.timer)))
 
 
 def communication_error(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return the mean error in percent of estimated communication times of the 8 layers on 4x4 (figure 15)."""
     if study.timer.by != "simulate":
         return NEEDS_SIMULATION
     errors = MeasuredMesh(study).communication_errors(study.timer)
@@ -243,12 +262,18 @@ def communication_error(study: MeshSliceStudy, model: str) -> OurValue:
 
 
 def overlap_gain(study: MeshSliceStudy, model: str) -> float:
+    """Return by how many percent MeshSlice with overlap is faster than Collective without, on 4x4 (section
+    5.3.1).
+    """
     real = MeasuredMesh(study)
     return percent_faster(real.overlapped(model, LEADER), real.serial(model, "collective"))
 
 
 def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
-    """Bytes per chip of (1024K, 12K, 48K), read off the program; the weights of MeshSlice + DP come with it."""
+    """Return the bytes per chip of (M, N, K) = (1024K, 12K, 48K), read off the program (section 7).
+
+    The gradient of the weights is part of the traffic of MeshSlice with data parallelism.
+    """
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(f"{algorithm} is not in the table")
     entry = ALGORITHMS[algorithm]
@@ -303,13 +328,11 @@ OURS: dict[str, Callable[[MeshSliceStudy, str], float | OurValue]] = {
 
 
 def row(study: MeshSliceStudy, entry: PublishedRow, model: str) -> JudgedRow:
-    """One row, computed."""
-    found = OURS[entry.id](study, model)
-    return entry.beside(model, found if isinstance(found, OurValue) else OurValue(found))
+    """Return one row, computed for a model."""
+    value = OURS[entry.id](study, model)
+    return entry.beside(model, value if isinstance(value, OurValue) else OurValue(value))
 
 
-def rows(
-    study: MeshSliceStudy, ids: Sequence[str] = (), progress: Progress = lambda done, total: None
-) -> list[JudgedRow]:
-    """All rows, or those with these ids, computed. Raises UnsupportedError for an unknown id."""
+def rows(study: MeshSliceStudy, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
+    """Return the rows with these ids, or all, computed. Raises UnsupportedError for an unknown id."""
     return judge_rows(PAPER, lambda entry, model: row(study, entry, model), ids, progress)

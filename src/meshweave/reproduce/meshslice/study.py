@@ -16,9 +16,9 @@ from meshweave.describe.model import FcLayer, load_model
 from meshweave.describe.model.workload import Workload, block_gemms
 from meshweave.reproduce.meshslice.times import Timer, Timing, sum_timings
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
-from meshweave.tune.meshes import Ground, OnMesh, Shape, best_meshes
-from meshweave.tune.product import Tally
-from meshweave.tune.unrolled import FOLLOWERS, LEADER, Product, follower, product_of
+from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
+from meshweave.tune.product import SearchCounts
+from meshweave.tune.unrolled import LEADER, UNROLLED, ProductSizes, sizes_of, unrolled_entry
 
 RING_BASELINES = ("tp1d", "fsdp")
 """They run on a ring: two of the four links of a chip in a 2D torus."""
@@ -38,7 +38,11 @@ class ExperimentSizes:
 
 @dataclass(frozen=True)
 class FcBlock:
-    """The fully connected layers of one block. `always` is the matrix that stays put where it is not chosen."""
+    """The fully connected layers of one block.
+
+    Attributes:
+        always_stationary: the matrix that stays put in every layer; None to choose it by layer.
+    """
 
     model: str
     chips: int
@@ -56,6 +60,7 @@ class ChosenProducts:
     products: tuple[tuple[Matmul2dProblem, Matmul2dConfig], ...]
 
     def timing(self, timer: Timer) -> Timing:
+        """Return the timing of all products, one after another."""
         return sum_timings(timer.timing(problem, self.entry, c, self.cluster) for problem, c in self.products)
 
 
@@ -69,7 +74,7 @@ class MeshSliceStudy:
         self.timer = timer
         self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate")
         self._pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
-        self._search_spaces: dict[tuple[int, bool], Ground] = {}
+        self._search_spaces: dict[tuple[int, bool], MeshSearchSpace] = {}
         self._chosen: dict[tuple[FcBlock, str, int | None], ChosenProducts | None] = {}
         self._on_mesh: dict[tuple[FcBlock, str, Shape], ChosenProducts] = {}
 
@@ -79,9 +84,10 @@ class MeshSliceStudy:
         return self.cluster(self.experiment.chips)
 
     def cluster(self, chips: int) -> Cluster:
+        """Return the machine with this many chips."""
         return self._pod.with_chips(chips)
 
-    def search_space(self, chips: int, ring: bool = False) -> Ground:
+    def search_space(self, chips: int, ring: bool = False) -> MeshSearchSpace:
         """Return the meshes of the pod, or of a ring of as many of its chips, each with two of its links."""
         space = self._search_spaces.get((chips, ring))
         if space is None:
@@ -89,7 +95,7 @@ class MeshSliceStudy:
             if ring:
                 link = cluster.network.axis(0, 2)
                 cluster = replace(cluster, name=f"{cluster.name} ring", network=RingNetwork(link, chips))
-            space = self._search_spaces[chips, ring] = Ground(cluster)
+            space = self._search_spaces[chips, ring] = MeshSearchSpace(cluster)
         return space
 
     def weak_scaling_block(
@@ -100,9 +106,11 @@ class MeshSliceStudy:
         return FcBlock(model, chips, chips // 2, always)
 
     def strong_scaling_block(self, model: str, chips: int) -> FcBlock:
+        """Return a block under strong scaling: the same batch at every number of chips."""
         return FcBlock(model, chips, self.experiment.fixed_batch)
 
     def workload(self, block: FcBlock) -> Workload:
+        """Return the tokens and dtype of a block."""
         return Workload(block.batch, self.experiment.sequence, self.experiment.dtype)
 
     def problems(self, block: FcBlock, shape: Shape) -> list[Matmul2dProblem]:
@@ -110,8 +118,8 @@ class MeshSliceStudy:
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
         stays = [
-            block.always_stationary or choose_stationary(tokens, x.in_features, x.out_features)[0]
-            for x in layers
+            block.always_stationary or choose_stationary(tokens, layer.in_features, layer.out_features)[0]
+            for layer in layers
         ]
         return [
             self._problem(layer, which, name, tokens, shape, flipped)
@@ -127,25 +135,27 @@ class MeshSliceStudy:
         return pass_problem(stays, pass_name, *sizes, shape, self.experiment.dtype, transposed=flipped)
 
     def flops(self, block: FcBlock) -> int:
+        """Return the FLOPs of the products of a block."""
         return sum(gemm.flops for gemm in block_gemms(load_model(block.model), self.workload(block)))
 
     # --- choosing -----------------------------------------------------------------------------------------
 
     def entry(self, algorithm: str, block: FcBlock, product: int | None = None) -> Matmul2d:
         """Return the algorithm; followers run at the slice counts that MeshSlice takes for the same products."""
-        if algorithm not in FOLLOWERS:
+        if algorithm not in UNROLLED:
             return ALGORITHMS[algorithm]
-        return follower(algorithm, self._counts(block, product))
+        return unrolled_entry(algorithm, self._counts(block, product))
 
-    def _counts(self, block: FcBlock, product: int | None) -> dict[Product, int]:
+    def _counts(self, block: FcBlock, product: int | None) -> dict[ProductSizes, int]:
         leader = self.chosen(block, LEADER, product)
         if leader is None:
             return {}
-        return {product_of(problem): config.slice_count for problem, config in leader.products}
+        return {sizes_of(problem): config.slice_count for problem, config in leader.products}
 
     def shapes(self, block: FcBlock, algorithm: str) -> list[Shape]:
-        ground = self.search_space(block.chips, algorithm in RING_BASELINES)
-        return ground.shapes(ALGORITHMS[FOLLOWERS.get(algorithm, algorithm)])
+        """Return the mesh shapes that an algorithm can run on."""
+        space = self.search_space(block.chips, algorithm in RING_BASELINES)
+        return space.shapes(ALGORITHMS[UNROLLED.get(algorithm, algorithm)])
 
     def chosen(self, block: FcBlock, algorithm: str, product: int | None = None) -> ChosenProducts | None:
         """Return an algorithm at its best mesh for a block or for one product of it; None where it has no mesh."""
@@ -158,33 +168,37 @@ class MeshSliceStudy:
         shapes = self.shapes(block, algorithm)
         if not shapes:
             return None
-        ground = self.search_space(block.chips, algorithm in RING_BASELINES)
+        space = self.search_space(block.chips, algorithm in RING_BASELINES)
         entry = self.entry(algorithm, block, product)
 
         def problems(shape: Shape) -> list[Matmul2dProblem]:
             all_of_them = self.problems(block, shape)
             return all_of_them if product is None else [all_of_them[product]]
 
-        found = best_meshes(entry, ground, shapes, problems, Tally(), lambda: None)
-        return _at_best(entry, ground.cluster, found[0][1])
+        ranked = best_meshes(entry, space, shapes, problems, SearchCounts(), lambda: None)
+        return _at_best(entry, space.cluster, ranked[0][1])
 
     def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = LEADER) -> ChosenProducts:
         """Return an algorithm on a given mesh, with the configurations that its tuner takes there."""
         key = block, algorithm, shape
         if key not in self._on_mesh:
-            ground = self.search_space(block.chips, algorithm in RING_BASELINES)
+            space = self.search_space(block.chips, algorithm in RING_BASELINES)
             entry = self.entry(algorithm, block)
-            mesh = OnMesh(entry, shape, self.problems(block, shape), ground.prices(shape), Tally())
-            self._on_mesh[key] = _at_best(entry, ground.cluster, mesh)
+            mesh = BlockOnMesh(entry, shape, self.problems(block, shape), space.prices(shape), SearchCounts())
+            self._on_mesh[key] = _at_best(entry, space.cluster, mesh)
         return self._on_mesh[key]
 
     # --- times --------------------------------------------------------------------------------------------
 
     def timing(self, block: FcBlock, algorithm: str, product: int | None = None) -> Timing | None:
+        """Return the timing of a block, or of one product of it, by an algorithm at its best; None where it has
+        no mesh.
+        """
         chosen = self.chosen(block, algorithm, product)
         return None if chosen is None else chosen.timing(self.timer)
 
     def block_s(self, block: FcBlock, algorithm: str = LEADER, product: int | None = None) -> float:
+        """Return the seconds of a block, or of one product of it, by an algorithm that has a mesh."""
         timing = self.timing(block, algorithm, product)
         assert timing is not None, f"{algorithm} has no mesh of {block.chips} chips"
         return timing.total_s
@@ -200,8 +214,8 @@ class MeshSliceStudy:
         return None if timing is None else self.percent_of_peak(block, timing.total_s)
 
 
-def _at_best(entry: Matmul2d, cluster: Cluster, mesh: OnMesh) -> ChosenProducts:
-    products = [(choices.problem, choices.configs[choices.best()[1]]) for choices in mesh.choices]
+def _at_best(entry: Matmul2d, cluster: Cluster, mesh: BlockOnMesh) -> ChosenProducts:
+    products = [(choices.problem, choices.configs[choices.best()[1]]) for choices in mesh.searches]
     return ChosenProducts(entry, cluster, mesh.shape, tuple(products))
 
 

@@ -13,7 +13,7 @@ from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProb
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import Estimate, estimate
+from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.simulate import simulate
 from meshweave.simulate.result import PARTS
 
@@ -67,17 +67,18 @@ class Timer:
     def product_s(
         self, problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster
     ) -> float:
+        """Return the seconds of one product."""
         return self.timing(problem, entry, config, cluster).total_s
 
 
 def _estimated(problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> Timing:
-    """The closed form, from the skeleton."""
+    """Return the timing by closed form, from the skeleton."""
     machine = mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
-    return Timing(**vars(estimate(entry.skeleton(problem, config), machine)))
+    return Timing(**vars(estimate_skeleton(entry.skeleton(problem, config), machine)))
 
 
 def _simulated(problem: Matmul2dProblem, entry: Matmul2d, config: Matmul2dConfig, cluster: Cluster) -> Timing:
-    """The program on every chip; the parts are those of rank 0."""
+    """Return the timing of the program on every chip; the parts are those of rank 0."""
     program = entry.program(problem, config)
     run = simulate(program, Machine.of(cluster, program))
     parts = run.parts(0)

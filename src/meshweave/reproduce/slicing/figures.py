@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshweave.base.progress import Progress, no_progress
 from meshweave.reproduce.figures import Cell, Figure, FigurePanel, build_figures
 from meshweave.reproduce.slicing.rows import copies_text
 from meshweave.reproduce.slicing.study import LAYERS, LayerOnMachine, SlicingStudy
-from meshweave.tune.search import Progress
 
 MACHINES = {2: "pvc", 3: "h100"}
 TITLES = {"mlp1": "MLP-1", "mlp2": "MLP-2"}
 
 
 def figure(study: SlicingStudy, number: int) -> Figure:
+    """Return figure 2 (PVC) or 3 (H100): percent of peak by batch size, a panel per layer."""
     machine = MACHINES[number]
     panels = tuple(_panel(study, LayerOnMachine(machine, layer)) for layer in LAYERS)
     rivals = "DTensor and COSMA" if machine == "h100" else "DTensor"
@@ -22,9 +23,9 @@ def figure(study: SlicingStudy, number: int) -> Figure:
 
 
 def figures(
-    study: SlicingStudy, numbers: Sequence[int] = (), progress: Progress = lambda done, total: None
+    study: SlicingStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
 ) -> list[Figure]:
-    """The figures of these numbers, or both, in order."""
+    """Return the figures of these numbers, or both, in order."""
     return build_figures(lambda number: figure(study, number), MACHINES, numbers, progress)
 
 
@@ -38,18 +39,18 @@ def _panel(study: SlicingStudy, case: LayerOnMachine) -> FigurePanel:
         for curve in curves
     ]
     for cut in ("row", "column"):
-        found = [study.dtensor(case, cut, batch) for batch in study.batches]
+        times = [study.dtensor(case, cut, batch) for batch in study.batches]
         columns.append(f"DTensor {cut}")
-        values.append([seconds for seconds, _ in found])
-        ways = "; ".join(dict.fromkeys(how for _, how in found))
-        notes.append(f"DTensor {cut}: {ways}")
+        values.append([seconds for seconds, _ in times])
+        strategies = "; ".join(dict.fromkeys(strategy for _, strategy in times))
+        notes.append(f"DTensor {cut}: {strategies}")
     if case.machine == "h100":
         columns.append("COSMA")
         values.append([study.cosma(case, batch)[0] for batch in study.batches])
         grids = ["x".join(map(str, study.cosma(case, batch)[1])) for batch in study.batches]
         notes.append(f"COSMA: m x n x k cut into {', '.join(grids)}")
     rows: list[tuple[Cell, ...]] = []
-    for at, batch in enumerate(study.batches):
-        shares = [study.percent_of_peak(case, batch, seconds[at]) for seconds in values]
+    for position, batch in enumerate(study.batches):
+        shares = [study.percent_of_peak(case, batch, seconds[position]) for seconds in values]
         rows.append((str(batch), *shares))
     return FigurePanel(TITLES[case.layer], ("batch", *columns), tuple(rows), notes=tuple(notes))

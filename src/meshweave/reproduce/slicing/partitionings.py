@@ -16,6 +16,7 @@ from meshweave.algorithms.universal import UniversalProblem
 from meshweave.algorithms.universal.problem import DIMS, OPERANDS
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.layout.shapes import near_square
 
 BlockKind = Literal["row", "column", "2d"]
 BLOCK_KINDS: tuple[BlockKind, ...] = ("row", "column", "2d")
@@ -23,7 +24,11 @@ BLOCK_KINDS: tuple[BlockKind, ...] = ("row", "column", "2d")
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How A, B and C are cut. `aligned`: A and B are cut alike along k, block-cyclically, as SUMMA needs it."""
+    """How A, B and C are cut.
+
+    Attributes:
+        aligned: A and B are cut alike along k, block-cyclically, as SUMMA needs it.
+    """
 
     name: str
     a: BlockKind
@@ -47,13 +52,13 @@ NAMED: dict[str, tuple[Partitioning, ...]] = {
     "2D block": (BLOCK,),
     "traditional 2D": (TRADITIONAL,),
 }
-"""Those of the figures. The paper does not say how C lies in an outer product: the fastest way counts."""
+"""Those of the figures. The paper does not say how C is cut in an outer product: the fastest cut counts."""
 
 
 def every_partitioning() -> dict[str, tuple[Partitioning, ...]]:
     """Return the named partitionings, and every other combination of three cuts under the name of its cuts."""
-    known = {(one.a, one.b, one.c) for ways in NAMED.values() for one in ways}
-    others = [cuts for cuts in product(BLOCK_KINDS, repeat=3) if cuts not in known]
+    named = {(known.a, known.b, known.c) for group in NAMED.values() for known in group}
+    others = [cuts for cuts in product(BLOCK_KINDS, repeat=3) if cuts not in named]
     return NAMED | {(name := " x ".join((a, b, c))): (Partitioning(name, a, b, c),) for a, b, c in others}
 
 
@@ -64,8 +69,10 @@ def partitioned_problem(
     copies: tuple[int, int],
     dtype: str = "float32",
 ) -> UniversalProblem | None:
-    """The product of those (m, n, k) with so many copies of A and B, and of C; None where the partitioning does
-    not allow them."""
+    """Return the product of `sizes` (m, n, k) with `copies` of A and B, and of C.
+
+    Return None where the partitioning does not allow these copies.
+    """
     m, n, k = sizes
     copies_ab, copies_c = copies
     if partitioning.aligned and copies_ab != copies_c:
@@ -95,8 +102,10 @@ def _layout(name: str, cut: BlockKind, num_ranks: int, copies: int, aligned_k: i
 
 
 def local_products(problem: UniversalProblem) -> int:
-    """Return how many local products a process has in the paper's algorithm, on average: one for each overlap of a
-    tile of A, a tile of B and a tile of C (section 4.1)."""
+    """Return how many local products a process has on average in the paper's algorithm.
+
+    There is one for each overlap of a tile of A, a tile of B and a tile of C (section 4.1).
+    """
     total = 1
     for dim, size in enumerate(problem.sizes):
         first, second = (
@@ -109,7 +118,7 @@ def local_products(problem: UniversalProblem) -> int:
 
 
 def _parts(layout: Layout, dim: int, size: int) -> int:
-    """Into how many tiles a dim of a matrix is cut."""
+    """Return how many tiles a dim of a matrix is cut into."""
     count = 1
     for placement, ranks in zip(layout.placements, layout.mesh.shape, strict=True):
         if isinstance(placement, Shard) and placement.dim == dim:
@@ -119,11 +128,6 @@ def _parts(layout: Layout, dim: int, size: int) -> int:
     return count
 
 
-def near_square(count: int) -> tuple[int, int]:
-    """Return rows and columns of the grid nearest to a square, not more rows than columns."""
-    rows = max(size for size in range(1, math.isqrt(count) + 1) if count % size == 0)
-    return rows, count // rows
-
-
 def divisors(count: int) -> tuple[int, ...]:
+    """Return the divisors of a number, smallest first."""
     return tuple(size for size in range(1, count + 1) if count % size == 0)

@@ -49,6 +49,7 @@ class LayerOnMachine:
 
     @property
     def name(self) -> str:
+        """Machine and layer, as the rows of the paper name them: `pvc-mlp1`."""
         return f"{self.machine}-{self.layer}"
 
 
@@ -60,7 +61,11 @@ LAYERS_ON_MACHINES = {
 
 @dataclass(frozen=True)
 class BatchTime:
-    """The time of a batch at its best replication; `copies` are those of A and B, and of C."""
+    """The time of a batch at its best replication.
+
+    Attributes:
+        copies: replication factor of A and B, and of C.
+    """
 
     batch: int
     seconds: float
@@ -77,6 +82,7 @@ class Curve:
 
     @property
     def label(self) -> str:
+        """The name of the partitioning and its stationary matrix, as the figures have it: `column block (S-C)`."""
         return f"{self.partitioning.name} (S-{self.stationary.upper()})"
 
 
@@ -85,9 +91,11 @@ _Key = tuple[LayerOnMachine, Partitioning, int, Stationary, tuple[int, int]]
 
 @dataclass
 class SlicingStudy:
-    """Simulates each experiment once.
+    """The paper's experiments, each simulated once.
 
-    `machines` has the clusters "pvc" and "h100"; `advance` is called after every simulation.
+    Attributes:
+        machines: the clusters "pvc" and "h100".
+        advance: called after every simulation.
     """
 
     machines: dict[str, Cluster]
@@ -99,6 +107,7 @@ class SlicingStudy:
     _rivals: dict[tuple[str, LayerOnMachine, int], tuple[float, str]] = field(default_factory=dict)
 
     def sizes(self, case: LayerOnMachine, batch: int) -> tuple[int, int, int]:
+        """Return (m, n, k) of a layer at a batch size."""
         return batch, *LAYERS[case.layer]
 
     def percent_of_peak(self, case: LayerOnMachine, batch: int, seconds: float) -> float:
@@ -109,23 +118,29 @@ class SlicingStudy:
 
     # --- the universal product --------------------------------------------------------------------------------
 
-    def copies(self, case: LayerOnMachine, how: Partitioning) -> Iterator[tuple[int, int]]:
-        """All replication factors: one for all matrices; in MLP-2 also another one for C, as in the figures."""
+    def copies(self, case: LayerOnMachine, partitioning: Partitioning) -> Iterator[tuple[int, int]]:
+        """Yield all replication factors: (of A and B, of C).
+
+        The factor of C differs from that of A and B only in MLP-2, as in the figures.
+        """
         counts = divisors(self.machines[case.machine].num_chips)
         for copies_ab in counts:
-            for copies_c in counts if case.layer == "mlp2" and not how.aligned else (copies_ab,):
+            for copies_c in counts if case.layer == "mlp2" and not partitioning.aligned else (copies_ab,):
                 yield copies_ab, copies_c
 
     def seconds(
         self,
         case: LayerOnMachine,
-        how: Partitioning,
+        partitioning: Partitioning,
         batch: int,
         stationary: Stationary,
         copies: tuple[int, int],
     ) -> float | None:
-        """None for what cannot be, and for what communicates nothing, which the paper leaves out."""
-        key = case, how, batch, stationary, copies
+        """Return the simulated seconds of the universal product.
+
+        Return None for what cannot be computed, and for what communicates nothing, which the paper leaves out.
+        """
+        key = case, partitioning, batch, stationary, copies
         if key not in self._seconds:
             self._seconds[key] = self._simulated(*key)
             self.advance()
@@ -134,17 +149,18 @@ class SlicingStudy:
     def _simulated(
         self,
         case: LayerOnMachine,
-        how: Partitioning,
+        partitioning: Partitioning,
         batch: int,
         stationary: Stationary,
         copies: tuple[int, int],
     ) -> float | None:
         cluster = self.machines[case.machine]
-        given = partitioned_problem(how, self.sizes(case, batch), cluster.num_chips, copies, DTYPE)
-        if given is None:
+        problem = partitioned_problem(partitioning, self.sizes(case, batch), cluster.num_chips, copies, DTYPE)
+        if problem is None:
             return None
         try:
-            program = universal_program(given, UniversalConfig(stationary, num_slices=local_products(given)))
+            config = UniversalConfig(stationary, num_slices=local_products(problem))
+            program = universal_program(problem, config)
         except LayoutError:
             return None
         run = simulate(program, Machine.of(cluster, program))
@@ -153,15 +169,15 @@ class SlicingStudy:
     def best(
         self,
         case: LayerOnMachine,
-        how: Partitioning,
+        partitioning: Partitioning,
         batch: int,
         stationary: Stationary,
         copies: Sequence[tuple[int, int]] | None = None,
     ) -> BatchTime | None:
         """Return the time at the best replication; of equals that with the fewest copies."""
         points = []
-        for pair in self.copies(case, how) if copies is None else copies:
-            seconds = self.seconds(case, how, batch, stationary, pair)
+        for pair in self.copies(case, partitioning) if copies is None else copies:
+            seconds = self.seconds(case, partitioning, batch, stationary, pair)
             if seconds is not None:
                 points.append(BatchTime(batch, seconds, pair))
         return min(points, key=lambda point: (point.seconds, point.copies), default=None)
@@ -170,44 +186,48 @@ class SlicingStudy:
         """Return a named partitioning at its best, by batch."""
         if (case, name) not in self._curves:
             last = self.batches[-1]
-            found = [
-                (point.seconds, how, stationary)
-                for how in self.partitionings[name]
+            candidates = [
+                (point.seconds, partitioning, stationary)
+                for partitioning in self.partitionings[name]
                 for stationary in STATIONARY
-                if (point := self.best(case, how, last, stationary)) is not None
+                if (point := self.best(case, partitioning, last, stationary)) is not None
             ]
-            assert found, f"{name} cannot be computed at all"
-            _, how, stationary = min(found, key=lambda one: one[0])
-            points = [self.best(case, how, batch, stationary) for batch in self.batches]
-            self._curves[case, name] = Curve(how, stationary, tuple(point for point in points if point))
+            assert candidates, f"{name} cannot be computed at all"
+            _, partitioning, stationary = min(candidates, key=lambda candidate: candidate[0])
+            points = [self.best(case, partitioning, batch, stationary) for batch in self.batches]
+            self._curves[case, name] = Curve(
+                partitioning, stationary, tuple(point for point in points if point)
+            )
         return self._curves[case, name]
 
     def curves(self, case: LayerOnMachine) -> dict[str, Curve]:
+        """Return all partitionings of the study at their best, by name."""
         return {name: self.curve(case, name) for name in self.partitionings}
 
     # --- rivals -----------------------------------------------------------------------------------------------
 
     def dtensor(self, case: LayerOnMachine, cut: Literal["row", "column"], batch: int) -> tuple[float, str]:
-        """Seconds of DTensor with A and B cut so, without copies, and how it got there. Collectives are rings, or
-        direct where that is faster."""
+        """Return the seconds of DTensor with A and B cut by row or column, and in words what it communicates.
+
+        There are no copies. Collectives are rings, or direct messages where those are faster.
+        """
         key = f"dtensor {cut}", case, batch
         if key not in self._rivals:
             mesh = Mesh.of("tp", (self.machines[case.machine].num_chips,), ("x",))
-            lies = Layout(mesh, (Shard(CUT_BY[cut]),))
-            asked = UniversalProblem(*self.sizes(case, batch), lies, lies, lies, DTYPE)
-            strategy = chosen_strategy(asked)
-            ends = {"rows": Shard(0), "columns": Shard(1), "outer": Shard(CUT_BY[cut])}[strategy]
-            given = UniversalProblem(*self.sizes(case, batch), lies, lies, Layout(mesh, (ends,)), DTYPE)
-            timed: list[tuple[float, Collectives]] = [
-                (self._time(case, resharded_program(given, strategy, way)), way)
-                for way in get_args(Collectives)
+            sizes, layout = self.sizes(case, batch), Layout(mesh, (Shard(CUT_BY[cut]),))
+            strategy = chosen_strategy(UniversalProblem(*sizes, layout, layout, layout, DTYPE))
+            shard = {"rows": Shard(0), "columns": Shard(1), "outer": Shard(CUT_BY[cut])}[strategy]
+            problem = UniversalProblem(*sizes, layout, layout, Layout(mesh, (shard,)), DTYPE)
+            times: list[tuple[float, Collectives]] = [
+                (self._time(case, resharded_program(problem, strategy, collectives)), collectives)
+                for collectives in get_args(Collectives)
             ]
-            seconds, way = min(timed)
-            self._rivals[key] = seconds, f"{strategy}, {way} collectives"
+            seconds, collectives = min(times)
+            self._rivals[key] = seconds, f"{strategy}, {collectives} collectives"
         return self._rivals[key]
 
     def cosma(self, case: LayerOnMachine, batch: int) -> tuple[float, Grid]:
-        """Seconds of COSMA and its grid. It ends in an all-reduce (section 5.2.1)."""
+        """Return the seconds of COSMA, which ends in an all-reduce (section 5.2.1), and its grid."""
         sizes = self.sizes(case, batch)
         grid = chosen_grid(*sizes, self.machines[case.machine].num_chips)
         key = "cosma", case, batch
@@ -221,4 +241,5 @@ class SlicingStudy:
         return simulate(program, Machine.of(self.machines[case.machine], program)).duration_s
 
     def fastest_dtensor(self, case: LayerOnMachine, batch: int) -> float:
+        """Return the seconds of the faster of DTensor cut by row and by column."""
         return min(self.dtensor(case, cut, batch)[0] for cut in ("row", "column"))

@@ -1,0 +1,198 @@
+"""One call for each paper: `reproduce_meshslice`, `reproduce_slicing`, `reproduce_alpacomm`.
+
+Each returns a `Reproduction`: rows (published number, our value, verdict) and the paper's figures as data.
+`meshweave.reproduce.tables` and `meshweave.reproduce.output` turn it into Markdown, JSON, HTML and pictures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from meshweave.base.progress import Progress, no_progress
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.reproduce.alpacomm import figures as alpacomm_figures
+from meshweave.reproduce.alpacomm import rows as alpacomm_rows
+from meshweave.reproduce.alpacomm.study import AlpaCommStudy
+from meshweave.reproduce.figures import Figure, parse_figure_numbers
+from meshweave.reproduce.meshslice import figures as meshslice_figures
+from meshweave.reproduce.meshslice import rows as meshslice_rows
+from meshweave.reproduce.meshslice.study import MeshSliceStudy
+from meshweave.reproduce.meshslice.times import Reading, Timer
+from meshweave.reproduce.published import published_rows, select_rows
+from meshweave.reproduce.reproduction import PaperSummary, Reproduction, Selection
+from meshweave.reproduce.slicing import figures as slicing_figures
+from meshweave.reproduce.slicing import rows as slicing_rows
+from meshweave.reproduce.slicing.partitionings import NAMED, every_partitioning
+from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
+from meshweave.reproduce.verdict import JudgedRow
+
+MESHSLICE, SLICING, ALPACOMM = meshslice_rows.PAPER, slicing_rows.PAPER, alpacomm_rows.PAPER
+FIGURES: dict[str, tuple[int, ...]] = {
+    MESHSLICE: tuple(meshslice_figures.FIGURES),
+    SLICING: tuple(slicing_figures.MACHINES),
+    ALPACOMM: tuple(alpacomm_figures.FIGURES),
+}
+"""The numbers of the figures that are computed, by paper."""
+EVERYTHING = Selection()
+
+ProgressBar = Callable[[str], AbstractContextManager[Progress]]
+"""Takes the title of a stage ("rows" or "figures"); its `Progress` is called while the stage runs."""
+
+
+def no_progress_bar(title: str) -> AbstractContextManager[Progress]:
+    """Report nothing: the default of the functions below."""
+    return nullcontext(no_progress)
+
+
+def select(paper: str, rows: Sequence[str] = (), figures: Sequence[str] = ()) -> Selection:
+    """Return a selection of rows and figures by their names; everything where neither are named.
+
+    Raises UnsupportedError for a row or figure that the paper does not have here.
+    """
+    select_rows(published_rows(paper), rows)
+    numbers = parse_figure_numbers(figures, FIGURES[paper])
+    if not (rows or numbers):
+        return EVERYTHING
+    return Selection(tuple(rows) or None, numbers or None)
+
+
+def reproduce_meshslice(
+    cluster: str | Cluster = "tpu-v4-pod",
+    selection: Selection = EVERYTHING,
+    *,
+    by: Reading = "simulate",
+    progress_bar: ProgressBar = no_progress_bar,
+) -> Reproduction:
+    """Compute the numbers of MeshSlice's evaluation and its figures 9 to 14.
+
+    Args:
+        cluster: the pod whose constants are judged: a cluster, or its catalog name or TOML file.
+        selection: the rows and figures to compute.
+        by: what gives the times of products; meshes and slice counts are chosen by estimate either way.
+        progress_bar: shows how many rows and figures are done.
+
+    Raises:
+        DescriptionError: there is no such cluster.
+        LayoutError: the cluster cannot have 256 chips.
+    """
+    pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    study = MeshSliceStudy(pod, Timer(by))
+    rows, figures = _compute(
+        selection,
+        lambda ids, progress: meshslice_rows.rows(study, ids, progress),
+        lambda numbers, progress: meshslice_figures.figures(study, numbers, progress),
+        progress_bar,
+    )
+    summary = PaperSummary(
+        "MeshSlice",
+        "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
+        ((pod.name, pod.source),),
+        "estimates" if by == "estimate" else "simulation; meshes and slice counts chosen by estimate",
+    )
+    inputs = {"cluster": {"name": pod.name, "source": pod.source}, "by": by}
+    return Reproduction(MESHSLICE, summary, inputs, rows, figures)
+
+
+def reproduce_slicing(
+    pvc: str | Cluster = "pvc-node",
+    h100: str | Cluster = "h100-node",
+    selection: Selection = EVERYTHING,
+    *,
+    all_partitionings: bool = False,
+    progress_bar: ProgressBar = no_progress_bar,
+) -> Reproduction:
+    """Compute figures 2 and 3 of Slicing Is All You Need, and what its text says of them.
+
+    Args:
+        pvc, h100: the machines of figures 2 and 3: clusters, or their catalog names or TOML files.
+        selection: the rows and figures to compute.
+        all_partitionings: figures with all 28 partitionings instead of those of the paper's figures.
+        progress_bar: shows how many rows and figures are done.
+
+    Raises:
+        DescriptionError: there is no such cluster.
+    """
+    machines = {
+        name: load_cluster(cluster) if isinstance(cluster, str) else cluster
+        for name, cluster in (("pvc", pvc), ("h100", h100))
+    }
+    study = SlicingStudy(machines, partitionings=every_partitioning() if all_partitionings else NAMED)
+    rows, figures = _compute(
+        selection,
+        lambda ids, progress: slicing_rows.rows(study, ids, progress),
+        lambda numbers, progress: slicing_figures.figures(study, numbers, progress),
+        progress_bar,
+    )
+    summary = PaperSummary(
+        "Slicing Is All You Need",
+        "Brock, Golin: Slicing Is All You Need: Towards A Universal One-Sided Algorithm for Distributed Matrix "
+        "Multiplication.",
+        tuple((cluster.name, cluster.source) for cluster in machines.values()),
+        f"simulation, batches of {', '.join(map(str, BATCHES))}, fp32",
+        subject="case",
+    )
+    inputs = {
+        "clusters": [{"name": name, "source": source} for name, source in summary.machines],
+        "batches": list(BATCHES),
+    }
+    return Reproduction(SLICING, summary, inputs, rows, figures)
+
+
+def reproduce_alpacomm(
+    cluster: str | Cluster = "p3.8xlarge",
+    selection: Selection = EVERYTHING,
+    *,
+    progress_bar: ProgressBar = no_progress_bar,
+) -> Reproduction:
+    """Compute the resharding microbenchmarks of AlpaComm: figures 5, 6 and 8, and what the text says of them.
+
+    Args:
+        cluster: hosts of four chips or more with one NIC each, of which five are taken: a cluster, or its catalog
+            name or TOML file.
+        selection: the rows and figures to compute.
+        progress_bar: shows how many rows and figures are done.
+
+    Raises:
+        DescriptionError: there is no such cluster.
+        UnsupportedError: the cluster's network is another one.
+    """
+    hosts = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    study = AlpaCommStudy(hosts)
+    rows, figures = _compute(
+        selection,
+        lambda ids, progress: alpacomm_rows.rows(study, ids, progress),
+        lambda numbers, progress: alpacomm_figures.figures(study, numbers, progress),
+        progress_bar,
+    )
+    summary = PaperSummary(
+        "AlpaComm",
+        "Zhuang, Zhao, Zheng, Li, Xing, Ho, Gonzalez, Stoica, Zhang: On Optimizing the Communication of Model "
+        "Parallelism (MLSys '23).",
+        ((hosts.name, hosts.source),),
+        "simulation at full size, fp32",
+        alpacomm_rows.findings(study),
+        subject="of",
+    )
+    inputs = {
+        "cluster": {"name": hosts.name, "source": hosts.source},
+        "findings": list(summary.findings),
+    }
+    return Reproduction(ALPACOMM, summary, inputs, rows, figures)
+
+
+def _compute(
+    selection: Selection,
+    compute_rows: Callable[[Sequence[str], Progress], list[JudgedRow]],
+    compute_figures: Callable[[Sequence[int], Progress], list[Figure]],
+    progress_bar: ProgressBar,
+) -> tuple[tuple[JudgedRow, ...], tuple[Figure, ...]]:
+    rows: list[JudgedRow] = []
+    figures: list[Figure] = []
+    if selection.rows is not None:
+        with progress_bar("rows") as progress:
+            rows = compute_rows(selection.rows, progress)
+    if selection.figures is not None:
+        with progress_bar("figures") as progress:
+            figures = compute_figures(selection.figures, progress)
+    return tuple(rows), tuple(figures)

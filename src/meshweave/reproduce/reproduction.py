@@ -1,0 +1,76 @@
+"""What the study of every paper results in: judged rows and figures, and what a table's head says of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshweave.reproduce.figures import Figure
+from meshweave.reproduce.verdict import JudgedRow
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The rows and figures of a paper that are computed.
+
+    Attributes:
+        rows: ids of rows. Empty: all rows; None: no row.
+        figures: numbers of figures. Empty: all figures; None: no figure.
+    """
+
+    rows: tuple[str, ...] | None = ()
+    figures: tuple[int, ...] | None = ()
+
+
+@dataclass(frozen=True)
+class PaperSummary:
+    """What the head of a table says of its rows and figures.
+
+    Attributes:
+        machines: names of the clusters, each with the source of its constants.
+        method: how our values were computed.
+        findings: sentences about what the numbers say together.
+        subject: head of the column that names what a row is computed for.
+    """
+
+    title: str
+    citation: str
+    machines: tuple[tuple[str, str], ...]
+    method: str
+    findings: tuple[str, ...] = ()
+    subject: str = "model"
+
+    @property
+    def names(self) -> str:
+        """The names of the machines."""
+        return " and ".join(name for name, _ in self.machines)
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """The rows and figures of a paper, computed again.
+
+    Attributes:
+        paper: the paper's short name.
+        inputs: what the JSON says of the run besides its rows and figures: clusters, reading, batches, findings.
+    """
+
+    paper: str
+    summary: PaperSummary
+    inputs: dict[str, Any]
+    rows: tuple[JudgedRow, ...]
+    figures: tuple[Figure, ...]
+
+    @property
+    def stem(self) -> str:
+        """The beginning of the names of its files: the paper and the machines."""
+        return "-".join([self.paper, *(name for name, _ in self.summary.machines)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return inputs, rows and figures as plain values."""
+        return {
+            "paper": self.paper,
+            **self.inputs,
+            "rows": [row.to_json() for row in self.rows],
+            "figures": [figure.to_json() for figure in self.figures],
+        }
