@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := CMakeLists.txt csrc $(wildcard csrc/*)
 MODULES := $(shell find src -name '*.py' | sort | cksum)
 
-.PHONY: demo test lint sanitize bench slow clean FORCE
+.PHONY: demo test lint sanitize docs bench slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -47,6 +47,11 @@ sanitize: $(STAMP)
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
+
+# The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.
+docs: $(STAMP)
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
+	$(BIN)/python docs/site.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/import_time.py

@@ -137,7 +137,8 @@ def verify(
     Args:
         subject: a plan, whose products are checked at reduced size, or programs, checked as they are.
         num_ranks: local processes. Default: 4 for a plan, for programs the ranks of the largest.
-        layers, algorithms: of a plan, which to check; None for all.
+        layers: of a plan, which to check; None for all.
+        algorithms: of a plan, which to check; None for all.
         max_dim: sizes of a plan are reduced in proportion until no dim is larger.
         seed: seed of the inputs.
         timeout_s: seconds after which the processes are stopped.

@@ -47,7 +47,9 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
     Args:
         out: the placements of each result, one per dim of the input's device mesh; negative dims count from the
             last. None takes, for each kind of call, what is cheapest of Shard and Replicate.
-        transport, cluster, context: as for `meshweave.matmul`.
+        transport: as for `meshweave.matmul`.
+        cluster: as for `meshweave.matmul`.
+        context: as for `meshweave.matmul`.
         matmul: also do the matrix products of two DTensors, `a @ b`, `torch.matmul` and `torch.mm`, where b has
             two dims.
 

@@ -55,8 +55,7 @@ def reshard(
 
     Args:
         tensor: with placements that a layout has: Shard, Replicate, Partial("sum"), _StridedShard. Sums are
-        made on
-            the source mesh, by torch, before anything leaves it.
+            made on the source mesh, by torch, before anything leaves it.
         device_mesh: the destination.
         placements: one per dim of `device_mesh`: Shard, Replicate or _StridedShard.
         cluster: the machine, described or named as in the catalog, rank r being its chip r. None lets the ranks

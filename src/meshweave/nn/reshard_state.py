@@ -72,7 +72,8 @@ def reshard_state_dict(
             is the program itself.
         into: tensors that get the results, such as the parameters of a receiver, by some or all of the names;
             they must lie as asked for, and not in the memory of `state`.
-        cluster, context: as for `reshard`.
+        cluster: as for `reshard`.
+        context: as for `reshard`.
 
     Returns:
         The state dict, nested as `state` and in its order, with the tensors of `into` or contiguous ones in new
@@ -80,8 +81,7 @@ def reshard_state_dict(
 
     Raises:
         LayoutError: as `reshard`; or there is no DTensor, an entry is of another type, one of `into` does not
-        fit, or
-            `extra_bytes` is not enough.
+            fit, or `extra_bytes` is not enough.
         BindError: as `reshard`, or a plain tensor differs between source ranks.
         DescriptionError, RankLostError, DeadlineError: as `reshard`.
     """

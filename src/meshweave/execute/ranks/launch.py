@@ -16,11 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from meshweave.base import errors
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.ranks.fork_server import ForkRequest, active_fork_servers
 from meshweave.execute.ranks.liveness import Liveness
 
 _POLL_S = 0.02
@@ -28,7 +29,7 @@ STOPPED = "stopped"  # the kind of report that a rank leaves which a signal ende
 
 
 @dataclass(frozen=True)
-class Context:
+class RankContext:
     """What a function that runs in a rank is given, beside its payload.
 
     `store` is the store all ranks share, `liveness` wraps every wait of the function in a guard. The gloo
@@ -128,12 +129,13 @@ def launch(
     """Run `function(context, payload)` in `num_ranks` processes on this host; return what each returned.
 
     Needs torch. The ranks inherit stdout, stderr and the environment; none outlives the call, however it
-    ends, nor this process. An error that comes from the ranks has an attribute `reports`, a dict from each
-    rank that did not return to its last words in one line.
+    ends, nor this process. Inside `fork_servers` they are forks of processes that have imported torch already.
+    An error that comes from the ranks has an attribute `reports`, a dict from each rank that did not return to
+    its last words in one line.
 
     Args:
         target: "package.module:function", importable in a new interpreter (see `env`). It is given a
-            `Context` and the payload, and returns something that JSON can carry.
+            `RankContext` and the payload, and returns something that JSON can carry.
         num_ranks: number of processes.
         payload: given to every rank by way of JSON.
         timeout_s: seconds from the start after which whatever still runs is ended.
@@ -142,7 +144,8 @@ def launch(
         deadline_s: seconds that a wait of a rank for another may take; by default so much less than
             `timeout_s` that ranks can find out, and say, what is wrong.
         grace_s: seconds that the others have to end by themselves once one rank has failed.
-        interval_s, stale_s: see `Liveness`.
+        interval_s: seconds between heartbeats, see `Liveness`.
+        stale_s: seconds without a heartbeat after which a rank counts as lost.
         places: where each rank runs, one for each if any; what a prefix starts must become the rank itself
             (exec) and no other process of it.
         store: a TCPStore that this process hosts, where the ranks reach it by another address than loopback:
@@ -156,7 +159,7 @@ def launch(
         RankError: a rank raised any other exception.
         BindError: target, payload or result are not what they should be.
     """
-    import torch.distributed as dist  # here, for `Context` is imported by workers that have yet to start up
+    import torch.distributed as dist  # here, for `RankContext` is imported by workers that have yet to start up
 
     if num_ranks < 1:
         raise BindError(f"num_ranks is {num_ranks}, and at least one rank is needed")
@@ -197,6 +200,15 @@ def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -
     return merged
 
 
+class _Process(Protocol):
+    """A started rank: a new interpreter (`subprocess.Popen`) or a fork (`ForkedRank`)."""
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 @dataclass
 class _LaunchedRanks:
     """The processes of one `launch`."""
@@ -205,11 +217,16 @@ class _LaunchedRanks:
     num_ranks: int
     until: float  # monotonic seconds
     is_ours: bool = False  # whether the target is a function of this package
-    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    running: dict[int, _Process] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
     ended_by_us: set[int] = field(default_factory=set)  # ranks that we ended
 
     def start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
+        servers = active_fork_servers()
+        if servers is not None and not prefix and servers.can_start(environment):
+            request = ForkRequest(str(self.folder), environment, str(Path.cwd()), self.is_ours)
+            self.running[rank] = servers.start(rank, request)
+            return
         # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
         safe = ["-P"] if self.is_ours else []
         command = [*prefix, sys.executable, *safe, "-m", "meshweave.execute.ranks.worker", str(self.folder)]

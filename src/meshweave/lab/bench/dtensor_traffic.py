@@ -113,8 +113,8 @@ def dtensor_traffics(
     Raises:
         LayoutError: placements do not fit the mesh, or DTensor does not have them.
         UnsupportedError: this process has a process group already; `out` is partial where the result is not;
-        DTensor
-            issues a collective that is not known here; or this torch lacks the parts of DTensor that are used.
+            DTensor issues a collective that is not known here; or this torch lacks the parts of DTensor that are
+            used.
     """
     if dtype not in DTYPES:
         raise LayoutError(f"unknown dtype '{dtype}'{did_you_mean(dtype, DTYPES)}")

@@ -1,0 +1,160 @@
+"""Build the site into build/docs: README, guide, API reference, command-line reference, glossary and decisions.
+
+    python docs/site.py          # every warning of the generator is an error
+
+Pages are staged in build/docs-pages with the paths that they have in the repository, so that their relative links
+hold in both places. The API reference lists the front door (`meshweave.__all__`), the command-line reference comes
+from the typer app; both are written into the staged tree only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+from typer.cli import get_docs_for_click
+
+import meshweave
+from meshweave.cli.app import app
+
+ROOT = Path(__file__).parents[1]
+STAGE = ROOT / "build" / "docs-pages"
+CONFIG = ROOT / "docs" / "mkdocs.yml"
+PAGES = (
+    "*.md", "docs/guide/*.md", "docs/decisions/*.md", "docs/reference/*.md", "docs/glossary.md",
+    "benchmarks/results/*.md", "validation/README.md", "validation/results/*.md",
+)  # fmt: skip
+GROUPS = {
+    "describe": "Clusters, models, meshes, layouts and machines.",
+    "programs": "What a program is written with, its text, its proof and its lowering.",
+    "algorithms": "Problems, configs and algorithms of every family.",
+    "planning": "The search for the best algorithm, mesh, layouts and schedule.",
+    "readings": "Estimate, simulation, execution by numpy and torch, and traces of them.",
+    "proofs": "Checks of plans, programs and algorithms.",
+    "torch": "Products and resharding of DTensors and of local shards.",
+    "pictures": "Timelines of traces.",
+    "measurement": "The lab, and what DTensor moves.",
+    "errors": "What a user can cause and mend.",
+}
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def pages() -> Iterator[Path]:
+    """Yield the pages of the repository that the site has, relative to its root."""
+    for pattern in PAGES:
+        yield from sorted(path.relative_to(ROOT) for path in ROOT.glob(pattern))
+
+
+def stage() -> None:
+    """Copy all pages, and the files that they link to, and write the generated ones."""
+    shutil.rmtree(STAGE, ignore_errors=True)
+    for page in pages():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        _write(page, text)
+        for target in LINK.findall(text):
+            linked = (ROOT / page.parent / target).resolve()
+            if linked.is_file() and linked.is_relative_to(ROOT) and linked.suffix != ".md":
+                copy = STAGE / linked.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(linked, copy)
+    for group in GROUPS:
+        _write(Path("docs/reference/api") / f"{group}.md", api_page(group))
+    _write(Path("docs/reference/command-line.md"), command_line_page())
+    _write(Path("docs/reference/README.md"), reference_page())
+
+
+def api_page(group: str) -> str:
+    """Return the page of one group of the front door: a directive for each name."""
+    names = [
+        (name, f"meshweave.{module}.{name}")
+        for module, line in meshweave._GROUPS[group].items()
+        for name in line.split()
+    ]
+    heads = [
+        f"# {group.capitalize()}\n\n{GROUPS[group]} Every name is one of `meshweave`: `import meshweave as mw`."
+    ]
+    return "\n\n".join(
+        [*heads, *(f"::: {path}" for _, path in sorted(names, key=lambda pair: pair[0].lower()))]
+    )
+
+
+def reference_page() -> str:
+    """Return the first page of the reference: what there is, and all names of the front door by group."""
+    lines = [
+        "# Reference",
+        "[Command line](command-line.md): every verb and option. "
+        "[Description files](descriptions.md): every key of cluster and model files.",
+        "## Python",
+        "`import meshweave as mw` has all of these. What is not listed is private by convention.",
+    ]
+    for group, meaning in GROUPS.items():
+        names = sorted(" ".join(meshweave._GROUPS[group].values()).split(), key=str.lower)
+        words = ", ".join(f"`{name}`" for name in names)
+        lines.append(f"**[{group.capitalize()}](api/{group}.md)**: {meaning}\n{words}")
+    return "\n\n".join(lines) + "\n"
+
+
+def command_line_page() -> str:
+    """Return the reference of the command line, from the typer app itself."""
+    command = typer.main.get_command(app)
+    context = command.make_context("meshweave", [], resilient_parsing=True)
+    return get_docs_for_click(obj=command, ctx=context, name="meshweave", title="Command line")
+
+
+def config_path() -> Path:
+    """Write the configuration with the pages of each section listed under their titles; return its path."""
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["docs_dir"], config["site_dir"] = str(STAGE), str(ROOT / "build" / "docs")
+    config["plugins"][-1]["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT / "src")]
+    sections = {
+        next(iter(entry)): entry for entry in config["nav"] if isinstance(next(iter(entry.values())), list)
+    }
+    sections["Guide"]["Guide"] += _in_order("docs/guide")
+    sections["Decisions"]["Decisions"] += _in_order("docs/decisions")
+    sections["Reference"]["Reference"] += [
+        {"Command line": "docs/reference/command-line.md"},
+        {"Description files": "docs/reference/descriptions.md"},
+        {"Python": [{group.capitalize(): f"docs/reference/api/{group}.md"} for group in GROUPS]},
+    ]
+    path = STAGE.parent / "mkdocs.yml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def _in_order(folder: str) -> list[str]:
+    """Return the pages of a folder in the order in which its README links to them."""
+    readme = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    names = dict.fromkeys(target for target in LINK.findall(readme) if "/" not in target)
+    return [f"{folder}/{name}" for name in names if name.endswith(".md")]
+
+
+def _write(page: Path, text: str) -> None:
+    path = STAGE / page
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    stage()
+    config = load_config(str(config_path()), strict=True)
+    try:
+        build(config)
+    except Abort as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"written: {config.site_dir}/index.html")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

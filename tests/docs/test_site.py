@@ -1,0 +1,24 @@
+"""The generated pages of the site cover the front door and the command line. `make docs` builds the site itself."""
+
+from __future__ import annotations
+
+import runpy
+
+import pages
+import pytest
+
+import meshweave
+
+
+def test_the_site_covers_everything() -> None:
+    for module in ("yaml", "mkdocs"):
+        pytest.importorskip(module, reason="the extra docs is not installed")
+    site = runpy.run_path(str(pages.ROOT / "docs" / "site.py"))
+    assert list(site["GROUPS"]) == list(meshweave._GROUPS)
+    assert all(f"    {group:<13} " in (meshweave.__doc__ or "") for group in meshweave._GROUPS)
+    text = "".join(site["api_page"](group) for group in site["GROUPS"])
+    assert all(f".{name}\n" in f"{text}\n" for name in meshweave._HOME)
+    commands = site["command_line_page"]()
+    assert all(
+        f"## `meshweave {verb}" in commands for verb in ("plan", "simulate", "tune layouts", "bench matmul")
+    )
