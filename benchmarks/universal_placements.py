@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of that choice")
     parser.add_argument("--only", type=pair, nargs="+", help="these pairs, such as R,S1:P,P")
     parser.add_argument("--repeat", type=int, default=7, help="runs of each on a pair, after one to warm up")
-    parser.add_argument("--transport", default="messages", choices=("messages", "shared"))
+    parser.add_argument("--transport", default="messages", choices=("auto", "messages", "shared"))
     parser.add_argument("--lab", type=Path, help="LAB.toml: run in it, with products at its pace")
     parser.add_argument("--flops-per-s", type=float, help="another pace than the lab's")
     parser.add_argument("--unpaced", action="store_true", help="no pace in the lab")
@@ -244,7 +244,7 @@ def main() -> None:
     options = parser.parse_args()
     if len(options.sizes) != 3 or len(options.mesh) > 2 or options.repeat < 1:
         parser.error("sizes are M,N,K, a mesh has one or two axes, and each runs at least once")
-    if options.lab and options.transport == "shared":
+    if options.lab and options.transport != "messages":
         parser.error("shared memory goes round the links of a lab")
     lab = Lab.load(options.lab) if options.lab else None
     if lab is not None and lab.num_ranks != math.prod(options.mesh):
