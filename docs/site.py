@@ -74,17 +74,10 @@ def stage() -> None:
 
 def api_page(group: str) -> str:
     """Return the page of one group of the front door: a directive for each name."""
-    names = [
-        (name, f"meshweave.{module}.{name}")
-        for module, line in meshweave._GROUPS[group].items()
-        for name in line.split()
-    ]
-    heads = [
-        f"# {group.capitalize()}\n\n{GROUPS[group]} Every name is one of `meshweave`: `import meshweave as mw`."
-    ]
-    return "\n\n".join(
-        [*heads, *(f"::: {path}" for _, path in sorted(names, key=lambda pair: pair[0].lower()))]
-    )
+    homes = {name: module for module, line in meshweave._GROUPS[group].items() for name in line.split()}
+    head = f"# {group.capitalize()}\n\n{GROUPS[group]} Every name is one of `meshweave`: `import meshweave as mw`."
+    names = sorted(homes, key=str.lower)
+    return "\n\n".join([head, *(f"::: meshweave.{homes[name]}.{name}" for name in names)]) + "\n"
 
 
 def reference_page() -> str:
@@ -115,12 +108,10 @@ def config_path() -> Path:
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["docs_dir"], config["site_dir"] = str(STAGE), str(ROOT / "build" / "docs")
     config["plugins"][-1]["mkdocstrings"]["handlers"]["python"]["paths"] = [str(ROOT / "src")]
-    sections = {
-        next(iter(entry)): entry for entry in config["nav"] if isinstance(next(iter(entry.values())), list)
-    }
-    sections["Guide"]["Guide"] += _in_order("docs/guide")
-    sections["Decisions"]["Decisions"] += _in_order("docs/decisions")
-    sections["Reference"]["Reference"] += [
+    sections = {title: part for entry in config["nav"] for title, part in entry.items()}
+    sections["Guide"] += _in_order("docs/guide")
+    sections["Decisions"] += _in_order("docs/decisions")
+    sections["Reference"] += [
         {"Command line": "docs/reference/command-line.md"},
         {"Description files": "docs/reference/descriptions.md"},
         {"Python": [{group.capitalize(): f"docs/reference/api/{group}.md"} for group in GROUPS]},

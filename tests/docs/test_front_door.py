@@ -16,18 +16,9 @@ import meshweave
 
 FRONT_DOOR = pages.ROOT / "src" / "meshweave" / "__init__.py"
 EXAMPLES = sorted((pages.ROOT / "examples").glob("*.py"))
-NEEDS_TORCH = set(
-    [
-        "bind",
-        "TorchContext",
-        "matmul",
-        "matmul2d",
-        "universal_linear",
-        "prepare",
-        "reshard",
-        "reshard_state_dict",
-    ]
-)
+NEEDS_TORCH = {
+    "TorchContext", "bind", "matmul", "matmul2d", "prepare", "reshard", "reshard_state_dict", "universal_linear",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in meshweave.__all__ if name != "__version__"])

@@ -1,4 +1,4 @@
-"""The generated pages of the site cover the front door and the command line. `make docs` builds the site itself."""
+"""The generated pages of the site cover the front door and the command line; `make docs` builds it."""
 
 from __future__ import annotations
 
