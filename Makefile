@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := CMakeLists.txt csrc $(wildcard csrc/*)
 MODULES := $(shell find src -name '*.py' | sort | cksum)
 
-.PHONY: demo test lint sanitize docs bench slow clean FORCE
+.PHONY: demo test coverage lint sanitize docs bench slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -22,7 +22,7 @@ FORCE:
 
 $(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules | $(BIN)/python
 	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[torch,dev]'
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[torch,mpi,dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -32,8 +32,15 @@ demo: $(STAMP)
 		--algorithm meshslice,collective \
 		--trace demo-out/trace.json --svg demo-out/timeline.svg
 
+# One worker for all tests that start processes (tests/conftest.py), the others for the rest.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+
 test: $(STAMP)
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
+
+# The branches of the package that tests take in their own process, in build/coverage.
+coverage: $(STAMP)
+	$(PYTEST) -m 'not slow and not gloo and not mpi and not lab' --cov --cov-report term --cov-report html:build/coverage
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -45,8 +52,9 @@ lint: $(STAMP)
 sanitize: $(STAMP)
 	.ci/sanitize $(BIN)/python
 
+# All tests, also those that take minutes, with many more examples (tests/sampling.py).
 slow: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow
+	$(PYTEST) -m '' --hypothesis-profile slow --timeout 1200
 
 # The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.
 docs: $(STAMP)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
@@ -22,6 +22,7 @@ from meshweave.ir.program.ops import Permute
 from meshweave.ir.work import Compute, Transfer, matmul_work, traffic, work_of
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate
+from sampling import examples
 
 K = 1024
 POD = load_cluster("tpu-v4-pod:128")
@@ -42,7 +43,7 @@ def layered(draw: st.DrawFn) -> Matmul2dProblem:
     return Matmul2dProblem(*draw(st.tuples(size, size, size)), shape, draw(st.sampled_from(["os", "ls", "rs"])))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(10, suppress_health_check=[HealthCheck.too_slow])
 @given(layered(), st.integers(0, 2), st.integers(0, 10**6))
 def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) -> None:
     """The properties of the table on meshes that are too large for it."""
@@ -58,7 +59,7 @@ def test_25d_on_larger_meshes(problem: Matmul2dProblem, ways: int, seed: int) ->
     np.testing.assert_array_equal(run_numpy(program, {"A": a, "B": b}, seed=seed).outputs["C"], expected)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(10, suppress_health_check=[HealthCheck.too_slow])
 @given(layered(), st.integers(1, 40))
 def test_25d_skeleton_on_larger_meshes(problem: Matmul2dProblem, scale: int) -> None:
     """Exact on even shards, although rows and columns are skewed by different distances; else a bound."""
@@ -92,7 +93,7 @@ def test_a_permute_that_goes_nowhere_is_a_copy() -> None:
     """Row 0 is not skewed: it moves no bytes, and takes a copy's time."""
     program = ALGORITHMS["cannon"].program(Matmul2dProblem(8, 8, 8, (4, 4)), Matmul2dConfig())
     for rank, hops in ((0, 0), (4, 1), (8, 2), (12, 1)):
-        skew = next(bound.op for bound in program.on_rank(rank) if bound.op.name == "skew_a")
+        skew = next(bound.op for bound in program.ops_on_rank(rank) if bound.op.name == "skew_a")
         work = work_of(program, skew)
         assert isinstance(skew, Permute)
         if hops:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
@@ -17,6 +17,7 @@ from meshweave.estimate import skeleton_ps
 from meshweave.ir.program.views import Blocked, selector_indices
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer
+from sampling import examples
 
 
 def test_even_slices_are_the_papers() -> None:
@@ -32,7 +33,7 @@ def test_even_slices_are_the_papers() -> None:
         np.testing.assert_array_equal(selector_indices(resolved), local[:, number].reshape(-1))
 
 
-@settings(deadline=None)
+@examples(100)
 @given(
     st.integers(1, 80),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
@@ -78,7 +79,7 @@ def test_estimate_is_the_papers_closed_form() -> None:
     assert skeleton_ps(skeleton, cost) == gather + 7 * steady + tasks["matmul"]
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.data())
 def test_jumping_over_steady_turns_changes_nothing(data: st.DataObject) -> None:
     """A phase of n turns costs what n phases of one turn cost, which are followed one by one."""

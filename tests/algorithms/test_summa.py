@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
@@ -11,9 +11,10 @@ from meshweave.algorithms.matmul2d.summa import SliceStep, slice_steps
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.estimate import estimate
+from meshweave.estimate import estimate_skeleton
 from meshweave.ir.program import On, Repeat
 from meshweave.ir.program.ops import Broadcast, Reduce
+from sampling import examples
 
 SUMMA = ALGORITHMS["summa"]
 
@@ -22,7 +23,7 @@ def config(turns: int, packets: int = 1) -> Matmul2dConfig:
     return Matmul2dConfig((1,) * turns, packets=packets)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(st.data())
 def test_turns_cover_the_dim_and_panels_lie_in_one_shard(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 90))
@@ -98,7 +99,7 @@ def test_synchronisations_grow_quadratically_with_the_mesh() -> None:
         sync_s = cluster.network.axis(0).comm("broadcast").sync_s
         for name, per_axis in (("summa", members * (members + packets - 2)), ("collective", members - 1)):
             chosen = config(members, packets) if name == "summa" else Matmul2dConfig()
-            found = estimate(ALGORITHMS[name].skeleton(problem, chosen), machine)
+            found = estimate_skeleton(ALGORITHMS[name].skeleton(problem, chosen), machine)
             assert found.sync_s == pytest.approx(2 * per_axis * sync_s)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
@@ -23,6 +23,7 @@ from meshweave.ir.program.text import to_text
 from meshweave.ir.work import traffic
 from meshweave.lower import lower_rings
 from meshweave.simulate.reference import simulate
+from sampling import examples
 
 TPU = load_cluster("tpu-v4-pod:16")
 POD = replace(TPU, chip=replace(TPU.chip, gemm_tile=None))
@@ -31,7 +32,7 @@ TILED = replace(POD, chip=replace(POD.chip, gemm_tile=(24, 40, 16), memory_bytes
 """Where small products are bound by memory, and tiles are seldom whole."""
 NAMES = sorted(ALGORITHMS)
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = examples(60, suppress_health_check=[HealthCheck.too_slow])
 
 
 MESHES = {
@@ -123,7 +124,7 @@ def times_ps(
     machine = Machine.of(cluster, program)
     simulated = simulate(program, machine, contention=False)
     estimated = skeleton_ps(entry.skeleton(problem, config), lambda work: price(work, machine).total_ps)
-    num_ops = max(len(ops) for ops in program.instance.values())
+    num_ops = max(len(ops) for ops in program.ops_by_rank.values())
     return estimated, max(span.end_ps for span in simulated.spans), num_ops
 
 

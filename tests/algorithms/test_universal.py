@@ -7,12 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.universal import (
-    UniversalConfig,
     Slicing,
+    UniversalConfig,
     UniversalProblem,
     universal_configs,
     universal_program,
@@ -30,6 +30,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_one_sided
 from meshweave.tune.universal import extra_bytes, tune_universal
+from sampling import examples
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
 SQUARE = Mesh.of("tp", (2, 2), ("row", "col"))
@@ -84,7 +85,7 @@ def operands(problem: UniversalProblem) -> dict[str, np.ndarray]:
 def moved(program: Program) -> int:
     """Bytes that cross between ranks, counted op by op."""
     total = 0
-    for rank, ops in program.instance.items():
+    for rank, ops in program.ops_by_rank.items():
         for bound in ops:
             if isinstance(bound.op, (Get, Put, Accumulate)):
                 view = bound.op.src if isinstance(bound.op, Get) else bound.op.out
@@ -92,7 +93,7 @@ def moved(program: Program) -> int:
     return total
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(cases())
 def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     problem, choice = case
@@ -106,16 +107,16 @@ def test_any_layouts_give_the_dense_product(case: tuple[UniversalProblem, Univer
             np.testing.assert_array_equal(run_numpy(one, inputs, seed=seed).outputs["C"], expected)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(cases())
 def test_counts_are_those_of_the_program(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     program = universal_program(*case)
-    assert volume(Slicing(*case)).moved_bytes == moved(program)
+    assert volume(Slicing(*case)).total_received_bytes == moved(program)
     if len(program.ranks) <= 4:
         assert parse(to_text(program)) == program
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases())
 def test_messages_are_proven_too(case: tuple[UniversalProblem, UniversalConfig]) -> None:
     assert validate(lower_one_sided(universal_program(*case))).skipped == ()
@@ -159,8 +160,8 @@ def test_copies_of_c_are_reduced_or_computed_on_their_own() -> None:
     problem = UniversalProblem(8, 8, 8, everywhere, everywhere, everywhere, "float64")
     alone = volume(Slicing(problem, UniversalConfig("c", redundant_axes=(0, 1))))
     shared = volume(Slicing(problem, UniversalConfig("c")))
-    assert (alone.moved_bytes, alone.flops) == (0, 2 * 8**3)
-    assert (shared.moved_bytes, shared.flops) == (2 * 3 * 8 * 8 * 8, 2 * 8**3 // 4)
+    assert (alone.total_received_bytes, alone.max_rank_flops) == (0, 2 * 8**3)
+    assert (shared.total_received_bytes, shared.max_rank_flops) == (2 * 3 * 8 * 8 * 8, 2 * 8**3 // 4)
 
 
 def test_a_memory_limit_is_kept_or_refused() -> None:

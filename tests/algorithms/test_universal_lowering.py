@@ -6,17 +6,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_universal import cases, operands
 
 from meshweave.algorithms.universal import (
-    UniversalConfig,
     Slicing,
+    UniversalConfig,
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.issue_order import direct_order, schedule_graph, issue_order, remote_panels
+from meshweave.algorithms.universal.issue_order import (
+    direct_order,
+    issue_order,
+    remote_panels,
+    schedule_graph,
+)
 from meshweave.algorithms.universal.schedule import IssueOrder
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.rates import RankRates
@@ -26,6 +31,7 @@ from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided
+from sampling import examples
 
 RATES = RankRates(1e9, 1e9, accumulate_factor=0.8, ranks_per_package=2, near_bytes_per_s=3e9)
 Ordered = tuple[UniversalProblem, UniversalConfig, dict[int, IssueOrder]]
@@ -56,14 +62,14 @@ def check(problem: UniversalProblem, program: Program) -> None:
             np.testing.assert_array_equal(found, inputs["A"] @ inputs["B"])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(ordered())
 def test_any_order_gives_the_dense_product(case: Ordered) -> None:
     problem, choice, orders = case
     check(problem, universal_program(problem, choice, orders=orders))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cases(), st.sampled_from(["greedy", "cost-greedy", "exhaustive"]))
 def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, UniversalConfig], schedule: str) -> None:
     problem, choice = case

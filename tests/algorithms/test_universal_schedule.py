@@ -8,30 +8,31 @@ from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.universal.schedule import (
     FetchNode,
-    ScheduleGraph,
-    StageLimits,
-    ProductNode,
     IssueOrder,
+    ProductNode,
+    ScheduleGraph,
     Stage,
-    staged_s,
+    StageLimits,
     cost_greedy,
     direct,
-    greedy,
     flatten_stages,
+    greedy,
     pipelined_s,
     stage_s,
+    staged_s,
 )
 from meshweave.algorithms.universal.schedule_search import ScheduleSearchResult, exhaustive
+from sampling import examples
 
 FAR = 1000
 """Prefetch that holds nothing back."""
 HEURISTICS = (direct, greedy, cost_greedy)
-quick = settings(max_examples=150, deadline=None)
+quick = examples(150)
 
 
 @st.composite

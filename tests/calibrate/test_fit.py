@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.calibrate import FitLimits, Sample, fit_samples
+from sampling import examples
 
 SIZES = (16_000, 40_000, 96_000, 224_000, 512_000)
 
@@ -23,7 +24,7 @@ def line(launch_s, sync_s, rate, factors, steps=(1, 3)):
 noise = st.lists(st.floats(0.99, 1.01), min_size=10, max_size=10)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     st.floats(1e6, 1e10),
     st.floats(0.2, 2.0),
@@ -40,7 +41,7 @@ def test_slow_outliers_do_not_move_the_constants(rate, share, factors, outliers,
     assert fit.num_points == 10 and fit.steps == (1, 3)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.floats(1e6, 1e10), st.floats(0.1, 2.0), st.floats(0.5, 5.0))
 def test_exact_data_give_the_constants_back(rate, sync_share, launch_share):
     unit_s = SIZES[1] / rate

@@ -1,7 +1,7 @@
 """From measured times to a file: constants where they belong, and the file reads as the same cluster."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.calibrate import fit_calibration, plan_sweep, to_toml
@@ -20,6 +20,7 @@ from meshweave.describe.machine.cluster import (
     TreeNetwork,
     load_cluster,
 )
+from sampling import examples
 
 RATE, SYNC_S, FLOPS_PER_S = 5e6, 2e-4, 1e9
 
@@ -147,7 +148,7 @@ network = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(network, words, words, number)
 def test_any_cluster_survives_the_file(tmp_path_factory, network, source, note, rate):
     chip = Chip("chip", (("float32", rate),), rate, 7, rate, 1e-6, source)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, MeshweaveError
@@ -23,6 +23,7 @@ from meshweave.describe.machine.cluster import (
     load_cluster,
 )
 from meshweave.describe.model import load_model
+from sampling import examples
 
 LOADERS = {"clusters": load_cluster, "models": load_model}
 ENTRIES = [("clusters", n) for n in cluster_names()] + [("models", n) for n in model_names()]
@@ -220,7 +221,7 @@ def mutated(draw: st.DrawFn) -> Any:
     return root[""]
 
 
-FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = examples(400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @FUZZ

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import LayoutError, ProgramError
@@ -16,6 +16,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Tensor
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
+from sampling import examples
 
 
 @st.composite
@@ -48,7 +49,7 @@ def lists(layout: Layout, shape: tuple[int, ...], rank: int) -> list[list[int]]:
     return [index.tolist() for index in layout.indices(shape, rank)]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases(tiles=False, folds=False))
 def test_strided_shards_hold_what_dtensor_holds(case: tuple[Layout, tuple[int, ...]]) -> None:
     torch = pytest.importorskip("torch")
@@ -70,7 +71,7 @@ def test_strided_shards_hold_what_dtensor_holds(case: tuple[Layout, tuple[int, .
             assert ours == held.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(cases())
 def test_a_fold_holds_the_same_elements_in_the_same_order(case: tuple[Layout, tuple[int, ...]]) -> None:
     """Numbering the elements, cutting the original and reshaping the piece: the fold indexes just that."""
@@ -86,7 +87,7 @@ def test_a_fold_holds_the_same_elements_in_the_same_order(case: tuple[Layout, tu
         assert seen.ravel().tolist() == piece.ravel().tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases(tiles=False))
 def test_intervals_are_whole_ascending_and_apart(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
@@ -97,7 +98,7 @@ def test_intervals_are_whole_ascending_and_apart(case: tuple[Layout, tuple[int, 
                 assert all(before[1] < after[0] for before, after in itertools.pairwise(pieces))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 4))
 def test_a_flattened_sharded_dim_is_a_strided_shard(batch: int, length: int, parts: int) -> None:
     mesh = Mesh.of("tp", (parts,), ("x",))
@@ -142,7 +143,7 @@ def test_what_does_not_fit_is_refused() -> None:
 # --- the text form --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(cases(), st.booleans())
 def test_programs_with_folds_round_trip(case: tuple[Layout, tuple[int, ...]], partial: bool) -> None:
     layout, shape = case

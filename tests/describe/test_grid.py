@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import LayoutError
@@ -19,6 +19,7 @@ from meshweave.describe.layout.grid import (
     row_block,
 )
 from meshweave.describe.layout.mesh import Mesh
+from sampling import examples
 
 shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
@@ -33,7 +34,7 @@ def grids(draw: st.DrawFn) -> ProcessGrid:
     )  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(grids(), st.tuples(st.integers(1, 4), st.integers(1, 4)), shapes, st.data())
 def test_an_element_is_where_scalapack_has_it(
     grid: ProcessGrid, tile: tuple[int, int], shape: tuple[int, int], data: st.DataObject

@@ -7,12 +7,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile, chunk_bounds
 from meshweave.describe.layout.mesh import Mesh
+from sampling import examples
 
 
 @st.composite
@@ -39,7 +40,7 @@ def layouts(draw: st.DrawFn, kinds: st.SearchStrategy[Placement] = placements) -
 shapes = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.integers(0, 60), st.integers(1, 12))
 def test_chunk_rule(size: int, parts: int) -> None:
     cuts = [chunk_bounds(size, parts, index) for index in range(parts)]
@@ -52,7 +53,7 @@ def test_chunk_rule(size: int, parts: int) -> None:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.integers(1, 60), st.integers(1, 12))
 def test_chunk_rule_is_that_of_torch(size: int, parts: int) -> None:
     torch = pytest.importorskip("torch")
@@ -65,7 +66,7 @@ def sharding_axes(layout: Layout) -> list[bool]:
     return [isinstance(placement, (Shard, Tile)) for placement in layout.placements]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(layouts(), shapes)
 def test_every_element_is_held_once_per_replica(layout: Layout, shape: tuple[int, int]) -> None:
     mesh, cut = layout.mesh, sharding_axes(layout)
@@ -79,7 +80,7 @@ def test_every_element_is_held_once_per_replica(layout: Layout, shape: tuple[int
         assert (counts == 1).all()
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(layouts(), shapes)
 def test_intervals_are_whole_disjoint_and_count_the_local_shape(
     layout: Layout, shape: tuple[int, int]
@@ -94,7 +95,7 @@ def test_intervals_are_whole_disjoint_and_count_the_local_shape(
         assert [len(index) for index in layout.indices(shape, rank)] == list(layout.local_shape(shape, rank))
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     layouts(st.one_of(st.builds(Shard, st.integers(0, 1)), st.just(Replicate()))),
     st.tuples(st.integers(1, 13), st.integers(1, 13)),
@@ -117,7 +118,7 @@ def test_shards_are_those_of_dtensor(layout: Layout, shape: tuple[int, int]) -> 
             assert not held or held[0][0] == start
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 7), st.data())
 def test_tiles_are_dealt_around_the_axis(size: int, parts: int, tile: int, data: st.DataObject) -> None:
     """Element i lies in block (i + offset) // tile, and block b belongs to rank b modulo the axis."""
@@ -166,7 +167,7 @@ def test_what_does_not_fit_is_refused() -> None:
         mesh.size("x")
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(meshes())
 def test_groups_of_an_axis_part_the_mesh(mesh: Mesh) -> None:
     for position, axis in enumerate(mesh.axes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import LayoutError
@@ -11,6 +11,7 @@ from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.describe.layout.spec import layout_of_spec, spec_of
+from sampling import examples
 
 SQUARE = Mesh.of("tp", (2, 2), ("row", "col"))
 AXES = "abc"
@@ -28,7 +29,7 @@ def plain_layouts(draw: st.DrawFn) -> tuple[Layout, int]:
     return Layout(mesh, tuple(draw(each) for _ in shape)), num_dims
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(plain_layouts())
 def test_a_spec_is_read_back(case: tuple[Layout, int]) -> None:
     layout, num_dims = case
@@ -70,7 +71,7 @@ def test_what_is_no_spec_is_refused(spec: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.text("SR012^{} ", max_size=8))
 def test_any_text_is_a_spec_or_refused_in_a_line(text: str) -> None:
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.estimate import TimedSkeleton, skeleton_ps
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work
+from sampling import examples
 
 NAMES = "abcde"
 
@@ -53,13 +54,13 @@ def followed(skeleton: Skeleton) -> int:
     return max(lanes.values())
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(skeletons())
 def test_jumping_over_steady_turns_changes_nothing(skeleton: Skeleton) -> None:
     assert skeleton_ps(skeleton, amount) == followed(skeleton)
 
 
-@settings(deadline=None)
+@examples(100)
 @given(skeletons())
 def test_the_longest_lane_is_a_lower_bound(skeleton: Skeleton) -> None:
     timed = TimedSkeleton(skeleton, amount)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
@@ -11,10 +11,11 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.estimate import estimate
+from meshweave.estimate import estimate_skeleton
 from meshweave.estimate.timeline import MAX_TASKS, timeline
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, matmul_work, move_work
+from sampling import examples
 
 POD = load_cluster("tpu-v4-pod:16")
 AXES = ("row", "col", "depth")
@@ -29,7 +30,7 @@ def machine_of(shape: tuple[int, ...]) -> Machine:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
     """To the picosecond, in every algorithm, for products of uneven sizes too."""
@@ -43,7 +44,7 @@ def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
     widths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=min(40, problem.sliced_size)))
     config = Matmul2dConfig(tuple(widths), packets=data.draw(st.integers(1, 4)))
     skeleton, machine = entry.skeleton(problem, config), machine_of(problem.mesh_shape)
-    drawn, estimated = timeline(skeleton, machine), estimate(skeleton, machine)
+    drawn, estimated = timeline(skeleton, machine), estimate_skeleton(skeleton, machine)
     assert drawn.duration_s == estimated.total_s
     assert drawn.source == "estimate" and {span.rank for span in drawn.spans} <= {0}
     by_kind = {"compute": 0, "move": 0, "communicate": 0}

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -73,3 +75,27 @@ def deserted(context, payload):
         time.sleep(1000)
     with context.liveness.guard("rank 2"):
         dist.recv(torch.zeros(1), 2)
+
+
+def seen(context, payload):
+    """What a rank can tell of the process it is in."""
+    print(f"said by {context.rank}", flush=True)
+    print(f"complained by {context.rank}", file=sys.stderr, flush=True)
+    given = {name: os.environ.get(f"MESHWEAVE_TEST_{name}") for name in ("GIVEN", "WORD")}
+    words = {**given, "RANK": os.environ["RANK"]}
+    return {
+        "parent": os.getppid(),
+        "words": {name: word for name, word in words.items() if word is not None},
+        "folder": str(Path.cwd()),
+        "hash": hash("meshweave"),
+        "threads": torch.get_num_threads(),
+        "handlers": [str(signal.getsignal(signum)) for signum in (signal.SIGINT, signal.SIGCHLD)],
+    }
+
+
+def kill_parent(context, payload):
+    """Rank 0 kills the process that it was forked from."""
+    dist.barrier()
+    if context.rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 from builders import golden
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.ir.analysis import edges
@@ -17,6 +17,7 @@ from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import READ, UPDATE, Add, Call, Copy, Fence, Get, Matmul, Op, Put, Release, Zero
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.views import Blocked, Range, Selector, View, selector_indices
+from sampling import examples
 
 SIZE = 6
 EXPOSED = frozenset({"x"})
@@ -91,7 +92,7 @@ def closure(edges: Sequence[Sequence[int]]) -> list[set[int]]:
     return past
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(ops, max_size=9))
 def test_same_order_as_the_quadratic_derivation(listed: list[Op]) -> None:
     bound = [BoundOp((number,), op) for number, op in enumerate(listed)]

@@ -6,7 +6,7 @@ import ast
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import ProgramError
@@ -23,6 +23,7 @@ from meshweave.ir.program.expressions import (
     select,
     substitute,
 )
+from sampling import examples
 
 ENV = {"tp.row": 3, "tp.col": 1, "s": 5, "peer": 2, "rank": 7}
 OPS = ("+", "-", "*", "//", "%", "min", "max", "==", "!=", "<", "<=", ">", ">=", "and", "or")
@@ -58,13 +59,13 @@ def read(text: str) -> Index:
     return from_ast(ast.parse(text, mode="eval").body)
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(indices)
 def test_round_trip(index: Index) -> None:
     assert read(str(index)) == index
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(indices)
 def test_means_what_python_means(index: Index) -> None:
     scope = {"tp": SimpleNamespace(row=3, col=1), "s": 5, "peer": 2, "rank": 7, "min": min, "max": max}
@@ -89,7 +90,7 @@ class _Truths(ast.NodeTransformer):
         return ast.Call(ast.Name("int", ast.Load()), [ast.Call(ast.Name("bool", ast.Load()), [node], [])], [])
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(leaves, leaves)
 def test_operators_build_what_they_say(left: Index, right: Index) -> None:
     x, y = evaluate(left, ENV), evaluate(right, ENV)
@@ -104,7 +105,7 @@ def test_operators_build_what_they_say(left: Index, right: Index) -> None:
     assert evaluate(maximum(left, right), ENV) == max(x, y)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(indices, leaves)
 def test_substituting_is_evaluating_with_another_value(index: Index, value: Index) -> None:
     try:

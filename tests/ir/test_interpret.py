@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from builders import numbers_for, run_numbers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.parse import parse
+from sampling import examples
 
 RANKS = 3
 
@@ -46,7 +47,7 @@ sizes = st.tuples(*[st.integers(0, 4)] * RANKS)
 members = st.permutations([4, 0, 7]).map(tuple)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(sizes, members, st.integers(0, 1))
 def test_all_gather_and_reduce_scatter(parts: tuple[int, ...], order: tuple[int, ...], dim: int) -> None:
     total = sum(parts)
@@ -61,7 +62,7 @@ def test_all_gather_and_reduce_scatter(parts: tuple[int, ...], order: tuple[int,
     assert all(np.array_equal(got, want) for got, want in zip((first, second, third), wanted, strict=True))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.tuples(sizes, sizes, sizes), members)
 def test_all_to_all(table: tuple[tuple[int, ...], ...], order: tuple[int, ...]) -> None:
     """Row i of the table is what member i sends to each; all along dim 0."""
@@ -89,7 +90,7 @@ def test_all_to_all_that_turns_a_matrix() -> None:
         assert np.array_equal(got, np.concatenate([x[2 * number : 2 * number + 2] for x in src], axis=1))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(members, st.integers(0, 2), st.integers(-3, 4), st.sampled_from(["sum", "max"]))
 def test_the_rest(order: tuple[int, ...], root: int, shift: int, how: str) -> None:
     shapes = [(3, 2)] * RANKS

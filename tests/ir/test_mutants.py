@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from builders import NAMES, dense, golden, listed, numbers_for, orders, outputs_equal, run_numbers, with_ops
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
+from sampling import examples
 
 # What a call makes is taken on trust, so a pipeline of calls proves nothing about its numbers.
 PROVED = tuple(name for name in NAMES if name != "one_f_one_b")
@@ -46,7 +47,7 @@ def accepted(name: str, changes: list[int], seed: int, seeds: int) -> bool:
     return True
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.sampled_from(PROVED),
     st.lists(st.integers(0, len(MUTATIONS) - 1), min_size=1, max_size=2),

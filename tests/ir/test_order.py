@@ -7,12 +7,13 @@ from collections import defaultdict
 
 import pytest
 from builders import NAMES, golden
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.dataflow import Dataflow, Event, Issuer, analyse, untimed_order
 from meshweave.ir.program.parse import parse
+from sampling import examples
 
 FLOWS = {name: analyse(golden(name)) for name in NAMES}
 
@@ -40,7 +41,7 @@ def test_program_order_is_legal(name: str) -> None:
     check_legal(FLOWS[name], untimed_order(FLOWS[name]))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(NAMES), st.integers(0, 2**64))
 def test_any_seed_gives_a_legal_order(name: str, seed: int) -> None:
     check_legal(FLOWS[name], untimed_order(FLOWS[name], seed))
@@ -52,7 +53,7 @@ def test_seeds_repeat_and_differ() -> None:
     assert len({tuple(untimed_order(flow, seed)) for seed in range(5)}) == 5
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.sampled_from(NAMES), st.integers(0, 2**32))
 def test_issuer_keeps_to_the_width_of_each_lane(name: str, seed: int) -> None:
     """Ops finish in any order, the members of a joint each on their own once all of them are issued."""

@@ -8,7 +8,7 @@ import re
 
 import pytest
 from builders import NAMES, golden, golden_text
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from strategies import ops, programs
 
@@ -18,12 +18,13 @@ from meshweave.ir.program import Lane, Program
 from meshweave.ir.program.ops import OP_TYPES, Fence, Op
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import op_to_text, to_text
+from sampling import examples
 
 SHORT = [name for name in NAMES if not name.startswith("universal")]
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=SLOW)
+@examples(40, suppress_health_check=SLOW)
 @given(programs())
 def test_random_programs_round_trip(program: Program) -> None:
     text = to_text(program)
@@ -31,7 +32,7 @@ def test_random_programs_round_trip(program: Program) -> None:
     assert to_text(parse(text)) == text
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+@examples(100, suppress_health_check=SLOW)
 @given(ops())
 def test_each_op_with_any_field_round_trips(op: Op) -> None:
     """Ops alone, so that every type and field is met many times."""
@@ -106,7 +107,7 @@ def check_refusal(text: str) -> Program | None:
     return program
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW)
+@examples(500, suppress_health_check=SLOW)
 @given(broken_texts())
 def test_broken_programs_raise_our_errors_only(text: str) -> None:
     program = check_refusal(text)
@@ -153,7 +154,7 @@ def grafted_texts(draw: st.DrawFn) -> str:
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@examples(200, suppress_health_check=SLOW)
 @given(grafted_texts())
 def test_odd_programs_raise_our_errors_only(text: str) -> None:
     program = check_refusal(text)
@@ -165,13 +166,13 @@ def test_odd_programs_raise_our_errors_only(text: str) -> None:
         assert "\n" not in str(error)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
+@examples(300, suppress_health_check=SLOW)
 @given(st.lists(st.sampled_from(TOKENS), max_size=30).map("".join) | st.text(max_size=60))
 def test_token_soup_raises_our_errors_only(text: str) -> None:
     check_refusal(text)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
+@examples(200, suppress_health_check=SLOW)
 @given(st.lists(st.sampled_from(TOKENS), max_size=12).map(" ".join))
 def test_soup_in_a_statement_raises_our_errors_only(soup: str) -> None:
     check_refusal(to_text(Program("p", *DECLARED, ())) + f"with tp:\n    matmul(a, a, {soup})\n")

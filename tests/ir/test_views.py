@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import ProgramError
@@ -19,6 +19,7 @@ from meshweave.ir.program.views import (
     selectors_overlap,
     view,
 )
+from sampling import examples
 
 SIZE = 30
 
@@ -41,7 +42,7 @@ def elements(selector: Selector) -> set[int]:
     return {at for at in inside if (at - selector.first) % selector.stride < selector.block}  # type: ignore[operator]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(selectors())
 def test_size_intervals_and_indices(selector: Selector) -> None:
     chosen = elements(selector)
@@ -52,7 +53,7 @@ def test_size_intervals_and_indices(selector: Selector) -> None:
     assert selector_indices(selector).tolist() == sorted(chosen)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(selectors(), selectors())
 def test_overlap_is_exact(a: Selector, b: Selector) -> None:
     assert selectors_overlap(a, b) == bool(elements(a) & elements(b)) == selectors_overlap(b, a)
@@ -62,7 +63,7 @@ def boxes(selected: tuple[Selector, ...]) -> set[tuple[int, int]]:
     return {(i, j) for i in elements(selected[0]) for j in elements(selected[1])}
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.tuples(selectors(), selectors()), st.tuples(selectors(), selectors()))
 def test_views_overlap_and_cover(a: tuple[Selector, ...], b: tuple[Selector, ...]) -> None:
     left, right = View("x", a), View("x", b)
@@ -75,7 +76,7 @@ def test_views_overlap_and_cover(a: tuple[Selector, ...], b: tuple[Selector, ...
     assert not left.covers(View("y", a)) and not left.covers(View("x", a, slot=1))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(selectors(), st.integers(0, 3))
 def test_resolving_keeps_the_elements(selector: Selector, shift: int) -> None:
     """The same selector, written with a loop index, and one whose blocks fill their stride."""

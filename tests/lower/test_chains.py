@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
@@ -21,8 +21,9 @@ from meshweave.ir.program.text import to_text
 from meshweave.ir.work import work_of
 from meshweave.lower import lower_chains
 from meshweave.simulate.reference import simulate
+from sampling import examples
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = examples(40, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check(program: Program, seed: int, *, meaning: bool) -> Program:
@@ -136,7 +137,7 @@ def both(kind: str, count: int, packets: int, times: int = 1) -> tuple[int, int]
     """Picoseconds of a collective in closed form and of its chain step by step, on links of its own."""
     program = parse(ONE.format(kind=kind, count=count, packets=packets, times=times))
     machine = Machine.of(load_cluster("tpu-v4-4x4"), program)
-    op = program.on_rank(0)[1].op
+    op = program.ops_on_rank(0)[1].op
     trace = simulate(lower_chains(program), machine, contention=False)
     return times * price(work_of(program, op), machine).total_ps, max(span.end_ps for span in trace.spans)
 
@@ -164,7 +165,7 @@ def test_a_member_sends_and_receives_at_once() -> None:
     program = lower_chains(parse(ONE.format(kind="broadcast", count=4, packets=8, times=3)))
     for rank in program.ranks:
         lanes = {Send: set(), Recv: set()}  # type: ignore[var-annotated]
-        for bound in program.on_rank(rank):
+        for bound in program.ops_on_rank(rank):
             if bound.key[1:3] == (1, 0) and isinstance(bound.op, (Send, Recv)):  # the first chain
                 lanes[type(bound.op)].add(bound.op.lane)
         assert not lanes[Send] & lanes[Recv]

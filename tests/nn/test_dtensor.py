@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import LayoutError
@@ -16,6 +16,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Tensor
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
+from sampling import examples
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
 import torch
@@ -80,7 +81,7 @@ def ours(layout: Layout, shape: tuple[int, ...], rank: int, side: Any = "left") 
     return matrix[rows][:, columns]
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(cases(st.integers(1, 4)), st.sampled_from(["left", "right"]))
 def test_a_layout_holds_what_dtensor_cuts(case: tuple[Any, Any, tuple[int, ...]], side: Any) -> None:
     mesh, placements, shape = case
@@ -113,7 +114,7 @@ def spec_of(mesh: Any, placements: Any, shape: tuple[int, ...], order: Any = Non
     return DTensorSpec(mesh, placements, meta, shard_order=order)
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(ordered())
 def test_a_shard_order_is_a_mesh_with_its_axes_in_that_order(case: tuple[Any, ...]) -> None:
     mesh, placements, shape, axes, order = case
@@ -130,7 +131,7 @@ def test_a_shard_order_is_a_mesh_with_its_axes_in_that_order(case: tuple[Any, ..
         assert ours(layout, shape, rank).tolist() == held(mesh, back, shape, rank).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(ordered(), st.integers(1, 3), st.integers(1, 3))
 def test_even_shard_orders_come_back_as_strided_shards(case: tuple[Any, ...], m: int, n: int) -> None:
     mesh, placements, _, _, order = case
@@ -144,7 +145,7 @@ def test_even_shard_orders_come_back_as_strided_shards(case: tuple[Any, ...], m:
         assert ours(layout, shape, rank).tolist() == ours(same, shape, rank).tolist()
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(cases(st.integers(1, 4)))
 def test_placements_come_back(case: tuple[Any, Any, tuple[int, ...]]) -> None:
     mesh, placements, shape = case
@@ -153,7 +154,7 @@ def test_placements_come_back(case: tuple[Any, Any, tuple[int, ...]]) -> None:
     assert placements_of(layout, matrix_shape(shape), mesh) == placements
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 20), st.integers(1, 4), st.integers(1, 8), st.integers(0, 7))
 def test_a_tile_is_a_shard_where_it_holds_the_same(size: int, parts: int, tile: int, offset: int) -> None:
     assume(offset < tile)

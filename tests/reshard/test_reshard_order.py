@@ -6,7 +6,7 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_jobs import reshard, row_major, unstructured
 
@@ -24,10 +24,11 @@ from meshweave.algorithms.reshard.order import (
     naive,
     schedule_in_order,
 )
+from sampling import examples
 
 SEARCHES = tuple(name for name in ORDERS if name != "exact")
 """`exact` needs OR-tools; test_reshard_order_exact tests it."""
-quick = settings(max_examples=60, deadline=None)
+quick = examples(60)
 seeds = st.integers(0, 2**32 - 1).map(Random)
 any_jobs = st.one_of(seeds.map(unstructured), seeds.map(reshard))
 
@@ -79,7 +80,7 @@ def test_the_same_jobs_get_the_same_schedule(jobs: JobSet) -> None:
         assert ORDERS[name](jobs) == ORDERS[name](jobs)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(jobs=seeds.map(lambda rng: unstructured(rng, most=7)))
 def test_a_proof_of_the_depth_first_search_holds(jobs: JobSet) -> None:
     full = dfs(jobs, max_nodes=100_000)

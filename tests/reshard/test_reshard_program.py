@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_reshards import Case, cases, fine, numbered, values
 
@@ -37,10 +37,11 @@ from meshweave.ir.program.ops import AllGather, Copy, Recv, Send
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.ir.program.views import View
+from sampling import examples
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 orders = st.sampled_from(["naive", "balance", "best"])
-quick = settings(max_examples=25, deadline=None)
+quick = examples(25)
 
 
 def slices(view: View) -> tuple[slice, ...]:
@@ -81,7 +82,7 @@ def test_every_element_is_written_once(strategy: str, case: Case, order: str) ->
         for number, item in enumerate(case.problem.moves)
         for rank in item.dst.mesh.ranks
     }
-    for rank, ops in program.instance.items():
+    for rank, ops in program.ops_by_rank.items():
         for bound in ops:
             assert isinstance(bound.op, (Send, Recv, Copy, AllGather))
             if not isinstance(bound.op, Send) and bound.op.out.buffer.startswith("y"):
@@ -90,7 +91,7 @@ def test_every_element_is_written_once(strategy: str, case: Case, order: str) ->
 
 
 @every_strategy
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(case=cases(), order=orders)
 def test_programs_are_read_back_from_their_text(strategy: str, case: Case, order: str) -> None:
     program = reshard_program(case.plan(strategy, order))
@@ -103,7 +104,7 @@ def test_programs_are_read_back_from_their_text(strategy: str, case: Case, order
 def across_hosts(program: Program, network: HostNetwork) -> int:
     """Bytes between hosts, op by op; around the ring of a gather every member takes in all parts but its own."""
     total = 0
-    for rank, ops in program.instance.items():
+    for rank, ops in program.ops_by_rank.items():
         for bound in ops:
             match bound.op:
                 case Send(peer=int(peer)) as send if not turn(send):
@@ -122,7 +123,7 @@ def across_hosts(program: Program, network: HostNetwork) -> int:
 def test_bytes_and_messages_are_those_of_the_program(strategy: str, case: Case, order: str) -> None:
     plan = case.plan(strategy, order)
     program = reshard_program(plan)
-    sends = [bound.op for ops in program.instance.values() for bound in ops if isinstance(bound.op, Send)]
+    sends = [bound.op for ops in program.ops_by_rank.values() for bound in ops if isinstance(bound.op, Send)]
     assert plan.num_messages == sum(not turn(send) for send in sends)
     assert plan.bytes_across_hosts == across_hosts(program, case.network) >= plan.least_bytes_across_hosts
     if strategy == "broadcast":
@@ -134,7 +135,7 @@ def test_bytes_and_messages_are_those_of_the_program(strategy: str, case: Case, 
 @given(case=cases(), order=orders)
 def test_no_message_is_larger_than_asked_for(strategy: str, case: Case, order: str) -> None:
     program = reshard_program(case.plan(strategy, order))
-    for ops in program.instance.values():
+    for ops in program.ops_by_rank.values():
         for bound in ops:
             if isinstance(bound.op, (Send, AllGather)):
                 view = bound.op.src if isinstance(bound.op, Send) else bound.op.out
@@ -194,7 +195,7 @@ def test_no_plan_is_faster_than_its_bound(strategy: str, case: Case, order: str)
     assert plan.predicted_s >= plan.bound_s * (1 - 1e-9) - 1e-12 * len(plan.multicasts)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(case=cases(), strategy=st.sampled_from(sorted(STRATEGIES)))
 def test_the_same_arguments_give_the_same_plan(case: Case, strategy: str) -> None:
     plan = case.plan(strategy)
@@ -248,7 +249,7 @@ def test_what_stays_where_it_is_sends_nothing() -> None:
     problem = ReshardProblem((TensorMove("a", (8, 8), "float32", layout, layout),))
     plan = plan_reshard(problem, HostNetwork((0, 0, 1, 1), (0,) * 4, 1, 1))
     assert plan.multicasts == () and plan.predicted_s == plan.bound_s == plan.bytes_across_hosts == 0
-    ops = [bound.op for ops in reshard_program(plan).instance.values() for bound in ops]
+    ops = [bound.op for ops in reshard_program(plan).ops_by_rank.values() for bound in ops]
     assert len(ops) == 4 and all(isinstance(op, Copy) for op in ops)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_reshards import Case, cases
 
@@ -34,6 +34,7 @@ from meshweave.describe.machine.cluster import (
     load_cluster,
 )
 from meshweave.simulate import engine, reference
+from sampling import examples
 
 CLUSTER = load_cluster("p3.8xlarge").with_chips(20)
 CHIPS = 4
@@ -139,7 +140,7 @@ def random_hosts(draw: Random, num_ranks: int) -> Cluster:
     return Cluster("random", chip, hosts, "a test", send_buffer_bytes=draw.choice([0, 20, 1 << 20]))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from(["naive", "best"]), st.integers(0, 2**32)
 )

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_reshards import box, elements, numbered, problems
 
@@ -24,11 +24,12 @@ from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
 from meshweave.describe.machine.cluster import load_cluster
+from sampling import examples
 
 LINE = Mesh.of("line", (2,), ("x",))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problems())
 def test_every_element_comes_once_to_each_rank_that_needs_it(problem: ReshardProblem) -> None:
     tasks = unit_tasks(problem)
@@ -42,7 +43,7 @@ def test_every_element_comes_once_to_each_rank_that_needs_it(problem: ReshardPro
             assert (shard == 1).all()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problems())
 def test_pieces_lie_where_they_say_and_on_all_who_hold_them(problem: ReshardProblem) -> None:
     for task in unit_tasks(problem):
@@ -61,7 +62,7 @@ def test_pieces_lie_where_they_say_and_on_all_who_hold_them(problem: ReshardProb
             assert {rank for rank in wanted if np.isin(part, wanted[rank]).any()} == set(task.destinations)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(problems())
 def test_no_two_tasks_have_the_same_holders_and_needers(problem: ReshardProblem) -> None:
     tasks = unit_tasks(problem)
@@ -157,7 +158,7 @@ def element_bytes(pieces: list[TensorPiece]) -> int:
     return max((piece.num_bytes // elements(piece) for piece in pieces), default=0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(any_piece, st.integers(1, 400))
 def test_a_piece_is_cut_into_parts_of_so_many_bytes_at_most(piece: TensorPiece, most: int) -> None:
     parts = list(cut(piece, most))
@@ -168,7 +169,7 @@ def test_a_piece_is_cut_into_parts_of_so_many_bytes_at_most(piece: TensorPiece, 
     assert len(parts) <= max(-(-2 * piece.num_bytes // most), 1)  # none are needlessly small
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(several, st.integers(1, 12))
 def test_chunks_are_a_share_of_the_bytes_at_most(whole: list[TensorPiece], count: int) -> None:
     chunks = list(in_chunks(whole, count))
@@ -177,7 +178,7 @@ def test_chunks_are_a_share_of_the_bytes_at_most(whole: list[TensorPiece], count
     assert max((part.num_bytes for part in chunks), default=0) <= max(share, element_bytes(whole))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(several, st.integers(1, 5))
 def test_lots_are_of_nearly_equal_size(whole: list[TensorPiece], count: int) -> None:
     lots = equal_shares(whole, count)
@@ -240,7 +241,7 @@ def test_the_host_network_of_a_cluster_has_its_hosts_and_nics() -> None:
 
 
 @given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_short_tail_loses_and_repeats_nothing(sizes: list[int], most: int) -> None:
     shape = tuple(sizes)
     whole = TensorPiece(0, (0,) * len(shape), (0,) * len(shape), shape, 4 * math.prod(shape))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from random_programs import random_cluster, random_machine, random_program
 
@@ -23,10 +22,11 @@ from meshweave.ir.program.parse import parse
 from meshweave.lower import lower_chains, lower_rings
 from meshweave.simulate import engine, reference
 from meshweave.simulate.columns import Columns
+from sampling import examples
 
-EXAMPLES = int(os.environ.get("MESHWEAVE_EXAMPLES", "300"))
-quick = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-slow = settings(quick, max_examples=100 * EXAMPLES)
+SLOW_TO_DRAW = [HealthCheck.too_slow]
+quick = examples(300, suppress_health_check=SLOW_TO_DRAW)
+slow = examples(10_000, suppress_health_check=SLOW_TO_DRAW)
 seeds = st.integers(0, 2**63)
 
 SMALL = (1, 2, 3, 5, 7, 11, 17, 29, 53)
@@ -114,7 +114,7 @@ def algorithm(draw: random.Random) -> Program:
     return program
 
 
-@settings(quick, max_examples=max(EXAMPLES // 2, 1))
+@examples(150, suppress_health_check=SLOW_TO_DRAW)
 @given(seeds)
 def test_algorithms_take_as_long_as_in_the_reference(seed: int) -> None:
     draw = random.Random(seed)
@@ -130,7 +130,7 @@ def test_algorithms_take_as_long_as_in_the_reference(seed: int) -> None:
 # --- what else must hold --------------------------------------------------------------------------------
 
 
-@settings(quick, max_examples=max(EXAMPLES // 2, 1))
+@examples(150, suppress_health_check=SLOW_TO_DRAW)
 @given(seeds)
 def test_edges_are_those_of_the_dataflow(seed: int) -> None:
     program = random_program(random.Random(seed))
@@ -146,7 +146,7 @@ def test_edges_are_those_of_the_dataflow(seed: int) -> None:
         assert tuple(map(tuple, edges)) == before[rank]
 
 
-@settings(quick, max_examples=min(EXAMPLES, 40))
+@examples(40, suppress_health_check=SLOW_TO_DRAW)
 @given(seeds)
 def test_two_runs_are_equal_and_no_link_is_used_beyond_its_rate(seed: int) -> None:
     """On machines that are equal but not the same."""

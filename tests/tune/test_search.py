@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, Config, Matmul2d, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.algorithms.matmul2d.meshslice import MeshSlice
 from meshweave.base.errors import LayoutError, UnsupportedError
@@ -17,18 +17,19 @@ from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.workload import Workload
-from meshweave.estimate import TimedSkeleton, estimate
+from meshweave.estimate import TimedSkeleton, estimate_skeleton
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.work import Work
 from meshweave.tune import plan_model
-from meshweave.tune.meshes import Ground
+from meshweave.tune.meshes import MeshSearchSpace
 from meshweave.tune.plan import Candidate
-from meshweave.tune.product import Tally, tune_product
-from meshweave.tune.search import _Job
-from meshweave.tune.unrolled import FOLLOWERS, follower, planned_names, product_of
+from meshweave.tune.product import SearchCounts, tune_product
+from meshweave.tune.search import _ModelSearch
+from meshweave.tune.unrolled import UNROLLED, planned_names, sizes_of, unrolled_entry
+from sampling import examples
 
 CLUSTERS = ("tpu-v4-pod:4", "tpu-v4-pod:8", "tpu-v4-pod:16", "dgx-h100:8", "dgx-a100:16", "local-cpu:12")
-slow = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+slow = examples(30, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -40,13 +41,13 @@ def blocks(draw: st.DrawFn) -> Transformer:
     return Transformer("random", 1, hidden, heads, heads, head_dim, ffn, None, False, "a test")
 
 
-Row = tuple[int, tuple[int, ...], list[tuple[MatmulProblem, Config, int]]]
+Row = tuple[int, tuple[int, ...], list[tuple[Matmul2dProblem, Matmul2dConfig, int]]]
 
 
 def tried(entry: Matmul2d, model: Transformer, cluster: Cluster, workload: Workload) -> list[Row]:
     """Every shape in the order of time, each with its products at the first of their fastest configurations."""
-    ground = Ground(cluster)
-    job = _Job(model.fc_layers(), workload, ground, Tally())
+    ground = MeshSearchSpace(cluster)
+    job = _ModelSearch(model.fc_layers(), workload, ground, SearchCounts())
     rows: list[Row] = []
     for shape in ground.shapes(entry):
         machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
@@ -90,28 +91,28 @@ def test_search_finds_what_trying_everything_finds(
     cluster = load_cluster(cluster_name)
     workload = Workload(batch, sequence, cluster.chip.peak_flops_per_s[0][0])
     asked = tuple(sorted(names))
-    if not any(Ground(cluster).shapes(ALGORITHMS[name]) for name in asked):
+    if not any(MeshSearchSpace(cluster).shapes(ALGORITHMS[name]) for name in asked):
         with pytest.raises(UnsupportedError, match="no mesh shape"):
             plan_model(model, cluster, workload, asked)
         return
     plan = plan_model(model, cluster, workload, asked)
     counts = {}
     for name in planned_names(asked):
-        if name in FOLLOWERS:
-            entry = follower(name, counts)
+        if name in UNROLLED:
+            entry = unrolled_entry(name, counts)
         else:
             entry = ALGORITHMS[name]
-        if not Ground(cluster).shapes(entry):
+        if not MeshSearchSpace(cluster).shapes(entry):
             assert name in plan.note
             continue
         rows = tried(entry, model, cluster, workload)
         if name == "meshslice":
-            counts = {product_of(problem): config.slice_count for problem, config, _ in rows[0][2]}
+            counts = {sizes_of(problem): config.slice_count for problem, config, _ in rows[0][2]}
         assert_same(plan.candidate(name), rows)
 
 
 @st.composite
-def offers(draw: st.DrawFn) -> tuple[Matmul2d, MatmulProblem, Config, Cluster]:
+def offers(draw: st.DrawFn) -> tuple[Matmul2d, Matmul2dProblem, Matmul2dConfig, Cluster]:
     """An algorithm, a product on one of its meshes, one of the configurations that it offers, and a cluster."""
     entry = ALGORITHMS[draw(st.sampled_from(sorted(ALGORITHMS)))]
     chips = draw(st.sampled_from([4, 8, 16]))
@@ -119,7 +120,7 @@ def offers(draw: st.DrawFn) -> tuple[Matmul2d, MatmulProblem, Config, Cluster]:
     if not shapes:
         shapes = [shape for n in range(1, 17) for shape in entry.mesh_shapes(n)]
     size = st.integers(1, 80) | st.sampled_from([64, 128, 512, 12288])
-    problem = MatmulProblem(
+    problem = Matmul2dProblem(
         *draw(st.tuples(size, size, size)),
         draw(st.sampled_from(shapes)),
         draw(st.sampled_from(entry.dataflows)),
@@ -129,9 +130,9 @@ def offers(draw: st.DrawFn) -> tuple[Matmul2d, MatmulProblem, Config, Cluster]:
     return entry, problem, config, load_cluster(draw(st.sampled_from(["tpu-v4-pod:16", "dgx-h100:16"])))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(300, suppress_health_check=[HealthCheck.too_slow])
 @given(offers())
-def test_no_bound_is_above_the_time(offer: tuple[Matmul2d, MatmulProblem, Config, Cluster]) -> None:
+def test_no_bound_is_above_the_time(offer: tuple[Matmul2d, Matmul2dProblem, Matmul2dConfig, Cluster]) -> None:
     entry, problem, config, cluster = offer
     shape = problem.mesh_shape
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH)
@@ -150,32 +151,32 @@ def test_no_bound_is_above_the_time(offer: tuple[Matmul2d, MatmulProblem, Config
         assert min(TimedSkeleton(skeleton, cost_ps).total_ps() for skeleton in least) <= total_ps
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(200, suppress_health_check=[HealthCheck.too_slow])
 @given(offers())
-def test_closed_forms_of_peak_memory(offer: tuple[Matmul2d, MatmulProblem, Config, Cluster]) -> None:
+def test_closed_forms_of_peak_memory(offer: tuple[Matmul2d, Matmul2dProblem, Matmul2dConfig, Cluster]) -> None:
     entry, problem, config, _ = offer
     assert entry.peak_bytes(problem, config) == peak_bytes(entry.program(problem, config), 0)
 
 
 def test_most_of_a_large_space_is_not_followed() -> None:
-    tally = Tally()
+    tally = SearchCounts()
     cluster = load_cluster("tpu-v4-pod:256")
-    plan_model(load_model("gpt3"), cluster, Workload(128, 2048), ("summa",), tally=tally)
-    assert tally.followed < tally.configurations / 2
+    plan_model(load_model("gpt3"), cluster, Workload(128, 2048), ("summa",), counts=tally)
+    assert tally.num_exact < tally.num_configs / 2
 
 
 def test_followers_take_the_slice_counts_of_meshslice() -> None:
-    cluster, names = load_cluster("tpu-v4-pod:16"), tuple(FOLLOWERS)
+    cluster, names = load_cluster("tpu-v4-pod:16"), tuple(UNROLLED)
     plan = plan_model(load_model("gpt3"), cluster, Workload(8, 2048), ("meshslice", "wang", "summa"))
     assert set(names) <= {candidate.algorithm for candidate in plan.candidates}
     leader = [item.slices for layer in plan.candidate("meshslice").layers for item in layer.passes]
     for name in names:
         candidate = plan.candidate(name)
-        assert candidate.base == candidate.entry == FOLLOWERS[name]
+        assert candidate.base == candidate.entry == UNROLLED[name]
         assert [len(item.slices) for layer in candidate.layers for item in layer.passes] == [
             *map(len, leader)
         ]
-        assert candidate.block_s >= plan.candidate(FOLLOWERS[name]).block_s or name.startswith("summa")
+        assert candidate.block_s >= plan.candidate(UNROLLED[name]).block_s or name.startswith("summa")
     alone = plan_model(load_model("gpt3"), cluster, Workload(8, 2048), names[:1])
     assert [candidate.algorithm for candidate in alone.candidates] == [*names[:1]]
     assert alone.best == plan.candidate(names[0])
@@ -221,14 +222,14 @@ class OutputStationaryOnly(MeshSlice):
 def test_one_product_can_be_tuned_by_itself() -> None:
     cluster = load_cluster("tpu-v4-pod:16")
     entry = ALGORITHMS["meshslice"]
-    problem = MatmulProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
+    problem = Matmul2dProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
     machine = mesh_machine(cluster, (4, 4), AXES[:2], MESH)
     tuned = tune_product(entry, problem, machine)
     times = sorted(
-        estimate(entry.skeleton(problem, config), machine).total_s for config in entry.candidates(problem)
+        estimate_skeleton(entry.skeleton(problem, config), machine).total_s for config in entry.candidates(problem)
     )
     assert [tuned.estimate.total_s, tuned.runner_up_s] == times[:2]
-    assert tuned.why == f"{tuned.runner_up} is {100 * (times[1] / times[0] - 1):.1f} % slower"
+    assert tuned.margin_text == f"{tuned.runner_up} is {100 * (times[1] / times[0] - 1):.1f} % slower"
     with pytest.raises(LayoutError, match="for a 2x8 mesh, the machine has 4x4"):
         tune_product(entry, replace(problem, mesh_shape=(2, 8)), machine)
     with pytest.raises(UnsupportedError, match="no dataflow ls; it has os"):

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 from meshweave.base.errors import BindError, MeshweaveError, RankLostError
 from meshweave.execute.ranks.launch import (
     STOPPED,
-    Context,
     LaunchJob,
+    RankContext,
     Report,
     report_path,
     result_path,
@@ -51,10 +51,19 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 def main() -> None:
-    """Run the job of the folder given on the command line; leave a result or a report there."""
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    """Run the job of the folder given on the command line."""
+    folder = Path(sys.argv[1])
+    run_rank(folder, int(os.environ["RANK"]), LaunchJob.read(folder).parent_pid)
+
+
+def run_rank(folder: Path, rank: int, parent_pid: int) -> None:
+    """Run the job of `folder` as one of its ranks and leave a result there; end the process if there is none.
+
+    Args:
+        parent_pid: the process that started this one, which this one must not outlive.
+    """
     job = LaunchJob.read(folder)
-    die_with_parent(job.parent_pid)
+    die_with_parent(parent_pid)
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -89,7 +98,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
                 timeout=patience,
             )
         try:
-            result = function(Context(rank, num_ranks, store, liveness), job.payload)
+            result = function(RankContext(rank, num_ranks, store, liveness), job.payload)
         except (RuntimeError, OSError) as error:
             if isinstance(error, MeshweaveError) or not _is_transport(error):
                 raise
@@ -103,7 +112,7 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
         dist.destroy_process_group()
 
 
-def resolve(target: str) -> Callable[[Context, dict[str, Any]], Any]:
+def resolve(target: str) -> Callable[[RankContext, dict[str, Any]], Any]:
     """Return the function that "package.module:function" names; raises BindError where there is none."""
     module, _, name = target.partition(":")
     if not module or not name:

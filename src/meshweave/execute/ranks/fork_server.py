@@ -1,0 +1,313 @@
+"""Start ranks by forking processes that have imported torch already.
+
+A new interpreter takes one to three seconds of a core to import torch and this package, which is most of the time
+of a short launch. A fork server (as in `multiprocessing`) imports them once, starts no thread, and forks a rank on
+request. Each rank is still a process of its own with its own process group: it may fail or be killed without harm
+to the next.
+
+    with fork_servers():
+        launch("module:function", 4, payload, timeout_s=60)  # starts the servers
+        launch("module:function", 4, payload, timeout_s=60)  # starts ranks in milliseconds
+
+The server talks to its owner over a Unix socket. A request is one message of JSON with two descriptors, which
+become the standard output and error of the rank. A reply is the JSON `[pid, null]` for a started rank and
+`[pid, status]` for an ended one. The server ends once its owner's end of the socket closes, and its ranks end with
+it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NoReturn
+
+_PRELOADED = ("torch.distributed", "meshweave.nn", "meshweave.execute.torch.bind")
+_IMPORTED_WITH = (
+    "OMP_NUM_THREADS",
+)  # variables that are read when torch is imported, so no rank can change them
+_POLL_S = 0.02
+_MAX_REQUEST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """One rank to start.
+
+    Attributes:
+        folder: where the rank finds its job, see `launch`.
+        environment: all environment variables of the rank.
+        working_directory: the folder that the rank starts in.
+        is_ours: whether the rank runs a function of this package, and imports nothing from the working directory.
+    """
+
+    folder: str
+    environment: dict[str, str]
+    working_directory: str
+    is_ours: bool
+
+
+class ForkedRank:
+    """A rank that a server has forked, with the methods of `subprocess.Popen` that `launch` needs."""
+
+    def __init__(self, server: ForkServer, pid: int) -> None:
+        self._server, self.pid = server, pid
+
+    def poll(self) -> int | None:
+        """Return the exit status, -N for signal N, or None while the rank runs."""
+        return self._server.status(self.pid)
+
+    def wait(self, timeout: float) -> int:
+        """Wait for the end of the rank and return its exit status; raises TimeoutExpired after `timeout` s."""
+        until = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() >= until:
+                raise subprocess.TimeoutExpired(f"forked rank {self.pid}", timeout)
+            time.sleep(_POLL_S)
+        return status
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless the rank has ended."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless the rank has ended."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, signum: signal.Signals) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signum)
+
+
+class ForkServer:
+    """The owner's end of one server process."""
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        package_folder = str(Path(__file__).parents[3])
+        path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            command = [sys.executable, "-P", "-m", "meshweave.execute.ranks.fork_server"]
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), *preload],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self._lock = threading.Lock()  # over the socket and what was read from it
+        self._started: list[int] = []
+        self._statuses: dict[int, int] = {}
+        self._is_gone = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the server has ended, and all its ranks with it."""
+        with self._lock:
+            self._read(block=False)
+            return self._is_gone
+
+    def start(self, request: ForkRequest) -> ForkedRank:
+        """Return a new rank; raises ChildProcessError if the server has ended."""
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [json.dumps(asdict(request)).encode()], [1, 2])
+                while not self._started and not self._is_gone:
+                    self._read(block=True)
+            except OSError:
+                self._is_gone = True
+            if not self._started:
+                raise ChildProcessError("the fork server has ended")
+            return ForkedRank(self, self._started.pop())
+
+    def status(self, pid: int) -> int | None:
+        """Return the exit status of a rank, None while it runs."""
+        with self._lock:
+            self._read(block=False)
+            lost = -int(signal.SIGKILL) if self._is_gone else None
+            return self._statuses.get(pid, lost)
+
+    def close(self) -> None:
+        """End the server, and with it whatever still runs of its ranks."""
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self, block: bool) -> None:
+        while not self._is_gone and select.select([self._socket], [], [], None if block else 0)[0]:
+            try:
+                message = self._socket.recv(256)
+            except OSError:
+                message = b""
+            if not message:
+                self._is_gone = True
+                return
+            pid, status = json.loads(message)
+            if status is None:
+                self._started.append(pid)
+            else:
+                self._statuses[pid] = status
+            block = False
+
+
+class ForkServers:
+    """Servers that the ranks of a launch are dealt to in turn.
+
+    The ranks of one server share its hash seed and those of different servers do not, so that what depends on the
+    order of a set differs between ranks, as it does in a job. A server that has ended is started anew.
+    """
+
+    def __init__(self, preload: Sequence[str], num_servers: int) -> None:
+        self._preload = tuple(preload)
+        self._servers: list[ForkServer | None] = [None] * num_servers
+        self._lock = threading.Lock()
+
+    def can_start(self, environment: Mapping[str, str]) -> bool:
+        """Whether a rank with these variables may be forked: on Linux, if those read at import agree."""
+        return sys.platform == "linux" and all(environment.get(name) == "1" for name in _IMPORTED_WITH)
+
+    def start(self, rank: int, request: ForkRequest) -> ForkedRank:
+        """Return rank `rank` of a launch, started."""
+        try:
+            return self._server_of(rank).start(request)
+        except ChildProcessError:  # the server was killed a moment ago
+            return self._server_of(rank).start(request)
+
+    def _server_of(self, rank: int) -> ForkServer:
+        with self._lock:
+            for index, server in enumerate(self._servers):  # all at once, so that they import side by side
+                if server is None or server.is_gone:
+                    if server is not None:
+                        server.close()
+                    self._servers[index] = ForkServer(self._preload)
+            server = self._servers[rank % len(self._servers)]
+        assert server is not None
+        return server
+
+    def close(self) -> None:
+        """End all servers."""
+        with self._lock:
+            for index, server in enumerate(self._servers):
+                if server is not None:
+                    server.close()
+                self._servers[index] = None
+
+
+_active: ForkServers | None = None
+
+
+def active_fork_servers() -> ForkServers | None:
+    """Return the servers of the innermost `fork_servers` of this process, None outside one."""
+    return _active
+
+
+@contextmanager
+def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> Iterator[ForkServers]:
+    """Let every `launch` of this process fork its ranks, for as long as the context lasts.
+
+    The servers start with the first launch. Launches that give their ranks another OMP_NUM_THREADS than 1, or a
+    prefix of their command, start new interpreters as before.
+
+    Args:
+        preload: the modules to import before forking; none may start a thread or touch a GPU.
+        num_servers: how many servers share the ranks of a launch.
+    """
+    global _active
+    servers, outer = ForkServers(preload, num_servers), _active
+    _active = servers
+    try:
+        yield servers
+    finally:
+        _active = outer
+        servers.close()
+
+
+# -- the server's end ------------------------------------------------------------------------------------
+
+
+def serve(connection: socket.socket, preload: Sequence[str]) -> None:
+    """Fork a rank for every request until the owner closes its end."""
+    for module in preload:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that no collection in a rank copies the pages that it shares
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        readable = select.select([connection.fileno(), reader], [], [])[0]
+        if connection.fileno() in readable:
+            message, fds, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 2)
+            if not message:
+                return
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                os.close(reader)
+                os.close(writer)
+                _become_rank(ForkRequest(**json.loads(message)), fds)
+            for fd in fds:
+                os.close(fd)
+            _reply(connection, pid, None)
+        if reader in readable:
+            os.read(reader, 4096)
+            _report_ended(connection)
+
+
+def _report_ended(connection: socket.socket) -> None:
+    with suppress(ChildProcessError):  # there are no more
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            _reply(connection, pid, os.waitstatus_to_exitcode(status))
+
+
+def _reply(connection: socket.socket, pid: int, status: int | None) -> None:
+    with suppress(BrokenPipeError, ConnectionResetError):  # the next request shows that the owner has gone
+        connection.send(json.dumps([pid, status]).encode())
+
+
+def _become_rank(request: ForkRequest, fds: Sequence[int]) -> NoReturn:
+    """Make of this fork what `python -m meshweave.execute.ranks.worker FOLDER` would be, and run it."""
+    from meshweave.execute.ranks.worker import run_rank
+
+    for fd, standard in zip(fds, (1, 2), strict=True):
+        os.dup2(fd, standard)
+        os.close(fd)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    with suppress(FileNotFoundError):
+        os.chdir(request.working_directory)
+    first = [] if request.is_ours else [request.working_directory]
+    path = request.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = dict.fromkeys([*first, *filter(None, path), *sys.path])
+    run_rank(Path(request.folder), int(os.environ["RANK"]), os.getppid())
+    sys.exit(0)
+
+
+def main() -> None:
+    """Serve on the socket whose descriptor is given on the command line, with the modules named after it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides what becomes of Ctrl-C
+    fd, *preload = sys.argv[1:]
+    with socket.socket(fileno=int(fd)) as connection:
+        serve(connection, preload)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Ranks forked from processes that have imported torch: as good as new ones, and none outlives its server."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from meshweave.base.errors import RankLostError
+from meshweave.execute.ranks.fork_server import active_fork_servers, fork_servers
+from meshweave.execute.ranks.launch import launch
+
+pytestmark = [
+    pytest.mark.gloo,
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only"),
+]
+
+HERE = Path(__file__).parent
+
+
+def seen_by_ranks(num_ranks=2, **env):
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return launch("rank_functions:seen", num_ranks, {}, timeout_s=60.0, env={"PYTHONPATH": path, **env})
+
+
+def test_a_fork_sees_what_a_new_interpreter_would(monkeypatch, tmp_path, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MESHWEAVE_TEST_WORD", "inherited")
+    with fork_servers(preload=["torch.distributed"], num_servers=1):
+        forked = seen_by_ranks(MESHWEAVE_TEST_GIVEN="given")
+        output = capfd.readouterr()
+        new = seen_by_ranks(OMP_NUM_THREADS="2", MESHWEAVE_TEST_GIVEN="given")
+    assert all(rank["parent"] != os.getpid() for rank in forked)
+    assert all(rank["parent"] == os.getpid() for rank in new), (
+        "torch reads OMP_NUM_THREADS when it is imported"
+    )
+    assert [rank["threads"] for rank in forked] == [1, 1]
+    for rank, (fork, interpreter) in enumerate(zip(forked, new, strict=True)):
+        assert (
+            fork["words"]
+            == interpreter["words"]
+            == {"GIVEN": "given", "RANK": str(rank), "WORD": "inherited"}
+        )
+        assert fork["folder"] == interpreter["folder"] == str(tmp_path)
+        assert fork["handlers"] == interpreter["handlers"]
+        assert f"said by {rank}" in output.out and f"complained by {rank}" in output.err
+
+
+def test_ranks_of_different_servers_have_hash_seeds_of_their_own():
+    with fork_servers(preload=["torch.distributed"]):
+        hashes = [rank["hash"] for rank in seen_by_ranks(4)]
+    assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
+
+
+def test_a_server_that_was_killed_takes_its_ranks_along_and_is_started_anew():
+    with fork_servers(preload=["torch.distributed"], num_servers=1):
+        server = seen_by_ranks(1)[0]["parent"]
+        os.kill(server, signal.SIGKILL)
+        assert seen_by_ranks(1)[0]["parent"] != server
+        with pytest.raises(
+            RankLostError, match=r"^rank 0 was killed by SIGKILL, rank 1 was killed by SIGKILL$"
+        ):
+            launch("rank_functions:kill_parent", 2, {}, timeout_s=60.0, env={"PYTHONPATH": str(HERE)})
+        assert seen_by_ranks(1)[0]["parent"] != server
+
+
+def test_the_context_ends_its_servers_and_brings_the_outer_ones_back():
+    outer = active_fork_servers()
+    with fork_servers(preload=["torch.distributed"], num_servers=1) as servers:
+        assert active_fork_servers() is servers
+        server = seen_by_ranks(1)[0]["parent"]
+        assert Path(f"/proc/{server}").exists()
+    assert not Path(f"/proc/{server}").exists() and active_fork_servers() is outer
+
+
+def test_launching_from_several_threads_keeps_the_ranks_apart():
+    from concurrent.futures import ThreadPoolExecutor
+
+    with fork_servers(preload=["torch.distributed"], num_servers=1), ThreadPoolExecutor(3) as threads:
+        answers = list(threads.map(lambda word: seen_by_ranks(1, MESHWEAVE_TEST_WORD=word), "abc"))
+    assert [rank["words"]["WORD"] for (rank,) in answers] == ["a", "b", "c"]
