@@ -32,3 +32,13 @@ def findings() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("section", SECTIONS)
 def test_products_in_modes_of_torch(section: str, findings: list[dict[str, list[str]]]) -> None:
     assert [answer[SECTIONS[section]] for answer in findings] == [[]] * 4
+
+
+def test_ranks_of_other_network_namespaces_are_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lab's hosts are namespaces of one machine: memory that they shared would bypass their links."""
+    from meshweave.nn import transports
+
+    here = transports._host()
+    assert here == transports._host()
+    monkeypatch.setattr(transports.os, "readlink", lambda path: "net:[1]")
+    assert transports._host() != here

@@ -1,13 +1,16 @@
 """How the ranks of a product reach what others have: by messages, or in memory that they share.
 
 `"auto"` is memory shared by the ranks of a host where all ranks of the product are processes of one host, and
-messages otherwise. All ranks find out together, at their first product with it.
+messages otherwise. All ranks find out together, at their first product with it. Ranks in different network namespaces
+count as ranks of different hosts, whatever they run on: so do containers, and the hosts of a lab, whose links are there
+to be used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from functools import cache
 from typing import Literal, get_args
@@ -63,8 +66,8 @@ class _Memories(dict[tuple[Resolved, tuple[int, ...]], RemoteMemory]):
     """The memory that was opened in a context, by transport and by the ranks that share it."""
 
 
-class _Found(dict[tuple[int, ...], Resolved]):
-    """What "auto" is for the ranks of a context."""
+class _ResolvedTransports(dict[tuple[int, ...], Resolved]):
+    """What "auto" was resolved to, by the ranks of the product."""
 
 
 def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext) -> Resolved:
@@ -80,7 +83,7 @@ def resolve(transport: Transport, ranks: tuple[int, ...], context: TorchContext)
         return transport
     if context.device.type != "cpu" or len(ranks) == 1:
         return "messages"
-    resolved = context.cache(_Found)
+    resolved = context.cache(_ResolvedTransports)
     if ranks not in resolved:
         resolved[ranks] = "shared" if _is_shareable(ranks, context) else "messages"
     return resolved[ranks]
@@ -104,20 +107,19 @@ def memory_of(transport: Resolved, ranks: tuple[int, ...], context: TorchContext
 def _is_shareable(ranks: tuple[int, ...], context: TorchContext) -> bool:
     """Return whether all of `ranks` are processes of one host that can map each other's memory."""
     title = "a product, auto"
-    machine = "" if lacks() else host_identity()[0]
-    words = json.dumps([title, hashlib.sha256(title.encode()).hexdigest(), machine])
-    said = exchange(context, ranks, words, "all ranks to choose a transport")
-    heard = {rank: json.loads(text) for rank, text in said.items()}
-    if any(answer[0] != title for answer in heard.values()):
-        titles: dict[tuple[str, str], list[int]] = {}
-        for rank, (name, digest, *_) in heard.items():
-            titles.setdefault((name, digest), []).append(rank)
+    message = json.dumps([title, hashlib.sha256(title.encode()).hexdigest(), _host()])
+    answers = exchange(context, ranks, message, "all ranks to choose a transport")
+    answer_of = {rank: json.loads(text) for rank, text in answers.items()}
+    if any(answer[0] != title for answer in answer_of.values()):
+        ranks_by_title: dict[tuple[str, str], list[int]] = {}
+        for rank, (name, digest, *_) in answer_of.items():
+            ranks_by_title.setdefault((name, digest), []).append(rank)
         sides = ", ".join(
-            f"{ranks_text(them)} {name!r} ({digest[:8]})" for (name, digest), them in titles.items()
+            f"{ranks_text(group)} {name!r} ({digest[:8]})" for (name, digest), group in ranks_by_title.items()
         )
         raise BindError(f"ranks are about to run different programs: {sides}")
-    machines = {answer[2] for answer in heard.values()}
-    if len(machines) > 1 or "" in machines:
+    hosts = {answer[2] for answer in answer_of.values()}
+    if len(hosts) > 1 or "" in hosts:
         return False
     try:  # containers of one host may not reach each other's processes
         memory = memory_of("shared", ranks, context)
@@ -125,3 +127,10 @@ def _is_shareable(ranks: tuple[int, ...], context: TorchContext) -> bool:
     except BindError:
         return False
     return True
+
+
+def _host() -> str:
+    """Return what is equal for ranks that may share memory; "" where this rank cannot."""
+    if lacks():
+        return ""
+    return f"{host_identity()[0]} {os.readlink('/proc/self/ns/net')}"
