@@ -40,5 +40,5 @@ def test_ranks_of_other_network_namespaces_are_on_other_hosts(monkeypatch: pytes
 
     here = transports._host()
     assert here == transports._host()
-    monkeypatch.setattr(transports.os, "readlink", lambda path: "net:[1]")
+    monkeypatch.setattr(transports.Path, "readlink", lambda path: Path("net:[1]"))
     assert transports._host() != here

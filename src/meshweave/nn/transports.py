@@ -1,18 +1,18 @@
 """How the ranks of a product reach what others have: by messages, or in memory that they share.
 
 `"auto"` is memory shared by the ranks of a host where all ranks of the product are processes of one host, and
-messages otherwise. All ranks find out together, at their first product with it. Ranks in different network namespaces
-count as ranks of different hosts, whatever they run on: so do containers, and the hosts of a lab, whose links are there
-to be used.
+messages otherwise. All ranks find out together, at their first product with it. Ranks in different network
+namespaces count as ranks of different hosts, whatever they run on: so do containers, and the hosts of a lab, whose
+links are there to be used.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Literal, get_args
 
 from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
@@ -133,4 +133,4 @@ def _host() -> str:
     """Return what is equal for ranks that may share memory; "" where this rank cannot."""
     if lacks():
         return ""
-    return f"{host_identity()[0]} {os.readlink('/proc/self/ns/net')}"
+    return f"{host_identity()[0]} {Path('/proc/self/ns/net').readlink()}"
