@@ -137,46 +137,19 @@ def fit_samples(
 
     With fewer than two samples, or all of one amount, there is no rate: see `Fit.problems`.
     """
-    steps = tuple(sorted({sample.steps for sample in samples}))
     amounts = [sample.amount for sample in samples]
+    steps = tuple(sorted({sample.steps for sample in samples}))
     seconds = np.array([sample.seconds for sample in samples], dtype=np.float64)
     if len(samples) < 2 or len(set(amounts)) < 2 or not (np.isfinite(seconds).all() and (seconds > 0).all()):
         usable = [float(s) for s in seconds if s > 0 and math.isfinite(s)]
-        low = min(usable, default=0.0)
         num = len(usable) if len(set(amounts)) > 1 else min(len(usable), 1)
-        return Fit(name, 0.0, low, math.inf, 0.0, 0.0, num, *_range(amounts), steps)
+        return Fit(name, 0.0, min(usable, default=0.0), math.inf, 0.0, 0.0, num, *_range(amounts), steps)
+    floor_s = np.array([sample.min_s for sample in samples], dtype=np.float64)
     table = np.array([[1.0, s.steps, s.steps * s.amount] for s in samples], dtype=np.float64)
-    columns, remark = [2], ""
-    if is_transfer:
-        columns = [1, 2]
-        if len(steps) > 1:
-            columns = [0, 1, 2]
-        else:
-            remark = "launch cannot be told from sync with one number of steps, and is in sync"
-    else:
-        columns = [0, 2]
-    min_s = table[:, 2] / max_per_s
-    coefficients, error = _robust(table[:, columns], seconds, min_s)
-    if columns == [0, 1, 2] and coefficients[0] < _LAUNCH_STANDARD_ERRORS * error[0]:
-        columns = [1, 2]
-        coefficients, error = _robust(table[:, columns], seconds, min_s)
-        remark = "launch cannot be told from zero"
-    floor_s = np.array([s.min_s for s in samples], dtype=np.float64)
-    at_floor = np.zeros(len(samples), dtype=bool)
-    for _ in range(_MAX_FLOOR_PASSES if floor_s.any() else 0):
-        # Points on the floor say nothing of the rate: without it they still tell launch and sync.
-        before, at_floor = at_floor, table[:, 2] * (coefficients[-1] + 1 / max_per_s) < floor_s
-        if (at_floor == before).all() or at_floor.all():
-            break
-        freed = table.copy()
-        freed[at_floor, 2] = 0.0
-        coefficients, error = _robust(freed[:, columns], seconds, np.where(at_floor, floor_s, min_s))
-    whole = np.zeros(3)
-    whole[columns] = coefficients
-    whole[2] += 1 / max_per_s
-    launch_s, sync_s, per_unit_s = (float(value) for value in whole)
-    moving_s = np.maximum(table[:, 2] * whole[2], floor_s)
-    misfit = np.abs((table[:, :2] @ whole[:2] + moving_s) / seconds - 1)
+    coefficients, remark = _fit_coefficients(table, seconds, floor_s, 1 / max_per_s, is_transfer)
+    launch_s, sync_s, per_unit_s = (float(value) for value in coefficients)
+    moving_s = np.maximum(table[:, 2] * per_unit_s, floor_s)
+    misfit = np.abs((table[:, :2] @ coefficients[:2] + moving_s) / seconds - 1)
     return Fit(
         name,
         launch_s,
@@ -189,6 +162,45 @@ def fit_samples(
         steps,
         remark,
     )
+
+
+def _fit_coefficients(
+    table: Array, seconds: Array, floor_s: Array, least_per_unit_s: float, is_transfer: bool
+) -> tuple[Array, str]:
+    """Return launch, sync and seconds per unit, and what the data could not tell.
+
+    Args:
+        table: a row [1, steps, steps * amount] for each sample.
+        floor_s: `Sample.min_s` of each sample.
+        least_per_unit_s: the lower bound of the seconds per unit.
+    """
+    remark = ""
+    if not is_transfer:
+        columns = [0, 2]
+    elif len(set(table[:, 1])) > 1:
+        columns = [0, 1, 2]
+    else:
+        columns = [1, 2]
+        remark = "launch cannot be told from sync with one number of steps, and is in sync"
+    min_s = table[:, 2] * least_per_unit_s
+    coefficients, error = _robust(table[:, columns], seconds, min_s)
+    if columns == [0, 1, 2] and coefficients[0] < _LAUNCH_STANDARD_ERRORS * error[0]:
+        columns = [1, 2]
+        coefficients, error = _robust(table[:, columns], seconds, min_s)
+        remark = "launch cannot be told from zero"
+    at_floor = np.zeros(len(seconds), dtype=bool)
+    for _ in range(_MAX_FLOOR_PASSES if floor_s.any() else 0):
+        # Points on the floor say nothing of the rate: without it they still tell launch and sync.
+        before, at_floor = at_floor, table[:, 2] * (coefficients[-1] + least_per_unit_s) < floor_s
+        if (at_floor == before).all() or at_floor.all():
+            break
+        freed = table.copy()
+        freed[at_floor, 2] = 0.0
+        coefficients, error = _robust(freed[:, columns], seconds, np.where(at_floor, floor_s, min_s))
+    whole = np.zeros(3)
+    whole[columns] = coefficients
+    whole[2] += least_per_unit_s
+    return whole, remark
 
 
 def _range(amounts: Sequence[float]) -> tuple[float, float]:

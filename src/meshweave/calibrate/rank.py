@@ -92,7 +92,7 @@ def _reader(
     over the iterations between, so that the start of a run is not in them. For products they are the mean, for
     copies the median.
     """
-    ops = program.on_rank(rank)
+    ops = program.ops_on_rank(rank)
     # The key of an op in a loop is (mesh, loop statement, turn, op, ...); all else is less deep.
     statements = sorted({bound.key[1] for bound in ops if len(bound.key) >= 4})
     assert len(statements) == len(loops), (statements, loops)
@@ -105,14 +105,15 @@ def _reader(
 
     def read(trace: Trace) -> list[list[float]]:
         out = []
-        for (kind, turns, warm), found in zip(loops, places, strict=True):
+        for (kind, turns, warm), positions in zip(loops, places, strict=True):
             if kind == "compute":
-                products, copies = (_seconds(trace, found, op, warm, turns) for op in ("matmul", "copy"))
+                products, copies = (_seconds(trace, positions, op, warm, turns) for op in ("matmul", "copy"))
                 # A copy takes microseconds: one that lost its core for milliseconds says nothing about copies.
                 out.append([statistics.fmean(products), statistics.median(copies)])
                 continue
             first, last = (
-                max(trace.spans[index].end_ps for index in found["", turn]) for turn in (warm - 1, turns - 1)
+                max(trace.spans[index].end_ps for index in positions["", turn])
+                for turn in (warm - 1, turns - 1)
             )
             out.append([(last - first) * 1e-12 / (turns - warm)])
         return out
@@ -121,9 +122,9 @@ def _reader(
 
 
 def _seconds(
-    trace: Trace, found: Mapping[tuple[str, int], Sequence[int]], kind: str, warm: int, turns: int
+    trace: Trace, positions: Mapping[tuple[str, int], Sequence[int]], kind: str, warm: int, turns: int
 ) -> list[float]:
-    spans = (trace.spans[index] for turn in range(warm, turns) for index in found[kind, turn])
+    spans = (trace.spans[index] for turn in range(warm, turns) for index in positions[kind, turn])
     return [(span.end_ps - span.start_ps) * 1e-12 for span in spans]
 
 
@@ -153,7 +154,7 @@ def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
     except ImportError:
         raise UnsupportedError("calibrating needs torch: pip install 'meshweave[torch]'") from None
 
-    from meshweave.execute.ranks.launch import Context
+    from meshweave.execute.ranks.launch import RankContext
     from meshweave.execute.ranks.liveness import Liveness
 
     deadline_s = float(payload["deadline_s"])
@@ -167,8 +168,8 @@ def measure_in_world(payload: Mapping[str, Any]) -> list[Any] | None:
             dist.init_process_group(
                 "gloo", store=group_store, rank=rank, world_size=num_ranks, timeout=patience
             )
-        result = measure(Context(rank, num_ranks, store, liveness), payload)
-        # By way of the store, as text: what comes from other processes is not unpickled.
+        result = measure(RankContext(rank, num_ranks, store, liveness), payload)
+        # Results go through the store as text: what comes from other processes is not unpickled.
         beats.set(f"result/{rank}", json.dumps(result))
         results = None
         with liveness.guard("the results of all ranks"):

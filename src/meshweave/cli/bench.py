@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import meshweave.cli.bench_options as options
-from meshweave.base.errors import LayoutError
 from meshweave.cli.bench_tables import heading, report_results
 from meshweave.cli.fidelity import fidelity
-from meshweave.cli.options import check_writable
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.report.provenance import describe
+from meshweave.report.provenance import describe_environment
+
+if TYPE_CHECKING:
+    from meshweave.lab.bench.results import MeasuredRound
 
 bench = typer.Typer(
-    help="Measure rivals on the same operands in a lab of network namespaces.", no_args_is_help=True
+    help="Measure algorithms and DTensor on the same operands in a lab of network namespaces.",
+    no_args_is_help=True,
 )
 
 
@@ -41,50 +43,52 @@ def matmul(
     svg: options.OverBoundPicture = None,
     json: options.Json = False,
 ) -> None:
-    """Run every algorithm and PyTorch's DTensor, interleaved, in a lab that is built for it and taken down.
+    """Build a lab, run every algorithm and PyTorch's DTensor in it by turns, and take it down.
 
-    Products are paced, so this measures how well communication is hidden, not this machine's arithmetic. Every
-    result is checked against the dense product. Each time, from a common start to the last rank's end, stands
-    beside max(compute, bytes per axis / rate), the algorithm's own theory without latency and, with --cluster,
-    its estimate.
+    Products are paced, so the times show how well communication is hidden, not how fast this machine multiplies.
+    Every result is checked against the dense product. A time runs from a common start to the last rank's end.
+    Beside it stand the bound max(compute, bytes per axis / rate), the algorithm's own theory without latency and,
+    with --cluster, its estimate.
 
     Example: meshweave bench matmul --lab examples/labs/torus-4x4-50mbit.toml --ratio 0.5,1,2 --svg plot.svg
     """
     from meshweave.lab.bench.rounds import bench_layer
 
     described, shape = options.load_lab_and_mesh(lab, mesh)
-    options.check_repeat_and_timeout(repeat, timeout)
-    ratios, names = options.read_ratios(ratio), options.read_algorithms_2d(algorithms)
-    extra_slices = options.read_extra_slices(slices, widths)
+    options.check_run(repeat, timeout, out, svg)
+    names = options.read_algorithms_2d(algorithms)
     calibrated = None if cluster is None else options.load_calibrated(cluster, described)
-    for path in (out, svg):
-        check_writable(path)
     measured = bench_layer(
         described,
         (m, n, k),
         shape,
         options.read_dataflow(dataflow),
         options.read_passes(passes),
-        ratios,
+        options.read_ratios(ratio),
         names,
-        extra_slices,
+        options.read_extra_slices(slices, widths),
         also_unpaced=unpaced,
         calibrated=calibrated,
         repeat=repeat,
         timeout_s=timeout,
     )
-    used = {rival.algorithm for one in measured for rival in one.round.rivals}
-    if left_out := [name for name in names if name not in used] if algorithms != "all" else []:
-        mesh_text = "x".join(map(str, shape))
-        typer.echo(f"left out: {', '.join(left_out)} cannot run this on a {mesh_text} mesh", err=True)
+    if algorithms != "all":
+        _print_left_out(names, measured, shape)
     record = {
         **_record("bench matmul", calibrated, repeat),
         "lab": described.description.to_json(),
         "layer": {"m": m, "n": n, "k": k, "dataflow": dataflow, "mesh_shape": list(shape)},
-        "rounds": [one.to_json() for one in measured],
+        "rounds": [round_.to_json() for round_ in measured],
     }
     title = f"layer Y = X W of {m} x {n} x {k}, {dataflow}, on {described.description.name}"
-    report_results(record, measured, [heading(one) for one in measured], title, out, svg, json)
+    report_results(record, measured, [heading(round_) for round_ in measured], title, out, svg, json)
+
+
+def _print_left_out(names: Sequence[str], measured: Sequence[MeasuredRound], shape: tuple[int, ...]) -> None:
+    used = {rival.algorithm for round_ in measured for rival in round_.round.rivals}
+    if left_out := [name for name in names if name not in used]:
+        mesh_text = "x".join(map(str, shape))
+        typer.echo(f"left out: {', '.join(left_out)} cannot run this on a {mesh_text} mesh", err=True)
 
 
 @bench.command()
@@ -106,30 +110,19 @@ def shapes(
 ) -> None:
     """Run the same product on meshes of other shapes, one lab after another, at one pace.
 
-    What the choice of the mesh shape is worth: each algorithm at its best by estimate on each lab, and how many
-    times faster its fastest configuration is than on the first. Without --clusters estimates know no launch
-    costs and choose very fine slices: give --slices too.
+    The result shows what the choice of the mesh shape is worth. Each algorithm runs at its best by estimate on
+    each lab; the table says how many times faster its fastest configuration is there than on the first lab.
+    Without --clusters, estimates know no launch costs and choose very fine slices: give --slices too.
 
     Example: meshweave bench shapes --labs examples/labs/torus-4x4-50mbit.toml,examples/labs/torus-8x2-50mbit.toml
     """
     from meshweave.lab.bench.shapes import compare_shapes
 
-    paths, cluster_paths = options.split_names(labs), options.split_names(clusters)
-    if len(paths) < 2:
-        raise LayoutError("one lab has one shape; name two with --labs A.toml,B.toml")
-    if cluster_paths and len(cluster_paths) != len(paths):
-        raise LayoutError(f"{len(cluster_paths)} clusters for {len(paths)} labs; give one per lab, or none")
-    options.check_repeat_and_timeout(repeat, timeout)
+    options.check_run(repeat, timeout, out, svg)
     options.check_ratio(ratio)
-    for path in (out, svg):
-        check_writable(path)
-    described = [options.load_lab_and_mesh(Path(path), "") for path in paths]
-    calibrated: list[Cluster | None] = [None] * len(described)
-    if cluster_paths:
-        pairs = zip(cluster_paths, described, strict=True)
-        calibrated = [options.load_calibrated(Path(path), lab) for path, (lab, _) in pairs]
+    described = options.load_labs_and_clusters(labs, clusters)
     comparison = compare_shapes(
-        [(lab, shape, cluster) for (lab, shape), cluster in zip(described, calibrated, strict=True)],
+        described,
         (m, n, k),
         options.read_dataflow(dataflow),
         ratio,
@@ -140,20 +133,20 @@ def shapes(
     )
     record = {
         **_record("bench shapes", None, repeat),
-        "clusters": [None if cluster is None else cluster.name for cluster in calibrated],
-        "labs": [lab.description.to_json() for lab, _ in described],
+        "clusters": [None if cluster is None else cluster.name for _, _, cluster in described],
+        "labs": [lab.description.to_json() for lab, _, _ in described],
         "product": {"m": m, "n": n, "k": k, "dataflow": dataflow},
         **comparison.to_json(),
     }
     title = f"{dataflow} {m} x {n} x {k} in {len(described)} mesh shapes, at one pace"
     rounds = zip(comparison.labs, comparison.measured, strict=True)
-    headings = [f"{name}: {heading(one)}" for name, one in rounds]
+    headings = [f"{name}: {heading(round_)}" for name, round_ in rounds]
     report_results(record, comparison.measured, headings, title, out, svg, json, comparison=comparison)
 
 
 def _record(kind: str, calibrated: Cluster | None, repeat: int) -> dict[str, Any]:
     cluster = None if calibrated is None else {"name": calibrated.name, "source": calibrated.source}
-    return {"kind": kind, "machine": describe(), "cluster": cluster, "repeat": repeat}
+    return {"kind": kind, "machine": describe_environment(), "cluster": cluster, "repeat": repeat}
 
 
 bench.command()(fidelity)

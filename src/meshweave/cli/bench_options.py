@@ -11,7 +11,7 @@ import typer
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Dataflow
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
-from meshweave.cli.options import JSON_HELP, read_algorithms, read_mesh, read_slices
+from meshweave.cli.options import JSON_HELP, check_writable, read_algorithms, read_mesh, read_slices
 from meshweave.describe.files import printable
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
@@ -24,14 +24,17 @@ LabFile = Annotated[Path, typer.Option(help="LAB.toml: the interconnect to build
 Algorithms = Annotated[str, typer.Option(help="Names separated by commas, or 'all'.")]
 Repeat = Annotated[int, typer.Option(help="Measured runs of each rival, after one to warm up.")]
 Timeout = Annotated[float, typer.Option(help="Seconds after which everything is stopped.")]
-MeshShape = Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS; by default that of a torus lab.")]
+MeshShape = Annotated[str, typer.Option(help="Mesh shape, ROWSxCOLS. Default: the shape of a torus lab.")]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 Out = Annotated[
     Path | None, typer.Option(help="Write all times, yardsticks, machine and versions here as JSON.")
 ]
-Slices = Annotated[str, typer.Option(help="MeshSlice slice counts to run besides, such as 4,8.")]
+Slices = Annotated[str, typer.Option(help="Run MeshSlice at these slice counts too, such as 4,8.")]
 DataflowName = Annotated[
-    str, typer.Option(help="os, ls or rs: which matrix of the forward product stays put.")
+    str,
+    typer.Option(
+        help="The matrix of the forward product that stays put: os (output), ls (left) or rs (right)."
+    ),
 ]
 
 # --- of `matmul` ------------------------------------------------------------------------------------------
@@ -50,25 +53,29 @@ Passes = Annotated[
 Ratios = Annotated[
     str,
     typer.Option(
-        help="Compute time over communication time of each product, several separated by commas; sets the "
-        "pace of products. 0: unpaced."
+        help="Pace each product so that compute takes this many times as long as communication; several ratios "
+        "are separated by commas. 0: unpaced."
     ),
 ]
 Unpaced = Annotated[
     bool,
-    typer.Option("--unpaced", help="Measure all rivals unpaced too, which tells of this machine's cores."),
+    typer.Option(
+        "--unpaced", help="Measure all algorithms unpaced too, which shows how fast this machine's cores are."
+    ),
 ]
 CalibratedFile = Annotated[
     Path | None,
     typer.Option(
-        help="A cluster description with measured constants of this lab: configurations are chosen by "
-        "estimates on it, and these stand beside the results. Default: the ideal lab, no latencies."
+        help="Choose configurations by estimates on this cluster description, measured in this lab by "
+        "`meshweave calibrate`, and show the estimates. Default: the ideal lab, without latencies."
     ),
 ]
 Widths = Annotated[
-    str, typer.Option(help="Relative widths of MeshSlice slices to run besides, such as 1:2:4:8,1:2:2:1.")
+    str, typer.Option(help="Run MeshSlice with slices of these relative widths too, such as 1:2:4:8,1:2:2:1.")
 ]
-OverBoundPicture = Annotated[Path | None, typer.Option(help="Write a picture here: bars of time over bound.")]
+OverBoundPicture = Annotated[
+    Path | None, typer.Option(help="Write a picture with bars of time over bound here.")
+]
 
 # --- of `shapes` ------------------------------------------------------------------------------------------
 
@@ -78,32 +85,40 @@ ProductN = Annotated[int, typer.Option("--n", help="Columns of C.")]
 ProductK = Annotated[int, typer.Option("--k", help="Summed dim.")]
 FirstRatio = Annotated[
     float,
-    typer.Option(help="Compute time over communication time on the first lab; sets the pace of all."),
+    typer.Option(
+        help="Pace products in all labs so that on the first compute takes this many times as long as "
+        "communication."
+    ),
 ]
 CalibratedFiles = Annotated[
     str,
     typer.Option(help="Cluster descriptions with measured constants, one per lab, separated by commas."),
 ]
-TimeoutOfEach = Annotated[float, typer.Option(help="Seconds for each lab.")]
-SecondsPicture = Annotated[Path | None, typer.Option(help="Write a picture here: bars of seconds.")]
+TimeoutOfEach = Annotated[float, typer.Option(help="Seconds after which each lab is stopped.")]
+SecondsPicture = Annotated[Path | None, typer.Option(help="Write a picture with bars of seconds here.")]
 
 # --- of `fidelity` ----------------------------------------------------------------------------------------
 
 DescribedLab = Annotated[
-    str, typer.Option(help="Calibrated description of the lab; left out: its nominal rates, no other costs.")
+    str,
+    typer.Option(help="Calibrated description of the lab. Default: its nominal rates and no other costs."),
 ]
-NumCases = Annotated[int, typer.Option(help="How many cases to draw, 1 to 1000.")]
+NumCases = Annotated[int, typer.Option(help="Number of random cases, 1 to 1000.")]
 Seed = Annotated[int, typer.Option(help="Seed of the cases and operands.")]
 CaseRepeat = Annotated[int, typer.Option(help="Measured runs of each case, after one to warm up.")]
 TraceFile = Annotated[
     Path | None,
-    typer.Option(help="Write a Chrome / Perfetto trace of one case: estimate, simulation, measurement."),
+    typer.Option(
+        help="Write estimate, simulation and measurement of one case as a Chrome / Perfetto trace here."
+    ),
 ]
 TimelinePicture = Annotated[
-    Path | None, typer.Option(help="Write these three timelines of rank 0 as a picture.")
+    Path | None, typer.Option(help="Write these three timelines of rank 0 as a picture here.")
 ]
-TracedCase = Annotated[int, typer.Option(help="Number of that case; -1: the one of median error.", min=-1)]
-ResultsFile = Annotated[Path | None, typer.Option(help="Write the results of all cases as JSON.")]
+TracedCase = Annotated[
+    int, typer.Option(help="Number of the case to draw; -1: the case of median error.", min=-1)
+]
+ResultsFile = Annotated[Path | None, typer.Option(help="Write the results of all cases as JSON here.")]
 
 
 # --- what the texts mean ----------------------------------------------------------------------------------
@@ -127,10 +142,29 @@ def load_lab_and_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]:
     return lab, shape
 
 
-def check_mesh_has_all_ranks(path: Path, lab: Lab, shape: tuple[int, ...]) -> None:
-    """Raise LayoutError unless the mesh has as many ranks as the lab."""
+def load_labs_and_clusters(labs: str, clusters: str) -> list[tuple[Lab, tuple[int, ...], Cluster | None]]:
+    """Return the torus labs in a comma-separated list of files, each with its shape and calibrated cluster.
+
+    Raises LayoutError for fewer than two labs, and where there are clusters, but not one per lab.
+    """
+    paths, cluster_paths = split_names(labs), split_names(clusters)
+    if len(paths) < 2:
+        raise LayoutError("one lab has one shape; name two with --labs A.toml,B.toml")
+    if cluster_paths and len(cluster_paths) != len(paths):
+        raise LayoutError(f"{len(cluster_paths)} clusters for {len(paths)} labs; give one per lab, or none")
+    described = [load_lab_and_mesh(Path(path), "") for path in paths]
+    if not cluster_paths:
+        return [(lab, shape, None) for lab, shape in described]
+    pairs = zip(described, cluster_paths, strict=True)
+    return [(lab, shape, load_calibrated(Path(path), lab)) for (lab, shape), path in pairs]
+
+
+def load_lab_and_full_mesh(path: Path, mesh: str) -> tuple[Lab, tuple[int, ...]]:
+    """Return what `load_lab_and_mesh` does. Raises LayoutError where the mesh leaves ranks of the lab out."""
+    lab, shape = load_lab_and_mesh(path, mesh)
     if math.prod(shape) != lab.num_ranks:
         raise LayoutError(f"mesh {'x'.join(map(str, shape))} is not one of {path}'s {lab.num_ranks} ranks")
+    return lab, shape
 
 
 def read_algorithms_2d(text: str) -> list[str]:
@@ -196,10 +230,17 @@ def check_ratio(ratio: float) -> None:
         raise LayoutError(f"a ratio of {ratio:g} makes no sense here; give 0.001 to 1000, or 0 for unpaced")
 
 
-def check_repeat_and_timeout(repeat: int, timeout: float) -> None:
-    """Raise LayoutError unless `repeat` is 1 to 100 and `timeout` a positive number of seconds."""
+def check_run(repeat: int, timeout: float, *outputs: Path | None) -> None:
+    """Check options before anything is measured.
+
+    Raises:
+        LayoutError: `repeat` is not 1 to 100, or `timeout` no positive number of seconds.
+        DescriptionError: one of the output files cannot be written.
+    """
     if not (1 <= repeat <= 100 and 0 < timeout < 1e5):
         raise LayoutError("repeat must be 1 to 100, timeout positive seconds")
+    for path in outputs:
+        check_writable(path)
 
 
 def load_calibrated(path: Path, lab: Lab) -> Cluster:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -27,31 +27,34 @@ from meshweave.describe.layout.shapes import near_square
 if TYPE_CHECKING:
     from meshweave.lab.lab import Lab
 
-Out = Annotated[Path, typer.Option(help="The cluster description to write, CLUSTER.toml.")]
+Out = Annotated[Path, typer.Option(help="Write the cluster description to this file, CLUSTER.toml.")]
 LabFile = Annotated[
-    Path | None, typer.Option(help="LAB.toml: build this lab and calibrate it, see `meshweave lab`.")
+    Path | None, typer.Option(help="Build the lab of this LAB.toml and calibrate it, see `meshweave lab`.")
 ]
-NumRanks = Annotated[int, typer.Option(help="Calibrate so many local processes, without a lab.")]
+NumRanks = Annotated[int, typer.Option(help="Calibrate this many local processes, without a lab.")]
 MeshShape = Annotated[
-    str, typer.Option(help="ROWSxCOLS; by default the shape of a torus lab, else as square as can be.")
+    str,
+    typer.Option(
+        help="Mesh shape, ROWSxCOLS. Default: the shape of a torus lab, else the shape nearest to a square."
+    ),
 ]
 Pace = Annotated[
     float, typer.Option(help="Pace products of a lab at this rate instead of the one in LAB.toml.")
 ]
 Sizes = Annotated[
-    str, typer.Option(help="Bytes per part, separated by commas; by default five that suit the links.")
+    str, typer.Option(help="Bytes per part, separated by commas. Default: five sizes that suit the links.")
 ]
-Repeat = Annotated[int, typer.Option(help="Measured repetitions, after one to warm up.")]
-Seed = Annotated[int, typer.Option(help="Seed of the order in which things are measured.")]
+Repeat = Annotated[int, typer.Option(help="Number of measured repetitions, after one to warm up.")]
+Seed = Annotated[int, typer.Option(help="Seed of the order in which cases are measured.")]
 Timeout = Annotated[float, typer.Option(help="Seconds after which everything is stopped.")]
 MedianError = Annotated[
     float, typer.Option(help="Refuse constants whose median relative error is above this.")
 ]
 WorstError = Annotated[
-    float, typer.Option(help="Refuse constants that are further off at any point than this.")
+    float, typer.Option(help="Refuse constants whose relative error at any point is above this.")
 ]
 AcceptMisfit = Annotated[
-    bool, typer.Option("--accept-misfit", help="Write constants that do not fit the data.")
+    bool, typer.Option("--accept-misfit", help="Write the constants even if they do not fit the data.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
@@ -75,13 +78,13 @@ def calibrate(
 ) -> None:
     """Measure the constants of the cost model and write a cluster description.
 
-    Runs all-gathers, reduce-scatters, ring steps and broadcasts and reduces in packets along each axis of a
-    mesh, products and copies, over several sizes and step counts, alone and all at once, and fits launch +
-    (P - 1) (sync + part / bandwidth), the rate and launch of products, and the rate of copies. The constants
-    are those of the busy machine.
+    All-gathers, reduce-scatters, ring steps, and broadcasts and reduces in packets run along each axis of a
+    mesh. They run over several sizes and step counts, alone and all at once, and so do products and copies. The
+    times are fitted by launch + (P - 1) (sync + part / bandwidth), by rate and launch of products, and by the
+    rate of copies. The constants are those of the busy machine.
 
-    Where: --lab LAB.toml, --ranks N local processes, or, with neither, as one of the ranks that torchrun
-    starts. Constants that do not fit the data are refused (exit status 2) unless --accept-misfit.
+    The ranks are those of --lab LAB.toml, --ranks N local processes or, with neither option, those that torchrun
+    starts. Constants that do not fit the data are refused (exit status 2) unless --accept-misfit is given.
 
     Example: meshweave calibrate --lab examples/labs/torus-4x4-50mbit.toml --out torus.toml
     """
@@ -90,9 +93,7 @@ def calibrate(
     remarks: list[str] = []
     target = _target(lab, ranks, flops_per_s, remarks)
     if target.rank == 0:  # under torchrun the others have nothing to write
-        check_writable(out)
-        if out.exists() and not force:
-            raise DescriptionError(f"{printable(out)}: is there already; give another --out, or --force")
+        _check_out(out, force)
     calibration = run_calibration(
         target,
         read_mesh(mesh) if mesh else None,
@@ -111,15 +112,25 @@ def calibrate(
     else:
         _print(calibration)
     if is_refused:
-        more = f" (and {len(calibration.problems) - 1} more)" if len(calibration.problems) > 1 else ""
-        raise DescriptionError(
-            f"the cost model does not fit what was measured: {calibration.problems[0]}{more}; measure again "
-            "with nothing else running, more --repeat or other --sizes, or give --accept-misfit"
-        )
+        _refuse(calibration.problems)
     comments = summary_lines(calibration, "; ".join(remarks))
     out.write_text(to_toml(calibration.cluster, comments), encoding="utf-8")
     if not json:
         typer.echo(f"written: {out}")
+
+
+def _check_out(out: Path, force: bool) -> None:
+    check_writable(out)
+    if out.exists() and not force:
+        raise DescriptionError(f"{printable(out)}: is there already; give another --out, or --force")
+
+
+def _refuse(problems: Sequence[str]) -> NoReturn:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    raise DescriptionError(
+        f"the cost model does not fit what was measured: {problems[0]}{more}; measure again "
+        "with nothing else running, more --repeat or other --sizes, or give --accept-misfit"
+    )
 
 
 def _announce(sweep: Sweep, repeat: int) -> None:
@@ -132,7 +143,7 @@ def _announce(sweep: Sweep, repeat: int) -> None:
 
 
 def _target(lab: Path | None, ranks: int, flops_per_s: float, remarks: list[str]) -> CalibrationTarget:
-    """Return what the options name. What a lab has to say of its run goes into `remarks`."""
+    """Return the ranks that the options name. A lab appends what it has to say of its run to `remarks`."""
     if lab is not None and ranks:
         raise DescriptionError("both --lab and --ranks are given; give one of them")
     if flops_per_s and lab is None:

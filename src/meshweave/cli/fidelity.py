@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 import meshweave.cli.bench_options as options
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
 from meshweave.base.units import format_s
-from meshweave.cli.options import check_writable, print_json
+from meshweave.cli.options import print_json
 from meshweave.describe.machine.cluster import Cluster, load_cluster
-from meshweave.report.provenance import describe
-from meshweave.report.timeline import to_svg, write_chrome, write_text
+from meshweave.report.provenance import describe_environment
+from meshweave.report.timeline import timeline_svg, write_chrome, write_text
 
 if TYPE_CHECKING:
     from meshweave.lab.fidelity.measure import FidelityReport
@@ -38,24 +38,19 @@ def fidelity(
 ) -> None:
     """Run random products in a lab and show how far estimate and simulation are off.
 
-    Cases are drawn by the seed: algorithm, dataflow, sizes, slices, and the pace of products. Each runs as
-    bench does, lowered and traced. Its estimate is that of its skeleton, its simulation that of the lowered
-    program, both on the given description. Results are checked against the dense product.
+    The seed decides algorithm, dataflow, sizes, slices and pace of each case. A case runs lowered and traced, as
+    in `bench matmul`. Its estimate comes from its skeleton, its simulation from the lowered program, both on the
+    given cluster description. Results are checked against the dense product.
 
     Example: meshweave bench fidelity --lab LAB.toml --cluster CALIBRATED.toml --trace trace.json
     """
     from meshweave.lab.fidelity.cases import reached_share_of_pace
     from meshweave.lab.fidelity.measure import run_fidelity
 
-    described_lab, shape = options.load_lab_and_mesh(lab, mesh)
-    options.check_mesh_has_all_ranks(lab, described_lab, shape)
-    if not (1 <= cases <= 1000 and 1 <= repeat <= 100 and 0 < timeout < 1e5):
-        raise LayoutError("cases must be 1 to 1000, repeat 1 to 100, timeout positive seconds")
-    if trace_case >= cases:
-        raise LayoutError(f"there is no case {trace_case}; with {cases} cases give 0 to {cases - 1}")
-    for path in (trace, svg, out):
-        check_writable(path)
-    described = _described(cluster, described_lab.cluster())
+    described_lab, shape = options.load_lab_and_full_mesh(lab, mesh)
+    _check_cases(cases, repeat, timeout, trace_case)
+    options.check_run(repeat, timeout, trace, svg, out)
+    described = _cluster(cluster, described_lab.cluster())
     report = run_fidelity(
         described_lab,
         described,
@@ -75,23 +70,38 @@ def fidelity(
         "efficiency": reached_share_of_pace(described),
         "seed": seed,
         "repeat": repeat,
-        "machine": describe(),
+        "machine": describe_environment(),
         **report.to_json(),
     }
-    if out is not None:
-        write_text(out, dumps(result, indent=1) + "\n")
     _write_timelines(report, trace_case, described, trace, svg)
+    _write_json(out, result)
     if json:
         print_json(result)
     else:
         _print(report, described_lab.description.name, described, bool(cluster))
-        for path in (out, trace, svg):
-            if path is not None:
-                typer.echo(f"written: {path}")
+        _print_written(out, trace, svg)
     _refuse_wrong_results(report)
 
 
-def _described(path: str, nominal: Cluster) -> Cluster:
+def _check_cases(cases: int, repeat: int, timeout: float, trace_case: int) -> None:
+    if not (1 <= cases <= 1000 and 1 <= repeat <= 100 and 0 < timeout < 1e5):
+        raise LayoutError("cases must be 1 to 1000, repeat 1 to 100, timeout positive seconds")
+    if trace_case >= cases:
+        raise LayoutError(f"there is no case {trace_case}; with {cases} cases give 0 to {cases - 1}")
+
+
+def _write_json(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        write_text(path, dumps(result, indent=1) + "\n")
+
+
+def _print_written(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None:
+            typer.echo(f"written: {path}")
+
+
+def _cluster(path: str, nominal: Cluster) -> Cluster:
     if not path:
         typer.echo(
             "no --cluster: predictions use the lab's nominal rates, which nobody has calibrated", err=True
@@ -118,7 +128,7 @@ def _write_timelines(
     if trace is not None:
         write_chrome(trace, [replace(line, source=f"{name}, {title}") for name, line in timelines.items()])
     if svg is not None:
-        write_text(svg, to_svg([(f"{title}, {name}", line) for name, line in timelines.items()]))
+        write_text(svg, timeline_svg([(f"{title}, {name}", line) for name, line in timelines.items()]))
 
 
 def _print(report: FidelityReport, lab: str, cluster: Cluster, is_calibrated: bool) -> None:

@@ -27,21 +27,21 @@ lab = typer.Typer(
 
 @lab.command(context_settings={"ignore_unknown_options": True})
 def run(
-    file: Annotated[Path, typer.Argument(metavar="LAB.toml", help="The lab's description.")],
+    file: Annotated[Path, typer.Argument(metavar="LAB.toml", help="Description of the lab.")],
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="What to run, once per rank.")
+        list[str], typer.Argument(metavar="-- COMMAND...", help="Command to run, once per rank.")
     ],
     timeout: Annotated[float, typer.Option(help="Seconds after which everything is stopped.")] = 600.0,
     grace: Annotated[
-        float, typer.Option(help="Seconds that the other ranks have once one has failed.")
+        float, typer.Option(help="Seconds after which the other ranks are ended once one has failed.")
     ] = 5.0,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> int:
-    """Build the lab, run a command in each rank as torchrun would, take the lab down.
+    """Build the lab, run a command in each rank as torchrun would, and take the lab down.
 
-    What the ranks print is shown behind [rank]; with --json, on stderr. Everything is taken down whatever
-    happens; what a killed run leaves is removed by the next. The exit status is that of the worst rank, 124
-    where the time was up, 2 where there can be no lab.
+    Each line that a rank prints is shown behind [rank]; with --json, on stderr. The lab is taken down whatever
+    happens, and a run removes what an earlier, killed run has left. The exit status is that of the worst rank, 124
+    where the time was up, 2 where this machine can have no lab.
 
     Example: meshweave lab run lab.toml --timeout 60 -- python script.py --steps 3
     """
@@ -104,23 +104,25 @@ def _print_run(running: RunningLab, result: RunResult) -> None:
 
 @lab.command()
 def check(
-    file: Annotated[Path | None, typer.Argument(metavar="LAB.toml", help="A description to check.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(metavar="LAB.toml", help="Description of a lab to check.")
+    ] = None,
     measure: Annotated[
-        bool, typer.Option(help="Build the lab and measure what a link to the next host carries.")
+        bool, typer.Option(help="Build the lab and measure the rate of a link to the next host.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> int:
-    """Say what this machine can do, and whether a description is right.
+    """Show whether a lab can be built on this machine, and check a description.
 
-    Exit status 0: a lab can be built here; 2: it cannot.
+    The exit status is 0 where a lab can be built, else 2.
 
     Example: meshweave lab check lab.toml --measure
     """
     described = Lab.load(file) if file is not None else None
     if measure and described is None:
         raise DescriptionError("--measure needs a LAB.toml")
-    found = abilities()
-    data: dict[str, Any] = {"can_build": found.can_build, **asdict(found), "still_works": STILL_WORKS}
+    machine = abilities()
+    data: dict[str, Any] = {"can_build": machine.can_build, **asdict(machine), "still_works": STILL_WORKS}
     if described is not None:
         data["lab"] = {"name": described.description.name, "num_ranks": described.num_ranks}
         if measure:
@@ -128,12 +130,12 @@ def check(
     if json:
         print_json(data)
     else:
-        _print_check(found, data)
-    return 0 if found.can_build else 2
+        _print_check(machine, data)
+    return 0 if machine.can_build else 2
 
 
 def _measure(described: Lab) -> dict[str, float]:
-    """Rank 0 to the first rank of the next host, for about a second."""
+    """Return nominal and measured bytes per second from rank 0 to the first rank of the next host."""
     network, to = described.description.network, 1
     match network:
         case SwitchLab():
@@ -150,14 +152,14 @@ def _measure(described: Lab) -> dict[str, float]:
     return {"nominal_bytes_per_s": nominal, "goodput_bytes_per_s": rate}
 
 
-def _print_check(found: Abilities, data: dict[str, Any]) -> None:
-    if found.can_build:
-        typer.echo(f"a lab can be built here; {found.num_cores} cores")
+def _print_check(machine: Abilities, data: dict[str, Any]) -> None:
+    if machine.can_build:
+        typer.echo(f"a lab can be built here; {machine.num_cores} cores")
     else:
-        typer.echo(f"no lab on this machine: {found.problem}; {STILL_WORKS}")
-    pacing = "works" if found.can_pace else "needs torch with torch.library.get_kernel"
+        typer.echo(f"no lab on this machine: {machine.problem}; {STILL_WORKS}")
+    pacing = "works" if machine.can_pace else "needs torch with torch.library.get_kernel"
     typer.echo(f"pacing of compute {pacing}")
-    typer.echo(f"{found.num_labs} labs are there, {len(found.leftovers)} namespaces left by killed runs")
+    typer.echo(f"{machine.num_labs} labs are there, {len(machine.leftovers)} namespaces left by killed runs")
     described = data.get("lab")
     if described:
         typer.echo(f"{described['name']}: {described['num_ranks']} ranks")
@@ -171,7 +173,7 @@ def _print_check(found: Abilities, data: dict[str, Any]) -> None:
 
 @lab.command()
 def clean(json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False) -> None:
-    """Remove what killed runs have left behind, and nothing else; `run` does so too.
+    """Remove the namespaces that killed runs have left, and nothing else. `lab run` does so too.
 
     Example: meshweave lab clean
     """

@@ -36,7 +36,7 @@ from meshweave.lab.pace import PaceReport, read_reports
 from meshweave.lab.processes import LineHandler, RankProcesses, RunResult, print_line
 
 MASTER_PORT = 29500
-"""Of the ranks' own rendezvous; free, for the namespace is new."""
+"""The port of the ranks' own rendezvous. It is free, since the namespace is new."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Lab:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks, over all hosts."""
         return self.description.num_ranks
 
     def cluster(self) -> Cluster:
@@ -115,6 +116,7 @@ class RunningLab:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks, over all hosts."""
         return self.description.num_ranks
 
     def namespace(self, rank: int) -> str:
@@ -155,11 +157,11 @@ class RunningLab:
         grace_s: float = 5.0,
         on_line: LineHandler = print_line,
     ) -> RunResult:
-        """Run a command once per rank, inside the rank's namespace, and waits for all.
+        """Run a command once per rank, inside the rank's namespace, and wait for all.
 
-        The ranks inherit the environment with `env` and that of the lab on top. When one fails the others
-        have `grace_s` seconds, then they are ended; so they are after `timeout_s`. Nothing that they have started
-        outlives the call. One run at a time.
+        The ranks inherit the environment, with `env` and then the lab's variables on top. Once a rank fails, the
+        others are ended after `grace_s` seconds; after `timeout_s` all are ended. No process that a rank has
+        started outlives the call. A lab has one run at a time.
 
         Args:
             command: the program and its arguments.
@@ -168,7 +170,7 @@ class RunningLab:
 
         Raises:
             BindError: there is no command.
-            UnsupportedError: another run is under way in this lab, or it is not up.
+            UnsupportedError: another run is in progress in this lab, or the lab is not up.
         """
         if not command:
             raise BindError("there is no command to run; give one, such as python script.py")
@@ -191,9 +193,9 @@ class RunningLab:
     ) -> list[Any]:
         """Run `function(context, payload)` in each rank and return what each returned.
 
-        As `meshweave.execute.ranks.launch.launch`, which see for arguments, `options` and errors; heartbeats take
-        the management network. Ranks are lost after 5 s of silence unless given otherwise: there may be many
-        more of them than cores.
+        Arguments, `options` and errors are those of `meshweave.execute.ranks.launch.launch`. Heartbeats take the
+        management network. A rank counts as lost after 5 s of silence by default, since there may be many more
+        ranks than cores.
         """
         import torch.distributed as dist
 
@@ -201,7 +203,7 @@ class RunningLab:
 
         options = {"interval_s": 0.5, "stale_s": 5.0, **options}
         with inside(f"{self._prefix}{FABRIC}"):
-            # By way of its loopback: torch warns about an address of its own that has no name.
+            # Through its loopback: torch warns about an address of its own that has no name.
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         places = [
             RankPlace(
@@ -230,7 +232,7 @@ class RunningLab:
 
     @contextmanager
     def _one_run(self, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-        """One run at a time, for at its end goes whatever the ranks have started and left."""
+        """Let one run at a time into the lab; at its end, kill whatever its ranks have started and left."""
         if not self._busy.acquire(blocking=False):
             raise UnsupportedError("another run is under way in this lab; bring up a second one")
         try:
@@ -242,7 +244,7 @@ class RunningLab:
 
     @contextmanager
     def _pacing(self, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-        """`env` with what makes ranks pace themselves; their reports are collected afterwards."""
+        """Yield `env` with what makes ranks pace themselves, and collect their reports afterwards."""
         self.pace = {}
         rate = self.description.flops_per_s
         if rate is None:

@@ -49,7 +49,9 @@ class RunResult:
 
     @property
     def exit_status(self) -> int:
-        """That of the worst rank that ended by itself, 128 + n for signal n; 124 where the time was up."""
+        """The exit status of the worst rank that ended by itself, 128 + n for signal n; 124 where the time was
+        up.
+        """
         own = [s for rank, s in enumerate(self.statuses) if rank not in self.ended_by_us]
         worst = max((s if s >= 0 else 128 - s for s in own), default=0)
         return worst or (124 if self.timed_out else 0)
@@ -89,7 +91,9 @@ class RankProcesses:
             self._selector.register(stream, selectors.EVENT_READ, (rank, is_error))
 
     def wait(self, grace_s: float) -> None:
-        """Wait until all have ended, the time is up, or `grace_s` after a first one failed; then ends the rest."""
+        """Wait until all ranks have ended, the time is up, or `grace_s` seconds after a first failure; then end
+        the rest.
+        """
         until, failed = self.until, False
         while self.running:
             now = time.monotonic()
@@ -100,12 +104,13 @@ class RankProcesses:
             self._reap()
             if not failed and any(self.statuses.values()):
                 failed, until = True, min(until, time.monotonic() + grace_s)
-                self.on_line(-1, f"{_ends(self.statuses, ())}; ending the others in {grace_s:g} s", True)
+                self.on_line(-1, f"{_failures(self.statuses, ())}; ending the others in {grace_s:g} s", True)
         self.ended_by_us.update(self.running)
         self._stop_rest()
 
     def result(self, num_ranks: int) -> RunResult:
-        message = _ends(self.statuses, self.ended_by_us)
+        """Return how the ranks ended. All must have ended."""
+        message = _failures(self.statuses, self.ended_by_us)
         if self.timed_out:
             late = f"{_ranks(sorted(self.ended_by_us))} had not finished when the time was up"
             message = f"{message}; {late}" if message else late
@@ -125,7 +130,7 @@ class RankProcesses:
         self._selector.close()
 
     def _stop_rest(self) -> None:
-        """SIGTERM, two seconds, SIGKILL; then whatever is still in the pipes."""
+        """Send SIGTERM, and SIGKILL two seconds later; then read what is still in the pipes."""
         for signum, wait_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
             self._signal_rest(signum)
             until = time.monotonic() + wait_s
@@ -171,7 +176,7 @@ class RankProcesses:
 
 
 def _die_with(parent_pid: int) -> Callable[[], None]:
-    """Run between fork and exec: SIGKILL to the rank when this thread ends, however it ends."""
+    """Return a function for the time between fork and exec: the rank gets SIGKILL when this thread ends."""
     libc: Any = ctypes.CDLL(None)
 
     def prepare() -> None:
@@ -182,8 +187,8 @@ def _die_with(parent_pid: int) -> Callable[[], None]:
     return prepare
 
 
-def _ends(statuses: Mapping[int, int], told: Sequence[int] | set[int]) -> str:
-    return ", ".join(f"rank {r} {_cause(s)}" for r, s in statuses.items() if s and r not in told)
+def _failures(statuses: Mapping[int, int], left_out: Sequence[int] | set[int]) -> str:
+    return ", ".join(f"rank {r} {_cause(s)}" for r, s in statuses.items() if s and r not in left_out)
 
 
 def _cause(status: int) -> str:

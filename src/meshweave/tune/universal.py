@@ -1,4 +1,4 @@
-"""Which way to compute a universal product: stationary matrix, copies, partial operands, slices, prefetch."""
+"""Choosing the configuration of a universal product: stationary matrix, copies, slices, prefetch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import lru_cache
 from typing import Literal
 
 from meshweave.algorithms.universal import (
-    UniversalConfig,
     Operand,
     Slicing,
+    UniversalConfig,
     UniversalProblem,
     universal_program,
 )
@@ -28,12 +28,17 @@ Objective = Literal["time", "bytes"]
 SLICES = (1, 2, 4, 8, 16, 32)
 PREFETCH = 2
 _FINALISTS = 3
-"""Ways whose slices are tried: how much they move says already which these are."""
+"""Variants whose slices are tried. The bytes that a variant moves already say which these are."""
 
 
 @dataclass(frozen=True)
 class TunedUniversal:
-    """A choice, what it is expected to take, and how many bytes all ranks together receive."""
+    """The best configuration of a universal product.
+
+    Attributes:
+        estimate: the expected times.
+        moved_bytes: what all ranks together receive.
+    """
 
     config: UniversalConfig
     estimate: UniversalEstimate
@@ -50,25 +55,31 @@ def tune_universal(
     slices: tuple[int, ...] = SLICES,
     memory_bytes: int | None = None,
 ) -> TunedUniversal:
-    """The choice with the least estimated time, and of equal ones that which moves least; or the other way round.
+    """Return the configuration with the least estimated time; of equals, that which moves the fewest bytes.
 
-    Stationary matrix and copies of C are all tried; where partial operands are summed up is settled in turns for A
-    and B, until neither can do better; slices are tried for the best few.
+    With objective "bytes", bytes come first and time decides between equals. All stationary matrices and copies
+    of C are tried. The layouts in which partial operands are summed are settled for A and B by turns, until
+    neither can do better. Slices are tried for the best few.
 
     Args:
-        objective: "time" at these rates, or "bytes": what all ranks together receive. With C stationary everything
-            that DTensor could do for the same placements is among what is tried, so the least is never more.
-        stationary: the matrix that the caller wants to stay, or None.
+        objective: "time" at these rates, or "bytes": what all ranks together receive. With C stationary, whatever
+            DTensor could do for the same placements is among the candidates, so the result never moves more bytes.
+        stationary: the matrix that has to stay put; None for any.
         slices: slice counts to try.
-        memory_bytes: the most that a rank may need beside the matrices (`extra_bytes`); None for no limit.
+        memory_bytes: the most that a rank may allocate beside the matrices (`extra_bytes`); None for no limit.
 
-    Raises UnsupportedError where nothing fits the memory.
+    Raises:
+        UnsupportedError: nothing fits the memory.
     """
-    found = [_settled(problem, way, rates, objective) for way in variants(problem, stationary=stationary)]
-    found = [tried for tried in found if tried.slicing.replicas_agree]
-    found.sort(key=lambda tried: tried.key(objective))
-    best = _sliced(found[:_FINALISTS], rates, objective, slices, memory_bytes)
-    best = best or _sliced(found[_FINALISTS:], rates, objective, slices, memory_bytes)
+    settled = [
+        _settled(problem, variant, rates, objective) for variant in variants(problem, stationary=stationary)
+    ]
+    ranked = sorted(
+        (candidate for candidate in settled if candidate.slicing.replicas_agree),
+        key=lambda candidate: candidate.key(objective),
+    )
+    best = _sliced(ranked[:_FINALISTS], rates, objective, slices, memory_bytes)
+    best = best or _sliced(ranked[_FINALISTS:], rates, objective, slices, memory_bytes)
     if best is None:
         raise UnsupportedError(
             f"no way to multiply {problem.m} x {problem.k} by {problem.k} x {problem.n} needs less than "
@@ -78,16 +89,16 @@ def tune_universal(
 
 
 @dataclass(frozen=True)
-class _Tried:
+class _Candidate:
     slicing: Slicing
     volume: Volume
     estimate: UniversalEstimate
 
     @classmethod
-    def of(cls, problem: UniversalProblem, choice: UniversalConfig, rates: RankRates) -> _Tried:
-        slicing = Slicing(problem, choice)
-        found = volume(slicing)
-        return cls(slicing, found, estimate_universal(found, rates))
+    def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _Candidate:
+        slicing = Slicing(problem, config)
+        moved = volume(slicing)
+        return cls(slicing, moved, estimate_universal(moved, rates))
 
     def key(self, objective: Objective) -> tuple[float, float]:
         if not self.slicing.replicas_agree:
@@ -95,75 +106,86 @@ class _Tried:
         return _key(self.estimate, self.volume, objective)
 
 
-def _key(estimate: UniversalEstimate, found: Volume, objective: Objective) -> tuple[float, float]:
+def _key(estimate: UniversalEstimate, moved: Volume, objective: Objective) -> tuple[float, float]:
     if objective == "bytes":
-        return found.moved_bytes, estimate.total_s
-    return estimate.total_s, found.moved_bytes
+        return moved.total_received_bytes, estimate.total_s
+    return estimate.total_s, moved.total_received_bytes
 
 
-def _settled(problem: UniversalProblem, way: UniversalConfig, rates: RankRates, objective: Objective) -> _Tried:
-    """The best that can be made of a way: where partial operands are summed up, and who does what of a team."""
-    known: dict[UniversalConfig, _Tried] = {}
+def _settled(
+    problem: UniversalProblem, variant: UniversalConfig, rates: RankRates, objective: Objective
+) -> _Candidate:
+    """Return the best of a variant: in which layouts partial operands are summed, and how a team shares its
+    work.
+    """
+    known: dict[UniversalConfig, _Candidate] = {}
 
-    def tried(choice: UniversalConfig) -> _Tried:
-        if choice not in known:
-            known[choice] = _Tried.of(problem, choice, rates)
-        return known[choice]
+    def evaluate(config: UniversalConfig) -> _Candidate:
+        if config not in known:
+            known[config] = _Candidate.of(problem, config, rates)
+        return known[config]
 
-    options = {name: summed_layouts(problem, way, name) for name in OPERANDS[:2]}
+    def key(candidate: _Candidate) -> tuple[float, float]:
+        return candidate.key(objective)
+
+    options = {name: summed_layouts(problem, variant, name) for name in OPERANDS[:2]}
     ends = []
     for a, b in ((options["a"][0], options["b"][0]), (options["a"][-1], options["b"][-1])):
-        best = tried(replace(way, summed_a=a, summed_b=b))
+        best = evaluate(replace(variant, summed_a=a, summed_b=b))
         while True:
-            choice = best.slicing.config
-            others = [replace(choice, summed_a=layout) for layout in options["a"]]
-            better = min((tried(other) for other in others), key=lambda one: one.key(objective))
-            others = [replace(better.slicing.config, summed_b=layout) for layout in options["b"]]
-            better = min((tried(other) for other in others), key=lambda one: one.key(objective))
-            if better.key(objective) >= best.key(objective):
+            configs = [replace(best.slicing.config, summed_a=layout) for layout in options["a"]]
+            next_best = min(map(evaluate, configs), key=key)
+            configs = [replace(next_best.slicing.config, summed_b=layout) for layout in options["b"]]
+            next_best = min(map(evaluate, configs), key=key)
+            if key(next_best) >= key(best):
                 break
-            best = better
+            best = next_best
         ends.append(best)
-    best = min(ends, key=lambda one: one.key(objective))
+    best = min(ends, key=key)
     if any(len(team) > 1 for team in best.slicing.teams.values()):
         local = Slicing(problem, replace(best.slicing.config, split="local"))
         if local.work != best.slicing.work:
-            best = min(best, tried(local.config), key=lambda one: one.key(objective))
+            best = min(best, evaluate(local.config), key=key)
     return best
 
 
 def _sliced(
-    tried: Iterable[_Tried],
+    candidates: Iterable[_Candidate],
     rates: RankRates,
     objective: Objective,
     slices: Sequence[int],
     memory_bytes: int | None,
 ) -> TunedUniversal | None:
     best: tuple[tuple[float, float], TunedUniversal] | None = None
-    for one in tried:
-        for count in slices if one.volume.moved_bytes else (1,):
-            found = volume(one.slicing, count)
-            estimate = estimate_universal(found, rates)
-            key = _key(estimate, found, objective)
+    for candidate in candidates:
+        slicing = candidate.slicing
+        for count in slices if candidate.volume.total_received_bytes else (1,):
+            moved = volume(slicing, count)
+            estimate = estimate_universal(moved, rates)
+            key = _key(estimate, moved, objective)
             if best is not None and key >= best[0]:
                 continue
-            choice = _fitting(replace(one.slicing.config, num_slices=count), one.slicing.problem, memory_bytes)
-            if choice is not None:
-                best = key, TunedUniversal(choice, estimate, found.moved_bytes)
+            config = _fitting(replace(slicing.config, num_slices=count), slicing.problem, memory_bytes)
+            if config is not None:
+                best = key, TunedUniversal(config, estimate, moved.total_received_bytes)
     return None if best is None else best[1]
 
 
-def _fitting(config: UniversalConfig, problem: UniversalProblem, memory_bytes: int | None) -> UniversalConfig | None:
-    """The choice with as much prefetch as memory allows, or None."""
+def _fitting(
+    config: UniversalConfig, problem: UniversalProblem, memory_bytes: int | None
+) -> UniversalConfig | None:
+    """Return the configuration with as much prefetch as memory allows, or None."""
     for prefetch in (PREFETCH, 1, 0):
-        found = replace(config, prefetch=prefetch)
-        if memory_bytes is None or extra_bytes(problem, found) <= memory_bytes:
-            return found
+        prefetching = replace(config, prefetch=prefetch)
+        if memory_bytes is None or extra_bytes(problem, prefetching) <= memory_bytes:
+            return prefetching
     return None
 
 
 def extra_bytes(problem: UniversalProblem, config: UniversalConfig) -> int:
-    """The most that a rank allocates beside A, B and C: panels on their way, and sums of partial operands."""
+    """Return the most bytes that a rank allocates beside A, B and C: panels in transit, sums of partial
+    operands.
+    """
     program = universal_program(problem, config)
     return max(
         sum(

@@ -12,7 +12,7 @@ from meshweave.algorithms.matmul2d.common.restricted import Restricted
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import estimate
+from meshweave.estimate import estimate_skeleton
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import AllGather, ReduceScatter
 from meshweave.ir.program.text import to_text
@@ -85,7 +85,7 @@ class Rival:
         """Return the seconds by the algorithm's skeleton on a machine; None for DTensor, which has no skeleton."""
         if not self.algorithm:
             return None
-        return estimate(ALGORITHMS[self.algorithm].skeleton(problem, self.config), machine).total_s
+        return estimate_skeleton(ALGORITHMS[self.algorithm].skeleton(problem, self.config), machine).total_s
 
 
 DTENSOR = Rival("DTensor, same shards"), Rival("DTensor, inputs replicated", inputs_replicated=True)

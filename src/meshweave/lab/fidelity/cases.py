@@ -11,7 +11,7 @@ from functools import cached_property
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import estimate
+from meshweave.estimate import estimate_skeleton
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
 from meshweave.ir.work import Transfer
@@ -123,7 +123,7 @@ def _draw(
             if config is None:
                 break
             case = FidelityCase(number, name, problem, config, 2 if max(mesh_shape) > 2 else 1, pace)
-            estimated_s = estimate(case.skeleton, machine).total_s
+            estimated_s = estimate_skeleton(case.skeleton, machine).total_s
             fits = SHORTEST_S <= estimated_s <= LONGEST_S and _smallest_bytes(case) >= MIN_MESSAGE_BYTES
             if fits and not is_guess:
                 return case

@@ -270,7 +270,7 @@ def _measured(
         edges = iter(run["spans"])
         spans = [
             Span(rank, index, bound.op.lane, bound.op.kind, bound.label, 1000 * start, 1000 * next(edges))
-            for index, (bound, start) in enumerate(zip(case.program.on_rank(rank), edges, strict=False))
+            for index, (bound, start) in enumerate(zip(case.program.ops_on_rank(rank), edges, strict=False))
         ]
         traces.append(align(Trace(case.program.name, "torch", tuple(spans)), *clocks[rank]))
     whole = merge(traces)

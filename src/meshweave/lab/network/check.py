@@ -1,4 +1,4 @@
-"""What this machine can do for a lab, found by trying it on a small one."""
+"""What this machine can do for a lab. A small lab is built to try it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ STILL_WORKS = "plan, simulate, verify and run (over unshaped loopback) work with
 
 @dataclass(frozen=True)
 class Abilities:
-    """`problem` is why there can be no lab here, in one line, or "". `can_pace` is whether torch allows it."""
+    """What this machine can do for a lab.
+
+    Attributes:
+        problem: why there can be no lab here, in one line; empty if there can be one.
+        can_pace: whether products can be paced with the torch that is installed.
+        num_labs: how many labs there are now.
+        leftovers: namespaces that killed runs have left.
+    """
 
     problem: str
     can_pace: bool
@@ -29,6 +36,7 @@ class Abilities:
 
     @property
     def can_build(self) -> bool:
+        """Whether a lab can be built on this machine."""
         return not self.problem
 
 

@@ -40,6 +40,7 @@ class Owner:
 
     @classmethod
     def current(cls) -> Owner:
+        """Return the owner that stands for this process."""
         return cls(_pid_space(), os.getpid(), _start_of(os.getpid()) or 0)
 
     @property

@@ -41,21 +41,25 @@ class Port:
 
 @dataclass(frozen=True)
 class Cable:
-    """A veth pair. `rates` are bytes per second from `a` to `b` and back; without a link it is unshaped."""
+    """A veth pair between two ports.
+
+    Attributes:
+        link: the rates from `a` to `b` and back; None: not shaped.
+    """
 
     a: Port
     b: Port
     link: Link | None = None
 
     def ends(self) -> Iterator[tuple[Port, int]]:
-        """Each end with the bytes per second at which it sends; 0 for unshaped."""
+        """Yield each end with the bytes per second at which it sends; 0 where the cable is not shaped."""
         yield self.a, self.link.bytes_per_s if self.link else 0
         yield self.b, self.link.back_bytes_per_s if self.link else 0
 
 
 @dataclass(frozen=True)
 class Route:
-    """In namespace `space`: to `address` by way of neighbour `via`."""
+    """A route in namespace `space`: packets to `address` go to the neighbour `via`."""
 
     space: str
     address: str
@@ -75,9 +79,11 @@ class Wiring:
 
     @property
     def spaces(self) -> list[str]:
+        """The names of all namespaces, the fabric first."""
         return [FABRIC, *(host.name for host in self.hosts)]
 
     def host_of(self, rank: int) -> Host:
+        """Return the host that a rank runs on."""
         return next(host for host in self.hosts if rank in host.ranks)
 
 
@@ -99,7 +105,7 @@ def wire(lab: LabDescription) -> Wiring:
 
 
 def _address(network: int, host: int) -> str:
-    """Host addresses count from 10.<network>.0.1."""
+    """Return an IPv4 address; hosts count from 10.<network>.0.1."""
     return f"10.{network}.{(host + 1) >> 8}.{(host + 1) & 255}"
 
 
@@ -157,7 +163,9 @@ def _torus(wiring: Wiring, network: TorusLab) -> None:
 
 
 def _first_hop(rank: int, to: int, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Axis and direction, as `cost.machine` routes: dimension by dimension, ties forward."""
+    """Return axis and direction of the first hop, as `cost.machine` routes: dimension by dimension, ties
+    forward.
+    """
     at, goal = _unravel(rank, shape), _unravel(to, shape)
     for axis, size in enumerate(shape):
         ahead = (goal[axis] - at[axis]) % size
