@@ -15,26 +15,25 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, empty
 
-from meshweave import reshard, reshard_state_dict
-from meshweave.execute.ranks.launch import Context, launch
+from meshweave import RankContext, launch, reshard, reshard_state_dict
 
 ROWS, COLUMNS = 4, 6
 
 
 def main() -> None:
     here = {"PYTHONPATH": str(Path(__file__).parent)}
-    for rank, said in enumerate(launch("reshard:on_a_rank", 4, {}, timeout_s=100, env=here)):
+    for rank, lines in enumerate(launch("reshard:on_a_rank", 4, {}, timeout_s=100, env=here)):
         print(f"rank {rank}")
-        for line in said:
+        for line in lines:
             print(f"  {line}")
     print("values and gradients are the dense ones")
 
 
-def on_a_rank(context: Context, payload: dict[str, Any]) -> list[str]:
-    """What this rank held, got, and got back."""
+def on_a_rank(context: RankContext, payload: dict[str, Any]) -> list[str]:
+    """Return in words what this rank held, got, and got back."""
     sources, targets = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])  # all ranks make all meshes
     dense = torch.arange(1.0, ROWS * COLUMNS + 1).reshape(ROWS, COLUMNS)
-    said = []
+    lines = []
 
     # Ranks outside a mesh have the same DTensor there, without elements.
     if context.rank in (0, 1):
@@ -42,23 +41,23 @@ def on_a_rank(context: Context, payload: dict[str, Any]) -> list[str]:
     else:
         x = empty(ROWS, COLUMNS, device_mesh=sources, placements=[Shard(0)])
     x.requires_grad_()
-    said.append(f"holds {part(x)}")
+    lines.append(f"holds {part(x)}")
 
     y = reshard(x, targets, [Shard(1)])
-    said.append(f"gets {part(y)}")
+    lines.append(f"gets {part(y)}")
     assert torch.equal(y.to_local(), distribute_tensor(dense, targets, [Shard(1)]).to_local())
 
     # The loss of the second stage. The first one calls the same, and no arithmetic is done there.
     (y * y).sum().backward()
-    said.append(f"gradient {part(x.grad)}")
+    lines.append(f"gradient {part(x.grad)}")
     assert torch.equal(x.grad.to_local(), distribute_tensor(2 * dense, sources, [Shard(0)]).to_local())
 
     # All tensors of a state dict in one schedule, such as from trainers to those that generate.
     state = {"weight": x.detach(), "step": distribute_tensor(torch.tensor(17), sources, [Replicate()])}
-    found = reshard_state_dict(state, targets, {"weight": [Replicate()], "step": [Replicate()]})
-    said += [f"{name}: {part(one)}" for name, one in found.items()]
-    assert context.rank in (0, 1) or torch.equal(found["weight"].to_local(), dense)
-    return said
+    moved = reshard_state_dict(state, targets, {"weight": [Replicate()], "step": [Replicate()]})
+    lines += [f"{name}: {part(tensor)}" for name, tensor in moved.items()]
+    assert context.rank in (0, 1) or torch.equal(moved["weight"].to_local(), dense)
+    return lines
 
 
 def part(tensor: DTensor) -> str:

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshweave import Machine, load_cluster, parse, run_numpy, validate
-from meshweave.base.errors import ProgramError
-from meshweave.report.timeline import to_text
-from meshweave.simulate import simulate
+import meshweave as mw
 
 TEXT = """
 program("overlapped all-reduce")
@@ -36,21 +33,21 @@ with tp:
 
 
 def main() -> None:
-    program = parse(TEXT)
-    validate(program)
+    program = mw.parse(TEXT)
+    mw.validate(program)
     print("valid: no deadlock, no race, and C is A B, each k once")
 
     rng = np.random.default_rng(0)
     inputs = {name: rng.integers(-3, 4, program.tensor_of[name].shape).astype("float32") for name in "AB"}
-    result = run_numpy(program, inputs)
+    result = mw.run_numpy(program, inputs)
     print("equal to numpy's product:", bool((result.outputs["C"] == inputs["A"] @ inputs["B"]).all()))
 
-    trace = simulate(program, Machine.of(load_cluster("local-cpu"), program)).trace()
-    print(to_text(trace, rank=0, width=60))
+    trace = mw.simulate(program, mw.Machine.of(mw.load_cluster("local-cpu"), program)).trace()
+    print(mw.timeline_text(trace, rank=0, width=60))
 
     try:
-        validate(parse(TEXT.replace("a[256 * i:256 * i + 256, :]", "a[0:256, :]")))
-    except ProgramError as error:
+        mw.validate(mw.parse(TEXT.replace("a[256 * i:256 * i + 256, :]", "a[0:256, :]")))
+    except mw.ProgramError as error:
         print("a mistake is found before anything runs:", error)
 
 

@@ -1,7 +1,8 @@
-"""The examples run as their docstrings say."""
+"""The examples run as their docstrings say, in this process where they start their own ranks."""
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +12,28 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Run an example as a script; return what it and its ranks print. Warnings are part of that."""
+
+    def run_example(name: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        out, errors = capfd.readouterr()
+        assert not errors, errors
+        return out
+
+    return run_example
 
 
-def test_a_program_of_ones_own() -> None:
-    out = run(sys.executable, str(EXAMPLES / "your_own_program.py"))
+def test_a_program_of_ones_own(run) -> None:
+    out = run("your_own_program.py")
     assert "equal to numpy's product: True" in out
     assert "found before anything runs" in out
 
 
-def test_the_picture_of_overlap(tmp_path: Path) -> None:
-    out = run(sys.executable, str(EXAMPLES / "overlap_picture.py"), str(tmp_path / "timeline.svg"))
+def test_the_picture_of_overlap(run, tmp_path: Path) -> None:
+    out = run("overlap_picture.py", str(tmp_path / "timeline.svg"))
     assert "MeshSlice" in out
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
 
@@ -33,19 +42,21 @@ def test_the_picture_of_overlap(tmp_path: Path) -> None:
 def test_training_with_matmul2d() -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    out = run(*torchrun, str(EXAMPLES / "matmul2d_training.py"))
-    assert "step 2: loss" in out
+    done = subprocess.run(
+        [*torchrun, str(EXAMPLES / "matmul2d_training.py")],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "step 2: loss" in done.stdout
 
 
 @pytest.mark.gloo
-def test_products_in_any_layout() -> None:
+def test_products_in_any_layout(run) -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    out = run(sys.executable, str(EXAMPLES / "any_layout.py"))
-    assert out.rstrip().endswith("products and gradients equal the dense ones")
+    assert run("any_layout.py").rstrip().endswith("products and gradients equal the dense ones")
 
 
 @pytest.mark.gloo
-def test_a_tensor_between_meshes() -> None:
+def test_a_tensor_between_meshes(run) -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    out = run(sys.executable, str(EXAMPLES / "reshard.py"))
-    assert out.rstrip().endswith("values and gradients are the dense ones")
+    assert run("reshard.py").rstrip().endswith("values and gradients are the dense ones")
