@@ -124,6 +124,7 @@ class ShardSpec:
 
     @property
     def is_partial(self) -> bool:
+        """Return whether any placement is partial."""
         return any(isinstance(placement, TorchPartial) for placement in self.placements or ())
 
     @property

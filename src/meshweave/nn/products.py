@@ -43,6 +43,7 @@ class Matrix:
 
     @property
     def transposed(self) -> Matrix:
+        """Return the transpose, which lies in the same memory."""
         order = (1, 0) if self.order is None else None
         return Matrix(transposed_layout(self.layout), self.shape[::-1], order)
 

@@ -42,6 +42,7 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes from the first element to the last."""
         return extent(self.shape, self.strides) * int(self.dtype.itemsize)
 
 

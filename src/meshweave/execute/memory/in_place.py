@@ -79,7 +79,7 @@ class InPlaceProgram:
         if self._window is not None:
             self._begin = self._window.await_arrivals(0, f"all ranks to begin program {program.name}")
             self._end = self._window.arrive(0)
-        ops = program.on_rank(rank)
+        ops = program.ops_on_rank(rank)
         self._steps = tuple(self._step(bound) for bound in ops)
         self._single = self._single_product(ops, output.name) if self._window is None else None
 

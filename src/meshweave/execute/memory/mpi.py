@@ -184,12 +184,12 @@ class MpiMemory(RemoteMemory):
         """The datatype of a tensor's elements, in order, from its first one on."""
         key = number, tuple(tensor.shape), tuple(tensor.stride())
         if key not in self._types:
-            found, itemsize = getattr(self.mpi, number), tensor.dtype.itemsize
+            datatype, itemsize = getattr(self.mpi, number), tensor.dtype.itemsize
             for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-                found = found.Create_hvector(size, 1, stride * itemsize)
+                datatype = datatype.Create_hvector(size, 1, stride * itemsize)
             if not tensor.ndim:
-                found = found.Dup()
-            self._types[key] = found.Commit()
+                datatype = datatype.Dup()
+            self._types[key] = datatype.Commit()
         return self._types[key]
 
     def origin(self, tensor: Tensor, number: str) -> list[Any]:
