@@ -61,15 +61,15 @@ def test_local_processes(tmp_path, capfd):
     out = tmp_path / "cluster.toml"
     assert run_app(["calibrate", "--ranks", "2", *TINY, "--out", str(out), "--json"]) == 0
     captured = capfd.readouterr()
-    told = json.loads(captured.out)
-    assert told["written"] == str(out) and "repetition 1 of 1" in captured.err
+    result = json.loads(captured.out)
+    assert result["written"] == str(out) and "repetition 1 of 1" in captured.err
     cluster = load_cluster(out)
     assert cluster.num_chips == 2 and "2 local processes" in cluster.source
     constants = dict(cluster.network.link.constants)
     assert set(constants) - {"broadcast", "reduce"} == {"all_gather", "reduce_scatter", "send_recv"}
     assert cluster.send_buffer_bytes > 0
     assert cluster.chip.effective_flops_per_s > 1e8
-    for line in told["problems"]:  # whatever did not fit is said in the file too
+    for line in result["problems"]:  # whatever did not fit is said in the file too
         assert line in out.read_text()
 
 

@@ -42,19 +42,19 @@ def test_all_programs_are_valid(shape):
 
 def test_chains_have_roots_in_turn_and_packets_that_are_not_small():
     sweep = plan_sweep(torus(4, 2), (4, 2), [16384, 65536, 262144])
-    found = set()
+    amounts = set()
     for case in sweep.cases:
         for loop in case.loops:
             if loop.kind not in CHAINS:
                 continue
             count = {"row": 4, "col": 2}[loop.axis]
-            found.add((loop.kind, loop.amount * loop.packets, loop.packets))
+            amounts.add((loop.kind, loop.amount * loop.packets, loop.packets))
             assert loop.steps == count + loop.packets - 2 and loop.amount >= LEAST_PACKET_BYTES
             assert (loop.iterations - loop.warmup_iterations) % count == 0
-            first = [op.op for op in case.program.on_rank(0) if loop.axis in op.op.lane]
+            first = [op.op for op in case.program.ops_on_rank(0) if loop.axis in op.op.lane]
             assert {op.kind for op in first} >= {"send", "recv", "copy"}
     for kind in CHAINS:
-        sizes = [(size, packets) for of, size, packets in found if of == kind]
+        sizes = [(size, packets) for of, size, packets in amounts if of == kind]
         assert sorted(sizes) == [(16384, 1), (262144, 1), (262144, 4), (262144, 16)]
 
 

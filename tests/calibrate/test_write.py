@@ -28,9 +28,9 @@ RATE, SYNC_S, FLOPS_PER_S = 5e6, 2e-4, 1e9
 def reloaded(tmp_path, cluster, comments=()):
     path = tmp_path / "cluster.toml"
     path.write_text(to_toml(cluster, comments), encoding="utf-8")
-    found = load_cluster(path)
-    assert found == cluster and found.note == cluster.note
-    return found
+    copy = load_cluster(path)
+    assert copy == cluster and copy.note == cluster.note
+    return copy
 
 
 def torus_cluster():
@@ -59,9 +59,9 @@ def simulated(sweep, num_ranks, slow=1.0):
 
 def test_constants_land_on_their_axes_and_survive_the_file(tmp_path):
     sweep = plan_sweep(torus_cluster(), (4, 2), [16384, 65536, 131072, 262144])
-    found = fit_calibration(sweep, simulated(sweep, 8), source="a test")
-    assert found.problems == ()
-    cluster = reloaded(tmp_path, found.cluster, ["two\nlines", "bell \x07"])
+    calibration = fit_calibration(sweep, simulated(sweep, 8), source="a test")
+    assert calibration.problems == ()
+    cluster = reloaded(tmp_path, calibration.cluster, ["two\nlines", "bell \x07"])
     assert cluster.network.shape == (4, 2) and [axis.num_directions for axis in cluster.network.axes] == [
         2,
         1,
@@ -77,25 +77,25 @@ def test_constants_land_on_their_axes_and_survive_the_file(tmp_path):
             assert constants.sync_s + constants.launch_s == pytest.approx(SYNC_S, rel=0.05)
     assert "median error" in cluster.network.axes[0].source and "busy" in cluster.note
     assert "a note" in cluster.note
-    listed = found.to_json()["busy"]
-    assert {entry["kind"] for entry in listed} >= {"all_gather", "products", "copies"}
-    assert all(entry["samples"] for entry in listed)
+    busy = calibration.to_json()["busy"]
+    assert {entry["kind"] for entry in busy} >= {"all_gather", "products", "copies"}
+    assert all(entry["samples"] for entry in busy)
 
 
 def test_without_nominal_links_their_rate_is_the_measured_one(tmp_path):
     cluster = load_cluster("local-cpu").with_chips(2)
     sweep = plan_sweep(cluster, (1, 2), [16384, 65536, 131072, 262144])
-    found = fit_calibration(sweep, simulated(sweep, 2), source="a test", has_nominal_links=False)
-    link = reloaded(tmp_path, found.cluster).network.link
+    calibration = fit_calibration(sweep, simulated(sweep, 2), source="a test", has_nominal_links=False)
+    link = reloaded(tmp_path, calibration.cluster).network.link
     assert link.link_bytes_per_s == pytest.approx(RATE, rel=0.01)
     assert link.link_latency_s == pytest.approx(SYNC_S, rel=0.01)
-    assert found.cluster.chip.peak_flops_per_s[0][0] == "float32"
+    assert calibration.cluster.chip.peak_flops_per_s[0][0] == "float32"
 
 
 def test_times_that_the_link_cannot_have_are_a_misfit():
     sweep = plan_sweep(torus_cluster(), (4, 2), [16384, 65536, 131072, 262144])
-    found = fit_calibration(sweep, simulated(sweep, 8, slow=0.1), source="a test")
-    assert any("send_recv along row" in problem for problem in found.problems)
+    calibration = fit_calibration(sweep, simulated(sweep, 8, slow=0.1), source="a test")
+    assert any("send_recv along row" in problem for problem in calibration.problems)
 
 
 def test_chains_that_do_not_fit_are_remarked_upon_and_kept():
@@ -106,12 +106,14 @@ def test_chains_that_do_not_fit_are_remarked_upon_and_kept():
             if loop.kind == "broadcast":  # as chains that overlap entirely
                 for run in times:
                     run[at] = [loop.packets * loop.amount / RATE * (0.2 if loop.packets == 1 else 1.0)]
-    found = fit_calibration(sweep, [{"times": measured}] * 8, source="a test", send_buffer_bytes=1 << 20)
-    fit = found.busy["row", "broadcast"]
-    assert found.problems == () and "median error" in fit.remark and "over 25%" in fit.remark
-    axis = found.cluster.network.axes[0]
+    calibration = fit_calibration(
+        sweep, [{"times": measured}] * 8, source="a test", send_buffer_bytes=1 << 20
+    )
+    fit = calibration.busy["row", "broadcast"]
+    assert calibration.problems == () and "median error" in fit.remark and "over 25%" in fit.remark
+    axis = calibration.cluster.network.axes[0]
     assert dict(axis.constants)["broadcast"].bytes_per_s == pytest.approx(fit.rate_per_s, rel=1e-5)
-    assert fit.remark in axis.source and found.cluster.send_buffer_bytes == 1 << 20
+    assert fit.remark in axis.source and calibration.cluster.send_buffer_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("name", cluster_names())

@@ -80,14 +80,14 @@ def test_algorithms_that_cannot_use_the_mesh_are_left_out():
 
 def test_tapered_is_no_second_meshslice_and_widths_are_named():
     problem = Matmul2dProblem(256, 256, 4096, (2, 2))
-    found = choose_rivals(
+    rivals = choose_rivals(
         problem,
         Lab.load(LAB).cluster(),
         ["meshslice_tapered"],
         [(1,) * 4, (1, 2, 2, 1)],
         with_baselines=False,
     )
-    tapered, even, given = found
+    tapered, even, given = rivals
     assert len(set(tapered.config.slices)) > 1
     assert (even.name, given.name) == ("meshslice S=4", "meshslice 1:2x2:1")
     assert given.family == "meshslice" and given.config.slices == (1, 2, 2, 1)
@@ -141,7 +141,7 @@ def test_results_know_their_spread_and_are_ranked_by_median():
     assert slow.quartiles_s == (2.0, 3.0) and quick.quartiles_s == (2.0, 2.0)
     assert slow.over_bound == 2.5 and slow.over_theory == 2.0 and slow.over_estimate is None
     one = measured(slow, quick)
-    assert [found.name for found in one.ranked()] == ["quick", "slow"]
+    assert [rival.name for rival in one.ranked()] == ["quick", "slow"]
     assert one.overruns == (2, 20)
     assert json.loads(json.dumps(one.to_json()))["results"][0]["runs_s"] == [3.0, 1.0, 2.0, 10.0, 2.5]
 

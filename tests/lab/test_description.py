@@ -125,8 +125,8 @@ def test_a_torus_routes_as_the_simulator_believes(tmp_path, shape):
     for src in range(lab.num_ranks):
         for dst in range(lab.num_ranks):
             believed = [
-                (at, f"{('row', 'col')[axis]}{'+' if way == 1 else '-'}")
-                for _, at, axis, way in machine.path(src, dst)
+                (at, f"{('row', 'col')[axis]}{'+' if direction == 1 else '-'}")
+                for _, at, axis, direction in machine.path(src, dst)
             ]
             assert follow(wiring, src, dst) == believed
 

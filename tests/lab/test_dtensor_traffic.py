@@ -17,9 +17,9 @@ CUBE = (8, 8, 8)  # 256 bytes a matrix in float32
 
 
 def kinds(traffic):
-    found = {tuple(one.kind for one in rank) for rank in traffic.collectives}
-    assert len(found) == 1
-    return found.pop()
+    by_rank = {tuple(collective.kind for collective in rank) for rank in traffic.collectives}
+    assert len(by_rank) == 1
+    return by_rank.pop()
 
 
 def test_one_axis_by_hand():
@@ -34,29 +34,29 @@ def test_one_axis_by_hand():
         (P, P): (P, 2 * 3 * 256 // 4, ("all_reduce",)),
     }
     products = [PlacedProduct((a,), (b,), CUBE) for a, b in cases]
-    for found, (out, received, collectives) in zip(
+    for traffic, (out, received, collectives) in zip(
         dtensor_traffics((4,), products), cases.values(), strict=True
     ):
-        assert found.out_placements == (out,)
-        assert found.received_bytes_per_rank == (received,) * 4
-        assert found.received_bytes == 4 * received
-        assert kinds(found) == collectives
+        assert traffic.out_placements == (out,)
+        assert traffic.received_bytes_per_rank == (received,) * 4
+        assert traffic.received_bytes == 4 * received
+        assert kinds(traffic) == collectives
 
 
 def test_two_axes_by_hand():
     """Each axis gathers one operand: this rank's 64 bytes meet those of the one other rank in the group."""
-    found = dtensor_traffic((2, 2), (S0, S1), (S0, S1), CUBE)
-    assert found.out_placements == (S0, S1)
-    assert found.received_bytes_per_rank == (128,) * 4
-    assert found.collectives == ((DTensorCollective("all_gather", 2, 64),) * 2,) * 4
+    traffic = dtensor_traffic((2, 2), (S0, S1), (S0, S1), CUBE)
+    assert traffic.out_placements == (S0, S1)
+    assert traffic.received_bytes_per_rank == (128,) * 4
+    assert traffic.collectives == ((DTensorCollective("all_gather", 2, 64),) * 2,) * 4
     assert dtensor_traffic((2, 2), (R, R), (R, R), CUBE).received_bytes == 0
 
 
 def test_a_wanted_result_is_redistributed():
     def of(a, b, out):
-        found = dtensor_traffic((4,), (a,), (b,), CUBE, out=(out,))
-        assert found.out_placements == (out,)
-        return kinds(found), set(found.received_bytes_per_rank)
+        traffic = dtensor_traffic((4,), (a,), (b,), CUBE, out=(out,))
+        assert traffic.out_placements == (out,)
+        return kinds(traffic), set(traffic.received_bytes_per_rank)
 
     assert of(S1, S0, S0) == (("reduce_scatter",), {3 * 256 // 4})
     assert of(S1, S0, R) == (("all_reduce",), {2 * 3 * 256 // 4})
@@ -66,23 +66,23 @@ def test_a_wanted_result_is_redistributed():
 
 def test_an_all_to_all_counts_as_one():
     """On CPU DTensor emulates it by an all-gather, which would be four times as much."""
-    found = dtensor_traffic((4,), (S0,), (R,), CUBE, out=(S1,))
-    assert kinds(found) == ("all_to_all",)
-    assert found.received_bytes_per_rank == (3 * 64 // 4,) * 4
+    traffic = dtensor_traffic((4,), (S0,), (R,), CUBE, out=(S1,))
+    assert kinds(traffic) == ("all_to_all",)
+    assert traffic.received_bytes_per_rank == (3 * 64 // 4,) * 4
 
 
 def test_padding_is_moved_too():
     """Rows 2, 2, 1, 0 of five are gathered as if all were 2."""
-    found = dtensor_traffic((4,), (S0,), (S0,), (5, 5, 5))
-    assert found.out_placements == (S0,)
-    assert found.received_bytes_per_rank == (3 * 2 * 5 * 4,) * 4
+    traffic = dtensor_traffic((4,), (S0,), (S0,), (5, 5, 5))
+    assert traffic.out_placements == (S0,)
+    assert traffic.received_bytes_per_rank == (3 * 2 * 5 * 4,) * 4
 
 
 def test_ranks_differ_where_shards_do():
     """Every rank sums up its own columns of B with (2, 2): 3 and 2 of five."""
-    found = dtensor_traffic((2, 2), (R, R), (P, S1), (4, 5, 4), out=(R, S1))
-    assert found.out_placements == (R, S1)
-    assert found.received_bytes_per_rank == (4 * 3 * 4, 4 * 2 * 4) * 2
+    traffic = dtensor_traffic((2, 2), (R, R), (P, S1), (4, 5, 4), out=(R, S1))
+    assert traffic.out_placements == (R, S1)
+    assert traffic.received_bytes_per_rank == (4 * 3 * 4, 4 * 2 * 4) * 2
 
 
 def test_element_size():

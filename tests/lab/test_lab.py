@@ -36,9 +36,9 @@ def carried(running, flows, nominal, low=0.93, attempts=6):
     Other work on the machine may hold a try up, or its first byte, from which a rate is counted.
     """
     for _ in range(attempts):
-        found = [arrival.bytes_per_s / nominal for arrival in goodput(running, flows, timeout_s=60.0)]
-        if low <= min(found) and max(found) < 1.03:
-            return min(found)
+        shares = [arrival.bytes_per_s / nominal for arrival in goodput(running, flows, timeout_s=60.0)]
+        if low <= min(shares) and max(shares) < 1.03:
+            return min(shares)
     return 0.0
 
 

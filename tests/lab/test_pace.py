@@ -60,9 +60,9 @@ def test_the_product_is_what_it_was_and_is_counted(name):
     function, count = PRODUCTS[name]
     expected = function()
     with paced(1e12) as pacer:
-        found = function()
-    assert found.shape == expected.shape and found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        result = function()
+    assert result.shape == expected.shape and result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)
     assert pacer.report().flops == count * 2 * 30 * 20 * 40
     again = pacer.report()
     function()  # no longer paced
@@ -85,7 +85,7 @@ def test_a_pace_must_be_positive(rate):
 
 
 class Time:
-    """A clock that only goes on when told to; `sleep` overshoots."""
+    """A clock that only advances when it is set; `sleep` overshoots."""
 
     def __init__(self, overshoot_s):
         self.now, self.overshoot_s = 100.0, overshoot_s

@@ -21,7 +21,7 @@ RATES = RankRates(60e9, 2.4e9, 1e-4, 0.0, 49e9)
 def more_than_dtensor(shape: tuple[int, int], sizes: tuple[int, int, int], every: int = 1) -> list[str]:
     pairs = list(itertools.product(itertools.product(KINDS, repeat=2), repeat=2))[::every]
     mesh = Mesh.of("mesh", shape, ("row", "col"))
-    found = []
+    worse = []
     for (a, b), theirs in zip(
         pairs, dtensor_traffics(shape, [PlacedProduct(a, b, sizes) for a, b in pairs]), strict=True
     ):
@@ -29,8 +29,8 @@ def more_than_dtensor(shape: tuple[int, int], sizes: tuple[int, int, int], every
         problem = UniversalProblem(*sizes, Layout(mesh, a), Layout(mesh, b), out)
         ours = tune_universal(problem, RATES, objective="bytes").moved_bytes
         if ours > theirs.received_bytes:
-            found.append(f"{problem.a} @ {problem.b} -> {out}: {ours} > {theirs.received_bytes}")
-    return found
+            worse.append(f"{problem.a} @ {problem.b} -> {out}: {ours} > {theirs.received_bytes}")
+    return worse
 
 
 def test_a_square_mesh() -> None:

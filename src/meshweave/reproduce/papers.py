@@ -69,7 +69,7 @@ def reproduce_meshslice(
     Args:
         cluster: the pod whose constants are judged: a cluster, or its catalog name or TOML file.
         selection: the rows and figures to compute.
-        by: what gives the times of products; meshes and slice counts are chosen by estimate either way.
+        by: what gives the times of products; estimates choose meshes and slice counts in both cases.
         progress_bar: shows how many rows and figures are done.
 
     Raises:

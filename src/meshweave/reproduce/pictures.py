@@ -28,7 +28,7 @@ def _picture(figure: Figure, panel: FigurePanel) -> str:
             stacks,
             panel.columns[1:],
             "times the time of the products",
-            most=_CUT,
+            scale_end=_CUT,
             line_at=1.0,
             line_name="all of it could be hidden up to here",
         )

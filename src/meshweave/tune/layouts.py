@@ -52,7 +52,7 @@ def grid_layouts(ranks: Sequence[int]) -> tuple[Layout, ...]:
     for replicas in _divisors(len(ranks)):
         each = len(ranks) // replicas
         for rows in _divisors(each):
-            layout = ProcessGrid(rows, each // rows, replicas).blocks()
+            layout = ProcessGrid(rows, each // rows, replicas).block_layout()
             mesh = layout.mesh
             placed = tuple(ranks[place] for place in mesh.ranks)
             layouts.append(Layout(type(mesh)(mesh.name, mesh.shape, mesh.axes, placed), layout.placements))
@@ -89,7 +89,7 @@ def tune_layouts(
         b: likewise of B.
         c: likewise of C.
         memory_bytes: the most that a rank may hold of the matrices and besides; None for no limit.
-        progress: told after each combination that is tuned; the search may end long before all are.
+        progress: called after each combination that is tuned; the search may end long before all are.
     """
     given: dict[Operand, Layout | None] = {"a": a, "b": b, "c": c}
     ranks = _ranks(given.values(), num_ranks)

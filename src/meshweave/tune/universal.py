@@ -89,13 +89,13 @@ def tune_universal(
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _EstimatedVariant:
     slicing: Slicing
     volume: Volume
     estimate: UniversalEstimate
 
     @classmethod
-    def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _Candidate:
+    def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _EstimatedVariant:
         slicing = Slicing(problem, config)
         moved = volume(slicing)
         return cls(slicing, moved, estimate_universal(moved, rates))
@@ -114,18 +114,18 @@ def _key(estimate: UniversalEstimate, moved: Volume, objective: Objective) -> tu
 
 def _settled(
     problem: UniversalProblem, variant: UniversalConfig, rates: RankRates, objective: Objective
-) -> _Candidate:
+) -> _EstimatedVariant:
     """Return the best of a variant: in which layouts partial operands are summed, and how a team shares its
     work.
     """
-    known: dict[UniversalConfig, _Candidate] = {}
+    known: dict[UniversalConfig, _EstimatedVariant] = {}
 
-    def evaluate(config: UniversalConfig) -> _Candidate:
+    def evaluate(config: UniversalConfig) -> _EstimatedVariant:
         if config not in known:
-            known[config] = _Candidate.of(problem, config, rates)
+            known[config] = _EstimatedVariant.of(problem, config, rates)
         return known[config]
 
-    def key(candidate: _Candidate) -> tuple[float, float]:
+    def key(candidate: _EstimatedVariant) -> tuple[float, float]:
         return candidate.key(objective)
 
     options = {name: summed_layouts(problem, variant, name) for name in OPERANDS[:2]}
@@ -150,7 +150,7 @@ def _settled(
 
 
 def _sliced(
-    candidates: Iterable[_Candidate],
+    candidates: Iterable[_EstimatedVariant],
     rates: RankRates,
     objective: Objective,
     slices: Sequence[int],

@@ -24,7 +24,7 @@ _SETTINGS = {
 }
 _FORWARDING = {
     "ipv4/ip_forward": "1",
-    # The same address on all links of a host: the way back may be another one.
+    # The same address on all links of a host, since answers may take another route.
     "ipv4/conf/all/rp_filter": "0",
     "ipv4/conf/default/rp_filter": "0",
     "ipv4/conf/all/send_redirects": "0",

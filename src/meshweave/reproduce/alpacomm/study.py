@@ -16,7 +16,7 @@ from meshweave.algorithms.reshard import ReshardPlan, plan_reshard, reshard_prog
 from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
@@ -99,9 +99,9 @@ class AlpaCommStudy:
         self.cluster = self.cluster.with_chips(HOSTS * network.chips_per_host)
 
     @cached_property
-    def network(self) -> HostNetwork:
+    def network(self) -> HostTopology:
         """The network of the five hosts, as the resharding planner takes it."""
-        return HostNetwork.of(self.cluster)
+        return HostTopology.of(self.cluster)
 
     def simulate_case(self, case: ReshardingCase, strategy: str, order: str) -> SimulatedReshard:
         """Return a resharding by a strategy in an order, planned and simulated once."""
