@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshweave.base.errors import BindError, DeadlineError, RankLostError
+from meshweave.execute.ranks import fork_server
 from meshweave.execute.ranks.launch import RankError, launch
 from meshweave.execute.ranks.worker import resolve
 
@@ -27,14 +28,21 @@ def run(function, num_ranks, payload=None, **options):
     return launch(f"rank_functions:{function}", num_ranks, payload or {}, **options)
 
 
-def test_results_come_back_in_order_and_a_slow_rank_is_not_lost():
+@pytest.fixture(params=["forked ranks", "new interpreters"])
+def any_start(request, monkeypatch):
+    """Start ranks as the tests of this session do, and as a user does."""
+    if request.param == "new interpreters":
+        monkeypatch.setattr(fork_server, "_active", None)
+
+
+def test_results_come_back_in_order_and_a_slow_rank_is_not_lost(any_start):
     payload = {"busy_s": 0.8, "a": [1, None]}
     results = run("slow", 2, payload, stale_s=0.6)
     common = {"sum": 3.0, "missing": [], "payload": payload, "threads": 1}
     assert results == [{"rank": rank, **common} for rank in range(2)]
 
 
-def test_all_survivors_name_the_killed_rank_and_no_other():
+def test_all_survivors_name_the_killed_rank_and_no_other(any_start):
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
         run("ring", 4, {"victim": 2, "unguarded": 1})
     assert caught.value.missing == (2,)
