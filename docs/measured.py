@@ -1,0 +1,140 @@
+"""Write the table of measurements in README.md from the saved results.
+
+python docs/measured.py            # rewrite the table
+python docs/measured.py --check    # exit with 1 if the committed table is not what would be written
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = "benchmarks/results"
+BLOCK = re.compile(r"(<!-- measured: begin [^\n]*-->\n).*?(<!-- measured: end -->)", re.DOTALL)
+
+
+def load(name: str) -> Any:
+    """Return a saved result."""
+    return json.loads((ROOT / RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean of positive numbers."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs))
+
+
+def bytes_beside_dtensor() -> str:
+    """Return how many pairs of placements move less, as much and more than DTensor, by mesh."""
+    parts = []
+    for row in load("universal_bytes")["rows"]:
+        pairs = row["pairs"]
+        less = sum(pair["ours_bytes"] < pair["dtensor_bytes"] for pair in pairs)
+        more = sum(pair["ours_bytes"] > pair["dtensor_bytes"] for pair in pairs)
+        mesh = "x".join(map(str, row["mesh_shape"]))
+        parts.append(f"{mesh}: {less} less, {len(pairs) - less - more} equal, {more} more")
+    return "; ".join(parts)
+
+
+def pair_of(row: Any) -> tuple[str, str]:
+    """Return the placements of A and B of a row, as a key."""
+    return ",".join(row["a"]), ",".join(row["b"])
+
+
+def speed_beside_dtensor() -> str:
+    """Return times faster than DTensor in the lab; pairs that were measured again count as they were then."""
+    ratios = {pair_of(row): row["times_faster"] for row in load("universal_lab")["rows"]}
+    again = {pair_of(row): row["times_faster"] for row in load("universal_lab_again")["rows"]}
+    first = list(ratios.values())
+    least = min({**ratios, **again}.values())
+    return f"{geometric_mean(first):.2f} x (least {least:.2f}, {len(again)} pairs measured again after a fix)"
+
+
+def default_beside_dtensor() -> str | None:
+    """Return times faster than DTensor of the default transport on one host, if it has been saved."""
+    if not (ROOT / RESULTS / "default_transport_1024.json").exists():
+        return None
+    ratios = [row["times_faster"] for row in load("default_transport_1024")["rows"]]
+    return f"{geometric_mean(ratios):.2f} x (least {min(ratios):.2f})"
+
+
+def speed_beside_scalapack() -> str:
+    """Return times faster than ScaLAPACK over all sizes, grids and block sizes."""
+    ratios = [row["times_faster"] for row in load("universal_scalapack")["rows"]]
+    return f"{geometric_mean(ratios):.2f} x ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def meshslice_in_the_lab() -> str:
+    """Return time over bound of MeshSlice and of DTensor on the same shards, by pace."""
+    ours, theirs = [], []
+    for item in load("lab_torus_4x4")["rounds"]:
+        by_name = {result["name"]: result["median_s"] / item["bound_s"] for result in item["results"]}
+        ours.append(min(time for name, time in by_name.items() if name.startswith("meshslice")))
+        theirs.append(by_name["DTensor, same shards"])
+    return f"{min(ours):.2f} to {max(ours):.2f} x the bound; DTensor {min(theirs):.2f} to {max(theirs):.2f} x"
+
+
+def reshard_in_the_lab() -> str:
+    """Return time over the bound of the NIC of the broadcast and of the rival's all-gather."""
+    rows = load("reshard_cases")["rows"]["rows"]
+    chosen = [row for row in rows if (row["strategy"], row["order"]) == ("broadcast", "best")]
+    ours = [row["median_s"] / row["bound_s"] for row in chosen]
+    theirs = [row["median_s"] / row["bound_s"] for row in rows if row["strategy"] == "global_all_gather"]
+    return (
+        f"{min(ours):.2f} to {max(ours):.2f} x the bound; all-gather {min(theirs):.2f} to {max(theirs):.2f} x"
+    )
+
+
+def simulator_speed() -> str:
+    """Return the simulator's speed beside SimGrid's on the same messages."""
+    rows = load("simulator_speed")["rows"]["rings beside SimGrid"]
+    collectives, messages = (rows[f"ours, {what}"]["times_simgrid"] for what in ("collectives", "messages"))
+    return f"{collectives:.1f} x SimGrid; as single messages {messages:.1f} x"
+
+
+def planner_speed() -> str:
+    """Return the seconds of a search over all algorithms."""
+    rows = load("planner_speed")["rows"]
+    small, large = (rows[f"{chips} chips, all algorithms"]["wall_s"] for chips in (256, 65536))
+    return f"{small:.1f} s on 256 chips, {large:.1f} s on 65,536"
+
+
+def table() -> str:
+    """Return the table in Markdown."""
+    rows = [
+        ("bytes received, 256 pairs of placements, beside DTensor", bytes_beside_dtensor(), "universal_bytes"),
+        ("speed over DTensor, 256 pairs, 2x2 lab", speed_beside_dtensor(), "universal_lab"),
+        ("speed over DTensor, one host, defaults", default_beside_dtensor(), "default_transport_1024"),
+        ("speed over ScaLAPACK in its own layouts, one host", speed_beside_scalapack(), "universal_scalapack"),
+        ("MeshSlice on a 4x4 lab, three paces of compute", meshslice_in_the_lab(), "lab_torus_4x4"),
+        ("tensors between meshes, AlpaComm's nine cases, lab", reshard_in_the_lab(), "reshard_cases"),
+        ("simulator, ring all-gathers on a 16x16 torus", simulator_speed(), "simulator_speed"),
+        ("planner, GPT-3, all algorithms", planner_speed(), "planner_speed"),
+    ]
+    lines = ["| what | result | data |", "|---|---|---|"]
+    lines += [f"| {what} | {text} | [{data}]({RESULTS}/{data}.json) |" for what, text, data in rows if text]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """Return README.md with the table as it should be."""
+    text = README.read_text(encoding="utf-8")
+    return BLOCK.sub(lambda match: match[1] + table() + match[2], text)
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--check"]:
+        return 0 if README.read_text(encoding="utf-8") == page() else 1
+    README.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
