@@ -99,7 +99,7 @@ class Fit:
 
     @property
     def quality(self) -> str:
-        """The errors and what they are over, in a line."""
+        """The errors and the points that they are over, in a line."""
         steps = f" in {' or '.join(map(str, self.steps))} steps" if self.steps != (1,) else ""
         remark = f"; {self.remark}" if self.remark else ""
         return (

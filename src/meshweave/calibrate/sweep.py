@@ -106,7 +106,7 @@ class SweepCase:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All cases on a mesh laid over the network of a cluster, and about how long one repetition takes."""
+    """All cases on a mesh on the network of a cluster, and about how long one repetition takes."""
 
     cluster: Cluster
     axes: tuple[MeshAxis, ...]
@@ -132,7 +132,7 @@ def default_sizes(bytes_per_s: float) -> tuple[int, ...]:
 
 
 def _whole(num_bytes: float) -> int:
-    """Rounded to a multiple of 64 bytes: of two halves, of whole elements."""
+    """Return a size rounded to a multiple of 64 bytes, so that it has two halves of whole elements."""
     return max(round(num_bytes / 64), 1) * 64
 
 

@@ -140,7 +140,7 @@ _library: Any = None
 
 
 def _install() -> None:
-    """Puts kernels of ours in front of torch's, once; without a pacer they pass everything on."""
+    """Register kernels that pace products in front of torch's, once. Without a pacer they change nothing."""
     global _library
     if _library is not None:
         return
@@ -170,11 +170,7 @@ def _kernel(name: str, original: Any) -> Callable[..., Any]:
 
 
 def _multiply(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The product itself, other threads running meanwhile.
-
-    Calling the original kernel keeps the GIL, which `baddbmm_` through torch's own binding does not. What is
-    out of the ordinary, a mistake in shapes for instance, is left to the original.
-    """
+    """Return the product itself; other threads run meanwhile."""
     import torch
 
     at = _FIRST_FACTOR[name]

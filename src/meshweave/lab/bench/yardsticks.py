@@ -40,7 +40,7 @@ def with_pace(cluster: Cluster, flops_per_s: float) -> Cluster:
 
 
 def matmul_machine(cluster: Cluster, problem: Matmul2dProblem) -> Machine:
-    """Return the machine with the problem's mesh laid on the cluster. Raises LayoutError where it does not fit."""
+    """Return the machine with the problem's mesh on the cluster. Raises LayoutError where it does not fit."""
     return mesh_machine(cluster, problem.mesh_shape, AXES[: len(problem.mesh_shape)], MESH)
 
 

@@ -93,7 +93,7 @@ def build(wiring: Wiring, prefix: str, mtu_bytes: int) -> None:
 
 
 def _await_links(interfaces: list[str], timeout_s: float = 10.0) -> None:
-    """Until the kernel has them all running: before that it drops what is sent."""
+    """Wait until the kernel has all links running; before that it drops what is sent."""
     until = time.monotonic() + timeout_s
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for interface in interfaces:

@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 18
 
 
 def main() -> None:
-    """Connects, waits until all others have, then receives what is for it and sends what is from it."""
+    """Connect, wait until all other ranks have, then receive and send the flows of this rank."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     addresses = os.environ["MESHWEAVE_LAB_ADDRESSES"].split(",")
     flows, until, folder = json.loads(sys.argv[1]), time.monotonic() + float(sys.argv[2]), Path(sys.argv[3])

@@ -88,7 +88,7 @@ class MeshSliceStudy:
         return self._pod.with_chips(chips)
 
     def search_space(self, chips: int, ring: bool = False) -> MeshSearchSpace:
-        """Return the meshes of the pod, or of a ring of as many of its chips, each with two of its links."""
+        """Return the meshes of the pod, or of a ring of as many of its chips, which has two links per chip."""
         space = self._search_spaces.get((chips, ring))
         if space is None:
             cluster = self.cluster(chips)
