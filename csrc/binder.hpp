@@ -1,4 +1,4 @@
-// Resolves the ops of one rank to integers and measures them.
+// Evaluates the expressions of one rank's ops, and computes the sizes that their times depend on.
 #pragma once
 
 #include <algorithm>
@@ -72,13 +72,13 @@ class Binder {
     return size;
   }
 
-  // A shape knows coordinates only, no loop.
+  // The environment for shapes, which read coordinates but no loop variables.
   const std::vector<i64>& shape_env() const {
     if (shape_env_.empty()) shape_env_ = environment(code_, rank_);
     return shape_env_;
   }
 
-  // A view of the op at hand; most have been resolved as its accesses already.
+  // Returns a view of the current op; most are already resolved as its accesses.
   const Access& view(i64 number) {
     for (size_t at = 0; at < resolved_.size(); ++at)
       if (resolved_[at] == number) {
@@ -141,7 +141,7 @@ class Binder {
     return code_.group_size(group);
   }
 
-  // Rows of each member's part along `dim` of a view; bytes of one row.
+  // Sets the rows of each member's part along `dim` of a view, and the bytes of one row.
   void measure_parts(const OpRow& row, i64 view_number, ClassOp& op) {
     const Access& whole = view(view_number);
     const i64 along = whole.selectors[static_cast<size_t>(row.dim)].size(), count = group_size(row);
@@ -166,7 +166,7 @@ class Binder {
     for (i64 at = op.sizes; at < op.sizes + op.num_sizes; ++at)
       if (sizes[static_cast<size_t>(at)] < 0 || sizes[static_cast<size_t>(at)] > LARGEST)
         throw ProgramFault("has a part of size " + std::to_string(sizes[static_cast<size_t>(at)]));
-    checked_mul(op.a, LARGEST >> 20);  // parts of that many rows are the most that anything holds
+    checked_mul(op.a, LARGEST >> 20);  // bounds rows x bytes per row for later products
   }
 
   void measure(const OpRow& row, ClassOp& op) {
@@ -225,7 +225,7 @@ class Binder {
   i64 rank_;
   const std::vector<i64>* env_ = nullptr;
   mutable std::vector<i64> shape_env_;
-  std::vector<i64> resolved_;  // views among the accesses of the op at hand
+  std::vector<i64> resolved_;  // views among the accesses of the current op
   size_t first_resolved_ = 0;
   Access unaccessed_;
 };

@@ -1,4 +1,4 @@
-// A collective under way: which of its messages may begin, and what each of them is.
+// A collective in progress: which of its messages may begin, and the size, route and rate of each.
 #pragma once
 
 #include <memory>
@@ -11,14 +11,14 @@ namespace meshweave {
 constexpr u32 NOBODY = UINT32_MAX;
 
 struct Message {
-  i64 after_ps = 0;  // launch and synchronisation, before it flows
+  i64 after_ps = 0;  // launch and synchronisation, before the first byte
   i64 bytes = 0, cap = 1;
   i64 source = 0, target = 0;  // positions of ranks
   Machine::Span route{0, 0};
-  bool adds = false;  // it is added to what is there
+  bool adds = false;  // the receiver adds the elements to its own
 };
 
-// Which constants an op runs at.
+// Returns the kind of communication whose constants an op uses.
 Comm comm_of(const OpRow& row);
 
 // Only the first step of a lowered collective pays its launch.
@@ -27,7 +27,7 @@ inline i64 launch_of(const ClassOp& of, const Constants& constants) { return of.
 // An all-gather, reduce-scatter, all-reduce, all-to-all, broadcast or reduce of at least two members.
 class Collective {
  public:
-  // As the rank that came first knows it; all members agree in what counts.
+  // `of` is the op of the first member to arrive; all members agree in the fields that are read.
   Collective(const Expanded& program, const Machine& machine, i64 group, i64 rank, const ClassOp& of);
 
   bool is_over() const { return ended_ == count_; }
@@ -43,7 +43,7 @@ class Collective {
     }
   }
 
-  // A message is over: done(op) is called for each op that this completes.
+  // Ends a message. done(op) is called for each op that this completes.
   template <class Begin, class Done>
   void over(i64 direction, i64 member, Begin begin, Done done) {
     if (chain_) {
@@ -60,7 +60,7 @@ class Collective {
     const i64 member = first_ + place;
     return member >= count_ ? member - count_ : member;
   }
-  // Bytes of a member's part, and of these what one of the directions takes.
+  // Returns the bytes of a member's part that travel in one direction.
   i64 part_bytes(const ClassOp& of, const Class& in, i64 part, i64 direction) const;
   Message step_message(i64 direction, i64 step, i64 member) const;
   Message hop_message(i64 hop, i64 packet) const;
@@ -74,7 +74,7 @@ class Collective {
   const i64* ranks_;  // of the members
   const ClassOp& of_;
   const Class& in_;
-  i64 direction_bytes_[2] = {-1, -1};  // where all parts are alike
+  i64 direction_bytes_[2] = {-1, -1};  // if all parts have the same size
   i64 cap_ = 1;
   std::vector<u32> ops_;  // by place in the group
   std::unique_ptr<RingSteps> ring_;

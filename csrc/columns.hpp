@@ -1,5 +1,5 @@
-// A program template in columns, as `simulate/columns.py` writes it. Checked once here, so that what reads it
-// later need not: every index in it is valid.
+// A program template in columns, as `simulate/columns.py` writes it. The constructor checks every index once, so
+// that later readers need no checks.
 #pragma once
 
 #include <map>
@@ -22,7 +22,7 @@ inline bool is_collective(Kind kind) { return kind >= Kind::ALL_GATHER && kind <
 inline bool is_message(Kind kind) { return kind == Kind::SEND || kind == Kind::RECV; }
 inline bool is_one_sided(Kind kind) { return kind >= Kind::GET && kind <= Kind::ACCUMULATE; }
 
-// Kinds of communication that have constants of their own, in the order of `describe.network.COMM_KINDS`.
+// Kinds of communication that have constants of their own, in the order of `describe.machine.links.COMM_KINDS`.
 enum class Comm : i64 {
   ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, ALL_TO_ALL, SEND_RECV, ACCUMULATE, COUNT
 };
@@ -57,7 +57,7 @@ struct OpRow {
   i64 first, second;          // peer and tag; shift; root and packets (expressions, -1 for none)
   i64 sizes_mode, sizes;      // 0: equal parts; 1: an expression in `peer`; 2: a list in `lists`
   i64 comm, step_index, step_directions;  // comm -1: no step of a lowered collective
-  i64 price;  // row of constants of what is no collective, -1 for the others
+  i64 price;  // row of constants of an op that is no collective, else -1
   i64 flops, bytes, stash, part, args, num_args;
 };
 
@@ -74,7 +74,7 @@ struct Template {
 
   i64 num_ranks() const { return static_cast<i64>(ranks.size()); }
   i64 coordinate(i64 rank, i64 slot) const { return coords[static_cast<size_t>(rank * num_coords + slot)]; }
-  // The group of a rank along an axis, and the rank's place in it; -1 where it has none.
+  // Return the group of a rank along an axis, and the rank's place in it; -1 if it has none.
   i64 group(i64 axis, i64 rank) const { return axis_group[static_cast<size_t>(axis * num_ranks() + rank)]; }
   i64 place(i64 axis, i64 rank) const { return axis_place[static_cast<size_t>(axis * num_ranks() + rank)]; }
   i64 group_size(i64 group) const {
@@ -85,7 +85,7 @@ struct Template {
     return set < 0 || in_sets[static_cast<size_t>(set * num_ranks() + rank)] != 0;
   }
 
-  Column ranks;  // global numbers, ascending; everything else counts positions in here
+  Column ranks;  // global numbers, ascending; all other columns name a rank by its position here
   i64 num_coords, num_vars, num_sets, num_axes, max_ops;
   Column coords, shapes, shape_exprs, lists, list_offsets, args;
   Expressions expressions;

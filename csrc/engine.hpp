@@ -1,4 +1,4 @@
-// The run: ops are issued as lanes and edges allow, messages wait for their partners, amounts flow.
+// The discrete-event simulation: issues ops as lanes and edges allow, matches messages, and runs flows.
 #pragma once
 
 #include "collective.hpp"
@@ -7,7 +7,7 @@
 
 namespace meshweave {
 
-// Called now and then with the simulated time; an exception ends the run.
+// A callback that gets the simulated time at intervals; an exception in it ends the run.
 using Progress = void (*)(i64 now_ps);
 
 Result simulate(const Expanded& program, const Machine& machine, Progress progress);

@@ -1,4 +1,4 @@
-// What can go wrong, in two kinds. The bindings turn them into Python exceptions.
+// The two kinds of error, which the bindings turn into Python exceptions, and checked integer arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ using i32 = std::int32_t;
 using u32 = std::uint32_t;
 __extension__ typedef unsigned __int128 u128;  // exact products of amounts and picoseconds
 
-// The columns do not describe a program or a machine: whoever made them is at fault.
+// The columns do not describe a program or a machine: a mistake of the caller.
 struct BadInput : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,5 +1,5 @@
-// From a template to what every rank runs. Ranks whose ops differ in nothing but their partners form a class: it
-// is expanded once, so that thousands of ranks of a regular program cost no more than one.
+// The expansion of a template into the ops of every rank. Ranks whose ops differ only in their partners form a class.
+// A class is expanded once, so that thousands of ranks of a regular program cost no more than one.
 #pragma once
 
 #include "columns.hpp"
@@ -7,7 +7,7 @@
 
 namespace meshweave {
 
-// An op as all ranks of a class run it. What `a`, `b` and `c` are follows from its kind:
+// An op as all ranks of a class run it. Its kind defines the meaning of `a`, `b` and `c`:
 //   matmul          m, n, k
 //   copy, add, zero bytes read and written
 //   call            FLOPs, bytes
@@ -21,7 +21,7 @@ struct ClassOp {
   i64 row = 0;         // in the template's ops
   i64 a = 0, b = 0, c = 0;
   i64 step = -1;       // index of the step of a lowered collective, -1 for none
-  i64 sizes = 0, num_sizes = 0;  // in Class::sizes; one size stands for as many equal ones as there are members
+  i64 sizes = 0, num_sizes = 0;  // in Class::sizes; a single size is that of every member
 };
 
 struct Class {

@@ -1,4 +1,4 @@
-// Coordinate expressions as postfix code in one pool (`ir.expr` in columns).
+// Coordinate expressions as postfix code in one pool (`ir.program.expressions` in columns).
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace meshweave {
 
-constexpr i64 UNDEFINED = INT64_MIN;  // the value of a name that means nothing here
+constexpr i64 UNDEFINED = INT64_MIN;  // the value of a name that is not in scope
 
 enum class Code : i64 {
   CONSTANT, VARIABLE, ADD, SUB, MUL, FLOOR_DIV, MOD, MIN, MAX, EQ, NE, LT, LE, GT, GE, AND, OR, SELECT, COUNT

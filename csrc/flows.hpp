@@ -1,8 +1,8 @@
-// Amounts that share resources: max-min fair rates in integers, as in the reference (`simulate/flows.py`).
+// Flows that share resources: max-min fair rates in integers, as in the reference (`simulate/flows.py`).
 //
-// A resource whose flows could all run at their caps at once never limits anybody; nor does any resource limit a flow
-// whose cap is below an equal share of it. Only the others tie flows together, so most start and end without a look at
-// any other; that is what makes large pods cheap. The rates are the same as without these short cuts.
+// A resource limits no flow if all its flows can run at their caps at once. It also does not limit a flow whose cap is
+// below an equal share of it. Rates are computed jointly only for flows that share a resource which does limit them, so
+// that most flows start and end without a visit to any other. The rates equal those of the full computation.
 #pragma once
 
 #include <array>
@@ -15,9 +15,9 @@
 namespace meshweave {
 
 constexpr i64 PS_PER_S = 1'000'000'000'000;
-constexpr i64 LAST_PS = i64{1} << 62;  // later is beyond what a run can mean
+constexpr i64 LAST_PS = i64{1} << 62;  // the latest time that a run may reach
 
-// What to do when a flow starts or ends: the engine's business.
+// The action of the engine when a flow starts or ends.
 struct Purpose {
   u32 role = 0, x = 0, y = 0, z = 0;
 };
@@ -32,13 +32,13 @@ class Flows {
 
   // A flow to be started later by start(); `amount` in bytes or FLOPs, `cap` in them per second.
   u32 make(i64 amount, i64 cap, const std::vector<Use>& uses, Purpose purpose);
-  // Whether it is over at once, because there is nothing to move.
+  // Starts a flow. Returns whether it ends at once, because its amount is 0.
   bool start(u32 flow, i64 now_ps);
   bool is_current(Event event) const { return flows_[event.flow].version == event.version; }
-  void end(u32 flow);   // takes it off its resources
+  void end(u32 flow);   // removes it from its resources
   void drop(u32 flow);  // its number may be used again
   const Purpose& purpose(u32 flow) const { return flows_[flow].purpose; }
-  // Shares rates anew among the flows that this instant has touched, and schedules their ends.
+  // Computes the rates anew of flows affected by starts and ends in this instant, and schedules their ends.
   void share(i64 now_ps);
 
   const std::vector<u64>& carried() const { return carried_; }  // amount x weight by resource
@@ -52,9 +52,9 @@ class Flows {
     i64 amount = 0, since_ps = 0;
     u64 rate = 0, cap = 0;
     u32 version = 1;
-    u32 visited = 0;  // number of the sharing that last met it
+    u32 visited = 0;  // number of the last share() that visited it
     Purpose purpose;
-    // What it uses: a message to a neighbour fits in here; a longer route goes to `more`, all of it.
+    // Its resources: up to four are in `few` (a message to a neighbour), more of them all in `more`.
     std::array<Entry, 4> few{};
     u32 num_few = 0;
     std::vector<Entry> more;
@@ -70,17 +70,17 @@ class Flows {
     std::vector<Member> members;
     u32 visited = 0, touched = 0;
     u64 weight = 0;             // of all its flows
-    u64 left = 0, open = 0;     // while sharing: what is left, and the weight of those who share it
+    u64 left = 0, open = 0;     // in share(): the capacity left, and the weight of the flows without a rate
 
     bool binds() const { return demand > capacity; }
   };
 
   static void add(Flow& flow, Use use);
-  // Whether it reaches its cap whatever the others do: an equal share of each resource that binds is enough for it.
+  // Returns whether it reaches its cap in any case: an equal share of each binding resource suffices.
   bool is_safe(Flow& flow) const;
   void settle(u32 flow, i64 now_ps);
   void visit(u32 resource);
-  // Shares a resource that binds, and all that are tied to it by flows that are not safe.
+  // Computes the rates on a binding resource and on all resources connected to it by flows that are not safe.
   void share_from(u32 resource, i64 now_ps);
   static void take(Resource& resource, u64 used);
   void set_rate(u32 flow, u64 rate, i64 now_ps);
@@ -91,10 +91,10 @@ class Flows {
   std::vector<Resource> resources_;
   std::vector<u64> carried_;
   std::vector<u32> fresh_;    // started in this instant
-  std::vector<u32> loosened_;  // resources that bound before a flow of theirs ended
+  std::vector<u32> loosened_;  // resources that were binding before one of their flows ended
   u32 round_ = 0;
   std::vector<u32> open_, tied_;  // scratch
-  // The last quotient: in a regular program most flows are alike.
+  // A cache of the last division: in a regular program most flows have equal amounts and rates.
   i64 memo_amount_ = -1, memo_ps_ = 0;
   u64 memo_rate_ = 0;
 };

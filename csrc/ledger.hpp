@@ -1,4 +1,4 @@
-// Where the time of ops went: launch, synchronisation, transfer, and waiting for partners that came late.
+// The split of each op's time into launch, synchronisation, transfer, and waiting for late partners.
 #pragma once
 
 #include "collective.hpp"
@@ -12,7 +12,7 @@ class Ledger {
   Ledger(const Expanded& program, const Machine& machine, const Matched& matched, Result& result)
       : program_(program), machine_(machine), matched_(matched), result_(result) {}
 
-  // Books an op that has ended. `last` is who came last of all members of its joint, NONE for an op without one.
+  // Adds an op that has ended. `last` is the member of its joint issued last, NONE for an op without partners.
   void close(u32 op, i64 rank, const OpRow& row, const ClassOp& of, i64 last);
 
  private:

@@ -1,4 +1,4 @@
-// What a program runs on: rates, constants and routes, as `simulate/columns.py` reads them off `cost.machine`.
+// The machine of a program: rates, constants and routes, as `simulate/engine.py` takes them from `cost.machine`.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ struct Constants {
   i64 launch_ps, sync_ps, rate;  // rate in bytes per second, over all directions that a ring uses
 };
 
-// What of a product moves through memory, by the tiles in which it streams (`cost/compute.py`).
+// The memory traffic of a product that streams through memory in tiles (`cost/compute.py`).
 struct Tiles {
   i64 fill_bytes = 0, stream_bytes = 0, drain_bytes = 0;
 };
@@ -26,7 +26,7 @@ class Machine {
     return constants_[static_cast<size_t>(price * static_cast<i64>(Comm::COUNT) + static_cast<i64>(kind))];
   }
   i64 num_directions(i64 price) const { return num_directions_[static_cast<size_t>(price)]; }
-  // What travels in one direction has one link.
+  // Returns a rate limited to that of one link, for transfers in one direction.
   i64 one_way(i64 price, i64 rate) const { return std::clamp<i64>(rate, 1, one_link_[static_cast<size_t>(price)]); }
   Tiles tiles(i64 m, i64 n, i64 k, i64 itemsize) const;
   // Resources: memory of each rank, compute engine of each rank, links.
@@ -37,8 +37,8 @@ class Machine {
     i64 first, count;
     i64 number = -1;  // of the route
   };
-  // One-sided transfers and messages over a route; when one adds, each byte takes so many FLOPs from the products of the
-  // rank that issued it.
+  // Costs of one-sided transfers and messages over a route. Each byte of an accumulate takes `flops_per_byte` FLOPs from
+  // the products of the rank that issued it.
   struct OneSided {
     i64 fixed_ps, rate, flops_per_byte;
   };

@@ -1,4 +1,4 @@
-// Which ops of different ranks belong together (`ir.matching`).
+// The matching of collectives and messages between ranks (`ir.analysis.matching`).
 #pragma once
 
 #include "expand.hpp"

@@ -1,5 +1,5 @@
-// Events by time. All events of one instant stand in one bucket, because in regular programs thousands of ranks do
-// the same at the same time: the heap then holds instants, not events.
+// A queue of events by time. All events of one instant are in one bucket, because in regular programs thousands of
+// ranks act at the same time. The heap then has one entry per instant, not one per event.
 #pragma once
 
 #include <queue>
@@ -102,7 +102,7 @@ class Queue {
   std::vector<u32> slots_;
   std::vector<Bucket> buckets_;
   std::vector<u32> free_;
-  i64 last_ps_ = -1;  // the bucket pushed to last: mostly the next one as well
+  i64 last_ps_ = -1;  // time of the last bucket pushed to, a cache: most pushes repeat it
   u32 last_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Collectives as what they do: a ring goes in steps, a broadcast or reduce is a chain of packets. These classes
-// know which message may begin when; how long it takes is the engine's business.
+// Collectives as messages: the steps of a ring, and the packets of a chain (broadcast, reduce). These classes decide
+// which message may begin; the engine computes how long it takes.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace meshweave {
 
-// Each member sends and receives one message per step, in each direction on its own. The message of step t between
+// Each member sends and receives one message per step, independently in each direction. The message of step t between
 // two members begins when both are at step t; a member is at step t + 1 when both its messages of step t are over.
 class RingSteps {
  public:
@@ -18,7 +18,7 @@ class RingSteps {
         left_(static_cast<size_t>(count), static_cast<unsigned char>(directions)),
         at_(static_cast<size_t>(count * directions), 0), open_(static_cast<size_t>(count * directions), 2) {}
 
-  // To whom a member sends in a step: the neighbour, or in an all-to-all the one `step + 1` places on.
+  // Returns the member to which a member sends in a step: its neighbour, or in an all-to-all member + step + 1.
   i64 receiver(i64 direction, i64 step, i64 member) const {
     if (widening_) return (member + step + 1) % count_;
     return direction == 0 ? (member + 1 == count_ ? 0 : member + 1) : (member ? member - 1 : count_ - 1);
@@ -35,7 +35,7 @@ class RingSteps {
     for (i64 direction = 0; direction < directions_; ++direction) offer(direction, member, begin);
   }
 
-  // The message that `member` sent is over. done(member) is called for whom this was the last.
+  // Ends the message that `member` sent. done(member) is called for each member whose last message this was.
   template <class Begin, class Done>
   void over(i64 direction, i64 member, Begin begin, Done done) {
     const i64 other = receiver(direction, at_[place(direction, member)], member);
@@ -90,7 +90,7 @@ class ChainSteps {
     if (place < last()) offer(place, begin);
   }
 
-  // The packet that was on a hop has made it. done(place) is called for whom this was the last.
+  // Ends the packet that is on a hop. done(place) is called for each place whose last packet this was.
   template <class Begin, class Done>
   void over(i64 hop, Begin begin, Done done) {
     busy_[static_cast<size_t>(hop)] = 0;

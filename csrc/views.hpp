@@ -1,4 +1,4 @@
-// Resolved views: which elements an op touches, and whether two views share one (`ir.views`).
+// Resolved views: the elements that an op accesses, and the overlap of two views (`ir.program.views`).
 #pragma once
 
 #include <array>
@@ -15,12 +15,13 @@ struct Selector {
 
   bool blocked() const { return stride != 0; }
   bool operator==(const Selector&) const = default;
-  // How many selected elements lie below a position, up to a constant.
+  // Returns a count whose difference between two positions is the number of block elements between them.
   i64 below(i64 position) const;
   i64 size() const { return blocked() ? below(stop) - below(start) : stop - start; }
 };
 
-// Takes off `blocks_left` what it goes through block by block, and raises ProgramFault where that is used up.
+// Returns whether two selectors share an element. A block-by-block comparison is deducted from `blocks_left`;
+// ProgramFault is raised when that is used up.
 constexpr i64 MAX_BLOCKS = 1 << 27;  // for all views of a program
 bool overlap(const Selector& a, const Selector& b, i64& blocks_left);
 
@@ -32,7 +33,7 @@ struct Access {
   i32 buffer = 0;
   i64 slot = 0;
   i64 rank = -1;  // position of the rank that owns the buffer, -1: the executing one
-  std::array<Selector, MAX_DIMS> selectors;  // only the first `dims` mean anything
+  std::array<Selector, MAX_DIMS> selectors;  // only the first `dims` are set
 
   i64 elements() const;
 };

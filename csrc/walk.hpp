@@ -7,10 +7,10 @@ namespace meshweave {
 
 constexpr i64 MAX_TURNS = 1 << 20;  // as `ir.program`: a loop that repeats more often is taken for a mistake
 
-// Statements that a rank may read without an op among them, besides some for every op.
+// The budget of statements that a rank may read: MAX_IDLE, and IDLE_PER_OP more for every op.
 constexpr i64 MAX_IDLE = 1 << 24, IDLE_PER_OP = 64;
 
-// The values of names on a rank: its global number, `peer`, its coordinates, and loop variables as they come.
+// Returns the variables of a rank by slot: its global number, `peer`, its coordinates, then loop variables (unset).
 inline std::vector<i64> environment(const Template& code, i64 rank) {
   std::vector<i64> env(static_cast<size_t>(code.num_vars), UNDEFINED);
   env[0] = code.ranks[static_cast<size_t>(rank)];

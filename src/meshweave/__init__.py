@@ -38,7 +38,7 @@ _GROUPS = {
         "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
         "cost.machine": "Machine",
         "cost.rates": "RankRates",
-        "cost.fabric": "HostNetwork",
+        "cost.fabric": "HostTopology",
     },
     "programs": {
         "ir.program": (
@@ -52,7 +52,7 @@ _GROUPS = {
     },
     "algorithms": {
         "algorithms.contract": "Algorithm Gradient",
-        "algorithms.table": "ALGORITHMS algorithm solving",
+        "algorithms.table": "ALGORITHMS algorithm algorithms_for",
         "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     from meshweave.algorithms.reshard import reshard_program as reshard_program
     from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
     from meshweave.algorithms.table import algorithm as algorithm
-    from meshweave.algorithms.table import solving as solving
+    from meshweave.algorithms.table import algorithms_for as algorithms_for
     from meshweave.algorithms.universal import UniversalConfig as UniversalConfig
     from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
     from meshweave.algorithms.universal import universal_program as universal_program
@@ -140,7 +140,7 @@ if TYPE_CHECKING:
     from meshweave.check import run as run
     from meshweave.check import verify as verify
     from meshweave.check.contract import prove_contract as prove_contract
-    from meshweave.cost.fabric import HostNetwork as HostNetwork
+    from meshweave.cost.fabric import HostTopology as HostTopology
     from meshweave.cost.machine import Machine as Machine
     from meshweave.cost.rates import RankRates as RankRates
     from meshweave.describe.catalog import cluster_names as cluster_names

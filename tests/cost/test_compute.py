@@ -9,7 +9,7 @@ import pytest
 
 from meshweave.base.errors import DescriptionError
 from meshweave.calibrate.cluster_toml import to_toml
-from meshweave.cost.compute import Tiles, tile_traffic
+from meshweave.cost.compute import TileTraffic, tile_traffic
 from meshweave.cost.machine import mesh_machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import Chip, CommConstants, TorusNetwork, load_cluster
@@ -24,26 +24,26 @@ def test_tiles_are_cut_at_the_edges() -> None:
     total = 6 * 20 * 3 + 20 * 20 * 2 + 2 * 6 * 20
     fill, drain = 4 * 16 + 16 * 8, 4 * 8
     work = matmul_work(6, 20, 20, "bfloat16")
-    assert tile_traffic(work, CHIP) == Tiles(2 * fill, 2 * (total - fill - drain), 2 * drain)
+    assert tile_traffic(work, CHIP) == TileTraffic(2 * fill, 2 * (total - fill - drain), 2 * drain)
 
 
 def test_a_product_of_one_tile_streams_only_what_is_left_of_c() -> None:
     work = matmul_work(2, 3, 5, "float64")
-    assert tile_traffic(work, CHIP) == Tiles(8 * (10 + 15), 8 * 6, 8 * 6)
+    assert tile_traffic(work, CHIP) == TileTraffic(8 * (10 + 15), 8 * 6, 8 * 6)
 
 
 @pytest.mark.parametrize(
     "work", [matmul_work(2, 0, 5, "float32"), Compute("copy", bytes=7), Compute("call", flops=9)]
 )
 def test_nothing_streams_without_a_product(work: Compute) -> None:
-    assert tile_traffic(work, CHIP) == Tiles()
+    assert tile_traffic(work, CHIP) == TileTraffic()
 
 
 def test_without_tiles_only_calls_load_the_memory() -> None:
     chip = replace(CHIP, gemm_tile=None)
-    assert tile_traffic(matmul_work(6, 20, 20, "float32"), chip) == Tiles()
+    assert tile_traffic(matmul_work(6, 20, 20, "float32"), chip) == TileTraffic()
     assert tile_traffic(Compute("call", 10, 30), chip) == tile_traffic(Compute("call", 10, 30), CHIP)
-    assert tile_traffic(Compute("call", 10, 30), chip) == Tiles(0, 30, 0)
+    assert tile_traffic(Compute("call", 10, 30), chip) == TileTraffic(0, 30, 0)
 
 
 def test_a_price_is_a_roofline_between_fill_and_drain() -> None:

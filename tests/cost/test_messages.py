@@ -79,10 +79,10 @@ def test_where_all_links_are_alike_the_ends_do_not_matter() -> None:
 
 def test_a_price_without_ends_or_of_a_step_is_that_of_the_mesh_axis() -> None:
     program = message(0, 1)
-    (send,) = (bound.op for bound in program.instance[0])
+    (send,) = (bound.op for bound in program.ops_by_rank[0])
     work, on = work_of(program, send), machine(HOSTS, program)
-    assert price(work, on, ends=(0, 1)).rate_per_s == 10_000_000
-    assert price(work, on, ends=(0, 2)).rate_per_s == price(work, on).rate_per_s == 1_000_000
+    assert price(work, on, endpoints=(0, 1)).rate_per_s == 10_000_000
+    assert price(work, on, endpoints=(0, 2)).rate_per_s == price(work, on).rate_per_s == 1_000_000
     chain = lower_chains(
         parse("""
 program("chain")
@@ -93,7 +93,7 @@ with tp:
     broadcast(s(1), s, over="tp.row", root=0, packets=2, lane=x)
 """)
     )
-    step = next(bound.op for bound in chain.instance[0] if isinstance(bound.op, Send))
+    step = next(bound.op for bound in chain.ops_by_rank[0] if isinstance(bound.op, Send))
     assert step.step is not None
     of_step, on = work_of(chain, step), machine(HOSTS, chain)
-    assert price(of_step, on, ends=(0, 1)) == price(of_step, on)
+    assert price(of_step, on, endpoints=(0, 1)) == price(of_step, on)

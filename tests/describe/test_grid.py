@@ -41,7 +41,7 @@ def test_an_element_is_where_scalapack_has_it(
 ) -> None:
     """INDXG2P: the process of element i is (source + (i + offset) // block) modulo the grid."""
     offsets = data.draw(st.integers(0, tile[0] - 1)), data.draw(st.integers(0, tile[1] - 1))
-    layout = grid.tiles(tile, offsets)
+    layout = grid.block_cyclic_layout(tile, offsets)
     where = {}
     for rank in layout.mesh.ranks:
         for at in itertools.product(*map(np.ndarray.tolist, layout.indices(shape, rank))):
@@ -76,7 +76,7 @@ def test_the_named_partitions() -> None:
     assert all(row_block(12, 12).local_shape(shape, rank) == shape for rank in range(12))
     assert cyclic(4).intervals((4, 4), 1) == (((0, 1), (2, 3)), ((1, 2), (3, 4)))
     assert block_cyclic((5, 5), 4).intervals(shape, 0) == (((0, 5), (10, 12)), ((0, 5), (10, 15), (20, 24)))
-    assert block_cyclic((4, 8), 6, (3, 2)) == ProcessGrid(3, 2).tiles((4, 8))
+    assert block_cyclic((4, 8), 6, (3, 2)) == ProcessGrid(3, 2).block_cyclic_layout((4, 8))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_named_partitions() -> None:
         (lambda: ProcessGrid(2, 2, major="rows"), "'row' or 'col', not 'rows'"),
         (lambda: ProcessGrid(2, 2, first_rank=-1), "must not be negative"),
         (lambda: block_cyclic((0, 2), 4), "tile size must be positive"),
-        (lambda: ProcessGrid(2, 2).tiles((4, 4), (4, 0)), "offset smaller than the size"),
+        (lambda: ProcessGrid(2, 2).block_cyclic_layout((4, 4), (4, 0)), "offset smaller than the size"),
     ],
 )
 def test_grids_that_do_not_fit_are_refused(make, message: str) -> None:

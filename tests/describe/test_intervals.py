@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from meshweave.describe.layout.intervals import (
     Interval,
     Intervals,
-    blocked,
+    blocked_intervals,
     chunk_bounds,
     common_runs,
-    even_cuts,
-    flattened,
-    joined,
+    even_bounds,
+    flattened_box,
+    merge_adjacent,
     num_common,
     num_indices,
-    select,
+    indices_at,
     union,
 )
 
@@ -51,7 +51,7 @@ def test_chunks_are_those_of_torch(size: int, parts: int) -> None:
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_even_cuts_differ_by_one_at_most(size: int, parts: int) -> None:
-    cuts = even_cuts(size, parts)
+    cuts = even_bounds(size, parts)
     sizes = [stop - start for start, stop in itertools.pairwise(cuts)]
     assert (cuts[0], cuts[-1], len(sizes)) == (0, size, parts) and max(sizes) - min(sizes) <= 1
 
@@ -60,12 +60,12 @@ def test_even_cuts_differ_by_one_at_most(size: int, parts: int) -> None:
 def test_blocked(first: int, block: int, gap: int, start: int, size: int) -> None:
     stride, stop = block + gap, start + size
     expected = [index for index in range(start, stop) if (index - first) % stride < block]
-    assert indices(blocked(first, block, stride, start, stop)) == expected
+    assert indices(blocked_intervals(first, block, stride, start, stop)) == expected
 
 
 @given(st.lists(spans))
 def test_joined_keeps_elements_and_order(intervals: list[Interval]) -> None:
-    result = joined(intervals)
+    result = merge_adjacent(intervals)
     assert indices(result) == indices(intervals) and num_indices(result) == num_indices(intervals)
     assert all(start < stop for start, stop in result)
     assert all(before[1] != after[0] for before, after in itertools.pairwise(result))
@@ -81,7 +81,7 @@ def test_union_covers_each_index_once(intervals: list[Interval]) -> None:
 @given(index_lists(), index_lists())
 def test_select_is_indexing(intervals: Intervals, positions: Intervals) -> None:
     listed = indices(intervals)
-    assert indices(select(intervals, positions)) == [
+    assert indices(indices_at(intervals, positions)) == [
         listed[at] for at in indices(positions) if at < len(listed)
     ]
 
@@ -103,10 +103,10 @@ def test_flattened_is_ravel_multi_index(dims: list[Intervals]) -> None:
     sizes = [5] * len(dims)
     whole = np.arange(math.prod(sizes)).reshape(sizes)
     box = whole[np.ix_(*(np.array(indices(dim), int) for dim in dims))] if dims else whole
-    assert indices(flattened(sizes, dims)) == box.ravel().tolist()
+    assert indices(flattened_box(sizes, dims)) == box.ravel().tolist()
 
 
 @pytest.mark.parametrize("dims", [[((0, 4),), ((0, 6),)], [((1, 3),), ((0, 6),)]])
 def test_whole_rows_are_one_run(dims: list[Intervals]) -> None:
     ((start, stop),) = dims[0]
-    assert flattened((4, 6), dims) == ((start * 6, stop * 6),)
+    assert flattened_box((4, 6), dims) == ((start * 6, stop * 6),)

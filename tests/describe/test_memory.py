@@ -58,8 +58,8 @@ def test_a_gated_ffn_and_grouped_heads_count_what_they_keep() -> None:
 
 def test_what_fits_is_said() -> None:
     memory = chip_memory(GPT3, Workload(128, 2048), 256)
-    assert memory.fits(memory.total_bytes("selective")) == "selective"
-    assert memory.fits(memory.state_bytes) is None
+    assert memory.least_recompute(memory.total_bytes("selective")) == "selective"
+    assert memory.least_recompute(memory.state_bytes) is None
     assert "fits with selective recomputation" in memory.summary(memory.total_bytes("selective"))
     assert "does not fit" in memory.summary(1)
     assert memory.summary(10**15).endswith("TB: fits")

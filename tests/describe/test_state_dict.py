@@ -10,7 +10,7 @@ import pytest
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.model.state_dict import Parameter, server_layout, state_dict, trainer_layout
+from meshweave.describe.model.state_dict import Parameter, server_layout, llama_parameters, trainer_layout
 
 TRAINER = Mesh.of("trainer", (4, 2), ("fsdp", "tp"))
 SERVER = Mesh.of("server", (2, 2), ("replica", "tp"), 8)
@@ -31,27 +31,27 @@ ROWS, COLUMNS, WHOLE = (
     ],
 )
 def test_all_listed_published_models(name: str, tensors: int, parameters: int) -> None:
-    listed = state_dict(load_model(name))
+    listed = llama_parameters(load_model(name))
     assert len(listed) == len({parameter.name for parameter in listed}) == tensors
     assert sum(math.prod(parameter.shape) for parameter in listed) == parameters
 
 
 def test_names_and_shapes() -> None:
-    by_name = {parameter.name: parameter for parameter in state_dict(load_model("llama-3-8b"))}
+    by_name = {parameter.name: parameter for parameter in llama_parameters(load_model("llama-3-8b"))}
     assert by_name["model.layers.31.self_attn.k_proj.weight"].shape == (1024, 4096)
     assert by_name["model.layers.0.mlp.down_proj.weight"] == Parameter(
         "model.layers.0.mlp.down_proj.weight", (4096, 14336), "columns"
     )
-    assert by_name["model.norm.weight"].kind == "whole" and by_name["lm_head.weight"].shape == (128256, 4096)
+    assert by_name["model.norm.weight"].sharding == "whole" and by_name["lm_head.weight"].shape == (128256, 4096)
 
 
 def test_what_is_not_a_llama() -> None:
     llama = load_model("llama-2-7b")
-    assert len(state_dict(replace(llama, tied_embeddings=True))) == 290
+    assert len(llama_parameters(replace(llama, tied_embeddings=True))) == 290
     with pytest.raises(UnsupportedError, match="FFN is not gated"):
-        state_dict(load_model("gpt3"))
+        llama_parameters(load_model("gpt3"))
     with pytest.raises(DescriptionError, match="vocab_size"):
-        state_dict(replace(llama, vocab_size=None))
+        llama_parameters(replace(llama, vocab_size=None))
 
 
 def test_a_trainer_shards_rows_of_what_tp_has_sharded() -> None:

@@ -64,7 +64,7 @@ def test_jumping_over_steady_turns_changes_nothing(skeleton: Skeleton) -> None:
 @given(skeletons())
 def test_the_longest_lane_is_a_lower_bound(skeleton: Skeleton) -> None:
     timed = TimedSkeleton(skeleton, amount)
-    assert timed.floor_ps() <= timed.total_ps()
+    assert timed.lower_bound_ps() <= timed.total_ps()
 
 
 def test_a_phase_is_not_steady_because_of_the_phase_before_it() -> None:

@@ -78,7 +78,7 @@ class LateMachine(Interpreter):
         if view.rank is not None and getattr(op, "release", None) is None:
             self.late.setdefault(node[0], []).append((node, view, value.copy(), update))
         else:
-            super().put(node, view, value, update=update)
+            super().write_view(node, view, value, update=update)
 
     def run(self, order: Any) -> None:
         for event in order:
@@ -90,7 +90,7 @@ class LateMachine(Interpreter):
     def land(self, ranks: list[int]) -> None:
         for rank in ranks:
             for node, view, value, update in self.late.pop(rank, []):
-                super().put(node, view, value, update=update)
+                super().write_view(node, view, value, update=update)
 
 
 def numbers_for(program: Program, seed: int = 0) -> dict[str, Array]:
@@ -161,7 +161,7 @@ Listed = list[tuple[int, Op]]
 
 def listed(program: Program) -> Listed:
     """Every op of every rank with plain integers, in the sequential reading."""
-    pairs = [(bound.key, rank, bound.op) for rank, ops in program.instance.items() for bound in ops]
+    pairs = [(bound.key, rank, bound.op) for rank, ops in program.ops_by_rank.items() for bound in ops]
     return [(rank, op) for _, rank, op in sorted(pairs, key=lambda pair: pair[:2])]
 
 

@@ -120,11 +120,11 @@ def test_stash_orders_the_parts_of_a_stage() -> None:
 
 def test_released_writes_are_waited_for_across_ranks_and_only_by_later_readers() -> None:
     flow = analyse(golden("t3_ring"))
-    for node, writers in flow.tracked.items():
+    for node, writers in flow.remote_predecessors.items():
         assert flow.op(node).kind in ("put", "copy")
         for writer in writers:
             assert (writer[0] + 1) % 4 == node[0]
-            assert flow.bound(writer).key < flow.bound(node).key
+            assert flow.bound_op(writer).key < flow.bound_op(node).key
 
 
 def test_updates_do_not_wait_for_each_other_but_readers_wait_for_all() -> None:
@@ -145,6 +145,6 @@ with tp:
     copy(out[1:, :], acc[1:, :], lane=l)
 """
     flow = analyse(parse(text))
-    assert set(flow.tracked) == {(0, 5), (0, 6)}
-    assert flow.tracked[0, 5] == tuple((rank, 3) for rank in range(3))
-    assert flow.tracked[0, 6] == tuple((rank, op) for rank in range(3) for op in (3, 4))
+    assert set(flow.remote_predecessors) == {(0, 5), (0, 6)}
+    assert flow.remote_predecessors[0, 5] == tuple((rank, 3) for rank in range(3))
+    assert flow.remote_predecessors[0, 6] == tuple((rank, op) for rank in range(3) for op in (3, 4))

@@ -103,7 +103,7 @@ def test_universal_products_are_what_their_builder_makes(stationary: str) -> Non
 
 def test_slices_of_meshslice_taper() -> None:
     """Weights 1, 2, 1 of 19 columns that no two ranks can share evenly."""
-    widths = [op.op.a.shape[1] for op in golden("tapered_meshslice").instance[0] if op.op.kind == "matmul"]
+    widths = [op.op.a.shape[1] for op in golden("tapered_meshslice").ops_by_rank[0] if op.op.kind == "matmul"]
     assert widths == [5, 10, 4]
 
 
@@ -112,8 +112,8 @@ def test_ring_of_t3_needs_no_fence_but_the_first() -> None:
     flow = validate(program).flow
     assert sum(op.kind == "fence" for op in program.ops()) == 1
     put = next(node for node in flow.nodes() if node[0] == 2 and flow.op(node).kind == "put")
-    trackers = flow.tracked[put]
-    assert [flow.bound(node).op.name for node in trackers] == ["remote_map"]
+    trackers = flow.remote_predecessors[put]
+    assert [flow.bound_op(node).op.name for node in trackers] == ["remote_map"]
     assert trackers[0][0] == 1
 
 
@@ -128,15 +128,15 @@ def test_pipeline_holds_as_many_stashes_as_1f1b_needs() -> None:
 
 def test_memory_that_others_reach_lives_throughout() -> None:
     spans = lifetimes(golden("t3_ring"), 0)
-    assert spans == {("acc", 0): (0, len(golden("t3_ring").instance[0]) - 1)}
+    assert spans == {("acc", 0): (0, len(golden("t3_ring").ops_by_rank[0]) - 1)}
     assert set(lifetimes(golden("universal_b"), 3)) == {("a_in", 0), ("a_in", 1), ("part", 0), ("part", 1)}
 
 
 def test_overlap_is_left_open() -> None:
     """The first product of the second chunk need not wait for the all-reduce of the first."""
     flow = validate(golden("chunked_atp")).flow
-    ops = flow.program.instance[0]
+    ops = flow.program.ops_by_rank[0]
     first_reduce = next(i for i, bound in enumerate(ops) if bound.op.kind == "all_reduce")
     second_product = [i for i, bound in enumerate(ops) if bound.op.kind == "matmul"][1]
-    assert first_reduce not in flow.before[0][second_product]
-    assert np.all([len(flow.before[0][i]) <= 2 for i in range(len(ops))])
+    assert first_reduce not in flow.predecessors[0][second_product]
+    assert np.all([len(flow.predecessors[0][i]) <= 2 for i in range(len(ops))])

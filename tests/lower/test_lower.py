@@ -17,7 +17,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import AllGather, Copy, Fence, Permute, ReduceScatter
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
-from meshweave.lower import linearise, lower_one_sided, lower_rings, per_rank
+from meshweave.lower import linearise, lower_one_sided, lower_rings, write_out_per_rank
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ONE_SIDED = ["universal_c", "universal_b", "t3_ring"]
@@ -50,10 +50,10 @@ def test_one_sided_becomes_send_and_recv(name: str) -> None:
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
 def test_written_out_per_rank_is_the_same_program(path: Path) -> None:
     program = parse(path.read_text())
-    written = per_rank(program)
+    written = write_out_per_rank(program)
     assert validate(written).skipped == ()
     for rank in program.ranks:
-        assert [b.op for b in written.on_rank(rank)] == [b.op for b in program.on_rank(rank)]
+        assert [b.op for b in written.ops_on_rank(rank)] == [b.op for b in program.ops_on_rank(rank)]
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.txt")), ids=lambda path: path.stem)
@@ -66,7 +66,7 @@ def test_linearised_order_is_one_that_all_ranks_share(path: Path) -> None:
         assert sorted(listed) == list(range(len(flow.matched.ops[rank])))
         place.update({(rank, index): at for at, index in enumerate(listed)})
     for rank, index in flow.nodes():
-        assert all(place[rank, other] < place[rank, index] for other in flow.before[rank][index])
+        assert all(place[rank, other] < place[rank, index] for other in flow.predecessors[rank][index])
     joints = flow.matched.joints
     for one in joints:
         for two in joints:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from meshweave.report.bars import Bar, Group, bar_chart
-from meshweave.report.provenance import PACKAGES, describe
+from meshweave.report.provenance import PACKAGES, describe_environment
 
 SVG = "{http://www.w3.org/2000/svg}"
 GROUPS = [
@@ -64,6 +64,6 @@ def test_nothing_to_draw_is_no_picture() -> None:
 
 
 def test_the_machine_is_described() -> None:
-    found = describe()
+    found = describe_environment()
     assert found["cores"] == os.cpu_count() and len(found["date"]) == 10 and found["system"]
     assert set(found["versions"]) == {"python", *PACKAGES}

@@ -10,7 +10,7 @@ from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dPr
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.ir.program.parse import parse
-from meshweave.report.png import check_png, to_png
+from meshweave.report.png import require_png, to_png
 from meshweave.report.simulation_picture import draw_rank_timelines
 from meshweave.simulate.engine import simulate
 from meshweave.simulate.rank_timeline import RankTimeline, Stretch, rank_timeline
@@ -135,5 +135,5 @@ with tp:
 
 def test_as_png() -> None:
     pytest.importorskip("resvg_py", reason="resvg-py is not installed: no PNG pictures here")
-    check_png()
+    require_png()
     assert to_png(draw_rank_timelines("a title", TIMELINES)).startswith(b"\x89PNG")

@@ -63,9 +63,9 @@ def follows(path: CriticalPath) -> None:
     for step in path.segments:
         assert step.start_ps == at < step.end_ps and step.category != "wait"
         at = step.end_ps
-    assert at == path.duration_ps == sum(path.parts_ps.values())
-    assert sum(path.axes_ps.values()) == path.parts_ps["transfer"]
-    assert all(bound.ps <= path.duration_ps for bound in path.bounds)
+    assert at == path.duration_ps == sum(path.ps_by_category.values())
+    assert sum(path.transfer_ps_by_axis.values()) == path.ps_by_category["transfer"]
+    assert all(bound.time_ps <= path.duration_ps for bound in path.bounds)
     assert path.verdict.startswith("bound by ")
 
 
@@ -83,8 +83,8 @@ all_gather(g(0), s, over="tp.col", dim=1, lane=y)
         torus(),
     )
     assert [step.kind for step in path.segments] == ["matmul", "matmul"]
-    assert path.parts_ps["compute"] == path.duration_ps == 4 * MS
-    assert path.bounds[0].name == "compute" and path.over_bound == 1.0
+    assert path.ps_by_category["compute"] == path.duration_ps == 4 * MS
+    assert path.bounds[0].name == "compute" and path.duration_over_bound == 1.0
     assert (
         path.verdict == "bound by compute: 100 % of the critical path are products; 1.00 x the compute bound"
     )
@@ -94,9 +94,9 @@ def test_a_gather_is_launch_steps_and_transfers() -> None:
     path = path_of(program('all_gather(g, s, over="tp.col", dim=1, lane=x)'), torus(1e-4, 5e-4))
     assert [step.kind for step in path.segments] == ["all_gather"]
     wanted = {"launch": MS // 2, "sync": 3 * MS // 10, "transfer": 3 * MS}
-    assert {name: ps for name, ps in path.parts_ps.items() if ps} == wanted
-    assert path.axes_ps == {"tp.col": 3 * MS} and path.slowed_ps == 0
-    assert path.bounds[0].name == "link" and path.bounds[0].ps == 3 * MS
+    assert {name: ps for name, ps in path.ps_by_category.items() if ps} == wanted
+    assert path.transfer_ps_by_axis == {"tp.col": 3 * MS} and path.slowed_ps == 0
+    assert path.bounds[0].name == "link" and path.bounds[0].time_ps == 3 * MS
     assert path.verdict.startswith("bound by links of axis tp.col: 79 % of the critical path are transfers")
 
 
@@ -129,8 +129,8 @@ if rank == 0:
     path = path_of(made, torus(chips=2))
     assert names(path) == [(1, "matmul"), (1, "copy"), (0, "recv"), (0, "matmul")]
     assert path.segments[2].end_ps - path.segments[2].start_ps == MS
-    assert path.parts_ps["compute"] == 4 * MS and path.parts_ps["transfer"] == MS
-    assert path.axes_ps == {"point-to-point messages": MS}
+    assert path.ps_by_category["compute"] == 4 * MS and path.ps_by_category["transfer"] == MS
+    assert path.transfer_ps_by_axis == {"point-to-point messages": MS}
 
 
 def test_of_a_permute_only_neighbours_are_partners() -> None:
@@ -187,7 +187,7 @@ def test_an_empty_program_is_bound_by_nothing() -> None:
         'program("nothing")\ntp = mesh((2,), ("x",))\nx = lane()\nwith tp:\n    fence(over="tp", lane=x)\n'
     )
     path = critical_path(simulate(made, Machine.of(torus(chips=2), made)))
-    assert path.segments == () and path.over_bound is None and "nothing" in path.verdict
+    assert path.segments == () and path.duration_over_bound is None and "nothing" in path.verdict
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

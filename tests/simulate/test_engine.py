@@ -135,7 +135,7 @@ def test_algorithms_take_as_long_as_in_the_reference(seed: int) -> None:
 def test_edges_are_those_of_the_dataflow(seed: int) -> None:
     program = random_program(random.Random(seed))
     try:
-        before = analyse(program).before
+        before = analyse(program).predecessors
     except ProgramError:
         return
     core = engine.Core(Columns(program).data)

@@ -50,7 +50,7 @@ with tp:
 def ends(cluster: Cluster, made: Program, index: int = -1) -> list[float]:
     """Milliseconds at which one op of each rank ends, the last one by default."""
     trace = simulate(made, Machine.of(cluster, made))
-    return [trace.span_of[rank, index % len(made.on_rank(rank))].end_ps / 1e9 for rank in made.ranks]
+    return [trace.span_of[rank, index % len(made.ops_on_rank(rank))].end_ps / 1e9 for rank in made.ranks]
 
 
 def seconds(cluster: Cluster, body: str) -> float:

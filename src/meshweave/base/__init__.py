@@ -1,1 +1,1 @@
-"""What every layer uses: errors and units."""
+"""Errors, units and progress reports that every layer uses."""

@@ -1,4 +1,4 @@
-"""How long-running functions report how far they have come."""
+"""The callback with which long-running functions report their progress: (steps done, steps in all)."""
 
 from __future__ import annotations
 

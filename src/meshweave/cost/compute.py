@@ -17,34 +17,34 @@ from meshweave.ir.work import Compute
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """Bytes through memory before the first multiplication, beside the multiplications, and after the last."""
+class TileTraffic:
+    """The memory traffic of a product in bytes: before its first, during, and after its last multiplication."""
 
     fill_bytes: int = 0
     stream_bytes: int = 0
     drain_bytes: int = 0
 
 
-NONE = Tiles()
+NO_TRAFFIC = TileTraffic()
 
 
-def tile_traffic(work: Compute, chip: Chip) -> Tiles:
+def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
     """Return the memory traffic of work with FLOPs.
 
     A product has none where the chip names no `gemm_tile`. A call has the bytes that it declares, all of them
     beside its FLOPs.
     """
     if not work.flops:
-        return NONE
+        return NO_TRAFFIC
     if work.bytes:
-        return Tiles(0, work.bytes, 0)
+        return TileTraffic(0, work.bytes, 0)
     m, n, k = work.dims
     if chip.gemm_tile is None or not m * n * k:
-        return NONE
+        return NO_TRAFFIC
     tile_m, tile_n, tile_k = (min(size, tile) for size, tile in zip(work.dims, chip.gemm_tile, strict=True))
     fill = tile_m * tile_k + tile_k * tile_n
     drain = tile_m * tile_n
     total = m * k * -(-n // tile_n) + k * n * -(-m // tile_m) + 2 * m * n
-    return Tiles(
+    return TileTraffic(
         fill * work.item_bytes, max(total - fill - drain, 0) * work.item_bytes, drain * work.item_bytes
     )

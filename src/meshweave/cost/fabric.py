@@ -1,4 +1,4 @@
-"""The hosts that ranks sit on and the NICs between them: what a transfer between meshes costs.
+"""The placement of ranks on hosts and NICs, and the times of transfers between them.
 
 The model is that of AlpaComm (MLSys '23, section 3): fast links inside a host, any two hosts joined at the same
 rate, and the NICs of a host as the bottleneck. A NIC sends and receives at once (full duplex).
@@ -20,7 +20,7 @@ Nic = tuple[int, int]
 
 @dataclass(frozen=True)
 class TransferTimes:
-    """Seconds that some bytes take between two hosts and inside one, and the latency that each message adds.
+    """The seconds of a transfer between two hosts and inside a host, and the latency of each message.
 
     A transfer that stays inside one host has the times inside a host for both.
     """
@@ -32,8 +32,8 @@ class TransferTimes:
 
 
 @dataclass(frozen=True)
-class HostNetwork:
-    """Hosts joined by NICs.
+class HostTopology:
+    """The host and NIC of each rank, and the rates and latencies of NICs and of links inside a host.
 
     Attributes:
         host_of: host of each global rank.
@@ -61,8 +61,8 @@ class HostNetwork:
             raise LayoutError("the rates of a host network are at least 1 byte per second")
 
     @classmethod
-    def of(cls, cluster: Cluster, num_ranks: int | None = None) -> HostNetwork:
-        """Return the host network of a cluster whose chip r is rank r.
+    def of(cls, cluster: Cluster, num_ranks: int | None = None) -> HostTopology:
+        """Return the host topology of a cluster whose chip r is rank r.
 
         In a cluster without hosts every chip is a host of its own. `num_ranks` None takes all chips.
 
@@ -91,11 +91,11 @@ class HostNetwork:
         )
 
     @classmethod
-    def of_host_names(cls, host_names: Mapping[int, str], node: Cluster, hosts: Cluster) -> HostNetwork:
-        """Return the host network of ranks that run on the named hosts.
+    def of_host_names(cls, host_names: Mapping[int, str], node: Cluster, hosts: Cluster) -> HostTopology:
+        """Return the host topology of ranks that run on the named hosts.
 
-        The links inside a host are those of `node`; the NICs, of which ranks of a host take turns to use one, are
-        those of `hosts`. A message between hosts has at least the latency of one inside a host.
+        The links inside a host are those of `node`. The NICs are those of `hosts`. The ranks of a host are
+        assigned to its NICs round robin. A message between hosts has at least the latency of one inside a host.
         """
         assert isinstance(hosts.network, HostsNetwork)
         inside, between = cls.of(node, 1), cls.of(hosts, 1)
@@ -118,7 +118,7 @@ class HostNetwork:
         """Return the NIC that a rank uses."""
         return self.host_of[rank], self.nic_of[rank]
 
-    def nic_s(self, num_bytes: int) -> float:
+    def nic_transfer_s(self, num_bytes: int) -> float:
         """Return the seconds that bytes take through one direction of a NIC, without latency."""
         return num_bytes / self.nic_bytes_per_s
 
@@ -127,7 +127,9 @@ class HostNetwork:
         intra_host_s = num_bytes / self.local_bytes_per_s
         if is_local:
             return TransferTimes(intra_host_s, intra_host_s, self.local_latency_s, self.local_latency_s)
-        return TransferTimes(self.nic_s(num_bytes), intra_host_s, self.nic_latency_s, self.local_latency_s)
+        return TransferTimes(
+            self.nic_transfer_s(num_bytes), intra_host_s, self.nic_latency_s, self.local_latency_s
+        )
 
 
 def _message_bytes_per_s(axis: NetworkAxis) -> int:

@@ -25,7 +25,7 @@ from meshweave.describe.machine.cluster import (
     TorusNetwork,
     TreeNetwork,
 )
-from meshweave.describe.machine.links import factorisations, slowest
+from meshweave.describe.machine.links import factorisations, slowest_axis
 from meshweave.ir.program import Program
 
 Link = tuple[str, int, int, int]
@@ -108,7 +108,7 @@ class Machine:
             if not isinstance(network, TorusNetwork) or num_dims < 1:
                 raise
             if self.logical:
-                return slowest(network.axes)
+                return slowest_axis(network.axes)
             raise LayoutError(
                 f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
             ) from None
@@ -253,7 +253,7 @@ class Machine:
 
     @cached_property
     def _torus_axes(self) -> tuple[NetworkAxis, ...]:
-        """The links along each axis of the torus as it stands: turned with its shape."""
+        """Return the links along each axis of the torus, in the order of its current shape."""
         network, shape = self.cluster.network, self._torus_shape
         assert isinstance(network, TorusNetwork)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))

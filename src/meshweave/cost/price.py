@@ -3,8 +3,8 @@
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
 A local product costs its FLOPs over the chip's effective rate, or its memory traffic where that takes longer
 (`compute`). A copy costs its bytes over memory bandwidth. A chain of D packets (broadcast, reduce) takes
-P + D - 2 steps. Whatever travels in one direction, a message or a chain, is never faster than one link; only a
-chain with constants of its own is bounded by the time that its part takes over one link instead.
+P + D - 2 steps. Messages and chains travel in one direction, so that their rate is at most that of one link. A
+chain with measured constants of its own may have a higher rate, but takes at least part / link rate.
 
 A price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
 """
@@ -23,10 +23,10 @@ from meshweave.ir.work import Compute, Transfer, Work
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one op costs: `launch_ps` and `sync_ps` pass first, then `amount` flows at most at `rate_per_s`.
+    """The cost of one op: `launch_ps` and `sync_ps` pass first, then `amount` flows at most at `rate_per_s`.
 
-    The amount is in bytes or FLOPs. A product's memory traffic takes `stream_ps` beside its FLOPs, and `ends_ps`
-    before and after them.
+    The amount is in bytes or FLOPs. The memory traffic of a product takes `stream_ps` concurrent with its
+    FLOPs, and `fill_drain_ps` before and after them, when the first tiles are loaded and the last is stored.
     """
 
     launch_ps: int
@@ -34,7 +34,7 @@ class Price:
     amount: int
     rate_per_s: int
     stream_ps: int = 0
-    ends_ps: int = 0
+    fill_drain_ps: int = 0
 
     @property
     def fixed_ps(self) -> int:
@@ -49,20 +49,20 @@ class Price:
     @property
     def total_ps(self) -> int:
         """Return the picoseconds of the op."""
-        return self.fixed_ps + max(self.flow_ps, self.stream_ps) + self.ends_ps
+        return self.fixed_ps + max(self.flow_ps, self.stream_ps) + self.fill_drain_ps
 
 
 def price(
-    work: Work, machine: Machine, *, routed: bool = False, ends: tuple[int, int] | None = None
+    work: Work, machine: Machine, *, shares_links: bool = False, endpoints: tuple[int, int] | None = None
 ) -> Price:
     """Return the price of one op.
 
-    `ends` are the sender and receiver of a message, which then costs what lies between them. Without ends, or as a
-    step of a collective, it has the constants of its mesh axis.
-
-    A permute over several hops of a ring shares every link with as many messages of other members. `routed` is for
-    a caller that lets messages meet on their links itself: the amount is then that of the message alone, at the
-    share of the rate that it has where all members take part at once.
+    Args:
+        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between them.
+            Without endpoints, and for a step of a collective, it has the constants of the mesh axis.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
+            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
+            the message alone, and the rate a share of 1 / h.
 
     Raises:
         UnsupportedError: the machine cannot place the group.
@@ -82,15 +82,15 @@ def price(
             work_ps(tiles.stream_bytes, memory),
             ends_ps,
         )
-    if ends is not None and work.step is None:
-        axis = machine.axis_between(*ends)
+    if endpoints is not None and work.step is None:
+        axis = machine.axis_between(*endpoints)
         message = axis.comm("send_recv")
         rate = max(int(min(message.bytes_per_s, axis.link_bytes_per_s)), 1)
         return Price(to_ps(message.launch_s), to_ps(message.sync_s), work.part_bytes, rate)
-    return _transfer(work, machine, routed)
+    return _transfer(work, machine, shares_links)
 
 
-def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
+def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
     count, part = work.num_ranks, work.part_bytes
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
     constants = machine.constants(work.axis, kind)
@@ -114,7 +114,7 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
             # but all of a part crosses one link, and no chain is faster than that.
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
         else:
-            rate = _one_link(rate, machine, work.axis)
+            rate = _one_direction_rate(rate, machine, work.axis)
     elif work.kind == "all_to_all":  # parts travel P / 2 hops on a ring of one direction, P / 4 on one of two
         one_direction = machine.num_directions(work.axis) == 1
         steps = count - 1
@@ -126,9 +126,9 @@ def _transfer(work: Transfer, machine: Machine, routed: bool) -> Price:
             work.hops if isinstance(machine.cluster.network, (TorusNetwork, RingNetwork)) else 1
         )  # a switch has no ring
         amount = steps * part
-        if routed and steps > 1:  # the links themselves hold it back there
+        if shares_links and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
-        rate = _one_link(rate, machine, work.axis)
+        rate = _one_direction_rate(rate, machine, work.axis)
     return Price(launch, steps * sync, amount, rate)
 
 
@@ -139,13 +139,13 @@ def _num_shares(step: CollectiveStep, axis_directions: int) -> int:
     return step.num_directions
 
 
-def _one_link(rate: int, machine: Machine, axis: str) -> int:
-    """Return the rate of what travels in one direction, which has one link."""
+def _one_direction_rate(rate: int, machine: Machine, axis: str) -> int:
+    """Return a rate limited to that of one link, for transfers in one direction."""
     return min(rate, max(int(machine.axis(axis).link_bytes_per_s), 1))
 
 
-def constants_of(kind: str) -> str:
-    """Return the kind whose constants an op of `kind` has."""
+def comm_kind_of(kind: str) -> str:
+    """Return the kind of communication (of `COMM_KINDS`) whose constants an op of `kind` uses."""
     return _CONSTANTS.get(kind, kind)
 
 

@@ -31,7 +31,7 @@ class RankRates:
         memory_bytes_per_s: rate of a rank's own memory.
         accumulate_factor: rate of accumulates as a fraction of the rate of copies.
         ranks_per_package: number of consecutive ranks that share a package or a host.
-        near_bytes_per_s: rate between two ranks of a package.
+        package_bytes_per_s: rate between two ranks of a package.
     """
 
     flops_per_s: float
@@ -41,11 +41,12 @@ class RankRates:
     memory_bytes_per_s: float = math.inf
     accumulate_factor: float = 1.0
     ranks_per_package: int = 1
-    near_bytes_per_s: float = math.inf
+    package_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         assert (
-            min(self.flops_per_s, self.link_bytes_per_s, self.memory_bytes_per_s, self.near_bytes_per_s) > 0
+            min(self.flops_per_s, self.link_bytes_per_s, self.memory_bytes_per_s, self.package_bytes_per_s)
+            > 0
         )
         assert self.accumulate_factor > 0 and self.ranks_per_package >= 1
 
@@ -71,7 +72,7 @@ class RankRates:
             memory_bytes_per_s=chip.memory_bytes_per_s,
             accumulate_factor=accumulates / copies,
             ranks_per_package=ranks_per_package,
-            near_bytes_per_s=machine.one_sided_constants(0, near, False).rate
+            package_bytes_per_s=machine.one_sided_constants(0, near, False).rate
             if ranks_per_package > 1
             else math.inf,
         )
@@ -97,5 +98,5 @@ class RankRates:
         if src == dst:
             return 0.0
         is_near = src // self.ranks_per_package == dst // self.ranks_per_package
-        rate = self.near_bytes_per_s if is_near else self.link_bytes_per_s
+        rate = self.package_bytes_per_s if is_near else self.link_bytes_per_s
         return num_bytes / (rate * self.accumulate_factor if accumulates else rate)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from meshweave.base.errors import DescriptionError, did_you_mean, nearest_word
 
@@ -23,12 +24,12 @@ MAX_PROBLEMS = 20
 
 
 def _whole_float_to_int(value: object) -> object:
-    """TOML and JSON write large counts as `32e9`: take a float that is a whole number as an int."""
+    """Return a float that is a whole number as an int: files write large counts as `32e9`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _require_printable(value: str) -> str:
-    """Names end up in one-line messages."""
+    """Return a name. Raises ValueError for control characters: names are printed in one-line messages."""
     if not value.isprintable():
         raise ValueError("not printable")
     return value
@@ -90,7 +91,7 @@ def _line(problem: Problem) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a wrong value as an error message shows it."""
+    """Return the text of a wrong value for an error message."""
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, list | tuple):
@@ -187,7 +188,7 @@ def validate_table(
     for detail in errors:
         if detail["type"] == "extra_forbidden":
             *parents, key = detail["loc"]
-            known = list(_model_at(model, tuple(parents)).model_fields)
+            known = list(_fields_by_key(_model_at(model, tuple(parents))))
             meant.add((*parents, nearest_word(str(key), known) or ""))
             message = f"unknown key{did_you_mean(str(key), known)}; known keys: {', '.join(known)}"
             unknown.append(Problem(_key_path(at, detail["loc"]), message))
@@ -209,6 +210,11 @@ def _key_path(at: tuple[str | int, ...], location: tuple[str | int, ...]) -> str
     return ".".join(str(part) for part in (*at, *location))
 
 
+def _fields_by_key(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a model by the key that a file gives them."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
 def _nested_model(annotation: Any) -> type[BaseModel] | None:
     """Return the model inside an annotation such as `list[Model] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -219,7 +225,7 @@ def _nested_model(annotation: Any) -> type[BaseModel] | None:
 def _model_at(model: type[BaseModel], location: tuple[int | str, ...]) -> type[BaseModel]:
     """Return the model of the table at a key path."""
     for part in location:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
+        field = _fields_by_key(model).get(part) if isinstance(part, str) else None
         model = (_nested_model(field.annotation) if field else None) or model
     return model
 
@@ -228,7 +234,7 @@ def _expected(model: type[BaseModel], location: tuple[int | str, ...], otherwise
     """Return the description of the innermost field along a key path."""
     expected = otherwise
     for part in location:
-        field = model.model_fields.get(part) if isinstance(part, str) else None
+        field = _fields_by_key(model).get(part) if isinstance(part, str) else None
         if field:
             expected = field.description or otherwise
             model = _nested_model(field.annotation) or model

@@ -3,4 +3,4 @@
 from meshweave.estimate.skeletons import Estimate, TimedSkeleton, estimate_skeleton, skeleton_ps
 from meshweave.estimate.uncontended import estimate
 
-__all__ = ["Estimate", "TimedSkeleton", "estimate_skeleton", "estimate", "skeleton_ps"]
+__all__ = ["Estimate", "TimedSkeleton", "estimate", "estimate_skeleton", "skeleton_ps"]

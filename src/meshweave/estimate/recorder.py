@@ -1,4 +1,4 @@
-"""What both simulators in Python keep: when each op was issued and when it ended."""
+"""The issue and end times that both simulators in Python record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshweave.trace import Span, Trace
 
 
 class TraceRecorder:
-    """Base of simulators that follow a program's `Issuer`: it holds when each op was issued and ended."""
+    """Base of simulators that drive a program's `Issuer`: the issue and end time of each op."""
 
     def __init__(self, flow: Dataflow) -> None:
         self.flow = flow

@@ -58,8 +58,8 @@ class TimedSkeleton:
             for phase in skeleton.phases
         ]
 
-    def floor_ps(self) -> int:
-        """Return a lower bound in picoseconds that costs next to nothing: what the longest lane has to do."""
+    def lower_bound_ps(self) -> int:
+        """Return the largest sum of durations in one lane: a cheap lower bound on `total_ps`."""
         lanes: dict[str, int] = {}
         for turns, tasks, durations in self._phases:
             for task, duration in zip(tasks, durations, strict=True):
@@ -69,7 +69,7 @@ class TimedSkeleton:
     def total_ps(self) -> int:
         """Return the makespan in picoseconds; exact."""
         if not any(task.after for _, tasks, _ in self._phases for task in tasks):
-            return self.floor_ps()
+            return self.lower_bound_ps()
         numbers: dict[str, int] = {}
         lane_numbers: dict[str, int] = {}
         compiled = [

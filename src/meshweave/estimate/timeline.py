@@ -16,7 +16,7 @@ MAX_TASKS = 200_000
 
 
 def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Trace:
-    """Return the trace of rank 0 behind `estimate(skeleton, machine)`, of the same duration to the picosecond.
+    """Return a trace of rank 0 whose duration equals `estimate_skeleton(skeleton, machine)`, to the picosecond.
 
     Every turn is followed: nothing is jumped over. Tasks that stand for several equal ops are one span, and a span
     begins when its task does, with no waiting for partners in it. `name` is that of the program.

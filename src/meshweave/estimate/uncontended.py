@@ -78,7 +78,7 @@ class UncontendedSimulator(TraceRecorder):
         first = nodes[0]
         work = work_of(self.flow.program, self.flow.op(first))
         is_message = isinstance(self.flow.op(first), Send)
-        cost = price(work, self.machine, ends=(nodes[0][0], nodes[1][0]) if is_message else None)
+        cost = price(work, self.machine, endpoints=(nodes[0][0], nodes[1][0]) if is_message else None)
         room = self.machine.cluster.send_buffer_bytes if may_free else 0
         if isinstance(work, Transfer) and 0 < work.part_bytes <= room:
             self._push(cost.fixed_ps, nodes[:1], first)
@@ -113,7 +113,7 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
     flow = analyse(program) if isinstance(program, Program) else program
     total_s = UncontendedSimulator(flow, machine).run().duration_s
     compute = copy = launch = sync = transfer = 0
-    for index in range(len(flow.program.instance[flow.program.ranks[0]])):
+    for index in range(len(flow.program.ops_by_rank[flow.program.ranks[0]])):
         op = flow.op((flow.program.ranks[0], index))
         if isinstance(op, Recv):
             continue

@@ -1,10 +1,10 @@
-"""Closed form of a universal product: a roofline per phase, of what each rank computes and moves.
+"""Closed-form time of a universal product: a roofline per phase, from the FLOPs and bytes of each rank.
 
-Summing partial operands up before and putting copies of C together after have nothing to hide behind: the busier
-direction of a link, plus what is added in memory. In between, of `n` steps the longer of products and transfers
-is in full view, and of the shorter one step's worth: the first panel has to come before anything can be
-multiplied, or the last result has to leave after everything is (Slicing Is All You Need, section 4.3, takes the
-maximum per step).
+The phases before and after the products (reduction of partial operands, reduction of the replicas of C) are
+exposed: they take the time of the busier link direction plus that of the additions in memory. The middle phase
+has n steps and takes max(products, transfers) + min(products, transfers) / n: one step is not overlapped, because
+the first panel arrives before the first product, or the last result leaves after the last one. Slicing Is All You
+Need, section 4.3, takes the maximum per step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshweave.ir.volume import PhaseVolume, RankVolume, Volume
 
 @dataclass(frozen=True)
 class UniversalEstimate:
-    """Seconds of each phase, and of the middle one what the slowest rank computes and transfers."""
+    """The seconds of each phase, and of products and transfers of the slowest rank in the middle phase."""
 
     before_s: float
     during_s: float
@@ -27,11 +27,12 @@ class UniversalEstimate:
 
     @property
     def total_s(self) -> float:
+        """Return the seconds of all three phases."""
         return self.before_s + self.during_s + self.after_s
 
 
 def estimate_universal(volume: Volume, rates: RankRates) -> UniversalEstimate:
-    """Return the time of a universal product of that volume."""
+    """Return the time of a universal product with a volume, at the rates of its ranks."""
     during_s, compute_s, transfer_s = max(_overlapped_s(load, rates) for load in volume.during.values())
     return UniversalEstimate(
         _exposed_s(volume.before, rates), during_s, _exposed_s(volume.after, rates), compute_s, transfer_s
@@ -39,7 +40,7 @@ def estimate_universal(volume: Volume, rates: RankRates) -> UniversalEstimate:
 
 
 def _transfer_s(load: RankVolume, rates: RankRates) -> float:
-    return rates.link_s(load.moved_bytes, load.messages) + rates.add_s(load.local_bytes)
+    return rates.link_s(load.busier_direction_bytes, load.num_messages) + rates.add_s(load.local_bytes)
 
 
 def _exposed_s(phase: PhaseVolume, rates: RankRates) -> float:
@@ -49,6 +50,6 @@ def _exposed_s(phase: PhaseVolume, rates: RankRates) -> float:
 
 def _overlapped_s(load: RankVolume, rates: RankRates) -> tuple[float, float, float]:
     """Return the seconds of a rank in the phase of products, and of its products and transfers alone."""
-    compute_s, transfer_s = rates.compute_s(load.flops, load.products), _transfer_s(load, rates)
-    steps = max(load.products, 1)
+    compute_s, transfer_s = rates.compute_s(load.flops, load.num_products), _transfer_s(load, rates)
+    steps = max(load.num_products, 1)
     return max(compute_s, transfer_s) + min(compute_s, transfer_s) / steps, compute_s, transfer_s

@@ -1,9 +1,9 @@
-"""Skeletons: a program's shape in time, in op sizes without views, for costing by the ten thousand.
+"""Skeletons: the tasks, sizes and dependences of a program on its busiest rank, for fast closed-form estimates.
 
-A skeleton describes the rank on which everything is largest. It is a list of phases; each phase repeats
-its tasks for a number of turns. A task runs in a lane, after the tasks before it in that lane, and after
-those that `after` names: ("matmul", 2) is the matmul of two turns ago, counted over all phases. Prologue,
-steady state and epilogue of a software pipeline follow from that by themselves.
+A skeleton describes the rank with the largest shards. It is a list of phases, and each phase repeats its tasks
+for a number of turns (iterations). A task starts after the task before it in its lane and after the tasks that
+`after` names: ("matmul", 2) is the matmul of two turns ago, counted across phases. Prologue, steady state and
+epilogue of a software pipeline follow from these dependences.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """The shape of a program in time; the module docstring says how it is read."""
+    """The phases of a program in order; the module docstring defines their meaning."""
 
     phases: tuple[Phase, ...]
 
@@ -70,7 +70,7 @@ class Skeleton:
 
 
 def skeleton_of(program: Program) -> Skeleton:
-    """Return a skeleton of one turn: the ops of the first rank, after those that its edges name.
+    """Return a skeleton of one turn: the ops of the first rank, with its local edges as dependences.
 
     It is exact where all ranks do the same work on shards of equal size, and slower to make than a skeleton that
     an algorithm writes itself.
@@ -78,7 +78,7 @@ def skeleton_of(program: Program) -> Skeleton:
     Raises:
         UnsupportedError: there are messages from rank to rank, whose partners a skeleton does not hold.
     """
-    ops = program.on_rank(program.ranks[0])
+    ops = program.ops_on_rank(program.ranks[0])
     for bound in ops:
         if isinstance(bound.op, (Send, Recv)) or is_one_sided(bound.op):
             raise UnsupportedError(

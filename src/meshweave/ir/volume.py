@@ -1,4 +1,4 @@
-"""What an irregular program computes and moves, per rank and phase: enough for a closed form of its time."""
+"""The FLOPs and bytes of an irregular program, per rank and phase: the input of a closed-form estimate."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class RankVolume:
-    """What one rank computes and moves in one phase.
+    """The FLOPs, launches, messages and bytes of one rank in one phase.
 
     Attributes:
-        products: number of products launched.
-        received_bytes, sent_bytes, messages: what comes in and goes out.
+        num_products: number of products launched.
+        received_bytes, sent_bytes, num_messages: communication with other ranks.
         local_bytes: bytes copied or added in the rank's own memory.
     """
 
     flops: int = 0
-    products: int = 0
+    num_products: int = 0
     received_bytes: int = 0
     sent_bytes: int = 0
-    messages: int = 0
+    num_messages: int = 0
     local_bytes: int = 0
 
     @property
-    def moved_bytes(self) -> int:
-        """Return the bytes that its link must carry in the busier direction."""
+    def busier_direction_bytes(self) -> int:
+        """Return the larger of the bytes received and sent: the load of the busier direction of the link."""
         return max(self.received_bytes, self.sent_bytes)
 
 
@@ -33,10 +33,10 @@ PhaseVolume = dict[int, RankVolume]
 
 @dataclass
 class Volume:
-    """What every rank computes and moves, in three phases.
+    """The work of every rank of a universal product, in three phases.
 
-    `before` sums partial operands up, `during` multiplies, `after` puts copies of C together. In `during`,
-    communication hides behind products; before and after there is nothing to hide it behind.
+    `before` reduces operands that arrive as partial sums. `during` multiplies and overlaps communication with
+    products. `after` reduces the replicas of C. Communication of the first and last phase is exposed.
     """
 
     before: PhaseVolume = field(default_factory=dict)
@@ -49,11 +49,11 @@ class Volume:
         return self.before, self.during, self.after
 
     @property
-    def moved_bytes(self) -> int:
+    def total_received_bytes(self) -> int:
         """Return the logical bytes that all ranks together receive."""
         return sum(load.received_bytes for phase in self.phases for load in phase.values())
 
     @property
-    def flops(self) -> int:
+    def max_rank_flops(self) -> int:
         """Return the most FLOPs that one rank computes."""
         return max(load.flops for load in self.during.values())

@@ -1,4 +1,4 @@
-"""What one op demands of a machine: the sizes that its time depends on, without views.
+"""The work of one op: the FLOPs, bytes and group size that its time depends on, without views.
 
 Both readings of time start here: a skeleton lists `Work` directly, and `work_of` reads it off a bound op.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.analysis.edges import reads_in_place
-from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import (
     Accumulate,
@@ -60,8 +60,8 @@ class Transfer:
         part_bytes: the largest part, over all members, that one member contributes (all_gather, permute,
             broadcast, message) or receives (reduce_scatter).
         packets: the pipelined parts of a broadcast or reduce.
-        hops: places on the ring that a permute goes, in the shorter direction. Every member does so, and each link
-            then carries that many messages.
+        hops: the ring distance of a permute in the shorter direction. Since every member sends that far, each
+            link carries that many messages.
     """
 
     kind: str
@@ -82,13 +82,16 @@ def matmul_work(m: int, n: int, k: int, dtype: str) -> Compute:
 
 
 def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
-    """Return the work of a copy, add or zero of `num_elements`: each is read and written once (add reads two)."""
+    """Return the work of a copy, add or zero of `num_elements`.
+
+    Per element a copy moves 2 elements through memory, an add 3, a zero 1.
+    """
     passes = {"copy": 2, "add": 3, "zero": 1}[kind]
     return Compute(kind, bytes=passes * num_elements * dtype_bytes(dtype))
 
 
 def axis_of(program: Program, group: tuple[int, ...]) -> str:
-    """Return the mesh axis ("tp.row") whose group this is, the mesh where it is a whole mesh, else ""."""
+    """Return the name of the mesh axis ("tp.row") or whole mesh ("tp") that has this group of ranks, else ""."""
     for mesh in program.meshes:
         if group[0] not in mesh:
             continue
@@ -100,10 +103,10 @@ def axis_of(program: Program, group: tuple[int, ...]) -> str:
     return ""
 
 
-def refuse_in_place(op: Op) -> None:
-    """Raise UnsupportedError for a product, sum or copy that reads another rank's memory.
+def require_local_operands(op: Op) -> None:
+    """Raise UnsupportedError for a product, sum or copy that reads another rank's memory in place.
 
-    Nothing says what such a read takes, and priced as a local one it would cost nothing.
+    The cost model has no price for such a read.
     """
     if reads_in_place(op):
         raise UnsupportedError(
@@ -117,7 +120,7 @@ def work_of(program: Program, op: Op) -> Work:
 
     Raises UnsupportedError for one that reads another rank's memory in place.
     """
-    refuse_in_place(op)
+    require_local_operands(op)
     match op:
         case Matmul():
             k = op.a.shape[0 if op.transpose_a else 1]
@@ -144,7 +147,7 @@ def work_of(program: Program, op: Op) -> Work:
 
 
 def ring_hops(op: Permute) -> int:
-    """Return the places on the ring that a resolved permute goes in the shorter direction; 0 is a copy at home."""
+    """Return the ring distance of a resolved permute in the shorter direction; 0 is a local copy."""
     assert isinstance(op.over, tuple) and isinstance(op.shift, int)
     ahead = op.shift % len(op.over)
     return min(ahead, len(op.over) - ahead)
@@ -159,14 +162,14 @@ def _collective(
     packets, step, hops = 1, None, 1
     match op:
         case AllGather():
-            view, sizes = op.out, equal_parts(op.sizes, op.out.shape[op.dim], count)
-            size = bytes_along(program, view.shape, op.dim, max(sizes), op.out.buffer)
+            view, sizes = op.out, part_sizes(op.sizes, op.out.shape[op.dim], count)
+            size = box_bytes(program, view.shape, op.dim, max(sizes), op.out.buffer)
         case ReduceScatter():
-            sizes = equal_parts(op.sizes, op.src.shape[op.dim], count)
-            size = bytes_along(program, op.src.shape, op.dim, max(sizes), op.src.buffer)
+            sizes = part_sizes(op.sizes, op.src.shape[op.dim], count)
+            size = box_bytes(program, op.src.shape, op.dim, max(sizes), op.src.buffer)
         case AllToAll():
-            sizes = equal_parts(op.send_sizes, op.src.shape[op.split_dim], count)
-            size = bytes_along(program, op.src.shape, op.split_dim, max(sizes), op.src.buffer)
+            sizes = part_sizes(op.send_sizes, op.src.shape[op.split_dim], count)
+            size = box_bytes(program, op.src.shape, op.split_dim, max(sizes), op.src.buffer)
         case Broadcast() | Reduce():
             assert isinstance(op.packets, int)
             packets = op.packets
@@ -179,8 +182,8 @@ def _collective(
     return Transfer(op.kind, axis_of(program, op.over), count, size, packets, step, hops)
 
 
-def bytes_along(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
-    """Return the bytes of a box of `shape` in a buffer that is `size` elements long in `dim` instead."""
+def box_bytes(program: Program, shape: tuple[int, ...], dim: int, size: int, buffer: str) -> int:
+    """Return the bytes of a box of `shape` but with `size` elements along `dim`, in the dtype of a buffer."""
     others = math.prod(extent for d, extent in enumerate(shape) if d != dim)
     return others * size * dtype_bytes(program.buffer_of[buffer].dtype)
 
@@ -188,8 +191,9 @@ def bytes_along(program: Program, shape: tuple[int, ...], dim: int, size: int, b
 def bytes_moved(program: Program, op: Op, rank: int) -> int:
     """Return the logical bytes that `rank` moves in an op.
 
-    These are what it takes in from others (all_gather, broadcast, recv, get, permute) or must give away
-    (reduce_scatter, reduce); all_reduce counts both halves, all_to_all what leaves.
+    all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter, reduce,
+    put, accumulate and all_to_all count bytes sent to other ranks. all_reduce counts both of its halves,
+    2 (P - 1) / P of its size. A send counts nothing, because its recv does.
     """
     match op:
         case AllGather():
@@ -203,7 +207,7 @@ def bytes_moved(program: Program, op: Op, rank: int) -> int:
         case AllToAll():
             assert isinstance(op.over, tuple)
             me = op.over.index(rank)
-            sizes = equal_parts(op.send_sizes, op.src.shape[op.split_dim], len(op.over))
+            sizes = part_sizes(op.send_sizes, op.src.shape[op.split_dim], len(op.over))
             total = program.view_bytes(op.src)
             return total - total * sizes[me] // max(sum(sizes), 1)
         case Broadcast() | Reduce():
@@ -222,7 +226,7 @@ def bytes_moved(program: Program, op: Op, rank: int) -> int:
 def traffic(program: Program, rank: int) -> dict[str, int]:
     """Return the logical bytes that `rank` moves, per mesh axis ("" for point to point); see `bytes_moved`."""
     out: dict[str, int] = {}
-    for bound in program.on_rank(rank):
+    for bound in program.ops_on_rank(rank):
         moved = bytes_moved(program, bound.op, rank)
         if moved:
             over = getattr(bound.op, "over", None)

@@ -3,7 +3,7 @@
 from meshweave.lower.chains import lower_chains
 from meshweave.lower.in_place import read_in_place
 from meshweave.lower.linearise import linearise
-from meshweave.lower.one_sided import lower_one_sided, per_rank
+from meshweave.lower.one_sided import lower_one_sided, write_out_per_rank
 from meshweave.lower.rings import lower_rings
 from meshweave.lower.shared_memory import lower_to_shared_memory
 
@@ -13,6 +13,6 @@ __all__ = [
     "lower_one_sided",
     "lower_rings",
     "lower_to_shared_memory",
-    "per_rank",
     "read_in_place",
+    "write_out_per_rank",
 ]

@@ -19,7 +19,7 @@ _READERS = (Matmul, Add, Copy)
 
 def read_in_place(program: Program) -> Program:
     """Return the program without the gets whose readers can read the remote view, written out per rank."""
-    kept = {rank: _without_gets(program, ops) for rank, ops in program.instance.items()}
+    kept = {rank: _without_gets(program, ops) for rank, ops in program.ops_by_rank.items()}
     listed = [
         (rank, kept[rank][bound.key])
         for rank, bound in in_sequential_order(program)

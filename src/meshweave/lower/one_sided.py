@@ -25,7 +25,7 @@ from meshweave.ir.program.statements import ops_of
 from meshweave.ir.program.views import Range, View
 
 
-def per_rank(program: Program) -> Program:
+def write_out_per_rank(program: Program) -> Program:
     """Return the same program with every op written out per rank, in the order of the sequential reading."""
     return replace(
         program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_sequential_order(program))
@@ -96,7 +96,7 @@ class _SenderLanes:
 
 def in_sequential_order(program: Program) -> Iterator[tuple[int, BoundOp]]:
     """Yield (rank, op) for every op of every rank, in the order of the sequential reading."""
-    pairs = [(rank, bound) for rank, ops in program.instance.items() for bound in ops]
+    pairs = [(rank, bound) for rank, ops in program.ops_by_rank.items() for bound in ops]
     yield from sorted(pairs, key=lambda pair: (pair[1].key, pair[0]))
 
 

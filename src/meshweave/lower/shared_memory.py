@@ -60,9 +60,9 @@ def lower_to_shared_memory(program: Program) -> Program:
 
 def _epochs(program: Program) -> list[Epoch]:
     """Return the ops between the fences of all ranks."""
-    count = 1 + max(sum(isinstance(bound.op, Fence) for bound in ops) for ops in program.instance.values())
+    count = 1 + max(sum(isinstance(bound.op, Fence) for bound in ops) for ops in program.ops_by_rank.values())
     epochs: list[Epoch] = [{rank: [] for rank in program.ranks} for _ in range(count)]
-    for rank, ops in program.instance.items():
+    for rank, ops in program.ops_by_rank.items():
         number = 0
         for bound in ops:
             if isinstance(bound.op, Fence):

@@ -1,1 +1,1 @@
-"""What people look at: tables and timelines."""
+"""Pages, charts and timelines drawn from results."""

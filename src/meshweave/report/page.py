@@ -1,4 +1,4 @@
-"""What HTML pages share: a frame, a style, tables. Self-contained, nothing is loaded from anywhere, no scripts."""
+"""The frame, style and tables of all HTML pages. Pages load nothing from anywhere and have no scripts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.memory import ChipMemory
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.page import page, table
-from meshweave.report.timeline import to_svg
+from meshweave.report.timeline import timeline_svg
 
 if TYPE_CHECKING:
     from meshweave.tune.explain import PlanExplanation, ProductTimeline
@@ -214,7 +214,7 @@ def _timelines(explanation: PlanExplanation) -> str:
     slow = [line for line in compared if line.trace.duration_s > _SLOW * fastest]
 
     def drawn(lines: Sequence[ProductTimeline]) -> str:
-        return f'<div class="wide">{to_svg([(line.title, line.trace) for line in lines])}</div>'
+        return f'<div class="wide">{timeline_svg([(line.title, line.trace) for line in lines])}</div>'
 
     return (
         "<h2>Timelines of one chip</h2>"

@@ -8,8 +8,8 @@ from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.describe.files import printable
 
 
-def check_png() -> None:
-    """Raise UnsupportedError where PNG cannot be written."""
+def require_png() -> None:
+    """Raise UnsupportedError if the package that writes PNG is missing."""
     try:
         import resvg_py  # noqa: F401
     except ImportError:
@@ -20,7 +20,7 @@ def check_png() -> None:
 
 def to_png(svg: str) -> bytes:
     """Return a picture at twice the size of the SVG, so that text stays sharp. Raises UnsupportedError."""
-    check_png()
+    require_png()
     import resvg_py
 
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=2, background="white"))

@@ -1,4 +1,4 @@
-"""What every measured result must carry: date, machine, versions."""
+"""The provenance that every measured result must carry: date, machine, versions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 PACKAGES = ("meshweave", "numpy", "torch", "pydantic")
 
 
-def describe() -> dict[str, Any]:
-    """Return date (UTC), processor, cores, system, and versions of what is measured."""
+def describe_environment() -> dict[str, Any]:
+    """Return date (UTC), processor, cores, system, and versions of the measured packages."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():

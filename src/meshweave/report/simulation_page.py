@@ -125,14 +125,14 @@ def _critical(path: CriticalPath) -> str:
     whole = max(path.duration_ps, 1)
     width, x, boxes = 700, 0.0, []
     rows = []
-    for name, ps in path.parts_ps.items():
+    for name, ps in path.ps_by_category.items():
         if not ps:
             continue
         wide = width * ps / whole
         boxes.append(f'<rect x="{x:.1f}" width="{wide:.1f}" height="16" fill="{_COLOURS[name]}"/>')
         x += wide
         key = f'<span class="key" style="background:{_COLOURS[name]}"></span>{name}'
-        by_axis = "; ".join(f"{axis} {format_s(to_s(t))}" for axis, t in path.axes_ps.items())
+        by_axis = "; ".join(f"{axis} {format_s(to_s(t))}" for axis, t in path.transfer_ps_by_axis.items())
         rows.append(
             ("", [key, format_s(to_s(ps)), _share(ps / whole), by_axis if name == "transfer" else ""])
         )
@@ -141,13 +141,13 @@ def _critical(path: CriticalPath) -> str:
             "",
             [
                 bound.name,
-                format_s(to_s(bound.ps)),
-                f"{path.duration_ps / bound.ps:.2f} x",
-                escape(bound.what),
+                format_s(to_s(bound.time_ps)),
+                f"{path.duration_ps / bound.time_ps:.2f} x",
+                escape(bound.detail),
             ],
         )
         for bound in path.bounds
-        if bound.ps
+        if bound.time_ps
     ]
     shown = path.segments[:MAX_SEGMENTS]
     more = f"<p>And {len(path.segments) - len(shown)} more.</p>" if len(path.segments) > len(shown) else ""

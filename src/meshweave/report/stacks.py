@@ -1,4 +1,4 @@
-"""Stacked horizontal bars as SVG: what the parts of each add up to."""
+"""Stacked horizontal bars as SVG: each bar shows its parts and their sum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stacked_chart(
     part_names: Sequence[str],
     x_label: str,
     *,
-    most: float | None = None,
+    scale_end: float | None = None,
     line_at: float | None = None,
     line_name: str = "",
     width: int = 960,
@@ -34,13 +34,13 @@ def stacked_chart(
     """Return an SVG of stacked bars from 0; "" where there are none.
 
     Args:
-        most: where the scale ends; longer bars are cut there, and their number says so.
+        scale_end: the value at which the scale ends; longer bars are cut there, and their number says so.
         line_at, line_name: x of a line through all bars, such as what could be hidden.
     """
     if not stacks:
         return ""
     longest = max(sum(stack.parts) for stack in stacks)
-    end = min(longest, most or longest)
+    end = min(longest, scale_end or longest)
     left = 20 + int(_LETTER * max(len(stack.name) for stack in stacks))
     ticks = _linear_ticks(end)
     x_at = _scale(ticks, False, left, width - _RIGHT)

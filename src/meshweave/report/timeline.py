@@ -15,7 +15,7 @@ _GLYPH = {"compute": "█", "move": "▒", "communicate": "━"}
 _COLOUR = {"compute": "#3b6fb6", "move": "#9aa7b5", "communicate": "#d9822b"}
 
 
-def to_text(trace: Trace, rank: int, width: int = 80) -> str:
+def timeline_text(trace: Trace, rank: int, width: int = 80) -> str:
     """Return one line per lane of `rank`: blocks where it computes, lines where it communicates.
 
     A column shows the activity that lasts longest in it.
@@ -49,7 +49,7 @@ def _spread(span: Span, begin: int, length: int, shares: list[dict[str, int]]) -
             shares[column][kind] = shares[column].get(kind, 0) + shared
 
 
-def to_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
+def timeline_svg(traces: Sequence[tuple[str, Trace]], rank: int = 0, width: int = 960) -> str:
     """Return an SVG of the lanes of one rank, several traces under each other on one scale of time."""
     lane_height, gap, left, top = 22, 34, 96, 28
     longest = max((trace.duration_s for _, trace in traces), default=0.0) or 1e-12

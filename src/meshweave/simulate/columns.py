@@ -44,7 +44,7 @@ from meshweave.ir.program.ops import (
 )
 from meshweave.ir.program.statements import preorder
 from meshweave.ir.program.views import Blocked, View
-from meshweave.ir.work import axis_of, refuse_in_place
+from meshweave.ir.work import axis_of, require_local_operands
 from meshweave.simulate.expression_columns import ExpressionColumns
 
 Column = NDArray[np.int64]
@@ -65,16 +65,16 @@ class Columns:
 
     Attributes:
         data: the columns that the core takes, by name.
-        price_names: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
-        has_pairs: whether some ops cost what lies between two ranks: one-sided ones, and messages that are no
-            step of a collective.
+        priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
+        has_pair_costs: whether the cost of some ops depends on their two ranks: one-sided ops, and messages that are
+            no step of a collective.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.ranks = np.array(program.ranks, dtype=np.int64)
-        self.price_names: list[str] = []
-        self.has_pairs = False
+        self.priced_axes: list[str] = []
+        self.has_pair_costs = False
         self._expressions = ExpressionColumns()
         self._coords: list[Column] = []
         self._sets: dict[Any, int] = {}
@@ -151,7 +151,7 @@ class Columns:
                 self._coords.append(column)
 
     def _set(self, where: str | tuple[int, ...]) -> int:
-        """Number of a set of ranks; -1 for all of them."""
+        """Return the number of a set of ranks; -1 for all ranks."""
         if isinstance(where, str) and self.program.mesh_of[where].num_ranks == len(self.ranks):
             return -1
         known = self._sets.get(where)
@@ -162,7 +162,7 @@ class Columns:
         return known
 
     def _positions(self, ranks: Iterable[int]) -> Column:
-        """Where global ranks stand; those that the program does not have are left out."""
+        """Return the positions of global ranks; ranks that the program does not have are left out."""
         return np.flatnonzero(np.isin(self.ranks, list(ranks)))
 
     # --- groups ---------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Columns:
         return known
 
     def _rows(self, over: Over) -> Column:
-        """The groups that `over` means, each a row of positions."""
+        """Return the groups that `over` means, each a row of positions."""
         if not isinstance(over, str):
             listed = np.searchsorted(self.ranks, over)
             if not over or not np.isin(over, self.ranks).all() or len(set(over)) < len(over):
@@ -208,9 +208,9 @@ class Columns:
         return axis_of(self.program, tuple(self.ranks[row].tolist()))
 
     def _price(self, name: str) -> int:
-        if name not in self.price_names:
-            self.price_names.append(name)
-        return self.price_names.index(name)
+        if name not in self.priced_axes:
+            self.priced_axes.append(name)
+        return self.priced_axes.index(name)
 
     # --- buffers and views ----------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Columns:
             raise ProgramError(
                 f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind
             )
-        refuse_in_place(op)
+        require_local_operands(op)
         self._note_accesses(op)
         out = src = other = axis = price = first = second = -1
         dim, flags, sizes, flops, nbytes, stash = 0, 0, (0, 0), -1, -1, -1
@@ -310,13 +310,13 @@ class Columns:
                 first, second = self._expressions.number(op.peer), self._expressions.number(op.tag)
                 if isinstance(op, Send):
                     src = self._view(op.src)
-                    self.has_pairs = self.has_pairs or op.step is None
+                    self.has_pair_costs = self.has_pair_costs or op.step is None
                 else:
                     out, flags = self._view(op.out), _UPDATES * op.update
                 price = self._price(op.step.axis if isinstance(op, Send) and op.step else "")
             case Get() | Put() | Accumulate():
                 out, src, price = self._view(op.out), self._view(op.src), self._price("")
-                self.has_pairs = True
+                self.has_pair_costs = True
             case _:
                 out = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:

@@ -1,12 +1,12 @@
-"""What bounds a simulated run: its critical path, and how much faster no schedule could be.
+"""The critical path of a simulated run, and lower bounds on the duration of any schedule.
 
-The path is walked back from the op that ends last. All of an op's time is on it, unless a partner came later:
-then only the time from that partner's issue on, and the walk goes on with what let the partner be issued. So the
-segments of a path follow each other without gaps, and their times add up to the run's duration, to the
-picosecond.
+The path is followed backwards from the op that ends last. If no partner of an op was issued after the op itself,
+the whole op is on the path, and the walk goes on with the op whose end let it be issued. Otherwise the path has
+the op only from the issue of its last partner on, and the walk goes on with the op whose end let the partner be
+issued. So segments follow each other without gaps, and their times sum exactly to the run's duration.
 
-Within a transfer, launch and synchronisation are what the machine's constants say. The rest is transfer, which
-includes what late neighbours and shared links added in the middle of it.
+Launch and synchronisation of a transfer are the machine's constants. The remaining time counts as transfer,
+including delays by late neighbours and shared links.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class PathSegment:
-    """A segment of the critical path: an op, from when its last partner was there to its end.
+    """A segment of the critical path: an op, from the issue of its last partner (or its own) to its end.
 
     Attributes:
         launch_ps, sync_ps: the parts of it that are launch and synchronisation.
-        slowed_ps: how much longer it took than alone on an idle machine.
+        slowed_ps: the time beyond that of the same op alone on an idle machine.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class PathSegment:
 
     @property
     def category(self) -> str:
-        """Return where the time goes that is neither launch nor synchronisation."""
+        """Return the category of the time that is neither launch nor synchronisation, one of `CATEGORIES`."""
         if self.kind in ("matmul", "call"):
             return "compute"
         if self.kind == "wait":
@@ -69,23 +69,26 @@ class PathSegment:
 
 @dataclass(frozen=True)
 class TimeBound:
-    """A time that no order of the same products and messages can go below, and what sets it."""
+    """A lower bound on the duration of the same products and messages in any order.
+
+    `name` is the kind of the busiest resource ("compute", "memory", "link"), `detail` the resource in words.
+    """
 
     name: str
-    ps: int
-    what: str
+    time_ps: int
+    detail: str
 
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The critical path of a run: `segments` from its start to its end; `bounds`, the largest first."""
+    """The critical path of a run: `segments` in order of time, and lower `bounds`, the largest first."""
 
     segments: tuple[PathSegment, ...]
     duration_ps: int
     bounds: tuple[TimeBound, ...]
 
     @cached_property
-    def parts_ps(self) -> dict[str, int]:
+    def ps_by_category(self) -> dict[str, int]:
         """Return the picoseconds of each category, which sum exactly to the duration."""
         parts = dict.fromkeys(CATEGORIES, 0)
         for step in self.segments:
@@ -95,7 +98,7 @@ class CriticalPath:
         return parts
 
     @cached_property
-    def axes_ps(self) -> dict[str, int]:
+    def transfer_ps_by_axis(self) -> dict[str, int]:
         """Return the picoseconds of transfer by mesh axis, the largest first."""
         axes: dict[str, int] = defaultdict(int)
         for step in self.segments:
@@ -105,31 +108,32 @@ class CriticalPath:
 
     @cached_property
     def slowed_ps(self) -> int:
-        """Return how much longer the segments took than alone, for shared links and memory and late neighbours."""
+        """Return the picoseconds that shared links, shared memory and late neighbours added to the segments."""
         return sum(step.slowed_ps for step in self.segments)
 
     @property
-    def over_bound(self) -> float | None:
-        """Return the duration over the largest bound; None where nothing is bounded."""
-        most = self.bounds[0].ps if self.bounds else 0
+    def duration_over_bound(self) -> float | None:
+        """Return the duration divided by the largest lower bound; None if there is no bound above 0."""
+        most = self.bounds[0].time_ps if self.bounds else 0
         return self.duration_ps / most if most else None
 
     @cached_property
     def verdict(self) -> str:
-        """Return one line: what most of the path is, and how far the run is from the nearest bound."""
+        """Return one line of text: the largest category of the path, and the ratio of duration to bound."""
         if not self.duration_ps:
             return "bound by nothing: no time passes"
-        parts = self.parts_ps
+        parts = self.ps_by_category
         most = max(parts, key=lambda name: parts[name])
         name, what = _WORDS[most]
         text = f"{_percent(parts[most], self.duration_ps)} of the critical path are {what}"
         if most == "transfer":
-            axis, ps = next(iter(self.axes_ps.items()))
-            if len(self.axes_ps) == 1 or 2 * ps > parts[most]:
+            by_axis = self.transfer_ps_by_axis
+            axis, ps = next(iter(by_axis.items()))
+            if len(by_axis) == 1 or 2 * ps > parts[most]:
                 name = f"links {_over(axis)}"
-            text += f", {_percent(ps, self.duration_ps)} {_over(axis)}" if len(self.axes_ps) > 1 else ""
-        if self.over_bound is not None:
-            text += f"; {self.over_bound:.2f} x the {self.bounds[0].name} bound"
+            text += f", {_percent(ps, self.duration_ps)} {_over(axis)}" if len(by_axis) > 1 else ""
+        if self.duration_over_bound is not None:
+            text += f"; {self.duration_over_bound:.2f} x the {self.bounds[0].name} bound"
         return f"bound by {name}: {text}"
 
 
@@ -144,9 +148,9 @@ def _percent(part: int, whole: int) -> str:
 
 
 def critical_path(run: Simulation) -> CriticalPath:
-    """Return the critical path of a simulation, and the bounds beside it."""
+    """Return the critical path of a simulation with its lower bounds."""
     steps = tuple(_BackwardWalk(run).segments())[::-1]
-    return CriticalPath(steps, run.duration_ps, tuple(sorted(_bounds(run), key=lambda bound: -bound.ps)))
+    return CriticalPath(steps, run.duration_ps, tuple(sorted(_bounds(run), key=lambda bound: -bound.time_ps)))
 
 
 # --- bounds ---------------------------------------------------------------------------------------------
@@ -196,14 +200,14 @@ class _BackwardWalk:
                 yield self._segment(at, start, end)
             at, end = self._before(freed), start
             if end and (at is None or self.ended[at] < end):
-                # No op ended just then; none of the simulator's rules leads here, and the sum stays right.
+                # No op ended at that time. No rule of the simulator leads here; the segment keeps the sum exact.
                 begin = 0 if at is None else int(self.ended[at])
                 place = self.partners.rank_and_index(freed)
                 yield PathSegment(*place, self.partners.op(freed).label, "wait", "", begin, end, 0, 0, 0)
                 end = begin
 
     def _before(self, op: int) -> int | None:
-        """The op whose end let this one be issued, or one before it in its lane that went at the same time."""
+        """Return the op whose end let `op` be issued, or the one before it in its lane if issued at that time."""
         while True:
             cause = int(self.run.outputs["cause"][op])
             if cause >= 0 and self.ended[cause] == self.issued[op]:
@@ -214,7 +218,7 @@ class _BackwardWalk:
             op = previous
 
     def _previous(self, op: int) -> int | None:
-        """The op before this one in its lane, if both were issued at one time: this one had to wait its turn."""
+        """Return the op before `op` in its lane if both were issued at the same time, so that `op` waited for it."""
         rank, index = self.partners.rank_and_index(op)
         ops = self.partners.ops(rank)
         for back in range(1, index + 1):
@@ -225,7 +229,9 @@ class _BackwardWalk:
     def _segment(self, number: int, start: int, end: int) -> PathSegment:
         bound = self.partners.op(number)
         work = work_of(self.run.program, bound.op)
-        cost = price(work, self.run.machine, ends=_ends(bound.op, self.partners.rank_and_index(number)[0]))
+        cost = price(
+            work, self.run.machine, endpoints=_ends(bound.op, self.partners.rank_and_index(number)[0])
+        )
         took = end - start
         launch = min(cost.launch_ps, took)
         sync = min(cost.sync_ps, took - launch)
@@ -245,7 +251,7 @@ class _BackwardWalk:
 
 
 def _ends(op: Op, rank: int) -> tuple[int, int] | None:
-    """Of a message: from whom to whom."""
+    """Return (sender, receiver) of a message, else None."""
     match op:
         case Send(peer=int(peer)):
             return rank, peer
@@ -255,5 +261,5 @@ def _ends(op: Op, rank: int) -> tuple[int, int] | None:
 
 
 def _group_name(op: Op) -> str:
-    """For communication beside all mesh axes."""
+    """Return the heading of communication that runs along no mesh axis."""
     return _LISTED if isinstance(op, Collective) else _MESSAGES

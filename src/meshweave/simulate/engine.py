@@ -30,7 +30,7 @@ _IDLE = "too many statements"
 
 
 def simulate(program: Program, machine: Machine) -> Simulation:
-    """Return a simulation of a program on a machine, with contention: what `simulate.reference` says, but fast.
+    """Return the simulation of a program on a machine with contention; its times equal `simulate.reference`.
 
     Raises:
         ProgramError: partners disagree, the program deadlocks, or an expression does not fit.
@@ -39,12 +39,12 @@ def simulate(program: Program, machine: Machine) -> Simulation:
     try:
         columns = Columns(program)
         core = Core(columns.data)
-        on = _machine_columns(machine, columns.price_names)
+        on = _machine_columns(machine, columns.priced_axes)
         book = _routes(machine)
         book.add(core.routes(on["num_directions"]), columns, on)
         outputs = core.run(on)
     except ProgramFault as fault:
-        raise _explained(program, fault) from None
+        raise _explain_fault(program, fault) from None
     except MeshweaveError:
         raise
     except OverflowError:  # a column holds 64 bits
@@ -82,7 +82,7 @@ def _column(*values: int) -> Column:
 
 
 class _Routes:
-    """The links of a machine that have been needed so far, numbered, and the routes over them."""
+    """A cache of the numbered links of a machine, and of routes over them."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -101,7 +101,7 @@ class _Routes:
         into["route_starts"] = np.cumsum([0, *map(len, routes)], dtype=np.int64)
         into["route_links"] = _column(*(link for route in routes for link in route))
         into["link_rates"] = _column(*self.rates)
-        into["one_sided"] = _column(*self._one_sided(pairs) if columns.has_pairs else ())
+        into["one_sided"] = _column(*self._one_sided(pairs) if columns.has_pair_costs else ())
 
     def _one_sided(self, pairs: list[list[int]]) -> Iterator[int]:
         for source, target, _ in pairs:
@@ -125,15 +125,18 @@ def _routes(machine: Machine) -> _Routes:
     return _Routes(machine)
 
 
-def _explained(program: Program, fault: ProgramFault) -> ProgramError:
-    """The core's error in the words of the Python reading, which knows labels and buffers."""
+def _explain_fault(program: Program, fault: ProgramFault) -> ProgramError:
+    """Return the core's error in the words of the Python analysis, which knows labels and buffers."""
     message, rank, op = fault.args
     if _IDLE in message:  # reading it here would take hours
         return ProgramError(message, rank=rank if rank >= 0 else None)
     try:
-        if sum(1 for _ in program.written_on(program.ranks[0])) * len(program.ranks) <= _EXPLAINED_OPS:
+        if (
+            sum(1 for _ in program.unbound_ops_on_rank(program.ranks[0])) * len(program.ranks)
+            <= _EXPLAINED_OPS
+        ):
             untimed_order(analyse(program))
-        label = program.on_rank(rank)[op].label if rank >= 0 and op >= 0 else None
+        label = program.ops_on_rank(rank)[op].label if rank >= 0 and op >= 0 else None
     except ProgramError as error:
         return error
     except IndexError:

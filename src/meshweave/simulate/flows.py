@@ -1,9 +1,9 @@
-"""Amounts that share resources: max-min fair rates in integers.
+"""Flows that share resources: max-min fair rates in integers.
 
-A flow moves an amount (bytes or FLOPs) over all its resources at once, at most at its cap; it uses its weight
-times its rate of each. Flows that share a resource share its rate max-min fairly (progressive filling). Rates
-are whole units per second, rounded down; what is left is kept in units x picoseconds per second, so that
-nothing drifts.
+A flow moves an amount (bytes or FLOPs) through all its resources at once, at most at its cap. It takes its weight
+times its rate from each resource. Flows share the rate of a resource max-min fairly (progressive filling;
+Bertsekas and Gallager, Data Networks, section 6.5.2). Rates are whole units per second, rounded down. The
+remaining amount is kept in units x picoseconds per second, so that rounding does not accumulate.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ Resource = Hashable
 
 @dataclass(eq=False)
 class Flow:
-    """An amount under way.
+    """A transfer or computation in progress.
 
     Attributes:
-        uses: its weight on each resource.
-        cap: most units per second.
-        left: what is left, in units x picoseconds per second.
-        ended: called when the flow is over.
-        version: tells a scheduled end that a later one has replaced it.
+        uses: the weight of the flow on each resource.
+        cap: the highest rate, in units per second.
+        left: the remaining amount at `since_ps`, in units x picoseconds per second.
+        on_end: the callback when the flow ends.
+        version: the number of changes of the rate; a scheduled end of an older version is stale.
     """
 
     uses: Mapping[Resource, int]
     cap: int
     left: int
-    ended: Callable[[], None] = lambda: None
+    on_end: Callable[[], None] = lambda: None
     rate: int = 0
     since_ps: int = 0
     version: int = 0
@@ -39,33 +39,39 @@ class Flow:
 
 @dataclass
 class FlowTable:
-    """All flows under way. `rate_of` returns a resource's rate per second. Rates change in `share` only."""
+    """All flows in progress. `rate_of` returns a resource's units per second. Only `share` changes rates.
+
+    Attributes:
+        capacity: units per second of each resource.
+        flows_of: the flows on each resource.
+        changed: the flows whose rate must be computed anew, because a flow on a shared resource began or ended.
+    """
 
     rate_of: Callable[[Resource], int]
     capacity: dict[Resource, int] = field(default_factory=dict)
-    on: dict[Resource, dict[Flow, None]] = field(default_factory=dict)
-    touched: dict[Flow, None] = field(default_factory=dict)
+    flows_of: dict[Resource, dict[Flow, None]] = field(default_factory=dict)
+    changed: dict[Flow, None] = field(default_factory=dict)
 
     def start(self, flow: Flow) -> None:
-        """Add a flow, which has no rate before the next `share`; its cap becomes what it could have alone."""
+        """Add a flow with rate 0 until the next `share`, and lower its cap to the rate it would have alone."""
         for resource, weight in flow.uses.items():
             if resource not in self.capacity:
                 self.capacity[resource] = self.rate_of(resource)
             flow.cap = min(flow.cap, max(self.capacity[resource] // weight, 1))
-            self.on.setdefault(resource, {})[flow] = None
-        self.touched[flow] = None
+            self.flows_of.setdefault(resource, {})[flow] = None
+        self.changed[flow] = None
 
     def end(self, flow: Flow) -> None:
-        """Take a flow out; the others keep their rates until the next `share`."""
+        """Remove a flow; the others keep their rates until the next `share`."""
         for resource in flow.uses:
-            del self.on[resource][flow]
-            self.touched.update(self.on[resource])
-        self.touched.pop(flow, None)
+            del self.flows_of[resource][flow]
+            self.changed.update(self.flows_of[resource])
+        self.changed.pop(flow, None)
 
     def share(self, now_ps: int) -> list[Flow]:
-        """Share the rates anew where flows came or went, and return the flows whose rate changed."""
-        flows = self._together(self.touched)
-        self.touched.clear()
+        """Compute the rates anew where flows began or ended, and return the flows whose rate changed."""
+        flows = self._together(self.changed)
+        self.changed.clear()
         rates = self._max_min(flows)
         changed = []
         for flow in flows:
@@ -78,11 +84,11 @@ class FlowTable:
         return changed
 
     def end_ps(self, flow: Flow) -> int:
-        """Return when the flow ends if its rate stays."""
+        """Return the time at which the flow ends if its rate stays, in picoseconds."""
         return flow.since_ps + -(-flow.left // flow.rate)
 
     def _together(self, seeds: Iterable[Flow]) -> list[Flow]:
-        """The flows that are tied to the seeds by shared resources, directly or through others."""
+        """Return the flows connected to the seeds by shared resources, directly or through other flows."""
         tied = dict.fromkeys(seeds)
         todo, seen = list(tied), set()
         while todo:
@@ -90,14 +96,14 @@ class FlowTable:
                 if resource in seen:
                     continue
                 seen.add(resource)
-                for other in self.on[resource]:
+                for other in self.flows_of[resource]:
                     if other not in tied:
                         tied[other] = None
                         todo.append(other)
         return list(tied)
 
     def _max_min(self, flows: list[Flow]) -> dict[Flow, int]:
-        """Rates for flows that share with no others. They do not depend on the order of the flows."""
+        """Return max-min fair rates of flows that share no resource with others, whatever their order."""
         left = {resource: self.capacity[resource] for flow in flows for resource in flow.uses}
         weights = dict.fromkeys(left, 0)
         for flow in flows:

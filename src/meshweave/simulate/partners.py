@@ -1,4 +1,4 @@
-"""Which partner an op of a simulation waited for."""
+"""The partner for which each op of a simulation waited."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from meshweave.simulate.result import Simulation
 
 
 class Partners:
-    """The partners of a simulation's ops, which are numbered as there.
-
-    It keeps the ops of ranks it was used for.
-    """
+    """Lookup of partners by op number, as `Simulation` numbers ops. The ops of a rank are cached at first use."""
 
     def __init__(self, run: Simulation) -> None:
         self.run = run
@@ -20,12 +17,12 @@ class Partners:
         self._known: dict[int, tuple[BoundOp, ...]] = {}
 
     def last_partner(self, op: int) -> int | None:
-        """Return the partner that came last, if it came after this op was issued."""
+        """Return the op number of the last partner to be issued, or None if none was issued after this op."""
         partner = int(self.run.outputs["last_partner"][op])
         return None if partner < 0 else partner
 
     def wait_ps(self, op: int) -> int:
-        """Return how long the op waited for that partner, in picoseconds."""
+        """Return the picoseconds from the op's issue to that of its last partner; 0 if it did not wait."""
         partner = self.last_partner(op)
         return 0 if partner is None else int(min(self.issued[partner], self.ended[op]) - self.issued[op])
 
@@ -35,12 +32,12 @@ class Partners:
         return int(self.run.ranks[position]), op - int(self.run.starts[position])
 
     def op(self, op: int) -> BoundOp:
-        """Return the op of a number."""
+        """Return the op with a number."""
         rank, index = self.rank_and_index(op)
         return self.ops(rank)[index]
 
     def ops(self, rank: int) -> tuple[BoundOp, ...]:
         """Return the ops of a rank in program order."""
         if rank not in self._known:
-            self._known[rank] = self.run.program.on_rank(rank)
+            self._known[rank] = self.run.program.ops_on_rank(rank)
         return self._known[rank]

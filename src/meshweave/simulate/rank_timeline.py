@@ -52,7 +52,7 @@ def rank_timeline(run: Simulation, rank: int, title: str, note: str = "") -> Ran
 
 
 def _by_axis(run: Simulation, lanes: Iterable[str]) -> list[str]:
-    """Lanes of mesh axes in the order of the axes, so that runs under each other compare; then the others."""
+    """Return lanes of mesh axes in the order of the axes, so that runs compare line by line, then other lanes."""
     axes = [axis for mesh in run.program.meshes for axis in mesh.axes]
     used = set(lanes)
     declared = [lane.name for lane in run.program.lanes if lane.name in used]

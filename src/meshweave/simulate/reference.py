@@ -7,10 +7,10 @@ max-min fairly where flows meet. Collectives run message by message (`steps`), w
 The sending end of a message that fits the cluster's `send_buffer_bytes` is done when its bytes begin to flow:
 its lane goes on.
 
-Time is in integer picoseconds. All that happens at one instant is taken in rounds: a round applies every event
-that there is, then marks all ops that are complete as done together, then issues what that allows; what this
-brings about at the same instant is the next round. Rates are shared anew once no event of the instant is left.
-So nothing depends on the order of events, and equal inputs give equal traces.
+Time is in integer picoseconds. Each instant is simulated in rounds. A round applies all events queued for the
+instant, marks all completed ops as done together, and issues the ops that this allows. New events of the same
+instant form the next round. Rates are computed anew when no event of the instant is left. So results do not depend
+on the order of events, and equal inputs give equal traces.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _ContendedSimulator(TraceRecorder):
             while self.events and self.events[0][0] == self.now_ps:
                 self._round()
             for flow in self.table.share(self.now_ps):
-                self._at(self.table.end_ps(flow), partial(self._end, flow, flow.version))
+                self._schedule(self.table.end_ps(flow), partial(self._end_flow, flow, flow.version))
         return self.trace()
 
     def _round(self) -> None:
@@ -89,7 +89,7 @@ class _ContendedSimulator(TraceRecorder):
         for node in self.issuer.finish_all(complete):
             self._issue(node)
 
-    def _at(self, at_ps: int, action: Action) -> None:
+    def _schedule(self, at_ps: int, action: Action) -> None:
         self.num_events += 1
         heapq.heappush(self.events, (at_ps, self.num_events, action))
 
@@ -100,18 +100,18 @@ class _ContendedSimulator(TraceRecorder):
 
     # --- flows ----------------------------------------------------------------------------------------
 
-    def _start(self, demand: Demand, ended: Action) -> None:
-        """A flow; one of nothing is over at once."""
+    def _start_flow(self, demand: Demand, ended: Action) -> None:
+        """Start a flow, or call `ended` at once if its amount is 0."""
         amount, cap, uses = demand
         if amount:
             self.table.start(Flow(uses, cap, amount_left(amount), ended))
         else:
             ended()
 
-    def _end(self, flow: Flow, version: int) -> None:
+    def _end_flow(self, flow: Flow, version: int) -> None:
         if version == flow.version:
             self.table.end(flow)
-            flow.ended()
+            flow.on_end()
 
     def _rate_of(self, resource: Resource) -> int:
         assert isinstance(resource, tuple)
@@ -129,7 +129,7 @@ class _ContendedSimulator(TraceRecorder):
         joint, op = self.flow.joint(node), self.flow.op(node)
         if joint is None or (isinstance(op, Permute) and not ring_hops(op)):
             self.open_parts[node] = 1
-            self._alone(node)
+            self._start_without_partners(node)
             return
         number = self.flow.matched.joint_of[node]
         if number not in self.steps:
@@ -137,17 +137,17 @@ class _ContendedSimulator(TraceRecorder):
         self.num_there[number] += 1
         self.open_parts[node] = max(len(self.steps[number]), 1)
         for steps in self.steps[number]:
-            self._begin(joint, steps, steps.join(joint.members.index(node)))
+            self._schedule_messages(joint, steps, steps.join(joint.members.index(node)))
         if not self.steps[number] and self.num_there[number] == len(joint.members):
             cost = price(work_of(self.flow.program, op), self.machine)
-            self._at(self.now_ps + cost.fixed_ps, partial(self._meet, joint))
+            self._schedule(self.now_ps + cost.fixed_ps, partial(self._end_meeting, joint))
 
-    def _meet(self, joint: Joint) -> None:
+    def _end_meeting(self, joint: Joint) -> None:
         for node in joint.members:
             self._part_done(node)
 
-    def _alone(self, node: Node) -> None:
-        """Starts an op without partners: the stages of arithmetic, or a one-sided transfer."""
+    def _start_without_partners(self, node: Node) -> None:
+        """Start an op without partners: the stages of a computation, or a one-sided transfer."""
         op = self.flow.op(node)
         work = work_of(self.flow.program, op)
         cost = price(work, self.machine)
@@ -169,10 +169,13 @@ class _ContendedSimulator(TraceRecorder):
                 if known.flops_per_byte:
                     uses["compute", node[0]] += known.flops_per_byte
             stages = [[(cost.amount, rate, uses)]]
-        self._at(self.now_ps + fixed_ps, partial(self._stage, node, stages))
+        self._schedule(self.now_ps + fixed_ps, partial(self._start_stage, node, stages))
 
     def _stages(self, rank: int, work: Compute) -> list[list[Demand]]:
-        """Flows that run at once, stage by stage. What streams through memory keeps pace with the FLOPs."""
+        """Return the concurrent flows of each stage: fill, product and drain.
+
+        The memory traffic of a product is capped at the pace of its FLOPs.
+        """
         chip = self.machine.cluster.chip
         flops_per_s, bytes_per_s = int(chip.effective_flops_per_s), int(chip.memory_bytes_per_s)
         memory: dict[Resource, int] = {("memory", rank): 1}
@@ -187,8 +190,8 @@ class _ContendedSimulator(TraceRecorder):
         drain: list[Demand] = [(tiles.drain_bytes, bytes_per_s, memory)]
         return [stage for stage in (fill, product, drain) if stage[0][0]]
 
-    def _stage(self, node: Node, stages: Sequence[Sequence[Demand]]) -> None:
-        """Starts the first of some stages; the others follow, each in a round of its own."""
+    def _start_stage(self, node: Node, stages: Sequence[Sequence[Demand]]) -> None:
+        """Start the first stage; each later stage starts in a new round when the one before has ended."""
         left = len(stages[0])
 
         def ended() -> None:
@@ -197,37 +200,44 @@ class _ContendedSimulator(TraceRecorder):
             if left:
                 return
             if len(stages) > 1:
-                self._at(self.now_ps, partial(self._stage, node, stages[1:]))
+                self._schedule(self.now_ps, partial(self._start_stage, node, stages[1:]))
             else:
                 self._part_done(node)
 
         for demand in stages[0]:
-            self._start(demand, ended)
+            self._start_flow(demand, ended)
 
     # --- messages -------------------------------------------------------------------------------------
 
-    def _begin(self, joint: Joint, steps: MessageSchedule, messages: Sequence[Message]) -> None:
+    def _schedule_messages(self, joint: Joint, steps: MessageSchedule, messages: Sequence[Message]) -> None:
         for message in messages:
-            self._at(self.now_ps + message.delay_ps, partial(self._send, joint, steps, message))
+            self._schedule(self.now_ps + message.delay_ps, partial(self._send, joint, steps, message))
 
     def _send(self, joint: Joint, steps: MessageSchedule, message: Message) -> None:
         ranks = joint.members[message.sender][0], joint.members[message.receiver][0]
         uses = self._message_uses(*ranks, message.adds, message.back)
         ends = [message.sender, message.receiver]
         if message.buffered and 0 < message.amount <= self.machine.cluster.send_buffer_bytes:
-            self._over(joint, steps, message, ends[:1])
+            self._end_message(joint, steps, message, ends[:1])
             del ends[0]
-        self._start((message.amount, message.cap, uses), partial(self._over, joint, steps, message, ends))
+        self._start_flow(
+            (message.amount, message.cap, uses), partial(self._end_message, joint, steps, message, ends)
+        )
 
-    def _over(self, joint: Joint, steps: MessageSchedule, message: Message, ends: Sequence[int]) -> None:
-        """A message is over for some of its ends."""
+    def _end_message(
+        self, joint: Joint, steps: MessageSchedule, message: Message, ends: Sequence[int]
+    ) -> None:
+        """Record that a message has ended for some of its members, `ends`."""
         for member in ends:
-            self._begin(joint, steps, steps.end_message(message, member))
+            self._schedule_messages(joint, steps, steps.end_message(message, member))
             if steps.is_done(member):
                 self._part_done(joint.members[member])
 
     def _message_uses(self, sender: int, receiver: int, adds: bool, back: bool = False) -> Counter[Resource]:
-        """A message is read at one end and written at the other, where adding reads as well."""
+        """Return the resources of a message: links, a read of memory at the sender, a write at the receiver.
+
+        An addition reads the receiver's memory as well.
+        """
         uses: Counter[Resource] = Counter(self.machine.path(sender, receiver, back=back))
         uses["memory", sender] += 1
         uses["memory", receiver] += 2 if adds and sender != receiver else 1

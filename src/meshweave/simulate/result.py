@@ -1,4 +1,4 @@
-"""The result of a simulation, in columns by op; traces and reports are made of it on demand."""
+"""The result of a simulation, in columns by op; traces and summaries are computed from it on demand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ PARTS = ("compute_s", "copy_s", "launch_s", "sync_s", "transfer_s", "wait_s")
 
 @dataclass(frozen=True, eq=False)
 class LinkUse:
-    """One direction of a link, NIC or port: bytes that it carried, and its share of what it could have."""
+    """The load of one direction of a link, NIC or port.
+
+    `utilisation` is `carried_bytes` over the bytes that the link could have carried during the run.
+    """
 
     link: Link
     rate_bytes_per_s: int
@@ -43,15 +46,16 @@ class LinkUse:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What `engine.simulate` returns. All times are integer picoseconds from the start of the run.
+    """The result of `engine.simulate`. All times are integer picoseconds from the start of the run.
 
     Ops are numbered over all ranks: those of `ranks[i]` are `starts[i]` to `starts[i + 1]`, in program order.
 
     Attributes:
-        rows: each op's number among the ops as the program writes them.
+        template_ops: for each op, the number of the template op (`Program.ops`) that it is an instance of.
         outputs: the core's columns. By op: `issued_ps`; `ended_ps`; `cause`, the op whose end let it be issued (-1
-            at the start); `last_partner`, of the partners that it exchanges something with the one that came last
-            (-1 if none came later than itself). By rank: `parts_ps`. By resource: `carried`. And `num_events`.
+            at the start); `last_partner`, the last to be issued of the partners that it exchanges messages
+            with (-1 if none was issued after the op itself). By rank: `parts_ps`. By resource:
+            `carried`. And `num_events`.
         link_names: the links among the resources, in order.
     """
 
@@ -59,7 +63,7 @@ class Simulation:
     machine: Machine
     ranks: NDArray[np.int64]
     starts: NDArray[np.int64]
-    rows: NDArray[np.int64]
+    template_ops: NDArray[np.int64]
     outputs: Mapping[str, Any]
     link_names: tuple[Link, ...]
 
@@ -84,7 +88,7 @@ class Simulation:
         return to_s(self.duration_ps)
 
     def position(self, rank: int) -> int:
-        """Return where a global rank stands in `ranks`."""
+        """Return the position of a global rank in `ranks`."""
         return int(np.searchsorted(self.ranks, rank))
 
     def parts(self, rank: int) -> dict[str, float]:
@@ -113,7 +117,7 @@ class Simulation:
         begin, stop = int(self.starts[position]), int(self.starts[position + 1])
         issued = self.outputs["issued_ps"][begin:stop].tolist()
         ended = self.outputs["ended_ps"][begin:stop].tolist()
-        for index, bound in enumerate(self.program.on_rank(rank)):
+        for index, bound in enumerate(self.program.ops_on_rank(rank)):
             op = bound.op
             yield Span(rank, index, op.lane, op.kind, bound.label, issued[index], ended[index])
 

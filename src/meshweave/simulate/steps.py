@@ -1,9 +1,9 @@
-"""Communication that takes several ranks, as the messages that it is made of and what each of them waits for.
+"""Message schedules: the messages of a collective or of a send with its recv, and the order between them.
 
-A ring collective is as many exchanges with the neighbours as it has steps, once per direction; an all-to-all is
-one exchange with everybody in turn; a permute is one exchange; a broadcast or reduce is a chain along which
-packets run, a send with its recv the shortest such chain. Nobody waits for a member that it exchanges nothing
-with, so whoever comes late delays its neighbours first and others only as the steps go by.
+A ring collective exchanges a message with the neighbours in each step, once per direction. An all-to-all exchanges
+one with every other member in turn, a permute with one. A broadcast or reduce is a chain of hops for pipelined
+packets, and a send with its recv is a chain of one hop and one packet. A member waits only for the members that it
+exchanges messages with, so that a late member delays its neighbours first and the others in later steps.
 
 Members are positions in the group. Times are in picoseconds, amounts in bytes, rates in bytes per second.
 """
@@ -16,10 +16,10 @@ from typing import Protocol
 
 from meshweave.base.units import to_ps
 from meshweave.cost.machine import Machine
-from meshweave.cost.price import constants_of, price
+from meshweave.cost.price import comm_kind_of, price
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.matching import Joint
-from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program.ops import (
     AllGather,
     AllReduce,
@@ -30,18 +30,20 @@ from meshweave.ir.program.ops import (
     Reduce,
     ReduceScatter,
 )
-from meshweave.ir.work import Transfer, bytes_along, work_of
+from meshweave.ir.work import Transfer, box_bytes, work_of
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`amount` bytes from member to member, at most at `cap`, that flow `delay_ps` after the message may begin.
+    """A message of `amount` bytes between two members.
 
     Attributes:
-        adds: what arrives is added to what is there, which reads that too, instead of stored.
-        back: it takes the backward direction where both are equally long.
-        buffered: a send buffer may take it, so that the sender is done early.
-        hop: its place in a chain.
+        cap: the highest rate of the message, in bytes per second.
+        delay_ps: the time between the moment the message may begin and the first byte: launch and synchronisation.
+        adds: whether the receiver adds the elements to its own instead of storing them.
+        back: whether the route goes backwards on a ring where both directions are equally long.
+        buffered: whether the transport's send buffer may take the message, so that the sender ends early.
+        hop: the number of the hop, in a chain.
     """
 
     sender: int
@@ -56,22 +58,22 @@ class Message:
 
 
 class MessageSchedule(Protocol):
-    """The messages among the members of one joint: which may begin, given what has happened."""
+    """The messages between the members of one event, and the state that says which of them may begin."""
 
     def join(self, member: int) -> list[Message]:
-        """Return the messages that may begin as a member has issued its op."""
+        """Record that a member has issued its op, and return the messages that may begin now."""
 
     def end_message(self, message: Message, member: int) -> list[Message]:
-        """Return the messages that may begin as a message is over for one of its ends."""
+        """Record that a message has ended for one of its members, and return those that may begin now."""
 
     def is_done(self, member: int) -> bool:
-        """Return whether a member has no message left."""
+        """Return whether all messages of a member have ended."""
 
 
-class ShiftExchange:
-    """A schedule in which every member sends to the member `shift(t)` places on in step t.
+class ShiftExchange(MessageSchedule):
+    """A schedule in which member i sends to member i + shift(t), modulo the number of members, in step t.
 
-    A member goes on to the next step once what it sends and what it receives are both over.
+    A member enters the next step when both its messages of the step, sent and received, have ended.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class ShiftExchange:
         return self.at[member] == self.steps
 
     def _ready(self, member: int) -> list[Message]:
-        """The messages of a member that has just reached its step, where their other end is there as well."""
+        """Return the messages of a member's current step whose other member has reached that step as well."""
         step = self.at[member]
         if step == self.steps:
             return []
@@ -110,8 +112,8 @@ class ShiftExchange:
         return [self.message(step, *pair) for pair in ends if all(self.at.get(end) == step for end in pair)]
 
 
-class PacketChain:
-    """A schedule in which packets run one after the other from the first of `order` to the last."""
+class PacketChain(MessageSchedule):
+    """A schedule in which pipelined packets travel from the first member of `order` to the last."""
 
     def __init__(
         self, order: Sequence[int], packets: int, message: Callable[[int, int, int, int], Message]
@@ -139,7 +141,7 @@ class PacketChain:
         return (self.arrived[-1] if last else self.left[place]) == self.packets
 
     def _ready(self, hop: int) -> list[Message]:
-        """The next packet of a hop, from place `hop` on, if it has come there and the one before is through."""
+        """Return the next packet of hop `hop` (place `hop` to `hop + 1`) if it has arrived and the hop is free."""
         if hop < 0 or not {hop, hop + 1} <= self.joined:
             return []
         packet = self.begun[hop]
@@ -152,7 +154,7 @@ class PacketChain:
 def message_schedules(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[MessageSchedule, ...]:
     """Return the message schedules of a joint, each independent of the others.
 
-    There are none where the members only meet: a fence, a group of one.
+    A fence and a group of one rank have none, because no bytes move.
 
     Raises:
         UnsupportedError: the machine cannot place the group.
@@ -177,7 +179,7 @@ def message_schedules(flow: Dataflow, joint: Joint, machine: Machine) -> tuple[M
 
 @dataclass(frozen=True)
 class _CollectiveCosts:
-    """What all messages of a collective have in common."""
+    """The costs that all messages of a collective share."""
 
     flow: Dataflow
     work: Transfer
@@ -190,19 +192,19 @@ class _CollectiveCosts:
     def of(cls, flow: Dataflow, joint: Joint, machine: Machine) -> _CollectiveCosts:
         work = work_of(flow.program, flow.op(joint.members[0]))
         assert isinstance(work, Transfer)
-        kind = constants_of(work.kind)
+        kind = comm_kind_of(work.kind)
         constants = machine.constants(work.axis, kind)
-        rate, ways = machine.rate(work.axis, kind), machine.num_directions(work.axis)
-        return cls(flow, work, ways, rate, to_ps(constants.launch_s), to_ps(constants.sync_s))
+        rate, num_directions = machine.rate(work.axis, kind), machine.num_directions(work.axis)
+        return cls(flow, work, num_directions, rate, to_ps(constants.launch_s), to_ps(constants.sync_s))
 
     def delay_ps(self, is_first: bool) -> int:
         return self.sync_ps + (self.launch_ps if is_first else 0)
 
 
 def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> MessageSchedule:
-    """A send and its recv: a chain of one packet over one hop."""
+    """Return the schedule of a send and its recv: a chain of one packet over one hop."""
     ends = joint.members[0][0], joint.members[1][0]
-    cost = price(work_of(flow.program, flow.op(joint.members[0])), machine, ends=ends)
+    cost = price(work_of(flow.program, flow.op(joint.members[0])), machine, endpoints=ends)
     recv = flow.op(joint.members[1])
     assert isinstance(recv, Recv)
     message = Message(0, 1, cost.amount, cost.rate_per_s, cost.fixed_ps, recv.update, buffered=True)
@@ -214,22 +216,22 @@ def _permute(flow: Dataflow, joint: Joint, machine: Machine, op: Permute) -> Mes
     shift = op.shift
 
     def message(step: int, sender: int, receiver: int) -> Message:
-        cost = price(work_of(flow.program, flow.op(joint.members[sender])), machine, routed=True)
+        cost = price(work_of(flow.program, flow.op(joint.members[sender])), machine, shares_links=True)
         return Message(sender, receiver, cost.amount, cost.rate_per_s, cost.fixed_ps, buffered=True)
 
     return ShiftExchange(len(joint.members), 1, lambda step: shift, message)
 
 
 def _rings(terms: _CollectiveCosts, op: AllGather | ReduceScatter | AllReduce) -> tuple[MessageSchedule, ...]:
-    """One exchange per direction; two-way rings cut every part in two pieces, the larger one forwards."""
+    """Return one exchange per direction. With two directions each part is halved, the larger piece forwards."""
     count, program = terms.work.num_ranks, terms.flow.program
     match op:
         case AllGather():
-            rows: Sequence[int] = equal_parts(op.sizes, op.out.shape[op.dim], count)
-            row_bytes = bytes_along(program, op.out.shape, op.dim, 1, op.out.buffer)
+            rows: Sequence[int] = part_sizes(op.sizes, op.out.shape[op.dim], count)
+            row_bytes = box_bytes(program, op.out.shape, op.dim, 1, op.out.buffer)
         case ReduceScatter():
-            rows = equal_parts(op.sizes, op.src.shape[op.dim], count)
-            row_bytes = bytes_along(program, op.src.shape, op.dim, 1, op.src.buffer)
+            rows = part_sizes(op.sizes, op.src.shape[op.dim], count)
+            row_bytes = box_bytes(program, op.src.shape, op.dim, 1, op.src.buffer)
         case AllReduce():
             rows, row_bytes = (-(-terms.work.part_bytes // count),) * count, 1
     if terms.num_directions == 1:
@@ -271,14 +273,14 @@ def _chain(terms: _CollectiveCosts, op: Broadcast | Reduce) -> MessageSchedule:
 
 
 def _all_to_all(terms: _CollectiveCosts, op: AllToAll, flow: Dataflow, joint: Joint) -> MessageSchedule:
-    """In step t every member sends its part to the member t + 1 places on."""
+    """Return the exchange in which member i sends to member i + t + 1 in step t."""
     count = terms.work.num_ranks
     parts = []
     for node in joint.members:
         mine = flow.op(node)
         assert isinstance(mine, AllToAll)
-        rows = equal_parts(mine.send_sizes, mine.src.shape[mine.split_dim], count)
-        row_bytes = bytes_along(flow.program, mine.src.shape, mine.split_dim, 1, mine.src.buffer)
+        rows = part_sizes(mine.send_sizes, mine.src.shape[mine.split_dim], count)
+        row_bytes = box_bytes(flow.program, mine.src.shape, mine.split_dim, 1, mine.src.buffer)
         parts.append([size * row_bytes for size in rows])
 
     def message(step: int, sender: int, receiver: int) -> Message:

@@ -1,4 +1,4 @@
-"""What stands out in a simulated run: its links by kind, the busiest of them, the parts of a mean rank's time."""
+"""Summaries of a simulated run: load of links by kind, the busiest links, mean parts of a rank's time."""
 
 from __future__ import annotations
 

@@ -83,12 +83,15 @@ class ProcessGrid:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all replicas."""
+        """Return the number of ranks of all replicas."""
         return self.rows * self.cols * self.replicas
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The mesh of axes replica, row, col; its ranks are rotated if tile (0, 0) is not on the first process."""
+        """Return the mesh of axes (replica, row, col).
+
+        Its ranks are rotated if the first tile is not on process (0, 0), so that (0, 0) holds it.
+        """
         ranks = []
         for replica, i, j in itertools.product(*map(range, (self.replicas, self.rows, self.cols))):
             row, col = (i + self.source[0]) % self.rows, (j + self.source[1]) % self.cols
@@ -96,11 +99,11 @@ class ProcessGrid:
             ranks.append(self.first_rank + replica * self.rows * self.cols + place)
         return Mesh(self.name, (self.replicas, self.rows, self.cols), AXES, tuple(ranks))
 
-    def blocks(self) -> Layout:
+    def block_layout(self) -> Layout:
         """Return the layout of one block per process, by the chunk rule: the last ones may be shorter or empty."""
         return Layout(self.mesh, (Replicate(), Shard(0), Shard(1)))
 
-    def tiles(self, tile: tuple[int, int], offsets: tuple[int, int] = (0, 0)) -> Layout:
+    def block_cyclic_layout(self, tile: tuple[int, int], offsets: tuple[int, int] = (0, 0)) -> Layout:
         """Return the block-cyclic layout of tiles of `tile` (rows, cols) elements.
 
         The first tile of a dim is shorter by its offset, which shifts all cuts.
@@ -114,24 +117,24 @@ class ProcessGrid:
 
 def row_block(num_ranks: int, replicas: int = 1) -> Layout:
     """Return the layout of one block of rows per rank of each replica. Raises LayoutError."""
-    return ProcessGrid.over(num_ranks, (num_ranks // max(replicas, 1), 1), replicas).blocks()
+    return ProcessGrid.over(num_ranks, (num_ranks // max(replicas, 1), 1), replicas).block_layout()
 
 
 def column_block(num_ranks: int, replicas: int = 1) -> Layout:
     """Return the layout of one block of columns per rank of each replica. Raises LayoutError."""
-    return ProcessGrid.over(num_ranks, (1, num_ranks // max(replicas, 1)), replicas).blocks()
+    return ProcessGrid.over(num_ranks, (1, num_ranks // max(replicas, 1)), replicas).block_layout()
 
 
 def block_2d(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:
     """Return the layout of one block per process of the grid `shape` of each replica. Raises LayoutError."""
-    return ProcessGrid.over(num_ranks, shape, replicas).blocks()
+    return ProcessGrid.over(num_ranks, shape, replicas).block_layout()
 
 
 def block_cyclic(
     tile: tuple[int, int], num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1
 ) -> Layout:
     """Return the layout of tiles (rows, cols) dealt around the grid of each replica. Raises LayoutError."""
-    return ProcessGrid.over(num_ranks, shape, replicas).tiles(tile)
+    return ProcessGrid.over(num_ranks, shape, replicas).block_cyclic_layout(tile)
 
 
 def cyclic(num_ranks: int, shape: tuple[int, int] | None = None, replicas: int = 1) -> Layout:

@@ -1,7 +1,7 @@
 """Arithmetic of half-open intervals `(start, stop)`: every index list of a tensor dim is a tuple of them.
 
-Index lists are ascending and disjoint unless a function says otherwise. A *position* counts the elements of an
-index list from its start, as they lie in the memory of whoever has them; an *index* is global.
+Index lists are ascending and disjoint unless a function says otherwise. An *index* is global: it counts the
+elements of the whole dim. A *position* is local: it counts the elements of one index list from its start.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ def chunk_bounds(size: int, parts: int, index: int) -> Interval:
     return min(index * each, size), min((index + 1) * each, size)
 
 
-def even_cuts(size: int, parts: int) -> list[int]:
+def even_bounds(size: int, parts: int) -> list[int]:
     """Return the `parts` + 1 bounds that cut `size` elements into parts that differ by one element at most."""
     return [size * number // parts for number in range(parts + 1)]
 
 
-def blocked(first: int, block: int, stride: int, start: int, stop: int) -> list[Interval]:
-    """Return the elements of [start, stop) in a block [first + t stride, first + t stride + block), any integer t.
+def blocked_intervals(first: int, block: int, stride: int, start: int, stop: int) -> list[Interval]:
+    """Return the elements of [start, stop) that lie in a block [first + t stride, first + t stride + block), t any
+    integer.
 
     The blocks at either end may be cut. Needs 0 <= block <= stride.
     """
@@ -44,8 +45,8 @@ def blocked(first: int, block: int, stride: int, start: int, stop: int) -> list[
     return [(lo, hi) for lo, hi in blocks if lo < hi]
 
 
-def joined(intervals: Iterable[Interval]) -> Intervals:
-    """Return the same elements in the same order, without empty intervals and with touching neighbours as one."""
+def merge_adjacent(intervals: Iterable[Interval]) -> Intervals:
+    """Return the intervals with empty ones dropped and each run of adjacent ones merged; the order stays."""
     out: list[Interval] = []
     for start, stop in intervals:
         if out and start < stop and out[-1][1] == start:
@@ -69,8 +70,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return out
 
 
-def select(intervals: Sequence[Interval], positions: Iterable[Interval]) -> Intervals:
-    """Return the indices at `positions`, ascending ranges of positions, of an index list."""
+def indices_at(intervals: Sequence[Interval], positions: Iterable[Interval]) -> Intervals:
+    """Return the global indices that an index list has at `positions`, which are ascending ranges."""
     out: list[Interval] = []
     at = position = 0  # intervals[at] starts at this position
     for lo, hi in positions:
@@ -113,15 +114,15 @@ def num_common(left: Sequence[Interval], right: Sequence[Interval]) -> int:
     return count
 
 
-def flattened(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
-    """Return where a box of index lists `dims` lies in the row-major flattening of dims of `sizes`."""
+def flattened_box(sizes: Sequence[int], dims: Sequence[Intervals]) -> Intervals:
+    """Return the row-major flat indices of a box: `dims` has its indices, `sizes` the extent of each dim."""
     inner: Intervals = ((0, 1),)
     stride = 1
     for size, outer in zip(reversed(sizes), reversed(dims), strict=True):
         if inner == ((0, stride),):  # whole rows: a run of outer indices stays one run
-            inner = joined((start * stride, stop * stride) for start, stop in outer)
+            inner = merge_adjacent((start * stride, stop * stride) for start, stop in outer)
         else:
             rows = (row * stride for start, stop in outer for row in range(start, stop))
-            inner = joined((row + start, row + stop) for row in rows for start, stop in inner)
+            inner = merge_adjacent((row + start, row + stop) for row in rows for start, stop in inner)
         stride *= size
     return inner

@@ -25,12 +25,12 @@ from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.intervals import (
     Interval,
     Intervals,
-    blocked,
+    blocked_intervals,
     chunk_bounds,
-    flattened,
-    joined,
+    flattened_box,
+    indices_at,
+    merge_adjacent,
     num_indices,
-    select,
 )
 from meshweave.describe.layout.mesh import Mesh
 
@@ -171,7 +171,7 @@ class Layout:
 
     @property
     def partial_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which local values are partial: terms of a reduction."""
+        """Return the mesh axes along which local values are partial: terms of a reduction."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         return tuple(axis for axis, placement in pairs if isinstance(placement, Partial))
 
@@ -188,14 +188,14 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
                     f"{layout}: {placement} names a dim that a tensor of shape {sizes} does not have"
                 )
             intervals = dims[placement.dim]
-            dims[placement.dim] = select(
+            dims[placement.dim] = indices_at(
                 intervals, _positions(placement, num_indices(intervals), parts, index)
             )
     if layout.folds is None:
         return tuple(dims)
     folded, at = [], 0
     for fold in layout.folds:
-        folded.append(flattened(fold, dims[at : at + len(fold)]))
+        folded.append(flattened_box(fold, dims[at : at + len(fold)]))
         at += len(fold)
     return tuple(folded)
 
@@ -208,10 +208,10 @@ def _positions(
         return (chunk_bounds(size, parts, index),)
     if isinstance(placement, Tile):
         tile = placement.size
-        return blocked(index * tile - placement.offset, tile, parts * tile, 0, size)
+        return blocked_intervals(index * tile - placement.offset, tile, parts * tile, 0, size)
     ranges = []
     for number in range(min(placement.split_factor, size)):  # chunks past the size are empty
         start, stop = chunk_bounds(size, placement.split_factor, number)
         lo, hi = chunk_bounds(stop - start, parts, index)
         ranges.append((start + lo, start + hi))
-    return joined(ranges)
+    return merge_adjacent(ranges)

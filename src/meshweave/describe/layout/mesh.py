@@ -60,7 +60,7 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the mesh: the product of its sizes."""
+        """Return the number of ranks of the mesh: the product of its sizes."""
         return len(self.ranks)
 
     @cached_property

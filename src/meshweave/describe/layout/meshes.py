@@ -15,7 +15,7 @@ class ProgramMeshes:
         self._known: dict[tuple[object, ...], Mesh] = {}
 
     def add(self, mesh: Mesh) -> Mesh:
-        """Return the mesh under its name here; a mesh of the same shape, axes and ranks has the same name."""
+        """Add a mesh and return it under its new name. Meshes of equal shape, axes and ranks share one name."""
         key = mesh.shape, mesh.axes, mesh.ranks
         if key not in self._known:
             number = len(self._known) + 1
@@ -23,10 +23,10 @@ class ProgramMeshes:
         return self._known[key]
 
     def add_layout(self, layout: Layout) -> Layout:
-        """Return the layout on its mesh as that is named here."""
+        """Add the mesh of a layout and return the layout on the mesh under its new name."""
         return replace(layout, mesh=self.add(layout.mesh))
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """The meshes added so far, in order."""
+        """Return the meshes added so far, in order."""
         return tuple(self._known.values())

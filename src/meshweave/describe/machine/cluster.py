@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the whole cluster."""
+        """Return the number of chips of the whole cluster."""
         return self.network.num_chips
 
     def with_chips(self, chips: int) -> Cluster:

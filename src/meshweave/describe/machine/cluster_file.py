@@ -121,7 +121,9 @@ class AxisFile(FileModel):
         description="bytes per second of one link in one direction, a number of at least 1"
     )
     link_latency_s: Duration = Field(0.0, description="seconds of latency of one link, from 0 to 1e6")
-    ways: Literal[1, 2] = Field(1, description="the number of directions a ring collective uses, 1 or 2")
+    num_directions: Literal[1, 2] = Field(
+        1, alias="ways", description="the number of directions a ring collective uses, 1 or 2"
+    )
     launch_s: Duration = Field(0.0, description="seconds to launch a collective, from 0 to 1e6")
     constants: CommTable = Field(
         default_factory=lambda: CommTable.model_validate({}),
@@ -136,7 +138,7 @@ class AxisFile(FileModel):
             self.name,
             self.link_bytes_per_s,
             self.link_latency_s,
-            self.ways,
+            self.num_directions,
             constants,
             self.launch_s,
             self.source,

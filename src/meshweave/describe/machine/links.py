@@ -138,7 +138,7 @@ def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
     return tuple((d, *rest) for d in divisors for rest in factorisations(count // d, num_dims - 1))
 
 
-def slowest(axes: Iterable[NetworkAxis]) -> NetworkAxis:
+def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:
     """Return the axis that sets the pace of a ring over all of `axes`; the first of equals."""
     return min(axes, key=lambda axis: axis.comm("all_gather").bytes_per_s)
 

@@ -27,7 +27,7 @@ from meshweave.describe.machine.links import (
     check_dims,
     factorisations,
     require_at_least,
-    slowest,
+    slowest_axis,
 )
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
 
@@ -85,10 +85,10 @@ class TorusNetwork:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the whole network."""
+        """Return the number of chips of the whole network."""
         return self.chips
 
-    def _folds(self, num_dims: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _axis_assignments(self, num_dims: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Yield each assignment of torus axes to mesh axes, with the mesh shape that it makes."""
         assert self.shape is not None
         used = min(num_dims, len(self.shape))
@@ -104,7 +104,7 @@ class TorusNetwork:
         """Return the mesh shapes in which mesh neighbours are torus neighbours. Raises LayoutError."""
         check_dims(num_dims)
         if self.shape is not None:
-            return tuple(dict.fromkeys(shape for _, shape in self._folds(num_dims)))
+            return tuple(dict.fromkeys(shape for _, shape in self._axis_assignments(num_dims)))
         if num_dims > len(self.axes):
             raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
         return factorisations(self.chips, num_dims)
@@ -120,10 +120,10 @@ class TorusNetwork:
             if num_dims > len(self.axes):
                 raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
             return self.axes[i]
-        for owner, folded in self._folds(num_dims):
+        for owner, folded in self._axis_assignments(num_dims):
             if shape is None or folded == shape:
                 spanned = [axis for axis, j in zip(self.axes, owner, strict=True) if j == i]
-                return slowest(spanned or self.axes)
+                return slowest_axis(spanned or self.axes)
         raise LayoutError(f"a torus of shape {self.shape} does not carry a mesh of shape {shape}")
 
     def with_chips(self, chips: int) -> TorusNetwork:
@@ -148,7 +148,7 @@ class _OneLinkNetwork:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the whole network."""
+        """Return the number of chips of the whole network."""
         return self.size
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
@@ -200,7 +200,7 @@ class HostsNetwork:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the whole network."""
+        """Return the number of chips of the whole network."""
         return self.num_hosts * self.chips_per_host
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
@@ -251,7 +251,7 @@ class FullMeshNetwork:
 
     @property
     def num_chips(self) -> int:
-        """Chips of the whole network."""
+        """Return the number of chips of the whole network."""
         return self.num_packages * self.chips_per_package
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:

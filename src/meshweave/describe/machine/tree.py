@@ -15,7 +15,7 @@ from meshweave.describe.machine.links import (
     check_dims,
     factorisations,
     require_at_least,
-    slowest,
+    slowest_axis,
 )
 
 MAX_CHIPS = 2**24
@@ -34,7 +34,7 @@ class TreeLevel:
 
     @property
     def child_bytes_per_s(self) -> float:
-        """Bytes per second of all links of one child together, in one direction: traffic spreads evenly."""
+        """Return the bytes per second in one direction of all parallel links of one child, evenly loaded."""
         return self.links * self.axis.link_bytes_per_s
 
 
@@ -57,12 +57,12 @@ class TreeNetwork:
 
     @cached_property
     def num_chips(self) -> int:
-        """Chips of the whole tree: the product of its fanouts."""
+        """Return the number of chips of the whole tree: the product of its fanouts."""
         return math.prod(level.fanout for level in self.levels)
 
     @cached_property
     def chips_below(self) -> tuple[int, ...]:
-        """The number of chips under one child of a switch, by level; 1 at the lowest."""
+        """Return the number of chips below one child of a switch, for each level; 1 at the lowest."""
         return tuple(accumulate((level.fanout for level in self.levels[:-1]), operator.mul, initial=1))
 
     def mesh_shapes(self, num_dims: int = 2) -> tuple[tuple[int, ...], ...]:
@@ -81,14 +81,14 @@ class TreeNetwork:
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if shape is None:
-            top = 0 if 0 < i == num_dims - 1 else self._highest(self.num_chips, self.num_chips)
+            top = 0 if 0 < i == num_dims - 1 else self._highest_level(self.num_chips, self.num_chips)
         else:
-            top = self._highest(shape[i], math.prod(shape[i:]))
-        return slowest(
+            top = self._highest_level(shape[i], math.prod(shape[i:]))
+        return slowest_axis(
             replace(level.axis, link_bytes_per_s=level.child_bytes_per_s) for level in self.levels[top::-1]
         )
 
-    def _highest(self, size: int, block: int) -> int:
+    def _highest_level(self, size: int, block: int) -> int:
         """Return the highest level that groups of `size` cross, each within `block` consecutive chips."""
         if size == 1:
             return 0

@@ -86,21 +86,21 @@ class ChipMemory:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of weights, gradients and optimiser states."""
+        """Return the bytes of weights, gradients and optimiser states."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     def total_bytes(self, recompute: Recompute = "none") -> int:
         """Return the bytes of states and activations under a kind of recomputation."""
         return self.state_bytes + self.activation_bytes[recompute]
 
-    def fits(self, memory_bytes: int) -> Recompute | None:
-        """Return the least recomputation with which everything fits a chip's memory, or None."""
+    def least_recompute(self, memory_bytes: int) -> Recompute | None:
+        """Return the least recomputation with which states and activations fit in `memory_bytes`, or None."""
         return next((kind for kind in RECOMPUTES if self.total_bytes(kind) <= memory_bytes), None)
 
     def summary(self, memory_bytes: int) -> str:
         """Return one line for people: bytes by kind against a chip's memory, and the recomputation that fits."""
         activations = self.activation_bytes
-        kind = self.fits(memory_bytes)
+        kind = self.least_recompute(memory_bytes)
         if kind is None:
             verdict = "does not fit, with full recomputation neither"
         else:

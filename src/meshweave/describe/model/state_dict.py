@@ -20,7 +20,7 @@ from meshweave.describe.layout import Layout, Placement, Replicate, Shard, Strid
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.transformer import Transformer
 
-Kind = Literal["rows", "columns", "whole"]
+ParameterSharding = Literal["rows", "columns", "whole"]
 """The dim that tensor parallelism shards: dim 0, dim 1 or none."""
 
 TRAINER_AXES = ("fsdp", "tp")
@@ -33,10 +33,10 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    kind: Kind
+    sharding: ParameterSharding
 
 
-def state_dict(model: Transformer) -> tuple[Parameter, ...]:
+def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
     """Return the parameters of a Llama of these sizes, in the order of its modules; without a head if it is tied.
 
     Raises:
@@ -51,7 +51,7 @@ def state_dict(model: Transformer) -> tuple[Parameter, ...]:
         raise DescriptionError(f"model {model.name}: vocab_size is missing, which its embedding needs")
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, ffn = model.hidden, model.ffn_hidden
-    block: tuple[tuple[str, tuple[int, ...], Kind], ...] = (
+    block: tuple[tuple[str, tuple[int, ...], ParameterSharding], ...] = (
         ("self_attn.q_proj", (heads, hidden), "rows"),
         ("self_attn.k_proj", (kv_heads, hidden), "rows"),
         ("self_attn.v_proj", (kv_heads, hidden), "rows"),
@@ -81,12 +81,12 @@ def trainer_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     Raises LayoutError.
     """
     _check(mesh, "trainer", TRAINER_AXES)
-    placements: dict[Kind, tuple[Placement, Placement]] = {
+    placements: dict[ParameterSharding, tuple[Placement, Placement]] = {
         "rows": (StridedShard(0, mesh.shape[1]), Shard(0)),
         "columns": (Shard(0), Shard(1)),
         "whole": (Shard(0), Replicate()),
     }
-    return Layout(mesh, placements[parameter.kind])
+    return Layout(mesh, placements[parameter.sharding])
 
 
 def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
@@ -95,8 +95,12 @@ def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     Raises LayoutError.
     """
     _check(mesh, "server", SERVER_AXES)
-    placements: dict[Kind, Placement] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
-    return Layout(mesh, (Replicate(), placements[parameter.kind]))
+    placements: dict[ParameterSharding, Placement] = {
+        "rows": Shard(0),
+        "columns": Shard(1),
+        "whole": Replicate(),
+    }
+    return Layout(mesh, (Replicate(), placements[parameter.sharding]))
 
 
 def _check(mesh: Mesh, what: str, axes: tuple[str, str]) -> None:

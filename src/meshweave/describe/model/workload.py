@@ -41,7 +41,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the global batch."""
+        """Return the number of tokens of the global batch."""
         return self.batch * self.sequence
 
 
@@ -65,7 +65,7 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the product, 2 m n k: one multiply-add is 2 FLOPs."""
+        """Return the FLOPs of the product, 2 m n k: one multiply-add is 2 FLOPs."""
         return 2 * self.m * self.n * self.k
 
 

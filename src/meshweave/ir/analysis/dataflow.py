@@ -29,13 +29,13 @@ class Dataflow:
 
     Attributes:
         matched: the ops of every rank, each with its partners.
-        before: `before[rank][i]` lists the ops of the same rank that op i waits for.
-        tracked: the ops of other ranks that an op waits for, because it reads what they release.
+        predecessors: `predecessors[rank][i]` lists the ops of the same rank that op i waits for.
+        remote_predecessors: the ops of other ranks that an op waits for, because it reads what they release.
     """
 
     matched: MatchedProgram
-    before: Mapping[int, tuple[tuple[int, ...], ...]]
-    tracked: Mapping[Node, tuple[Node, ...]]
+    predecessors: Mapping[int, tuple[tuple[int, ...], ...]]
+    remote_predecessors: Mapping[Node, tuple[Node, ...]]
 
     @property
     def program(self) -> Program:
@@ -46,7 +46,7 @@ class Dataflow:
         """Return the op of a node."""
         return self.matched.op(node)
 
-    def bound(self, node: Node) -> BoundOp:
+    def bound_op(self, node: Node) -> BoundOp:
         """Return the op of a node with its position in the sequential reading."""
         return self.matched.ops[node[0]][node[1]]
 
@@ -55,7 +55,7 @@ class Dataflow:
         return self.matched.label(node)
 
     def joint(self, node: Node) -> Joint | None:
-        """Return the event that the node takes part in with others; None for an op without partners."""
+        """Return the collective or message that the node is part of; None for an op without partners."""
         number = self.matched.joint_of.get(node)
         return None if number is None else self.matched.joints[number]
 
@@ -68,8 +68,8 @@ class Dataflow:
     def waits_for(self, node: Node) -> tuple[Node, ...]:
         """Return the ops that must be complete before `node` may start, lanes aside."""
         rank, index = node
-        own = tuple((rank, other) for other in self.before[rank][index])
-        return own + self.tracked.get(node, ())
+        own = tuple((rank, other) for other in self.predecessors[rank][index])
+        return own + self.remote_predecessors.get(node, ())
 
     @cached_property
     def queues(self) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -203,7 +203,7 @@ def untimed_order(flow: Dataflow, seed: int | None = None) -> list[Event]:
             if missing[number]:
                 return
             event = flow.matched.joints[number].members
-        priority = flow.bound(event[0]).key if chooser is None else (chooser.random(),)
+        priority = flow.bound_op(event[0]).key if chooser is None else (chooser.random(),)
         heapq.heappush(heap, (priority, event[0][0], event))
 
     for node in issuer.start():

@@ -77,7 +77,7 @@ class _Memory:
         self.live.append((index, mode, view))
 
     def _near(self, view: View) -> Iterable[int]:
-        """Positions in `live` of all accesses that may overlap `view`, and maybe of others."""
+        """Return a superset of the positions in `live` of the accesses that overlap `view`."""
         count = len(self.live)
         if count <= _FEW:
             return range(count)
@@ -89,7 +89,7 @@ class _Memory:
 
 
 def _ends(view: View) -> NDArray[np.int64]:
-    """[start, stop) of each dim."""
+    """Return [start, stop) of each dim."""
     listed = [(selector.start, selector.stop) for selector in view.selectors]
     return np.array(listed, dtype=np.int64).reshape(-1, 2)
 

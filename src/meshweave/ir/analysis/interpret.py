@@ -1,7 +1,7 @@
 """Runs a program with all ranks in one process, one event after another.
 
-What the elements are is left to an `Algebra`: numbers (the oracle of `execute`), or index labels (the proof in
-`ir.analysis.proof`). Buffers are numpy arrays of whatever dtype the algebra uses.
+An `Algebra` defines the elements of buffers: numbers (the oracle of `execute`), or index labels (the proof in
+`ir.analysis.proof`). Buffers are numpy arrays of the dtype that the algebra uses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.matching import Node
-from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program.ops import (
     Accumulate,
     Add,
@@ -53,18 +53,18 @@ class Algebra(Protocol):
     def reduce(self, op: str, terms: Sequence[Array]) -> Array: ...
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array: ...
     def read(self, block: Array) -> Array:
-        """Return what an op reads; may refuse it (unwritten elements)."""
+        """Return a block that an op reads. May raise ProgramError, as for elements never written."""
         ...
 
     def write(self, block: Array) -> Array:
-        """Return what an op writes, marked as the algebra likes."""
+        """Return a block that an op writes, with the marks that the algebra adds, such as the writing op."""
         ...
 
     def call(self, op: Call, rank: int, ins: list[Array]) -> list[Array]: ...
 
 
-def index_of(view: View) -> tuple[Any, ...]:
-    """Return the numpy index that a resolved view means."""
+def numpy_index(view: View) -> tuple[Any, ...]:
+    """Return the numpy index of a resolved view: slices, or `np.ix_` arrays where it is blocked."""
     if all(isinstance(selector, Range) for selector in view.selectors):
         return tuple(slice(selector.start, selector.stop) for selector in view.selectors)
     return np.ix_(*(selector_indices(selector) for selector in view.selectors))
@@ -96,23 +96,23 @@ class Interpreter:
         for event in order:
             self._event(event)
 
-    def get(self, node: Node, view: View) -> Array:
+    def read_view(self, node: Node, view: View) -> Array:
         """Return the elements of a view that the op `node` reads."""
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)
         try:
-            return self.algebra.read(self.memory[rank, view.buffer, view.slot][index_of(view)])
+            return self.algebra.read(self.memory[rank, view.buffer, view.slot][numpy_index(view)])
         except ProgramError as error:
             raise self._named(error, node, view) from None
 
-    def put(self, node: Node, view: View, value: Array, *, update: bool = False) -> None:
+    def write_view(self, node: Node, view: View, value: Array, *, update: bool = False) -> None:
         """Store `value` in a view that the op `node` writes, or with `update` add it to what is there."""
         self.current = node
         rank = node[0] if view.rank is None else view.rank
         assert isinstance(rank, int) and isinstance(view.slot, int)
         target = self.memory[rank, view.buffer, view.slot]
-        index = index_of(view)
+        index = numpy_index(view)
         try:
             if update:
                 value = self.algebra.add(self.algebra.read(target[index]), value)
@@ -134,7 +134,7 @@ class Interpreter:
         if isinstance(op, Send):
             recv = self.flow.op(event[1])
             assert isinstance(recv, Recv)
-            self.put(event[1], recv.out, self.get(node, op.src).copy(), update=recv.update)
+            self.write_view(event[1], recv.out, self.read_view(node, op.src).copy(), update=recv.update)
         elif len(event) > 1 or op.is_joint:
             self._collective(event, op)
         else:
@@ -143,26 +143,26 @@ class Interpreter:
     def _local(self, node: Node, op: Op) -> None:
         match op:
             case Matmul():
-                a, b = self.get(node, op.a), self.get(node, op.b)
+                a, b = self.read_view(node, op.a), self.read_view(node, op.b)
                 try:
                     value = self.algebra.matmul(a.T if op.transpose_a else a, b.T if op.transpose_b else b)
                 except ProgramError as error:
                     raise self._named(error, node, op.out) from None
                 released = op.release is not None and op.release.update
-                self.put(node, op.out, value, update=bool(op.accumulate) or released)
+                self.write_view(node, op.out, value, update=bool(op.accumulate) or released)
             case Copy() | Put():
                 update = op.release is not None and op.release.update
-                self.put(node, op.out, self.get(node, op.src).copy(), update=update)
+                self.write_view(node, op.out, self.read_view(node, op.src).copy(), update=update)
             case Get():
-                self.put(node, op.out, self.get(node, op.src).copy())
+                self.write_view(node, op.out, self.read_view(node, op.src).copy())
             case Add() | Accumulate():
-                self.put(node, op.out, self.get(node, op.src), update=True)
+                self.write_view(node, op.out, self.read_view(node, op.src), update=True)
             case Zero():
-                self.put(node, op.out, self.algebra.zeros(op.out.shape, self._dtype(op.out)))
+                self.write_view(node, op.out, self.algebra.zeros(op.out.shape, self._dtype(op.out)))
             case Call():
-                ins = [self.get(node, view) for view in op.ins]
+                ins = [self.read_view(node, view) for view in op.ins]
                 for view, value in zip(op.outs, self.algebra.call(op, node[0], ins), strict=True):
-                    self.put(node, view, value)
+                    self.write_view(node, view, value)
             case _:
                 raise AssertionError(op)
 
@@ -178,31 +178,31 @@ class Interpreter:
         match first:
             case Broadcast():
                 root = int(first.root)  # type: ignore[arg-type]
-                value = self.get(event[root], ops[root].src).copy()
+                value = self.read_view(event[root], ops[root].src).copy()
                 out = dict.fromkeys(range(count), value)
             case Reduce():
                 out = {int(first.root): self._reduce(first.op, event, ops)}  # type: ignore[arg-type]
             case AllReduce():
                 out = dict.fromkeys(range(count), self._reduce(first.op, event, ops))
             case AllGather():
-                parts = [self.get(node, op.src) for node, op in zip(event, ops, strict=True)]
+                parts = [self.read_view(node, op.src) for node, op in zip(event, ops, strict=True)]
                 out = dict.fromkeys(range(count), np.concatenate(parts, axis=first.dim))
             case ReduceScatter():
                 total = self._reduce(first.op, event, ops)
-                sizes = equal_parts(first.sizes, total.shape[first.dim], count)
+                sizes = part_sizes(first.sizes, total.shape[first.dim], count)
                 out = dict(enumerate(np.split(total, np.cumsum(sizes)[:-1], axis=first.dim)))
             case Permute():
-                values = [self.get(node, op.src).copy() for node, op in zip(event, ops, strict=True)]
+                values = [self.read_view(node, op.src).copy() for node, op in zip(event, ops, strict=True)]
                 out = {i: values[(i - int(first.shift)) % count] for i in range(count)}  # type: ignore[arg-type]
             case AllToAll():
                 out = self._all_to_all(event, ops)
             case _:
                 raise AssertionError(first)
         for member, value in out.items():
-            self.put(event[member], ops[member].out, value)
+            self.write_view(event[member], ops[member].out, value)
 
     def _reduce(self, how: str, event: Event, ops: Sequence[Any]) -> Array:
-        terms = [self.get(node, op.src) for node, op in zip(event, ops, strict=True)]
+        terms = [self.read_view(node, op.src) for node, op in zip(event, ops, strict=True)]
         try:
             return self.algebra.reduce(how, terms)
         except ProgramError as error:
@@ -212,8 +212,8 @@ class Interpreter:
         count = len(event)
         pieces = []
         for node, op in zip(event, ops, strict=True):
-            block = self.get(node, op.src)
-            sizes = equal_parts(op.send_sizes, block.shape[op.split_dim], count)
+            block = self.read_view(node, op.src)
+            sizes = part_sizes(op.send_sizes, block.shape[op.split_dim], count)
             pieces.append(np.split(block, np.cumsum(sizes)[:-1], axis=op.split_dim))
         return {
             i: np.concatenate([pieces[j][i] for j in range(count)], axis=ops[i].concat_dim)

@@ -1,12 +1,12 @@
-"""Index labels: the elements on which a program is run to prove what it computes (`ir.analysis.proof`).
+"""Index labels: symbolic elements on which a program runs to prove what it computes (`ir.analysis.proof`).
 
-Each element carries which term it is and which global element it belongs to. A raw element of tensor T is
-the term T; a partial sum of a product carries how often each k went into it. Multiplying checks that the
-operands are blocks of the right tensors and that their k agree; adding checks that positions agree and
-counts up. In the end every output element must hold exactly its own tensor's element: each k once.
+A label names a term and a global element. An element of input tensor T has the term T. A partial sum of a
+product has a term that counts how often each k was added. Multiplication checks that the operands are blocks of
+the declared tensors and that their k agree. Addition checks that positions agree, and adds the counts. At the end
+every output element must be the element of its tensor at its own position, with each k counted once.
 
-A tensor that arrives as partial sums may be multiplied before it is summed, because a product is linear: a
-summand of A B is then one k of one term of A (and of B), and each of those must be in once.
+A tensor that arrives as partial sums may be multiplied before it is reduced, because a product is linear. A
+summand of A B is then one k of one term of A and of B, and each combination must be counted once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout, Partial
 from meshweave.ir.analysis.dataflow import Dataflow
-from meshweave.ir.analysis.interpret import Interpreter, index_of
+from meshweave.ir.analysis.interpret import Interpreter, numpy_index
 from meshweave.ir.program import Buffer, Product, Program, Same
 from meshweave.ir.program.ops import Call
 from meshweave.ir.program.views import View
@@ -35,13 +35,13 @@ UNWRITTEN, ZERO = 0, 1
 
 @dataclass(frozen=True)
 class PartialSum:
-    """A sum of which some summands are in.
+    """A sum to which some of its summands have been added.
 
     Attributes:
         basis: what is summed: a product's output tensor, or a tensor that arrives as partial sums.
-        counts: how often each summand is in, for a product in the order (k, term of a, term of b). All ones are
-            the finished element. No counts at all mean the result of a call: it can be moved and added, and is
-            never what a product declares.
+        counts: how often each summand was added, for a product in the order (k, term of a, term of b). All ones
+            mean the finished element. An empty tuple means the result of a call: it can be moved and added, and
+            never counts as an element of a declared product.
     """
 
     basis: str
@@ -49,23 +49,24 @@ class PartialSum:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every summand is in once."""
+        """Return whether every summand was added exactly once."""
         return all(count == 1 for count in self.counts)
 
     @property
     def is_opaque(self) -> bool:
-        """Return whether a call made it, so that nothing is known of its summands."""
+        """Return whether the value comes from a call, so that its summands are unknown."""
         return not self.counts
 
 
 @dataclass
 class LabelAlgebra:
-    """The `ir.analysis.interpret.Algebra` of index labels; the module docstring says what a label is.
+    """The `ir.analysis.interpret.Algebra` of index labels; the module docstring defines a label.
 
     Attributes:
-        terms: every term met, by its number in the labels.
-        writers: the label of every op that wrote something, by its number in the labels.
-        interpreter: set by whoever runs the program, so that messages name the current op.
+        terms: every term so far, indexed by its number in the labels.
+        ids: the number of each term.
+        writers: the name of every op that wrote an element, indexed by its number in the labels.
+        interpreter: the interpreter that runs the program, set by its creator; messages name its current op.
     """
 
     program: Program
@@ -84,7 +85,7 @@ class LabelAlgebra:
         self.summands |= {out: math.prod(self._extents(product)) for out, product in self.products.items()}
 
     def _arrived(self) -> dict[str, tuple[int, bool]]:
-        """Tensors that arrive in terms: how many, and whether to be summed. Refuses two sets of terms of one."""
+        """Return (number of terms, whether they are to be summed) of each tensor that arrives partial."""
         arrived: dict[str, tuple[int, bool]] = {}
         for buffer in self.program.buffers:
             tensor, layout = buffer.tensor, buffer.layout
@@ -94,24 +95,24 @@ class LabelAlgebra:
                 other = "is computed, too" if tensor in self.products else "arrives in terms twice"
                 raise ProgramError(f"holds terms of {tensor}, which {other}", buffer=buffer.name)
             linear = all(p.op == "sum" for p in layout.placements if isinstance(p, Partial))
-            arrived[tensor] = len(partial_holders(layout, layout.mesh.ranks[0])), linear
+            arrived[tensor] = len(partial_term_ranks(layout, layout.mesh.ranks[0])), linear
         return arrived
 
     def _extents(self, product: Product) -> tuple[int, int, int]:
-        """How many k, terms of a and terms of b a product sums over."""
+        """Return the number of k, of terms of a and of terms of b that a product sums over."""
         inner = self.program.tensor_of[product.a].shape[0 if product.transpose_a else 1]
         return inner, self.arrived.get(product.a, (1,))[0], self.arrived.get(product.b, (1,))[0]
 
-    def intern(self, term: PartialSum) -> int:
-        """Return the number of a term; equal terms share it."""
+    def term_number(self, term: PartialSum) -> int:
+        """Return the number of a term, which is registered at first use; equal terms share a number."""
         if term not in self.ids:
             self.ids[term] = len(self.terms)
             self.terms.append(term)
         return self.ids[term]
 
-    def whole(self, tensor: str) -> int:
+    def finished_term(self, tensor: str) -> int:
         """Return the number of the term of a finished element of `tensor`."""
-        return self.intern(PartialSum(tensor, (1,) * self.summands.get(tensor, 1)))
+        return self.term_number(PartialSum(tensor, (1,) * self.summands.get(tensor, 1)))
 
     # --- algebra --------------------------------------------------------------------------------------
 
@@ -145,9 +146,9 @@ class LabelAlgebra:
         Raises ProgramError where no declared product is of these blocks.
         """
         shape = (a.shape[0], b.shape[1])
-        if 0 in (*a.shape, *b.shape) or self._only(a, ZERO) or self._only(b, ZERO):
+        if 0 in (*a.shape, *b.shape) or self._all_are(a, ZERO) or self._all_are(b, ZERO):
             return self.zeros(shape, "")
-        left, right = self._factor(a), self._factor(b)
+        left, right = self._operand_term(a), self._operand_term(b)
         declared = [p for p in self.products.values() if (p.a, p.b) == (left.basis, right.basis)]
         if not declared:
             raise ProgramError(f"multiplies {left.basis} by {right.basis}, which no declared product does")
@@ -170,7 +171,7 @@ class LabelAlgebra:
             if term.basis in self.arrived:
                 counts = np.kron(counts, term.counts)
         out = np.zeros((len(m), len(n)), LABEL)
-        out["term"] = self.intern(PartialSum(product.out, tuple(counts.tolist())))
+        out["term"] = self.term_number(PartialSum(product.out, tuple(counts.tolist())))
         out["index"] = m[:, None] * self.program.tensor_of[product.out].shape[1] + n[None, :]
         return out
 
@@ -193,12 +194,12 @@ class LabelAlgebra:
         left, right = self.terms[p], self.terms[q]
         assert left is not None and right is not None
         if left.is_opaque or right.is_opaque:
-            return self.intern(PartialSum("a sum with what a call made", ()))
+            return self.term_number(PartialSum("a sum with what a call made", ()))
         if left.basis != right.basis or len(left.counts) != len(right.counts):
             raise ProgramError(f"adds a term of {left.basis} to one of {right.basis}")
         if len(left.counts) == 1:
             raise ProgramError(f"adds a finished element of {left.basis} to itself")
-        return self.intern(
+        return self.term_number(
             PartialSum(left.basis, tuple(a + b for a, b in zip(left.counts, right.counts, strict=True)))
         )
 
@@ -212,9 +213,10 @@ class LabelAlgebra:
         return total
 
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
-        """Return what a call makes: what its output buffers declare; in scratch, something opaque.
+        """Return the labels of a call's outputs.
 
-        What it does with its inputs is its own business. Raises ProgramError for inputs that still lack a summand.
+        An output in a declared tensor is taken for the finished elements of that tensor; one in scratch is an
+        opaque term. Raises ProgramError for an input that still lacks a summand.
         """
         for view, block in zip(op.ins, ins, strict=True):
             self._check_input(view, block, rank)
@@ -224,9 +226,9 @@ class LabelAlgebra:
             assert self.interpreter is not None
             block = np.zeros(view.shape, LABEL)
             if buffer.tensor is not None:
-                block = global_labels(self, buffer, rank)[index_of(view)].copy()
+                block = element_labels(self, buffer, rank)[numpy_index(view)].copy()
             else:
-                block["term"] = self.intern(
+                block["term"] = self.term_number(
                     PartialSum(f"{op.fn}({self.flow.label(self.interpreter.current)})", ())
                 )
                 block["index"] = np.arange(block.size).reshape(block.shape)
@@ -234,16 +236,16 @@ class LabelAlgebra:
         return outs
 
     def _check_input(self, view: View, block: Labels, rank: int) -> None:
-        """Refuses unfinished sums, and what is not the element of the tensor that the buffer declares."""
+        """Raise ProgramError for unfinished sums, or elements that are not those of the buffer's tensor."""
         buffer = self.program.buffer_of[view.buffer]
         if buffer.layout is not None and buffer.layout.partial_axes:
             return
         story = ""
         for term in (self.terms[int(i)] for i in np.unique(block["term"])):
             if term is not None and not term.is_complete:
-                story = f"unfinished sums of {term.basis}: {self.describe(term)}"
+                story = f"unfinished sums of {term.basis}: {self.describe_faults(term)}"
         if not story and buffer.tensor in self.products.keys() | self.same.keys():
-            expected = self.expected(buffer, rank)[index_of(view)]
+            expected = self.finished_labels(buffer, rank)[numpy_index(view)]
             wrong = (block["term"] != expected["term"]) | (block["index"] != expected["index"])
             if wrong.any():
                 at = tuple(map(int, np.argwhere(wrong)[0]))
@@ -253,21 +255,21 @@ class LabelAlgebra:
             label = self.flow.label(self.interpreter.current)
             raise ProgramError(f"gives a call {story}", op=label, rank=rank, buffer=view.buffer)
 
-    def expected(self, buffer: Buffer, rank: int) -> Labels:
-        """Return what a buffer of `rank` holds when its tensor is finished."""
-        labels = global_labels(self, buffer, rank)
+    def finished_labels(self, buffer: Buffer, rank: int) -> Labels:
+        """Return the labels that a buffer of `rank` must hold when its tensor is finished."""
+        labels = element_labels(self, buffer, rank)
         if buffer.tensor in self.same:
-            labels["term"] = self.whole(self.same[buffer.tensor])
+            labels["term"] = self.finished_term(self.same[buffer.tensor])
         return labels
 
     # --- reading labels -------------------------------------------------------------------------------
 
     @staticmethod
-    def _only(block: Labels, term: int) -> bool:
+    def _all_are(block: Labels, term: int) -> bool:
         return bool((block["term"] == term).all())
 
-    def _factor(self, block: Labels) -> PartialSum:
-        """The one term of a block: finished, or part of the sum as which its tensor arrived."""
+    def _operand_term(self, block: Labels) -> PartialSum:
+        """Return the one term of an operand's elements: finished, or a term of a tensor that arrives partial."""
         ids = np.unique(block["term"])
         terms = [self.terms[int(i)] for i in ids]
         if len(terms) != 1 or terms[0] is None:
@@ -276,13 +278,15 @@ class LabelAlgebra:
             raise ProgramError(f"multiplies a block that mixes {', '.join(names)}")
         linear = self.arrived.get(terms[0].basis, (1, False))[1]
         if not (terms[0].is_complete or linear):
-            raise ProgramError(f"multiplies unfinished sums of {terms[0].basis}: {self.describe(terms[0])}")
+            raise ProgramError(
+                f"multiplies unfinished sums of {terms[0].basis}: {self.describe_faults(terms[0])}"
+            )
         return terms[0]
 
     def _axes(
         self, block: Labels, tensor: str, transposed: bool
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Global row and column numbers of a block, in the orientation of the multiplication."""
+        """Return the global row and column numbers of a block, after its transposition if any."""
         columns = self.program.tensor_of[tensor].shape[1]
         first, second = np.divmod(block["index"], columns)
         rows, cols = (second, first) if transposed else (first, second)
@@ -290,8 +294,8 @@ class LabelAlgebra:
             raise ProgramError(f"multiplies something that is no block of {tensor}")
         return rows[:, 0], cols[0, :]
 
-    def describe(self, term: PartialSum) -> str:
-        """Return what a term lacks or has more than once, in words."""
+    def describe_faults(self, term: PartialSum) -> str:
+        """Return, in words, the summands that a term lacks or has more than once."""
         lacking = [i for i, count in enumerate(term.counts) if count == 0]
         doubled = [i for i, count in enumerate(term.counts) if count > 1]
         parts = [f"lacks {self._summands(term.basis, lacking)}"] if lacking else []
@@ -318,7 +322,7 @@ def _some(values: Sequence[object], between: str = ", ") -> str:
     return shown + (f" and {len(values) - 4} more" if len(values) > 4 else "")
 
 
-def partial_holders(layout: Layout, rank: int) -> list[int]:
+def partial_term_ranks(layout: Layout, rank: int) -> list[int]:
     """Return the ranks whose local values are the terms of those of `rank`, in order of their coordinates."""
     holders = [rank]
     for axis in layout.partial_axes:
@@ -326,7 +330,7 @@ def partial_holders(layout: Layout, rank: int) -> list[int]:
     return holders
 
 
-def global_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
+def element_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
     """Return the labels of the finished elements of a buffer's tensor, on one rank."""
     assert buffer.tensor is not None and buffer.layout is not None
     shape = algebra.program.tensor_of[buffer.tensor].shape
@@ -334,5 +338,5 @@ def global_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
     block = np.zeros(tuple(len(dim) for dim in indices), LABEL)
     flat = np.ravel_multi_index(np.ix_(*indices), shape) if block.size else np.zeros(block.shape, np.int64)
     block["index"] = flat
-    block["term"] = algebra.whole(buffer.tensor)
+    block["term"] = algebra.finished_term(buffer.tensor)
     return block

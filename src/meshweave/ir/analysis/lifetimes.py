@@ -16,13 +16,13 @@ Written = Sequence[tuple[Op, Mapping[str, int]]]
 def lifetimes(program: Program, rank: int) -> dict[tuple[str, int], tuple[int, int]]:
     """Return the first and last op index at which each used scratch or temp slot of `rank` is needed.
 
-    What other ranks reach one-sided lives throughout: they may come at any time.
+    Slots that one-sided ops of other ranks access live throughout, because those accesses may come at any time.
     """
-    return _lifetimes(program, rank, list(program.written_on(rank)))
+    return _lifetimes(program, rank, list(program.unbound_ops_on_rank(rank)))
 
 
 def _lifetimes(program: Program, rank: int, ops: Written) -> dict[tuple[str, int], tuple[int, int]]:
-    """All that counts of a view is its slot, so ops are read as written: a search has no time to bind them."""
+    """Return the lifetimes from unbound ops: only the slot of a view is evaluated, which is fast in a search."""
     local = {buffer.name for buffer in program.buffers if buffer.kind in ("scratch", "temp")}
     spans: dict[tuple[str, int], tuple[int, int]] = {
         (name, slot): (0, len(ops) - 1)
@@ -46,7 +46,7 @@ def peak_bytes(program: Program, rank: int) -> int:
         if buffer.kind in ("input", "output") and rank in program.mesh_of[buffer.mesh]
     )
     change: dict[int, int] = defaultdict(int)
-    ops = list(program.written_on(rank))
+    ops = list(program.unbound_ops_on_rank(rank))
     for (name, _), (first, last) in _lifetimes(program, rank, ops).items():
         change[first] += program.buffer_bytes(name, rank)
         change[last + 1] -= program.buffer_bytes(name, rank)

@@ -74,7 +74,7 @@ def match(program: Program) -> MatchedProgram:
     Raises:
         ProgramError: partners disagree; the error names op and rank.
     """
-    ops = program.instance
+    ops = program.ops_by_rank
     collectives: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -112,7 +112,7 @@ def _int(value: Any) -> int:
 
 
 def _peer(program: Program, peer: Any, bound: BoundOp, rank: int) -> int:
-    if peer not in program.instance or peer == rank:
+    if peer not in program.ops_by_rank or peer == rank:
         raise ProgramError(f"peer {peer} is no other rank of the program", op=bound.label, rank=rank)
     return _int(peer)
 
@@ -141,7 +141,7 @@ def _match_collectives(
 
 
 def _agree(program: Program, ops: Mapping[int, Sequence[BoundOp]], nodes: Sequence[Node]) -> None:
-    """Every member issues the same collective: kind, name, dtype and fields, with parts that fit."""
+    """Raise ProgramError unless all members issue one collective: equal kind, name, dtype, fields and sizes."""
     first_rank, first_index = nodes[0]
     first = ops[first_rank][first_index]
     for rank, index in nodes[1:]:

@@ -18,8 +18,8 @@ from meshweave.ir.analysis.labels import (
     LabelAlgebra,
     Labels,
     PartialSum,
-    global_labels,
-    partial_holders,
+    element_labels,
+    partial_term_ranks,
 )
 from meshweave.ir.program import Buffer, Program
 
@@ -27,7 +27,7 @@ MAX_ELEMENTS = 16_000_000
 """Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
 
 
-def num_elements(program: Program) -> int:
+def num_buffer_elements(program: Program) -> int:
     """Return the elements of all buffers of all ranks, which the proof must hold in memory."""
     return sum(
         buffer.slots * math.prod(program.local_shape(buffer.name, rank))
@@ -36,7 +36,7 @@ def num_elements(program: Program) -> int:
     )
 
 
-def check_labels(flow: Dataflow, order: Sequence[Event]) -> None:
+def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> None:
     """Prove that the program computes what it declares, by executing `order` on labels.
 
     Raises:
@@ -60,7 +60,7 @@ def check_labels(flow: Dataflow, order: Sequence[Event]) -> None:
 
 
 def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
-    block = global_labels(algebra, buffer, rank)
+    block = element_labels(algebra, buffer, rank)
     assert buffer.layout is not None and buffer.tensor is not None
     axes = [i for i, p in enumerate(buffer.layout.placements) if isinstance(p, Partial)]
     if axes:
@@ -68,7 +68,7 @@ def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
         coords = mesh.coords(rank)
         number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
         counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
-        block["term"] = algebra.intern(PartialSum(buffer.tensor, counts))
+        block["term"] = algebra.term_number(PartialSum(buffer.tensor, counts))
     return block
 
 
@@ -76,7 +76,7 @@ def _check_output(
     algebra: LabelAlgebra, interpreter: Interpreter, buffer: Buffer, layout: Layout, rank: int
 ) -> None:
     assert buffer.tensor is not None
-    holders = partial_holders(layout, rank)
+    holders = partial_term_ranks(layout, rank)
     if rank != holders[0]:
         return
     result = interpreter.memory[rank, buffer.name, 0]
@@ -86,7 +86,7 @@ def _check_output(
             result = algebra.add(algebra.read(result), algebra.read(term))
         except ProgramError as error:
             raise ProgramError(error.message, rank=other, buffer=buffer.name) from None
-    expected = algebra.expected(buffer, rank)
+    expected = algebra.finished_labels(buffer, rank)
     tensor = buffer.tensor
     unwritten = result["term"] == UNWRITTEN
     declared = tensor in algebra.products or tensor in algebra.same
@@ -117,4 +117,4 @@ def _fault_of(algebra: LabelAlgebra, element: Any, expected: Any) -> str:
         return "is zero"
     if element["index"] != expected["index"]:
         return f"holds another element of {term.basis}"
-    return f"holds {term.basis}" if term.is_complete else algebra.describe(term)
+    return f"holds {term.basis}" if term.is_complete else algebra.describe_faults(term)

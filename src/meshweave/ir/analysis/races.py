@@ -24,8 +24,8 @@ class _Access:
     node: Node
     mode: Mode
     view: View
-    ends: Node | None
-    """The op after which the access is surely over; None if nothing says so."""
+    ended_by: Node | None
+    """The op at whose end the access has surely ended; None if no op guarantees that."""
 
 
 def check_races(flow: Dataflow, order: Sequence[Event]) -> None:
@@ -33,7 +33,7 @@ def check_races(flow: Dataflow, order: Sequence[Event]) -> None:
     accesses = _accesses(flow)
     if not accesses:
         return
-    past = _Past(flow, order)
+    past = _CompletedBefore(flow, order)
     for (owner, buffer, _), entries in accesses.items():
         foreign = [entry for entry in entries if entry.view.rank is not None]
         for entry in foreign:
@@ -42,7 +42,9 @@ def check_races(flow: Dataflow, order: Sequence[Event]) -> None:
                     continue
                 if entry.mode == other.mode and entry.mode in (READ, UPDATE):
                     continue
-                if past.holds(entry.ends, other.node) or past.holds(other.ends, entry.node):
+                if past.is_over_before(entry.ended_by, other.node) or past.is_over_before(
+                    other.ended_by, entry.node
+                ):
                     continue
                 if entry.view.overlaps(other.view):
                     raise ProgramError(
@@ -55,7 +57,7 @@ def check_races(flow: Dataflow, order: Sequence[Event]) -> None:
 
 
 def _accesses(flow: Dataflow) -> dict[tuple[int, str, int], list[_Access]]:
-    """Accesses to memory that some rank reaches from outside, per (owner, buffer, slot)."""
+    """Return the accesses to memory that one-sided ops of other ranks reach, by (owner, buffer, slot)."""
     reached = {
         (view.rank, view.buffer)
         for node in flow.nodes()
@@ -80,8 +82,8 @@ def _accesses(flow: Dataflow) -> dict[tuple[int, str, int], list[_Access]]:
     return out
 
 
-class _Past:
-    """For each op the set of ops that are complete before it can start, as a bit mask."""
+class _CompletedBefore:
+    """For each op, a bit mask of the ops that have ended before it can start."""
 
     def __init__(self, flow: Dataflow, order: Sequence[Event]) -> None:
         self._bit = {node: bit for bit, node in enumerate(node for event in order for node in event)}
@@ -109,16 +111,16 @@ class _Past:
                 self._mask[node] = mask
                 last[node[0], flow.op(node).lane] = mask
 
-    def holds(self, first: Node | None, second: Node) -> bool:
-        """Whether `first` is over before `second` can start.
+    def is_over_before(self, first: Node | None, second: Node) -> bool:
+        """Return whether `first` has ended before `second` can start; False for None.
 
-        Not before it can end: a collective may read its views long before the last member joins.
+        The start of `second` counts, since a collective may read its views long before the last member joins.
         """
         return first is not None and bool(self._start[second] >> self._bit[first] & 1)
 
 
 def _partners(flow: Dataflow, event: Event, position: int) -> list[int]:
-    """Members whose start the end of this member's op implies."""
+    """Return the positions of the members that must have started when this member's op ends."""
     op = flow.op(event[position])
     everyone = list(range(len(event)))
     if isinstance(op, Permute):

@@ -1,7 +1,7 @@
 """Which shapes, dtypes and member numbers fit together, op by op.
 
-numpy would broadcast a block of one row over many and raise its own errors for the rest, so nothing here is
-left to it. `check_op` looks at one op alone, `check_joint` at the members of a collective side by side.
+numpy would broadcast a block of one row over many rows, and its errors name no op. So all shapes are checked
+here. `check_op` looks at one op alone, `check_joint` at the members of a collective side by side.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from meshweave.ir.program.views import View
 Shape = tuple[int, ...]
 
 
-def equal_parts(sizes: Any, total: int, count: int) -> tuple[int, ...]:
-    """Return `sizes` of a resolved collective, or `count` equal parts of `total` where it is None."""
+def part_sizes(sizes: Any, total: int, count: int) -> tuple[int, ...]:
+    """Return the size of each member's part: `sizes` itself, or `count` equal parts of `total` if it is None."""
     return (total // count,) * count if sizes is None else sizes
 
 
@@ -70,7 +70,7 @@ class _Check:
 
 
 def check_op(program: Program, bound: BoundOp, rank: int) -> None:
-    """Check an op that is complete in itself. Raises ProgramError naming op, rank and buffer."""
+    """Check the shapes and dtypes of one op. Raises ProgramError naming op, rank and buffer."""
     check, op = _Check(program, bound, rank), bound.op
     _check_remote(check, op)
     _check_overlaps(check, op)
@@ -98,8 +98,10 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
 
 
 def _check_remote(check: _Check, op: Op) -> None:
-    """Only one-sided ops, what products, copies and sums read, and what can be released reach into another rank's
-    memory."""
+    """Raise ProgramError for a remote view that this op may not have.
+
+    Remote are the views of one-sided ops, operands of products, copies and sums, and outputs with a release.
+    """
     allowed: tuple[View, ...] = ()
     if isinstance(op, (Get, Add)):
         allowed = (op.src,)
@@ -116,7 +118,7 @@ def _check_remote(check: _Check, op: Op) -> None:
 
 
 def _check_overlaps(check: _Check, op: Op) -> None:
-    """Refuses an output that is partly an input: the numbers would depend on how an executor goes through it.
+    """Raise ProgramError for an output that overlaps an input: the result would depend on the executor's order.
 
     Elementwise ops may work in place, on exactly the same elements. A call reads all its inputs first.
     """
@@ -175,14 +177,14 @@ def _expected(checks: Sequence[_Check], ops: Sequence[Any]) -> list[Shape | None
     src: list[Shape] = [op.src.shape for op in ops]
     match first:
         case AllGather():
-            sizes = equal_parts(first.sizes, src[0][first.dim] * count, count)
+            sizes = part_sizes(first.sizes, src[0][first.dim] * count, count)
             for check, op, size in zip(checks, ops, sizes, strict=True):
                 check.shape(op.src, _with(src[0], first.dim, size))
             return [_with(src[0], first.dim, sum(sizes))] * count
         case ReduceScatter():
             _alike(checks, ops)
             total = src[0][first.dim]
-            sizes = equal_parts(first.sizes, total, count)
+            sizes = part_sizes(first.sizes, total, count)
             checks[0].require(
                 sum(sizes) == total, f"sizes {sizes} do not sum to the {total} of src", first.src.buffer
             )
@@ -204,11 +206,11 @@ def _expected(checks: Sequence[_Check], ops: Sequence[Any]) -> list[Shape | None
 
 def _all_to_all(checks: Sequence[_Check], ops: Sequence[Any], member: int) -> Shape:
     op, count = ops[member], len(ops)
-    recv = equal_parts(op.recv_sizes, op.out.shape[op.concat_dim], count)
+    recv = part_sizes(op.recv_sizes, op.out.shape[op.concat_dim], count)
     pieces: list[Shape] = []
     for check, other in zip(checks, ops, strict=True):
         total = other.src.shape[op.split_dim]
-        send = equal_parts(other.send_sizes, total, count)
+        send = part_sizes(other.send_sizes, total, count)
         check.require(
             sum(send) == total, f"send_sizes {send} do not sum to the {total} of src", other.src.buffer
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
-from meshweave.ir.analysis.proof import MAX_ELEMENTS, check_labels, num_elements
+from meshweave.ir.analysis.proof import MAX_ELEMENTS, num_buffer_elements, prove_outputs
 from meshweave.ir.analysis.races import check_races
 from meshweave.ir.analysis.shapes import check_op
 from meshweave.ir.program import Program
@@ -55,15 +55,15 @@ def validate(program: Program, *, labels: bool = True) -> Validation:
     check_races(flow, order)
     if not labels:
         return Validation(flow, order, (*skipped, "index labels: not asked for"))
-    count = num_elements(program)
+    count = num_buffer_elements(program)
     if count > MAX_ELEMENTS:
         return Validation(flow, order, (*skipped, f"index labels: {count} elements are over {MAX_ELEMENTS}"))
-    check_labels(flow, order)
+    prove_outputs(flow, order)
     return Validation(flow, order, skipped)
 
 
 def _try_ready_lanes(flow: Dataflow) -> tuple[str, ...]:
-    """Looks for deadlocks that depend on timing, and says where they were looked for only.
+    """Try random orders for deadlocks that depend on timing, and return notes on what was only sampled.
 
     Fifo lanes leave no choice: if one order can finish, all can. A ready-first lane chooses, and a collective
     or message that waits in it for its partner keeps others out.

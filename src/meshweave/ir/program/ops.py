@@ -27,12 +27,12 @@ Mode = Literal["read", "write", "update"]
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Makes an op give its output away tile by tile as it goes, instead of all at its end.
+    """The release of an op's output tile by tile while the op runs, instead of all at its end.
 
-    Tiles of `tile` elements along output dim `dim` are released from tile number `first`, wrapping around.
-    With `update` a tile is added to its target (near-memory op-and-store), else stored. Whoever reads a
-    region later in the program waits for all of its released writes: that derived dependence is T3's
-    track and trigger (section 4), and no fence is needed for it.
+    Tiles of `tile` elements along output dim `dim` are released in order from tile number `first`, wrapping
+    around. With `update` a tile is added to its target (near-memory op-and-store), else stored. An op that reads
+    a region later in the program waits for all released writes to it. This derived dependence is T3's track and
+    trigger (section 4) and needs no fence.
     """
 
     dim: int = 0

@@ -1,4 +1,4 @@
-"""The Program: what every algorithm writes and everything else reads.
+"""The Program: the intermediate representation that algorithms produce and all other parts consume.
 
 A program means what its sequential reading means: statement after statement, all ranks of a statement at
 once. Lanes and derived edges say how much of that order an executor must keep. A regular program is a
@@ -109,13 +109,13 @@ class BoundOp:
 
 @dataclass(frozen=True)
 class Program:
-    """What an algorithm writes and all readings read; the module docstring says what it means.
+    """A communication and compute program over all ranks; the module docstring defines its meaning.
 
     Fields stand in the order of the text form (`ir.program.text`).
 
     Attributes:
         body: the statements.
-        computes: what output tensors are, which `ir.analysis.validate` proves.
+        computes: the meaning of each output tensor, which `ir.analysis.validate` proves.
     """
 
     name: str
@@ -156,7 +156,7 @@ class Program:
         return ops_of(self.body)
 
     def placed_ops(self) -> Iterator[tuple[Op, tuple[int, ...]]]:
-        """Yield every op as `ops` does, with the ranks that the `On` blocks around it let run it."""
+        """Yield (op, ranks) for every op as written: its ranks are those in all `On` blocks around it."""
 
         def enter(block: Block, key: Key, ranks: tuple[int, ...]) -> Iterator[tuple[Key, tuple[int, ...]]]:
             if isinstance(block, On):
@@ -224,18 +224,21 @@ class Program:
         """Return the bytes of a resolved view."""
         return view.num_elements * dtype_bytes(self.buffer_of[view.buffer].dtype)
 
-    def on_rank(self, rank: int) -> tuple[BoundOp, ...]:
+    def ops_on_rank(self, rank: int) -> tuple[BoundOp, ...]:
         """Return the ops of one rank in program order. Raises ProgramError where an expression does not fit."""
         return tuple(self._bind(rank))
 
-    def written_on(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
-        """Yield the ops of one rank in program order as they are written, each with the values of its names."""
+    def unbound_ops_on_rank(self, rank: int) -> Iterator[tuple[Op, Mapping[str, int]]]:
+        """Yield (op, environment) for the ops of one rank in program order, loops unrolled.
+
+        The op keeps its expressions; the environment maps their variables to integers.
+        """
         return ((op, env) for _, op, env in self._unrolled(rank))
 
     @cached_property
-    def instance(self) -> dict[int, tuple[BoundOp, ...]]:
-        """Return the ops of every rank. Raises ProgramError as `on_rank` does."""
-        return {rank: self.on_rank(rank) for rank in self.ranks}
+    def ops_by_rank(self) -> dict[int, tuple[BoundOp, ...]]:
+        """Return the ops of every rank. Raises ProgramError as `ops_on_rank` does."""
+        return {rank: self.ops_on_rank(rank) for rank in self.ranks}
 
     def _bind(self, rank: int) -> Iterator[BoundOp]:
         for key, op, env in self._unrolled(rank):

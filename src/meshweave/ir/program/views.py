@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
-from meshweave.describe.layout.intervals import blocked
+from meshweave.describe.layout.intervals import blocked_intervals
 from meshweave.ir.program.expressions import Index, evaluate
 
 
@@ -57,7 +57,10 @@ class Blocked:
         return f"blocked({self.first}, {self.block}, {self.stride}{tail})"
 
     def count_below(self, position: int) -> int:
-        """Return how many selected elements lie below `position`, up to a constant, ignoring start and stop."""
+        """Return a count whose difference between two positions is the number of block elements between them.
+
+        `start` and `stop` are ignored.
+        """
         first, block, stride = _ints(self.first, self.block, self.stride)
         turns, rest = divmod(position - first, stride)
         return turns * block + min(rest, block)
@@ -72,7 +75,7 @@ class Blocked:
         """Return the selected elements as half-open ranges, ascending."""
         first, block, stride = _ints(self.first, self.block, self.stride)
         start, stop = _ints(self.start, self.stop)
-        return blocked(first, block, stride, start, stop)
+        return blocked_intervals(first, block, stride, start, stop)
 
 
 Selector = Range | Blocked
@@ -155,7 +158,7 @@ class View:
         )
 
     def covers(self, other: View) -> bool:
-        """Return whether this view surely holds every element of `other` (False may mean unknown)."""
+        """Return True if this view holds every element of `other`; False if not, or if that is not known."""
         if self.buffer != other.buffer or self.slot != other.slot:
             return False
         for mine, theirs in zip(self.selectors, other.selectors, strict=True):
