@@ -52,13 +52,13 @@ class Outputs:
             DescriptionError: a file or directory cannot be written.
             UnsupportedError: PNG pictures are wanted without a directory, or without the package that draws them.
         """
-        from meshweave.report.png import check_png
+        from meshweave.report.png import require_png
         from meshweave.reproduce.output import prepare_directory
 
         if self.png and self.out is None:
             raise UnsupportedError("--png writes beside the SVG pictures; give --out DIR too")
         if self.png:
-            check_png()
+            require_png()
         prepare_directory(self.out)
         check_writable(self.report)  # may lie in the directory
 
