@@ -21,8 +21,8 @@ $(VENV)/.modules: FORCE | $(BIN)/python
 FORCE:
 
 $(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules | $(BIN)/python
-	$(PIP) install --quiet -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[torch,mpi,dev]'
+	$(PIP) install --quiet --no-compile -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[torch,mpi,dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -58,7 +58,7 @@ slow: $(STAMP)
 
 # The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.
 docs: $(STAMP)
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[docs]'
+	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[docs]'
 	$(BIN)/python docs/site.py
 
 bench: $(STAMP)
