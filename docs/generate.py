@@ -93,8 +93,10 @@ def _summary(model: type[BaseModel]) -> str:
 
 def _table(model: type[BaseModel]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for key, field in model.model_fields.items():
-        rows.append(f"| `{key}` | {_type(field.annotation)} | {_default(field)} | {field.description} |")
+    for name, field in model.model_fields.items():
+        rows.append(
+            f"| `{field.alias or name}` | {_type(field.annotation)} | {_default(field)} | {field.description} |"
+        )
     return "\n".join(rows) + "\n"
 
 

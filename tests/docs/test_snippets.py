@@ -16,7 +16,8 @@ from pathlib import Path
 import pages
 import pytest
 
-from meshweave import cli, launch
+from meshweave import launch
+from meshweave.cli.app import run_app
 
 LANGUAGES = ("python", "sh", "console", "text", "toml")
 OTHER_PROGRAMS = ("make", "pip", "bash", "git")
@@ -110,9 +111,9 @@ def run(words: list[str]) -> int:
         return 0
     if words[0] == "meshweave":
         if output is None:
-            return cli.app.run_app(words[1:])
+            return run_app(words[1:])
         with Path(output).open("w") as file, redirect_stdout(file):
-            return cli.app.run_app(words[1:])
+            return run_app(words[1:])
     if words[0] == "python" and words[1].endswith(".py"):
         previous, sys.argv = sys.argv, words[1:]
         try:
