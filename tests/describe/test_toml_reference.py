@@ -36,5 +36,6 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_key_is_described_and_on_the_page(model: type[BaseModel]) -> None:
     page = (DOCS / "reference" / "descriptions.md").read_text(encoding="utf-8")
     assert model.model_fields and model.__doc__
-    for key, field in model.model_fields.items():
+    for name, field in model.model_fields.items():
+        key = field.alias or name
         assert field.description and f"| `{key}` | " in page

@@ -40,8 +40,8 @@ class HostTopology:
         nic_of: number of the NIC, within its host, that each global rank uses.
         nic_bytes_per_s: rate of one direction of a NIC.
         local_bytes_per_s: rate of one direction of a link inside a host.
-        nic_latency_s: cost of a message between hosts beside its bytes.
-        local_latency_s: cost of a message inside a host beside its bytes.
+        nic_latency_s: seconds of a message between hosts in addition to its bytes.
+        local_latency_s: seconds of a message inside a host in addition to its bytes.
 
     Raises:
         LayoutError: `host_of` and `nic_of` differ in length, or a rate is below 1 byte per second.

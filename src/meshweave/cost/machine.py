@@ -57,8 +57,8 @@ class Machine:
 
     A mesh that a torus does not carry with neighbours next to each other is an error, unless it is `logical`: its
     messages then take the real links of several hops, and its axes have the constants of the slowest axis of the
-    network. A collective without contention is then priced as if its members were neighbours; what that leaves out
-    shows in simulation with contention.
+    network. Without contention a collective is then priced for members that are neighbours. Only
+    simulation with contention shows the cost of several hops.
 
     `placement` is the chip of each global rank, a permutation of all chips. It moves paths, not constants.
 
@@ -126,15 +126,15 @@ class Machine:
         return {}
 
     def _constants_and_rate(self, axis: str, kind: str) -> tuple[CommConstants, int]:
-        known = self._constants.get((axis, kind))
-        if known is None:
+        pair = self._constants.get((axis, kind))
+        if pair is None:
             network_axis = self.axis(axis)
             constants = network_axis.comm(kind)
             rate = int(
                 min(constants.bytes_per_s, network_axis.num_directions * network_axis.link_bytes_per_s)
             )
-            known = self._constants[axis, kind] = constants, max(rate, 1)
-        return known
+            pair = self._constants[axis, kind] = constants, max(rate, 1)
+        return pair
 
     def constants(self, axis: str, kind: str) -> CommConstants:
         """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis."""
@@ -161,17 +161,17 @@ class Machine:
     def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
         """Return the constants of gets and puts, or if `adds` of accumulates, between two different ranks."""
         axis = self.axis_between(src, dst)
-        known = self._one_sided.get((axis, adds))
-        if known is None:
+        one_sided = self._one_sided.get((axis, adds))
+        if one_sided is None:
             constants = axis.comm("accumulate" if adds else "send_recv")
             rate = max(int(min(constants.bytes_per_s, axis.link_bytes_per_s)), 1)
             chip = self.cluster.chip
             lost = chip.accumulate_share * chip.effective_flops_per_s if adds else 0.0
             fixed_ps = to_ps(constants.launch_s) + to_ps(constants.sync_s)
-            known = self._one_sided[axis, adds] = OneSidedConstants(
+            one_sided = self._one_sided[axis, adds] = OneSidedConstants(
                 fixed_ps, rate, min(round(lost / rate), _MOST_PER_BYTE)
             )
-        return known
+        return one_sided
 
     @cached_property
     def _one_sided(self) -> dict[tuple[NetworkAxis, bool], OneSidedConstants]:
@@ -237,14 +237,14 @@ class Machine:
     def link_rate(self, link: Link) -> int:
         """Return the bytes per second of one direction of a link; in a tree, of all parallel links of a child."""
         network = self.cluster.network
-        what, _, axis, _ = link
+        link_kind, _, axis, _ = link
         match network:
             case HostsNetwork():
-                chosen = network.nic if what.startswith("nic") else network.intra
+                chosen = network.nic if link_kind.startswith("nic") else network.intra
             case TreeNetwork():
                 return int(network.levels[axis].child_bytes_per_s)
             case FullMeshNetwork():
-                chosen = network.inner if what == "inner" else network.link
+                chosen = network.inner if link_kind == "inner" else network.link
             case TorusNetwork():
                 chosen = self._torus_axes[axis]
             case _:

@@ -88,7 +88,7 @@ class TimedSkeleton:
 def _compile(
     tasks: tuple[Task, ...], durations: list[int], numbers: dict[str, int], lane_numbers: dict[str, int]
 ) -> tuple[list[_Step], int]:
-    """The steps of a turn, and over how many turns they reach back."""
+    """Return the steps of a turn, and the number of turns over which their dependences reach back."""
     steps: list[_Step] = []
     seen: set[str] = set()
     reach = 0
@@ -120,7 +120,7 @@ def _run_phase(
     history: list[list[int]],
     lanes: list[int],
 ) -> None:
-    """Follows the turns of a phase in `history` and `lanes`, or jumps over those that only shift."""
+    """Advance `history` and `lanes` by the turns of a phase, jumping over turns once they are periodic."""
     used = {lane for _, lane, _, _, _ in steps}
     watched = {number for _, _, _, _, back in steps for number, _ in back}
     for turn in range(1, turns + 1):
@@ -128,11 +128,11 @@ def _run_phase(
         finish = blank.copy()
         for number, lane, duration, now, back in steps:
             start = lanes[lane]
-            for other in now:
-                if finish[other] > start:
-                    start = finish[other]
-            for other, distance in back:
-                end = history[-distance][other]
+            for task in now:
+                if finish[task] > start:
+                    start = finish[task]
+            for task, distance in back:
+                end = history[-distance][task]
                 if end > start:
                     start = end
             finish[number] = lanes[lane] = start + duration
@@ -166,7 +166,7 @@ def _steady_shift(
     watched: set[int],
     reach: int,
 ) -> int | None:
-    """By how much the last turn shifted everything that the next one depends on, if by one amount."""
+    """Return the picoseconds by which the last turn shifted all inputs of the next turn; None if not equal."""
     shift: int | None = None
     for lane in used:
         gap = lanes[lane] - before[lane]
@@ -185,11 +185,12 @@ def _steady_shift(
 def _steady_rates(
     steps: list[_Step], lanes: list[int], history: list[list[int]], reach: int
 ) -> list[int] | None:
-    """By how much each task's end shifts from turn to turn, if that stays so although it is not one amount.
+    """Return the picoseconds by which each task's end shifts per turn, if these stay constant; else None.
 
-    Lanes that do not hold each other up, such as a ring that is faster than the products, drift apart. Their
-    ends stay linear in time if they are so as far as the next turn looks back, and if in that turn whatever a
-    task has to wait for longest is also what shifts most, so that it is what to wait for ever after.
+    Lanes that do not block each other, such as a ring that is faster than the products, shift by different
+    amounts. All later ends are linear if two conditions hold. The ends that the next turn depends on were linear
+    so far. And in the next turn the input that each task waits for last is also the one with the largest shift,
+    so that the task waits for the same input in all later turns.
     """
     if len(history) < reach + 2:
         return None
@@ -200,16 +201,15 @@ def _steady_rates(
         if older[number] < 0:
             return None
         lane_ends[lane] = lanes[lane], rates[number]
-        for other, distance in back:
-            if last[other] >= 0 and any(
-                history[-ago][other] - history[-ago - 1][other] != rates[other]
-                for ago in range(1, distance + 1)
+        for task, distance in back:
+            if last[task] >= 0 and any(
+                history[-ago][task] - history[-ago - 1][task] != rates[task] for ago in range(1, distance + 1)
             ):
                 return None
     ends: dict[int, int] = {}
     for number, lane, duration, now, back in steps:
-        waits = [lane_ends[lane], *((ends[other], rates[other]) for other in now)]
-        waits += [(history[-d][other], rates[other]) for other, d in back if last[other] >= 0]
+        waits = [lane_ends[lane], *((ends[task], rates[task]) for task in now)]
+        waits += [(history[-d][task], rates[task]) for task, d in back if last[task] >= 0]
         start, rate = max(waits)
         end = start + duration
         if rate < max(waits, key=_rate)[1] or rate != rates[number] or end != last[number] + rate:

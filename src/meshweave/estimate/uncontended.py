@@ -1,4 +1,4 @@
-"""Simulation without contention: every op takes its closed form, as if it had engines and links to itself.
+"""Simulation without contention: every op takes the time of its closed form, and shares no engine or link.
 
 The members of a collective start together, when the last of them has been issued. Ties are broken by rank,
 lane and op.
@@ -58,7 +58,7 @@ class UncontendedSimulator(TraceRecorder):
             self._begin(joint.members, may_free=joint.kind == "message")
 
     def _permute(self, joint: Joint, position: int, arrived: set[int]) -> None:
-        """Starts the transfers from and to a member whose other end has been issued as well."""
+        """Start the transfers from and to a member whose other member has been issued as well."""
         node, count = joint.members[position], len(joint.members)
         op = self.flow.op(node)
         assert isinstance(op, Permute) and isinstance(op.shift, int)
@@ -73,8 +73,10 @@ class UncontendedSimulator(TraceRecorder):
                 self._begin((joint.members[sender], joint.members[receiver]), may_free=True)
 
     def _begin(self, nodes: tuple[Node, ...], may_free: bool = False) -> None:
-        """Nodes that end together; the first may be freed as the bytes begin to flow, where a buffer takes
-        them."""
+        """Schedule the common end of `nodes`.
+
+        With `may_free` the first one, a sender, ends when the bytes begin to flow if they fit the send buffer.
+        """
         first = nodes[0]
         work = work_of(self.flow.program, self.flow.op(first))
         is_message = isinstance(self.flow.op(first), Send)

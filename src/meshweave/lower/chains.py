@@ -64,13 +64,13 @@ class _ChainMember:
     """The lanes of even and of odd hops; hop h leads from position h to position h + 1."""
 
     def where(self, positions: range) -> Iterator[tuple[int, Index]]:
-        """Yield 0 and 1, each with the condition that the rank is at an even or odd one of `positions`."""
-        for odd in (0, 1):
-            of_parity = [position for position in range(self.count) if position % 2 == odd]
+        """Yield (parity, condition) for both parities: the rank is at one of `positions` of that parity."""
+        for parity in (0, 1):
+            of_parity = [position for position in range(self.count) if position % 2 == parity]
             chosen = [position for position in of_parity if position in positions]
             if not chosen:
                 continue
-            condition = equal(self.position % 2, odd)
+            condition = equal(self.position % 2, parity)
             if len(chosen) == 1:
                 condition = equal(self.position, chosen[0])
             else:
@@ -78,7 +78,7 @@ class _ChainMember:
                     condition = binary("and", condition, self.position >= chosen[0])
                 if chosen[-1] < of_parity[-1]:
                     condition = binary("and", condition, self.position <= chosen[-1])
-            yield odd, condition
+            yield parity, condition
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,10 @@ class _ChainLowering:
         update, name = isinstance(op, Reduce), op.name or op.kind
         return [
             When(
-                here, (Recv(out=out, peer=chain.before, update=update, lane=chain.lanes[1 - odd], name=name),)
+                here,
+                (Recv(out=out, peer=chain.before, update=update, lane=chain.lanes[1 - parity], name=name),),
             )
-            for odd, here in chain.where(positions)
+            for parity, here in chain.where(positions)
         ]
 
     def _sends(
@@ -202,8 +203,8 @@ class _ChainLowering:
         step = CollectiveStep(op.kind, chain.position + cut.number, cut.packets + (chain.count - 2), op.over)
         name = op.name or op.kind
         return [
-            When(here, (Send(src=src, peer=chain.after, step=step, lane=chain.lanes[odd], name=name),))
-            for odd, here in chain.where(positions)
+            When(here, (Send(src=src, peer=chain.after, step=step, lane=chain.lanes[parity], name=name),))
+            for parity, here in chain.where(positions)
         ]
 
     def _chain(self, op: Broadcast | Reduce, first: Index) -> _ChainMember:
@@ -217,10 +218,10 @@ class _ChainLowering:
         before, after = (_rank(mesh, axis, (at + shift) % count) for shift in (count - 1, 1))
         even = replace(self.lanes[op.lane], order="fifo")
         self.lanes[op.lane] = even
-        odd = op.lane + ODD if count > 2 else op.lane
+        odd_lane = op.lane + ODD if count > 2 else op.lane
         if count > 2:
-            self.lanes[odd] = replace(self.lanes.get(odd, even), name=odd, order="fifo")
-        return _ChainMember(count, position, before, after, (op.lane, odd))
+            self.lanes[odd_lane] = replace(self.lanes.get(odd_lane, even), name=odd_lane, order="fifo")
+        return _ChainMember(count, position, before, after, (op.lane, odd_lane))
 
     def _cut(self, op: Broadcast | Reduce, view: View, other: View) -> _PacketSplit:
         """Return how to cut `view`, whose shape is the same on all members, and `other` in the same manner."""

@@ -1,8 +1,8 @@
-"""Read remote operands where they are, for memory that every rank reaches equally fast, such as that of one host.
+"""Reads of remote operands in place, for memory that every rank reaches equally fast, such as that of one host.
 
-A get is left out if only products, sums and copies read its target, and read exactly that: they read the remote
-view instead. The remote memory must not change in the meantime, so no fence may stand between. An operand that
-several gets put together is still fetched.
+A get is removed if only products, sums and copies read its target, each exactly the view that the get wrote. They
+read the remote view instead. The remote memory must not change in between, so no fence may stand between the get
+and a reader. An operand that several gets fill is still fetched.
 """
 
 from __future__ import annotations

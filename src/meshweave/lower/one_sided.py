@@ -90,7 +90,7 @@ class _SenderLanes:
         return [Lane(self._names[key]) for key in sorted(self._names)]
 
     def emptied(self, body: Iterable[Statement]) -> set[str]:
-        """Return the lanes of the program that no op of `body` runs in any more."""
+        """Return the lanes of the program in which no op of `body` runs."""
         return set(self._lanes) - {op.lane for op in ops_of(body)}
 
 

@@ -1,15 +1,15 @@
-"""One-sided ops for ranks that share memory: nobody writes into a buffer of another rank, and sums have one order.
+"""Lowering of one-sided ops for ranks that share memory: no rank writes a buffer of another, sums have one order.
 
-Four rewrites turn a program of gets, puts and accumulates into one for memory that is as near to every rank:
+Four rewrites turn a program of gets, puts and accumulates into one for memory that all ranks reach equally fast:
 
 1. A get whose target is only read becomes a read of the source (`read_in_place`), any other a copy.
-2. A put or accumulate becomes a read by the owner. The product stays in scratch of the rank that computed it;
+2. A put or accumulate becomes a read by the owner. The product is_local in scratch of the rank that computed it;
    after a fence the owner copies the first term and adds the others in the order of ranks. So a sum has the same
    bits in every run, and no update needs a lock.
-3. Of an input or output buffer, the part that other ranks read is copied into scratch first. The caller's own
-   tensors are then local: an executor may read operands and write the result where the caller has them.
-4. A fence that no write to memory read by other ranks stands before is left out, and all ops share one lane, for
-   nothing is left to overlap.
+3. The parts of input and output buffers that other ranks read are copied into scratch first. The caller's own
+   tensors are then local: an executor may use them in place as operands and results.
+4. A fence is left out if no write to memory that other ranks read precedes it. All ops share one lane, because
+   no communication remains to overlap.
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ Epoch = dict[int, list[Op]]
 def lower_to_shared_memory(program: Program) -> Program:
     """Return the program for ranks that share memory, written out per rank; see the module docstring.
 
-    Raises ProgramError for what no universal product has: fences of some ranks only, views that are no boxes, and
-    results that are given away without a product that made them.
+    Raises:
+        ProgramError: a fence joins some ranks only, a view is no box, or a put or accumulate has a source that no
+            product of its rank wrote. No universal product has any of these.
     """
     program = read_in_place(program)
-    epochs, buffers = _summed_by_owners(program, _epochs(program))
-    epochs, published = _published(program, epochs)
+    epochs, buffers = _reduced_by_owners(program, _epochs(program))
+    epochs, published = _copied_to_scratch(program, epochs)
     lowered = replace(
         program,
         buffers=(*program.buffers, *buffers, *published),
@@ -54,12 +55,12 @@ def lower_to_shared_memory(program: Program) -> Program:
     used = {view.buffer for op in lowered.ops() for _, view in op.accesses()}
     kept = tuple(buffer for buffer in lowered.buffers if buffer.kind != "scratch" or buffer.name in used)
     return replace(
-        lowered, buffers=kept, body=tuple(_fenced(program.ranks, epochs, exposed_buffers(lowered)))
+        lowered, buffers=kept, body=tuple(_with_fences(program.ranks, epochs, exposed_buffers(lowered)))
     )
 
 
 def _epochs(program: Program) -> list[Epoch]:
-    """Return the ops between the fences of all ranks."""
+    """Return the ops of each epoch: the ops between two fences of all ranks."""
     count = 1 + max(sum(isinstance(bound.op, Fence) for bound in ops) for ops in program.ops_by_rank.values())
     epochs: list[Epoch] = [{rank: [] for rank in program.ranks} for _ in range(count)]
     for rank, ops in program.ops_by_rank.items():
@@ -79,8 +80,10 @@ def _epochs(program: Program) -> list[Epoch]:
     return epochs
 
 
-def _fenced(ranks: tuple[int, ...], epochs: Sequence[Epoch], exposed: frozenset[str]) -> Iterator[Statement]:
-    """Yield the statements with a fence wherever something was written that other ranks read afterwards."""
+def _with_fences(
+    ranks: tuple[int, ...], epochs: Sequence[Epoch], exposed: frozenset[str]
+) -> Iterator[Statement]:
+    """Yield the statements, with a fence between epochs after a write to an exposed buffer."""
     is_pending = False
     for epoch in epochs:
         if is_pending:
@@ -97,28 +100,30 @@ def _fenced(ranks: tuple[int, ...], epochs: Sequence[Epoch], exposed: frozenset[
 
 @dataclass
 class _Term:
-    """A part of a product that belongs into `out`, a local view of its owner; `product` is its place among the
-    products that `rank` gives away."""
+    """A part of a product of `rank` that its owner adds to `out`, a view of the owner's memory.
+
+    `product` is the index of the product among the outgoing products of `rank`.
+    """
 
     rank: int
     product: int
     src: View
     out: View
-    stays: bool = False
-    """Whether the product is this part and nothing else, and the rank that computed it is the owner."""
+    is_local: bool = False
+    """Whether the term is the whole product, and the rank that computed it is the owner."""
 
 
 @dataclass
-class _Giver:
-    """The products that a rank gives away, each kept in a scratch slot of its own."""
+class _OutgoingProducts:
+    """The products of a rank that it puts or accumulates, each kept in a scratch slot of its own."""
 
     rank: int
     slot_of: dict[tuple[str, int], int] = field(default_factory=dict)
-    """The product that is in (buffer, slot) now."""
+    """The index of the product that (buffer, slot) holds now."""
     targets: list[View] = field(default_factory=list)
-    """Where each product was written."""
+    """The view that each product was written to in the original program."""
     direct: dict[int, View] = field(default_factory=dict)
-    """Products that are written into the rank's own part of the result, and where."""
+    """The view of the rank's own result that a product is written to directly, by index of the product."""
 
     def product(self, view: View) -> int:
         assert isinstance(view.slot, int)
@@ -130,88 +135,101 @@ class _Giver:
         return product
 
     def renamed(self, view: View) -> View:
-        """Return the view in the scratch of products that are given away."""
-        return replace(view, buffer=_given(view.buffer), slot=self.product(view))
+        """Return the same view in the scratch buffer of outgoing products."""
+        return replace(view, buffer=_outgoing_buffer(view.buffer), slot=self.product(view))
 
 
-def _given(buffer: str) -> str:
+def _outgoing_buffer(buffer: str) -> str:
     return f"{buffer}_given"
 
 
-def _summed_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
-    """Return the epochs with an epoch of sums after each one in which something was given, and the new buffers."""
-    givers = {rank: _Giver(rank) for rank in program.ranks}
-    given = (
+def _reduced_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
+    """Return the epochs without puts and accumulates, and the new scratch buffers.
+
+    An epoch that had any is followed by an epoch in which the owners reduce the terms.
+    """
+    outgoing_of = {rank: _OutgoingProducts(rank) for rank in program.ranks}
+    updates = (
         op for epoch in epochs for ops in epoch.values() for op in ops if isinstance(op, (Accumulate, Put))
     )
-    names = {op.src.buffer for op in given}
+    names = {op.src.buffer for op in updates}
     summed: list[Epoch] = []
     for number, epoch in enumerate(epochs):
-        if any(giver.targets for giver in givers.values()) and _gives(epoch):
+        if any(outgoing.targets for outgoing in outgoing_of.values()) and _has_updates(epoch):
             raise ProgramError("has accumulates or puts in several epochs")
-        terms = {rank: _collect_terms(givers[rank], epoch[rank], names) for rank in program.ranks}
+        terms = {rank: _collect_terms(outgoing_of[rank], epoch[rank], names) for rank in program.ranks}
         by_owner: dict[int, list[_Term]] = defaultdict(list)
         for rank in program.ranks:
             for owner, term in terms[rank]:
                 by_owner[owner].append(term)
         tiled = {rank for rank in by_owner if _is_tiled(by_owner[rank])}
         for rank in tiled:
-            givers[rank].direct.update((term.product, term.out) for term in by_owner[rank] if term.stays)
+            outgoing_of[rank].direct.update(
+                (term.product, term.out) for term in by_owner[rank] if term.is_local
+            )
         sums: Epoch = {rank: [] for rank in program.ranks}
         kept: Epoch = {rank: [] for rank in program.ranks}
         for rank, ops in epoch.items():
-            kept[rank] = list(_without_gives(givers[rank], ops, names))
+            kept[rank] = list(_without_updates(outgoing_of[rank], ops, names))
         for owner, owned in by_owner.items():
-            sums[owner] = list(_sums(givers[owner], owned, owner in tiled))
+            sums[owner] = list(_reduce_terms(outgoing_of[owner], owned, owner in tiled))
             later = [op.out for ops in epochs[number + 1 :] for op in ops[owner] if isinstance(op, Copy)]
-            if owner in tiled and _fill(program, owner, [*(term.out for term in owned), *later]):
+            if owner in tiled and _cover_buffer(program, owner, [*(term.out for term in owned), *later]):
                 for earlier in (*summed, kept):
-                    earlier[owner] = [op for op in earlier[owner] if not _clears(op, owned[0].out.buffer)]
-        for giver in givers.values():
-            giver.slot_of.clear()
+                    earlier[owner] = [op for op in earlier[owner] if not _zeroes(op, owned[0].out.buffer)]
+        for outgoing in outgoing_of.values():
+            outgoing.slot_of.clear()
         summed.append(kept)
         if by_owner:
             summed.append(sums)
-    count = max(len(giver.targets) for giver in givers.values())
+    count = max(len(outgoing.targets) for outgoing in outgoing_of.values())
     buffers = [
-        replace(program.buffer_of[name], name=_given(name), slots=max(count, 1)) for name in sorted(names)
+        replace(program.buffer_of[name], name=_outgoing_buffer(name), slots=max(count, 1))
+        for name in sorted(names)
     ]
     return summed, buffers
 
 
-def _gives(epoch: Epoch) -> bool:
+def _has_updates(epoch: Epoch) -> bool:
     return any(isinstance(op, (Accumulate, Put)) for ops in epoch.values() for op in ops)
 
 
-def _collect_terms(giver: _Giver, ops: Sequence[Op], names: set[str]) -> list[tuple[int, _Term]]:
-    """Return (owner, term) for everything that a rank gives away in an epoch."""
+def _collect_terms(
+    outgoing: _OutgoingProducts, ops: Sequence[Op], names: set[str]
+) -> list[tuple[int, _Term]]:
+    """Return (owner, term) for every put and accumulate of a rank in an epoch."""
     terms: list[tuple[int, _Term]] = []
     slot_of: dict[tuple[str, int], int] = {}
     for op in ops:
         if isinstance(op, Matmul) and op.out.buffer in names:
             assert isinstance(op.out.slot, int)
-            slot_of[op.out.buffer, op.out.slot] = len(giver.targets)
-            giver.targets.append(op.out)
+            slot_of[op.out.buffer, op.out.slot] = len(outgoing.targets)
+            outgoing.targets.append(op.out)
         if isinstance(op, (Accumulate, Put)):
-            giver.slot_of = slot_of
-            owner = giver.rank if op.out.rank is None else op.out.rank
+            outgoing.slot_of = slot_of
+            owner = outgoing.rank if op.out.rank is None else op.out.rank
             assert isinstance(owner, int)
-            product = giver.product(op.src)
-            stays = owner == giver.rank and op.src == giver.targets[product]
-            term = _Term(giver.rank, product, giver.renamed(op.src), replace(op.out, rank=None), stays)
+            product = outgoing.product(op.src)
+            is_local = owner == outgoing.rank and op.src == outgoing.targets[product]
+            term = _Term(
+                outgoing.rank, product, outgoing.renamed(op.src), replace(op.out, rank=None), is_local
+            )
             terms.append((owner, term))
     return terms
 
 
 def _is_tiled(terms: Sequence[_Term]) -> bool:
-    """Return whether the terms of an owner fall into boxes that are equal or disjoint. Then the first term of each
-    box can be copied instead of added, and the owner's own products can be written where they belong."""
+    """Return whether the boxes of an owner's terms are pairwise equal or disjoint.
+
+    Then the first term of each box can be copied instead of added, and the owner's own products can be written to
+    the result directly.
+    """
     boxes = {_box(term.out): term.out for term in terms}
     return not any(a.overlaps(b) for a, b in combinations(boxes.values(), 2))
 
 
-def _sums(owner: _Giver, terms: Sequence[_Term], is_tiled: bool) -> Iterator[Op]:
-    """Yield what an owner adds up: its own products first, then those of the others in the order of ranks."""
+def _reduce_terms(owner: _OutgoingProducts, terms: Sequence[_Term], is_tiled: bool) -> Iterator[Op]:
+    """Yield the copies and additions of an owner: its own products first, then those of other ranks in order."""
     begun: set[Box] = set()
     for term in sorted(terms, key=lambda term: (term.rank != owner.rank, term.rank, term.product)):
         box = _box(term.out)
@@ -226,12 +244,15 @@ def _sums(owner: _Giver, terms: Sequence[_Term], is_tiled: bool) -> Iterator[Op]
         begun.add(box)
 
 
-def _without_gives(giver: _Giver, ops: Sequence[Op], names: set[str]) -> Iterator[Op]:
-    """Yield the ops of a rank with products where the owner of their sum, or the sum itself, finds them."""
+def _without_updates(outgoing: _OutgoingProducts, ops: Sequence[Op], names: set[str]) -> Iterator[Op]:
+    """Yield the ops of a rank without puts and accumulates.
+
+    Outgoing products are written to scratch, where their owner reads them, or directly to the result.
+    """
     slot_of: dict[tuple[str, int], int] = {}
-    giver.slot_of = slot_of
+    outgoing.slot_of = slot_of
     count = sum(isinstance(op, Matmul) and op.out.buffer in names for op in ops)
-    product = len(giver.targets) - count
+    product = len(outgoing.targets) - count
     begun: set[Box] = set()
     for op in ops:
         if isinstance(op, (Accumulate, Put)):
@@ -239,21 +260,21 @@ def _without_gives(giver: _Giver, ops: Sequence[Op], names: set[str]) -> Iterato
         if isinstance(op, Matmul) and op.out.buffer in names:
             assert isinstance(op.out.slot, int)
             slot_of[op.out.buffer, op.out.slot] = product
-            target = giver.direct.get(product)
+            target = outgoing.direct.get(product)
             if target is None:
-                yield replace(op, out=giver.renamed(op.out))
+                yield replace(op, out=outgoing.renamed(op.out))
             else:
                 yield replace(op, out=target, accumulate=int(_box(target) in begun))
                 begun.add(_box(target))
             product += 1
             continue
         if isinstance(op, Copy) and op.src.buffer in names:
-            op = replace(op, src=giver.renamed(op.src))
+            op = replace(op, src=outgoing.renamed(op.src))
         yield op
 
 
-def _fill(program: Program, rank: int, views: Sequence[View]) -> bool:
-    """Return whether boxes, of which no two overlap unless they are equal, are all of the first one's buffer."""
+def _cover_buffer(program: Program, rank: int, views: Sequence[View]) -> bool:
+    """Return whether the views of the first view's buffer cover it, with no overlap between different boxes."""
     boxes = {_box(view): view for view in views if view.buffer == views[0].buffer}
     if any(a.overlaps(b) for a, b in combinations(boxes.values(), 2)):
         return False
@@ -261,16 +282,18 @@ def _fill(program: Program, rank: int, views: Sequence[View]) -> bool:
     return sum(view.num_elements for view in boxes.values()) == math.prod(shape)
 
 
-def _clears(op: Op, buffer: str) -> bool:
+def _zeroes(op: Op, buffer: str) -> bool:
     return isinstance(op, Zero) and op.out.buffer == buffer
 
 
 # --- parts of buffers of the caller that others read ------------------------------------------------------------
 
 
-def _published(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
-    """Return the epochs in which remote reads of inputs and outputs are of copies in scratch, made an epoch
-    earlier, and these scratch buffers. Inputs have one copy for all epochs."""
+def _copied_to_scratch(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], list[Buffer]]:
+    """Return the epochs with remote reads of inputs and outputs redirected to copies in scratch, and that scratch.
+
+    A copy is made one epoch before its first reader. Inputs have one copy for all epochs.
+    """
     boxes: dict[tuple[str, int], dict[int, set[Box]]] = defaultdict(lambda: defaultdict(set))
     first: dict[str, int] = {}
     callers = {b.name for b in program.buffers if b.kind in ("input", "output")}
@@ -291,12 +314,12 @@ def _published(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], 
         name = names[buffer, start] = f"{buffer}_shared" + ("" if buffer in inputs else f"_{start}")
         shape = (0,) * len(next(iter(of_owner.values())).copy().pop())
         for owner, parts in sorted(of_owner.items()):
-            bounds = _bounds(parts)
+            bounds = _bounding_box(parts)
             origins[buffer, start, owner] = tuple(lo for lo, _ in bounds)
             shape = tuple(max(size, hi - lo) for size, (lo, hi) in zip(shape, bounds, strict=True))
-            for part in _disjoint(parts):
+            for part in _disjoint_boxes(parts):
                 src = _view(buffer, part)
-                out = _moved(src, name, origins[buffer, start, owner])
+                out = _rebased(src, name, origins[buffer, start, owner])
                 listed[start][owner] = [*listed[start][owner], Copy(out=out, src=src, lane=LANE)]
         buffers.append(
             replace(
@@ -318,7 +341,7 @@ def _published(program: Program, epochs: Sequence[Epoch]) -> tuple[list[Epoch], 
                     if read is None or not isinstance(read.rank, int) or read.buffer not in callers:
                         continue
                     start = first.get(read.buffer, number)
-                    moved = _moved(read, names[read.buffer, start], origins[read.buffer, start, read.rank])
+                    moved = _rebased(read, names[read.buffer, start], origins[read.buffer, start, read.rank])
                     changes[operand] = replace(moved, rank=read.rank)
                 if changes:
                     ops[at] = replace(op, **changes)  # type: ignore[arg-type]
@@ -349,22 +372,22 @@ def _view(buffer: str, box: Box) -> View:
     return View(buffer, tuple(Range(lo, hi) for lo, hi in box), 0)
 
 
-def _moved(view: View, buffer: str, origin: tuple[int, ...]) -> View:
+def _rebased(view: View, buffer: str, origin: tuple[int, ...]) -> View:
     """Return the local view of the same box in a buffer that begins at `origin`."""
     box = tuple((lo - first, hi - first) for (lo, hi), first in zip(_box(view), origin, strict=True))
     return _view(buffer, box)
 
 
-def _bounds(boxes: Iterable[Box]) -> Box:
-    """Return the least box that all are in."""
+def _bounding_box(boxes: Iterable[Box]) -> Box:
+    """Return the smallest box that contains all boxes."""
     return tuple(
         (min(lo for lo, _ in spans), max(hi for _, hi in spans)) for spans in zip(*boxes, strict=True)
     )
 
 
-def _disjoint(boxes: set[Box]) -> list[Box]:
-    """Return the boxes themselves where no two overlap, else the one that they are in."""
+def _disjoint_boxes(boxes: set[Box]) -> list[Box]:
+    """Return the boxes themselves if no two overlap, else their bounding box."""
     views = [_view("", box) for box in sorted(boxes)]
     if any(a.overlaps(b) for a, b in combinations(views, 2)):
-        return [_bounds(boxes)]
+        return [_bounding_box(boxes)]
     return sorted(boxes)

@@ -66,8 +66,8 @@ class Columns:
     Attributes:
         data: the columns that the core takes, by name.
         priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
-        has_pair_costs: whether the cost of some ops depends on their two ranks: one-sided ops, and messages that are
-            no step of a collective.
+        has_pair_costs: whether the cost of some ops depends on their two ranks. These are one-sided ops, and
+            messages that are no step of a collective.
     """
 
     def __init__(self, program: Program) -> None:
@@ -283,12 +283,12 @@ class Columns:
             )
         require_local_operands(op)
         self._note_accesses(op)
-        out = src = other = axis = price = first = second = -1
+        out = src = second_operand = axis = price = first = second = -1
         dim, flags, sizes, flops, nbytes, stash = 0, 0, (0, 0), -1, -1, -1
         args: list[int] = []
         match op:
             case Matmul():
-                out, src, other = self._view(op.out), self._view(op.a), self._view(op.b)
+                out, src, second_operand = self._view(op.out), self._view(op.a), self._view(op.b)
                 flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
             case Call():
                 flops, nbytes = self._expressions.number(op.flops), self._expressions.number(op.bytes)
@@ -328,7 +328,7 @@ class Columns:
             directions = step.num_directions
         self._op_rows.append(
             (
-                *(KINDS.index(op.kind), self._lanes[op.lane], out, src, other),
+                *(KINDS.index(op.kind), self._lanes[op.lane], out, src, second_operand),
                 *(flags, axis, dim, first, second, *sizes, comm, step_index, directions, price),
                 *(flops, nbytes, stash, _part(op), len(self._args), len(args)),
             )

@@ -124,8 +124,8 @@ class CriticalPath:
             return "bound by nothing: no time passes"
         parts = self.ps_by_category
         most = max(parts, key=lambda name: parts[name])
-        name, what = _WORDS[most]
-        text = f"{_percent(parts[most], self.duration_ps)} of the critical path are {what}"
+        name, description = _WORDS[most]
+        text = f"{_percent(parts[most], self.duration_ps)} of the critical path are {description}"
         if most == "transfer":
             by_axis = self.transfer_ps_by_axis
             axis, ps = next(iter(by_axis.items()))
@@ -159,13 +159,13 @@ def critical_path(run: Simulation) -> CriticalPath:
 def _bounds(run: Simulation) -> Iterator[TimeBound]:
     count, chip = len(run.ranks), run.machine.cluster.chip
     amounts = run.outputs["carried"]
-    for name, values, rate, what in (
+    for name, values, rate, detail in (
         ("compute", amounts[count : 2 * count], int(chip.effective_flops_per_s), "FLOPs of rank {}"),
         ("memory", amounts[:count], int(chip.memory_bytes_per_s), "bytes through the memory of rank {}"),
     ):
         if len(values):
             at = int(np.argmax(values))
-            yield TimeBound(name, work_ps(int(values[at]), rate), what.format(int(run.ranks[at])))
+            yield TimeBound(name, work_ps(int(values[at]), rate), detail.format(int(run.ranks[at])))
     busiest = max(run.links, key=_link_ps, default=None)
     if busiest is not None:
         yield TimeBound("link", _link_ps(busiest), f"bytes over {busiest.name}")
@@ -218,7 +218,7 @@ class _BackwardWalk:
             op = previous
 
     def _previous(self, op: int) -> int | None:
-        """Return the op before `op` in its lane if both were issued at the same time, so that `op` waited for it."""
+        """Return the op before `op` in its lane if both were issued at one time: `op` waited for it."""
         rank, index = self.partners.rank_and_index(op)
         ops = self.partners.ops(rank)
         for back in range(1, index + 1):

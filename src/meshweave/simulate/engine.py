@@ -39,10 +39,10 @@ def simulate(program: Program, machine: Machine) -> Simulation:
     try:
         columns = Columns(program)
         core = Core(columns.data)
-        on = _machine_columns(machine, columns.priced_axes)
+        machine_columns = _machine_columns(machine, columns.priced_axes)
         book = _routes(machine)
-        book.add(core.routes(on["num_directions"]), columns, on)
-        outputs = core.run(on)
+        book.add(core.routes(machine_columns["num_directions"]), columns, machine_columns)
+        outputs = core.run(machine_columns)
     except ProgramFault as fault:
         raise _explain_fault(program, fault) from None
     except MeshweaveError:

@@ -96,10 +96,10 @@ class FlowTable:
                 if resource in seen:
                     continue
                 seen.add(resource)
-                for other in self.flows_of[resource]:
-                    if other not in tied:
-                        tied[other] = None
-                        todo.append(other)
+                for neighbour in self.flows_of[resource]:
+                    if neighbour not in tied:
+                        tied[neighbour] = None
+                        todo.append(neighbour)
         return list(tied)
 
     def _max_min(self, flows: list[Flow]) -> dict[Flow, int]:

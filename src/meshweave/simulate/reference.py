@@ -42,8 +42,8 @@ Demand = tuple[int, int, Mapping[Resource, int]]
 def simulate(program: Program | Dataflow, machine: Machine, *, contention: bool = True) -> Trace:
     """Return the trace of a program on a machine, in which a span starts when its op is issued.
 
-    Without `contention` each op takes its closed form, as if it had engines and links to itself, and all members
-    of a collective start together.
+    Without `contention` each op takes the time of its closed form and shares no engine or link. All members of a
+    collective then start together.
 
     Raises:
         ProgramError: partners disagree, or the program deadlocks.

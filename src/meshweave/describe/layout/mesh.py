@@ -65,7 +65,7 @@ class Mesh:
 
     @cached_property
     def _index(self) -> Mapping[int, int] | range:
-        """The position of each rank in `ranks`; for consecutive ranks simply their range."""
+        """Return the position of each rank in `ranks`; for consecutive ranks their range."""
         first = self.ranks[0]
         if self.ranks == _consecutive(first, len(self.ranks)):
             return range(first, first + len(self.ranks))

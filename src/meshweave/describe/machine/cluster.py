@@ -106,12 +106,12 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         DescriptionError: there is no such entry or file, or the description is wrong; the error lists every
             problem of a file.
     """
-    given = str(name_or_path)
-    as_is = isinstance(name_or_path, Path) or os.path.exists(given)  # noqa: PTH110  (unlike Path's, never raises)
-    match = None if as_is else re.fullmatch(r"(.+):([^:/\\]*)", given, re.DOTALL)
-    where, chips = (match[1], match[2]) if match else (given, None)
+    name = str(name_or_path)
+    as_is = isinstance(name_or_path, Path) or os.path.exists(name)  # noqa: PTH110  (unlike Path's, never raises)
+    match = None if as_is else re.fullmatch(r"(.+):([^:/\\]*)", name, re.DOTALL)
+    where, chips = (match[1], match[2]) if match else (name, None)
     if chips is not None and not re.fullmatch(r"[0-9]{1,9}", chips):
-        fail(given, "", "what follows the colon is the number of chips; give a whole number such as :64")
+        fail(name, "", "what follows the colon is the number of chips; give a whole number such as :64")
     if isinstance(name_or_path, Path) or (where not in cluster_names() and is_path(where)):
         cluster = _cluster_from(load_table(where), where)
     else:

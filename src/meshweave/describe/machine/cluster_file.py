@@ -295,8 +295,8 @@ def read_cluster_file(data: dict[str, Any], file: str | Path) -> tuple[ClusterFi
     if isinstance(table, dict):
         kind = table.get("kind")
         if isinstance(kind, str) and kind in NETWORK_FILES:
-            rest = {key: value for key, value in table.items() if key != "kind"}
-            network, network_problems = validate_table(NETWORK_FILES[kind], rest, ("network",))
+            keys = {key: value for key, value in table.items() if key != "kind"}
+            network, network_problems = validate_table(NETWORK_FILES[kind], keys, ("network",))
             problems += network_problems
         else:
             problems.append(Problem("network.kind", _wrong_kind(kind)))
@@ -306,9 +306,9 @@ def read_cluster_file(data: dict[str, Any], file: str | Path) -> tuple[ClusterFi
 
 
 def _wrong_kind(kind: object) -> str:
-    what = "missing" if kind is None else f"{format_value(kind)} is not a kind of network"
+    problem = "missing" if kind is None else f"{format_value(kind)} is not a kind of network"
     hint = did_you_mean(kind, NETWORK_FILES) if isinstance(kind, str) else ""
-    return f"{what}{hint}; give one of {', '.join(NETWORK_FILES)}"
+    return f"{problem}{hint}; give one of {', '.join(NETWORK_FILES)}"
 
 
 def _unknown_dtypes(data: dict[str, Any]) -> list[Problem]:

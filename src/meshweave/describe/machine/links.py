@@ -135,7 +135,7 @@ def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
         return ((count,),)
     small = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
     divisors = sorted({*small, *(count // d for d in small)})
-    return tuple((d, *rest) for d in divisors for rest in factorisations(count // d, num_dims - 1))
+    return tuple((d, *sizes) for d in divisors for sizes in factorisations(count // d, num_dims - 1))
 
 
 def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:

@@ -79,13 +79,13 @@ def load_model(name_or_path: str | Path) -> Transformer:
             problem of a file.
         UnsupportedError: the model is not a dense decoder-only transformer.
     """
-    given = str(name_or_path)
-    if not isinstance(name_or_path, Path) and (given in model_names() or not is_path(given)):
-        file = f"{given}.toml"
-        return _transformer_from(parse_table(catalog_text("models", given), file, "toml"), file)
-    if os.path.isdir(given):  # noqa: PTH112  (unlike Path.is_dir, never raises)
-        given = str(Path(given) / "config.json")
-    data = load_table(given)
-    if given.lower().endswith(".json"):
-        return transformer_from_config(data, given)
-    return _transformer_from(data, given)
+    file_name = str(name_or_path)
+    if not isinstance(name_or_path, Path) and (file_name in model_names() or not is_path(file_name)):
+        file = f"{file_name}.toml"
+        return _transformer_from(parse_table(catalog_text("models", file_name), file, "toml"), file)
+    if os.path.isdir(file_name):  # noqa: PTH112  (unlike Path.is_dir, never raises)
+        file_name = str(Path(file_name) / "config.json")
+    data = load_table(file_name)
+    if file_name.lower().endswith(".json"):
+        return transformer_from_config(data, file_name)
+    return _transformer_from(data, file_name)

@@ -103,8 +103,8 @@ def server_layout(parameter: Parameter, mesh: Mesh) -> Layout:
     return Layout(mesh, (Replicate(), placements[parameter.sharding]))
 
 
-def _check(mesh: Mesh, what: str, axes: tuple[str, str]) -> None:
+def _check(mesh: Mesh, owner: str, axes: tuple[str, str]) -> None:
     if len(mesh.shape) != 2:
         raise LayoutError(
-            f"mesh {mesh.name}: a {what} has two axes, {' and '.join(axes)}, not {len(mesh.shape)}"
+            f"mesh {mesh.name}: a {owner} has two axes, {' and '.join(axes)}, not {len(mesh.shape)}"
         )

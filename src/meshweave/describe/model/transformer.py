@@ -76,7 +76,7 @@ class Transformer:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the fully connected layers and, if the vocabulary is known, of the token embeddings.
+        """Return the number of weights of the fully connected layers and, if the vocabulary is known, embeddings.
 
         Biases, norms and position embeddings (well under 1 %) are left out.
         """

@@ -107,8 +107,8 @@ class Issuer:
         for node in flow.nodes():
             before = flow.waits_for(node)
             self._pending[node] = len(before)
-            for other in before:
-                self._followers[other].append(node)
+            for earlier in before:
+                self._followers[earlier].append(node)
         self._waiting = {key: list(queue) for key, queue in flow.queues.items()}
         self._in_flight: dict[tuple[int, str], int] = defaultdict(int)
         self.done: set[Node] = set()
@@ -172,10 +172,10 @@ class Issuer:
         if node in self.issued:
             joint = self.flow.joint(node)
             assert joint is not None
-            return next(other for other in joint.members if other not in self.issued)
-        for other in self.flow.waits_for(node):
-            if other not in self.done:
-                return other
+            return next(member for member in joint.members if member not in self.issued)
+        for blocker in self.flow.waits_for(node):
+            if blocker not in self.done:
+                return blocker
         rank = node[0]
         queue = self.flow.queues[rank, self.flow.op(node).lane]
         left = [(rank, i) for i in queue if (rank, i) not in self.done]

@@ -92,8 +92,8 @@ class LabelAlgebra:
             if buffer.kind != "input" or tensor is None or layout is None or not layout.partial_axes:
                 continue
             if tensor in arrived or tensor in self.products:
-                other = "is computed, too" if tensor in self.products else "arrives in terms twice"
-                raise ProgramError(f"holds terms of {tensor}, which {other}", buffer=buffer.name)
+                conflict = "is computed, too" if tensor in self.products else "arrives in terms twice"
+                raise ProgramError(f"holds terms of {tensor}, which {conflict}", buffer=buffer.name)
             linear = all(p.op == "sum" for p in layout.placements if isinstance(p, Partial))
             arrived[tensor] = len(partial_term_ranks(layout, layout.mesh.ranks[0])), linear
         return arrived
@@ -303,7 +303,7 @@ class LabelAlgebra:
         return " and ".join(parts) or "complete"
 
     def _summands(self, basis: str, numbers: Sequence[int]) -> str:
-        """`k = 3`, in a product of what arrived in terms `k = 3 of term 1 of A`, of A itself `term 1`."""
+        """Return summands in words: `k = 3`; `k = 3 of term 1 of A` if A arrived partial; `term 1` of A itself."""
         product = self.products.get(basis)
         if product is None:
             return f"term {_some(numbers)}"

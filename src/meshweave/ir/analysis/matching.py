@@ -128,11 +128,11 @@ def _match_collectives(
         nodes = []
         for rank in over:
             if number >= len(members.get(rank, ())):
-                other, index = next((r, m[number]) for r, m in members.items() if len(m) > number)
+                other_rank, index = next((r, m[number]) for r, m in members.items() if len(m) > number)
                 raise ProgramError(
                     f"rank {rank} never joins this collective over ranks {over}",
-                    op=ops[other][index].label,
-                    rank=other,
+                    op=ops[other_rank][index].label,
+                    rank=other_rank,
                 )
             nodes.append((rank, members[rank][number]))
         _agree(program, ops, nodes)
@@ -183,9 +183,9 @@ def _match_messages(
         out, into = sends.get(channel, []), recvs.get(channel, [])
         if len(out) != len(into):
             rank, index = out[len(into)] if len(out) > len(into) else into[len(out)]
-            other, missing = (dst, "recv") if rank == src else (src, "send")
+            other_rank, missing = (dst, "recv") if rank == src else (src, "send")
             raise ProgramError(
-                f"rank {other} has no matching {missing} in lane {lane} with tag {tag}",
+                f"rank {other_rank} has no matching {missing} in lane {lane} with tag {tag}",
                 op=ops[rank][index].label,
                 rank=rank,
             )

@@ -80,12 +80,12 @@ def _check_output(
     if rank != holders[0]:
         return
     result = interpreter.memory[rank, buffer.name, 0]
-    for other in holders[1:]:
+    for holder in holders[1:]:
         try:
-            term = interpreter.memory[other, buffer.name, 0]
+            term = interpreter.memory[holder, buffer.name, 0]
             result = algebra.add(algebra.read(result), algebra.read(term))
         except ProgramError as error:
-            raise ProgramError(error.message, rank=other, buffer=buffer.name) from None
+            raise ProgramError(error.message, rank=holder, buffer=buffer.name) from None
     expected = algebra.finished_labels(buffer, rank)
     tensor = buffer.tensor
     unwritten = result["term"] == UNWRITTEN

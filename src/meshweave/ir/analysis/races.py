@@ -95,8 +95,8 @@ class _CompletedBefore:
             own = []
             for node in event:
                 mask = 0
-                for other in flow.waits_for(node):
-                    mask |= self._mask[other]
+                for earlier in flow.waits_for(node):
+                    mask |= self._mask[earlier]
                 lane = lanes[flow.op(node).lane]
                 if lane.order == "fifo" and lane.width == 1:
                     mask |= last[node[0], lane.name]

@@ -65,8 +65,10 @@ class _Check:
         self.require(0 <= dim < dims, f"{view} has {dims} dims, and no dim {dim}", view.buffer)
 
     def same_dtype(self, out: View, src: View) -> None:
-        taken, given = (self.program.buffer_of[view.buffer].dtype for view in (out, src))
-        self.require(taken == given, f"moves {given} of {src.buffer} into {taken}", out.buffer)
+        out_dtype, src_dtype = (self.program.buffer_of[view.buffer].dtype for view in (out, src))
+        self.require(
+            out_dtype == src_dtype, f"moves {src_dtype} of {src.buffer} into {out_dtype}", out.buffer
+        )
 
 
 def check_op(program: Program, bound: BoundOp, rank: int) -> None:
@@ -135,8 +137,8 @@ def _check_overlaps(check: _Check, op: Op) -> None:
             for view in (ins[:2] if accumulates else ins)
             if not (in_place and out == view)
         ]
-    for out, other in pairs:
-        overlap = out.rank == other.rank and out.overlaps(other)
+    for out, read in pairs:
+        overlap = out.rank == read.rank and out.overlaps(read)
         check.require(
             not overlap, f"writes {out.buffer} while it reads or writes part of the same", out.buffer
         )
@@ -172,7 +174,7 @@ def check_joint(program: Program, members: Sequence[tuple[int, BoundOp]]) -> Non
 
 
 def _expected(checks: Sequence[_Check], ops: Sequence[Any]) -> list[Shape | None]:
-    """Shape that each member's `out` must have; None where it is not written."""
+    """Return the shape that each member's `out` must have; None for a member whose `out` is not written."""
     first, count = ops[0], len(ops)
     src: list[Shape] = [op.src.shape for op in ops]
     match first:
@@ -208,13 +210,13 @@ def _all_to_all(checks: Sequence[_Check], ops: Sequence[Any], member: int) -> Sh
     op, count = ops[member], len(ops)
     recv = part_sizes(op.recv_sizes, op.out.shape[op.concat_dim], count)
     pieces: list[Shape] = []
-    for check, other in zip(checks, ops, strict=True):
-        total = other.src.shape[op.split_dim]
-        send = part_sizes(other.send_sizes, total, count)
+    for check, sender_op in zip(checks, ops, strict=True):
+        total = sender_op.src.shape[op.split_dim]
+        send = part_sizes(sender_op.send_sizes, total, count)
         check.require(
-            sum(send) == total, f"send_sizes {send} do not sum to the {total} of src", other.src.buffer
+            sum(send) == total, f"send_sizes {send} do not sum to the {total} of src", sender_op.src.buffer
         )
-        pieces.append(_with(other.src.shape, op.split_dim, send[member]))
+        pieces.append(_with(sender_op.src.shape, op.split_dim, send[member]))
     for check, piece, size in zip(checks, pieces, recv, strict=True):
         expected = _with(pieces[0], op.concat_dim, size)
         check.require(

@@ -219,9 +219,9 @@ def to_ast(index: Index) -> ast.expr:
     if isinstance(index, int):
         return ast.Constant(index) if index >= 0 else ast.UnaryOp(ast.USub(), ast.Constant(-index))
     if isinstance(index, Var):
-        head, *rest = index.name.split(".")
+        head, *attributes = index.name.split(".")
         node: ast.expr = ast.Name(head, ast.Load())
-        for part in rest:
+        for part in attributes:
             node = ast.Attribute(node, part, ast.Load())
         return node
     if isinstance(index, Select):

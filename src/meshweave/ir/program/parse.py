@@ -131,10 +131,10 @@ class _Reader:
 
     def _buffer(self, name: str, kind: str, call: ast.Call) -> Buffer:
         if kind == "scratch":
-            shape, dtype, on, slots, order = self._arguments(
+            shape, dtype, mesh_node, slots, order = self._arguments(
                 call, ("shape", "dtype", "on", "slots", "order"), optional=2
             )
-            mesh = self._known(on, self.meshes, "mesh")
+            mesh = self._known(mesh_node, self.meshes, "mesh")
             return Buffer(
                 name, "scratch", mesh, self._dtype(dtype), shape=tuple(map(from_ast, self._items(shape))),
                 slots=1 if slots is None else self._int(slots),
@@ -143,10 +143,10 @@ class _Reader:
         tensor, layout, slots, order = self._arguments(
             call, ("tensor", "layout", "slots", "order"), optional=2
         )
-        of = self.tensors[self._known(tensor, self.tensors, "tensor")]
+        declared = self.tensors[self._known(tensor, self.tensors, "tensor")]
         placed = self._layout(layout)
         return Buffer(
-            name, kind, placed.mesh.name, of.dtype, of.name, placed,  # type: ignore[arg-type]
+            name, kind, placed.mesh.name, declared.dtype, declared.name, placed,  # type: ignore[arg-type]
             slots=1 if slots is None else self._int(slots),
             order=None if order is None else self._int_tuple(order),
         )  # fmt: skip
@@ -272,8 +272,8 @@ class _Reader:
         match node:
             case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
                 node, chosen = inner, elts
-            case ast.Subscript(value=inner, slice=one):
-                node, chosen = inner, [one]
+            case ast.Subscript(value=inner, slice=selector):
+                node, chosen = inner, [selector]
         slot: Index = 0
         match node:
             case ast.Call(func=ast.Name() as head, args=[number]):
@@ -307,11 +307,11 @@ class _Reader:
             raise _fail(call, f"expected ({', '.join(names)})")
         return [values.get(name) for name in names]
 
-    def _known(self, node: ast.expr | None, table: dict[str, Any], what: str) -> str:
+    def _known(self, node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
         name = node.id if isinstance(node, ast.Name) else None
         if name is None or name not in table:
             shown = ast.unparse(node) if node is not None else "nothing"
-            raise _fail(node or ast.Pass(), f"'{shown}' is no {what}{did_you_mean(name or '', table)}")
+            raise _fail(node or ast.Pass(), f"'{shown}' is no {noun}{did_you_mean(name or '', table)}")
         return name
 
     def _record(self, kind: type, node: ast.expr) -> Any:

@@ -191,9 +191,9 @@ class Program:
         Raises:
             ProgramError: there is no such buffer, or its mesh has no such rank.
         """
-        known = self._shapes.get((name, rank))
-        if known is not None:
-            return known
+        shape = self._shapes.get((name, rank))
+        if shape is not None:
+            return shape
         buffer = self.buffer_of.get(name)
         if buffer is None:
             raise ProgramError(f"there is no buffer '{name}'; declared are {', '.join(self.buffer_of)}")
@@ -322,11 +322,13 @@ class Program:
         return mesh.group(rank, axis) if axis else mesh.ranks
 
 
-def _evaluate_at(key: Key, index: Index, env: Mapping[str, int], rank: int, what: str) -> int:
+def _evaluate_at(key: Key, index: Index, env: Mapping[str, int], rank: int, statement_kind: str) -> int:
     try:
         return evaluate(index, env)
     except ProgramError as error:
-        raise ProgramError(error.message, op=f"{what} {'.'.join(map(str, key))}", rank=rank) from None
+        raise ProgramError(
+            error.message, op=f"{statement_kind} {'.'.join(map(str, key))}", rank=rank
+        ) from None
 
 
 def _sizes(value: Any, count: int, env: Mapping[str, int]) -> tuple[int, ...] | None:

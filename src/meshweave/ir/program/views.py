@@ -62,8 +62,8 @@ class Blocked:
         `start` and `stop` are ignored.
         """
         first, block, stride = _ints(self.first, self.block, self.stride)
-        turns, rest = divmod(position - first, stride)
-        return turns * block + min(rest, block)
+        turns, remainder = divmod(position - first, stride)
+        return turns * block + min(remainder, block)
 
     @property
     def size(self) -> int:
