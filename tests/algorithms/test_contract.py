@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.contract import Algorithm, Array, Gradient
-from meshweave.algorithms.table import ALGORITHMS, algorithm, solving
+from meshweave.algorithms.table import ALGORITHMS, algorithm, algorithms_for
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
@@ -64,7 +64,7 @@ def test_entries_describe_themselves(name: str) -> None:
     examples = list(entry.examples())
     assert examples and all(isinstance(problem, entry.problem_type) for problem in examples)
     for problem in examples:
-        assert entry.refusal(problem) is None and solving(problem)[name] is entry
+        assert entry.refusal(problem) is None and algorithms_for(problem)[name] is entry
         assert hash(problem) == hash(replace(problem))
 
 
@@ -76,7 +76,7 @@ def test_program_is_sound_and_computes_the_reference_in_any_order(
     assert program == entry.program(problem, config)
     assert parse(to_text(program)) == program
     assert all(skipped.startswith("deadlocks of ready-first lanes") for skipped in validate(program).skipped)
-    inputs = entry.inputs(problem)
+    inputs = entry.random_inputs(problem)
     expected = entry.reference(problem, inputs)
     assert expected
     for seed in (None, 1):
@@ -117,10 +117,10 @@ def test_estimate_is_the_uncontended_simulation(entry: Entry, problem: Any, conf
     machine = Machine.of(replace(pod, chip=replace(pod.chip, gemm_tile=None)), program)
     estimated = entry.estimate(problem, config, machine).total_s
     simulated = simulate(program, machine, contention=False).duration_s
-    match entry.estimate_is:
+    match entry.estimate_accuracy:
         case "exact":
             assert estimated == pytest.approx(simulated, rel=1e-12)
-        case "bound":
+        case "upper_bound":
             assert estimated >= simulated - 1e-12 * max(len(ops) for ops in program.ops_by_rank.values())
         case "rough":
             assert estimated > 0 or simulated == 0
@@ -134,7 +134,7 @@ def test_gradients_are_the_adjoint_of_the_program(entry: Entry, problem: Any, da
     gradients = entry.gradients(problem)
     if not gradients:
         return
-    inputs = entry.inputs(problem, data.draw(st.integers(0, 999)))
+    inputs = entry.random_inputs(problem, data.draw(st.integers(0, 999)))
     outputs = entry.reference(problem, inputs)
     draw = np.random.default_rng(data.draw(st.integers(0, 999)))
     arriving = {

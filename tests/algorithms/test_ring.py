@@ -13,7 +13,7 @@ from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import skeleton_ps
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Permute, CollectiveStep
+from meshweave.ir.program.ops import CollectiveStep, Permute
 from meshweave.ir.work import work_of
 from meshweave.simulate.reference import simulate
 
@@ -24,7 +24,7 @@ def ring(parts: int, turns: int, dataflow: str = "os", name: str = "wang", size:
 
 
 def moves(program: Program, lane: str) -> list[Permute]:
-    ops = (bound.op for bound in program.on_rank(0))
+    ops = (bound.op for bound in program.ops_on_rank(0))
     return [op for op in ops if isinstance(op, Permute) and op.lane == lane]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from meshweave.algorithms.universal.cosma import chosen_grid, cosma_program, face_elements
+from meshweave.algorithms.universal.cosma import choose_grid, cosma_program, face_elements
 from meshweave.algorithms.universal.dtensor import (
     STRATEGIES,
     Collectives,
     Strategy,
-    chosen_strategy,
+    choose_strategy,
     resharded_program,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem
@@ -41,9 +41,9 @@ def test_resharded_products_are_right(
 
 def test_dtensor_likes_outer_products() -> None:
     """By its count an exchange of B costs a shard of it, so that outer products win once A is larger than that."""
-    assert chosen_strategy(problem(1024, 49152, 12288, 12, (0, 0, 0))) == "outer"
-    assert chosen_strategy(problem(1024, 49152, 12288, 12, (1, 1, 1))) == "columns"
-    assert chosen_strategy(problem(16384, 49152, 12288, 12, (1, 1, 1))) == "outer"
+    assert choose_strategy(problem(1024, 49152, 12288, 12, (0, 0, 0))) == "outer"
+    assert choose_strategy(problem(1024, 49152, 12288, 12, (1, 1, 1))) == "columns"
+    assert choose_strategy(problem(16384, 49152, 12288, 12, (1, 1, 1))) == "outer"
 
 
 def test_resharding_refuses_other_layouts() -> None:
@@ -70,8 +70,8 @@ def test_cosma_is_right_and_moves_its_faces(grid: tuple[int, int, int], all_redu
 
 
 def test_cosma_takes_the_smallest_faces() -> None:
-    assert chosen_grid(64, 64, 64, 8) == (2, 2, 2)
-    assert chosen_grid(8192, 49152, 12288, 8) == (1, 4, 2)  # as many bytes as (1, 8, 1), and less to gather
-    assert chosen_grid(16384, 49152, 12288, 8) == (2, 4, 1)
+    assert choose_grid(64, 64, 64, 8) == (2, 2, 2)
+    assert choose_grid(8192, 49152, 12288, 8) == (1, 4, 2)  # as many bytes as (1, 8, 1), and less to gather
+    assert choose_grid(16384, 49152, 12288, 8) == (2, 4, 1)
     with pytest.raises(LayoutError, match="equal parts"):
         cosma_program(7, 8, 8, (2, 2, 2))

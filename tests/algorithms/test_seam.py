@@ -39,7 +39,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Algorithm]]
     monkeypatch.setattr(contract, "entry_points", lambda group: points)
     contract._installed.cache_clear()
     for kind, entries in ((matmul2d.Matmul2d, matmul2d.ALGORITHMS), (Algorithm, tables.ALGORITHMS)):
-        for name, entry in contract.table(kind).items():
+        for name, entry in contract.algorithm_table(kind).items():
             monkeypatch.setitem(entries, name, entry)
     yield instances
     contract._installed.cache_clear()
@@ -56,7 +56,7 @@ def test_contract_holds(name: str, installed: dict[str, Algorithm]) -> None:
     entry = installed[name]
     assert tables.algorithm(name) is entry
     for problem in entry.examples():
-        assert tables.solving(problem)[name] is entry
+        assert tables.algorithms_for(problem)[name] is entry
         relations.test_placements_are_those_of_the_buffers(entry, problem)
         for config in entry.candidates(problem):
             relations.test_program_is_sound_and_computes_the_reference_in_any_order(entry, problem, config)
@@ -98,9 +98,9 @@ def test_a_broken_entry_point_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(contract, "entry_points", lambda group: points)
     contract._installed.cache_clear()
     with pytest.raises(UnsupportedError, match="entry point bad = no_such_module:ENTRY cannot be loaded"):
-        contract.table(Algorithm)
+        contract.algorithm_table(Algorithm)
 
 
 def test_a_name_can_be_taken_only_once(installed: dict[str, Algorithm]) -> None:
     with pytest.raises(UnsupportedError, match="two algorithms are called 'gpipe'"):
-        contract.table(Algorithm, installed[PIPELINE])
+        contract.algorithm_table(Algorithm, installed[PIPELINE])

@@ -138,7 +138,7 @@ def test_skeleton_time_equals_simulated_time(case: tuple[str, Matmul2dProblem, M
     """To the picosecond, on a machine without contention; an upper bound where an entry says so."""
     name, small, config = case
     estimated, simulated, num_ops = times_ps(name, scaled(small, scale), config)
-    if ALGORITHMS[name].estimate_is == "exact":
+    if ALGORITHMS[name].estimate_accuracy == "exact":
         assert estimated == simulated
     else:
         assert estimated >= simulated - num_ops
@@ -146,7 +146,7 @@ def test_skeleton_time_equals_simulated_time(case: tuple[str, Matmul2dProblem, M
 
 @quick
 @given(
-    cases(("bfloat16", "float32"), tuple(name for name in NAMES if ALGORITHMS[name].estimate_is == "exact")),
+    cases(("bfloat16", "float32"), tuple(name for name in NAMES if ALGORITHMS[name].estimate_accuracy == "exact")),
     st.integers(1, 30),
 )
 def test_skeleton_time_equals_simulated_time_where_products_stream_through_memory(
@@ -166,7 +166,7 @@ def test_skeleton_time_equals_simulated_time_on_even_shards(
     name, small, config = case
     even = scaled(small, scale * small.num_chips * config.slice_count * config.block)
     estimated, simulated, num_ops = times_ps(name, even, config)
-    assert abs(estimated - simulated) <= (0 if ALGORITHMS[name].estimate_is == "exact" else num_ops)
+    assert abs(estimated - simulated) <= (0 if ALGORITHMS[name].estimate_accuracy == "exact" else num_ops)
 
 
 @quick

@@ -33,7 +33,7 @@ from meshweave.ir.program import Program
 from meshweave.lower import lower_one_sided
 from sampling import examples
 
-RATES = RankRates(1e9, 1e9, accumulate_factor=0.8, ranks_per_package=2, near_bytes_per_s=3e9)
+RATES = RankRates(1e9, 1e9, accumulate_factor=0.8, ranks_per_package=2, package_bytes_per_s=3e9)
 Ordered = tuple[UniversalProblem, UniversalConfig, dict[int, IssueOrder]]
 
 
@@ -78,7 +78,7 @@ def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, Un
 
 def misaligned() -> UniversalProblem:
     """Tiles of 3 of A against blocks of B along k: products of several sizes."""
-    a = ProcessGrid.over(4, (2, 2)).tiles((4, 3), (0, 1))
+    a = ProcessGrid.over(4, (2, 2)).block_cyclic_layout((4, 3), (0, 1))
     return UniversalProblem(8, 8, 8, a, row_block(4), block_2d(4), "float64")
 
 
@@ -143,7 +143,7 @@ def test_rates_of_a_machine() -> None:
         memory_bytes_per_s=1.6384e12,
         accumulate_factor=0.8,
         ranks_per_package=2,
-        near_bytes_per_s=230e9,
+        package_bytes_per_s=230e9,
     )
     assert of("h100-node").link_bytes_per_s == 450e9 and of("h100-node").ranks_per_package == 1
     assert of("pvc-node").transfer_s(0, 1, 230) == pytest.approx(1e-9)

@@ -11,9 +11,9 @@ from meshweave import check
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import two_d_meshes
 from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.check.processes import ProgramRun
 from meshweave.check.reduced import reduce_layer
 from meshweave.check.reference import expected_shard, random_inputs, random_tensor, reference
-from meshweave.check.rehearsal import Rehearsal
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
@@ -112,9 +112,9 @@ def test_a_small_layer_is_left_alone() -> None:
     assert (small.tokens, small.in_features, small.out_features) == (64, 32, 48)
 
 
-def test_rehearsals_travel_as_json() -> None:
-    rehearsal = Rehearsal("text", 2, 5, 1.5)
-    assert Rehearsal.from_json(rehearsal.to_json()) == rehearsal
+def test_program_runs_travel_as_json() -> None:
+    run = ProgramRun("text", 2, 5, 1.5)
+    assert ProgramRun.from_json(run.to_json()) == run
 
 
 def test_inputs_are_the_same_on_every_rank_and_differ_from_each_other() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.collective import Collective
+from meshweave.algorithms.matmul2d.collective import CollectiveProduct
 from meshweave.base.errors import RankLostError
 from meshweave.check import Verification, verifier
 from meshweave.check.reduced import reduce_products
@@ -61,7 +61,7 @@ def test_every_planned_algorithm_is_right_in_process(
     assert all(product["reason"] for product in report["skipped"])
 
 
-class SquareOnly(Collective):
+class SquareOnly(CollectiveProduct):
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         return ((4, 4),) if num_chips == 16 else ()
 
@@ -80,7 +80,7 @@ def test_algorithms_without_such_a_mesh_are_skipped_aloud(
     assert "nothing to check on 2 ranks" in capsys.readouterr().err
 
 
-class Damaged(Collective):
+class Damaged(CollectiveProduct):
     """Collective, with one of its ops left out: the all-gather or reduce-scatter that comes first."""
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
@@ -125,7 +125,7 @@ def test_what_ranks_logged_is_told_apart(plan_path: Path) -> None:
     ]
     logs = [[{"number": 0, "error": 0.0}, {"number": 1, "error": 2.0 * (rank == 3)}] for rank in range(4)]
     logs[0].append({"number": 2, "error": 0.0})
-    verifier.fill_in(verifications, logs, str(RankLostError("rank 3 was killed by SIGKILL", [3])))
+    verifier.set_process_results(verifications, logs, str(RankLostError("rank 3 was killed by SIGKILL", [3])))
     assert [item.error_on_processes for item in verifications[:2]] == [0.0, 2.0]
     assert "rank 3 was killed" in verifications[2].failed
     assert all("not run" in item.failed for item in verifications[3:])
@@ -194,17 +194,17 @@ def test_a_rank_that_fails_is_told_by_product(
 ) -> None:
     """A program that the ranks cannot bind: the product is named, and those after it did not run."""
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    real = verifier.rehearsal_of
+    real = verifier.program_run
     programs = []
 
     def second_is_damaged(program: Program, *args: Any) -> Any:
         programs.append(program)
-        rehearsal = real(program, *args)
+        run = real(program, *args)
         if len(programs) == 2:
-            return replace(rehearsal, program=rehearsal.program.replace("output(C", "output(D"))
-        return rehearsal
+            return replace(run, program=run.program.replace("output(C", "output(D"))
+        return run
 
-    monkeypatch.setattr(verifier, "rehearsal_of", second_is_damaged)
+    monkeypatch.setattr(verifier, "program_run", second_is_damaged)
     args = ["--ranks", "2", "--algorithm", "collective", *QUICK]
     status, report = verified(capsys, str(plan_path), *args)
     assert status == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshweave.algorithms.reshard import ReshardPlan, ReshardProblem, TensorMove, plan_reshard
 from meshweave.algorithms.reshard.plan import MESSAGE_BYTES
 from meshweave.algorithms.reshard.tasks import TensorPiece
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import numpy_dtype
@@ -86,7 +86,7 @@ def problems(draw: st.DrawFn) -> ReshardProblem:
 
 
 @st.composite
-def host_networks(draw: st.DrawFn, num_ranks: int) -> HostNetwork:
+def host_networks(draw: st.DrawFn, num_ranks: int) -> HostTopology:
     """Ranks on hosts at random or host by host, behind one NIC or several."""
     nics = draw(st.integers(1, 3))
     if draw(st.booleans()):
@@ -97,7 +97,7 @@ def host_networks(draw: st.DrawFn, num_ranks: int) -> HostNetwork:
         hosts = draw(st.lists(st.integers(0, 3), min_size=num_ranks, max_size=num_ranks))
         numbers = draw(st.lists(st.integers(0, nics - 1), min_size=num_ranks, max_size=num_ranks))
     rates, latencies = st.sampled_from([1, 10**3, 10**9, 10**11]), st.sampled_from([0.0, 1e-6, 1e-3])
-    return HostNetwork(
+    return HostTopology(
         tuple(hosts), tuple(numbers), draw(rates), draw(rates), draw(latencies), draw(latencies)
     )
 
@@ -107,7 +107,7 @@ class Case:
     """`is_fine`: tensors of a few bytes are cut into chunks and divided among senders as larger ones are."""
 
     problem: ReshardProblem
-    network: HostNetwork
+    network: HostTopology
     message_bytes: int
     is_fine: bool
 
@@ -122,9 +122,9 @@ class Case:
 def fine(is_fine: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if is_fine:
-            patch.setattr("meshweave.algorithms.reshard.broadcast.LEAST_CHUNK_BYTES", 8)
-            patch.setattr("meshweave.algorithms.reshard.broadcast.MOST_CHUNKS", 8)
-            patch.setattr("meshweave.algorithms.reshard.plan.LEAST_PART_BYTES", 8)
+            patch.setattr("meshweave.algorithms.reshard.broadcast.MIN_CHUNK_BYTES", 8)
+            patch.setattr("meshweave.algorithms.reshard.broadcast.MAX_CHUNKS", 8)
+            patch.setattr("meshweave.algorithms.reshard.plan.MIN_PART_BYTES", 8)
         yield
 
 

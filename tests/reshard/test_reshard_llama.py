@@ -16,11 +16,11 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     reshard_program,
 )
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
-from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
+from meshweave.describe.model.state_dict import server_layout, llama_parameters, trainer_layout
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import On, Program
 from meshweave.ir.program.ops import Copy, Recv
@@ -34,10 +34,10 @@ def planned(
     dst = Mesh.of("server", server, ("replica", "tp"), src.num_ranks)
     items = (
         TensorMove(one.name, one.shape, "bfloat16", trainer_layout(one, src), server_layout(one, dst))
-        for one in state_dict(model)
+        for one in llama_parameters(model)
     )
     chips = -(-(src.num_ranks + dst.num_ranks) // 8) * 8
-    network = HostNetwork.of(load_cluster("dgx-h100").with_chips(chips))
+    network = HostTopology.of(load_cluster("dgx-h100").with_chips(chips))
     return plan_reshard(ReshardProblem(tuple(items)), network, strategy=strategy)
 
 

@@ -26,7 +26,7 @@ from meshweave.algorithms.reshard import (
     reshard_program,
 )
 from meshweave.base.units import dtype_bytes
-from meshweave.cost.fabric import HostNetwork, Nic
+from meshweave.cost.fabric import HostTopology, Nic
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
 from meshweave.execute.numpy import run_numpy
@@ -101,7 +101,7 @@ def test_programs_are_read_back_from_their_text(strategy: str, case: Case, order
 # --- bytes -----------------------------------------------------------------------------------------------
 
 
-def across_hosts(program: Program, network: HostNetwork) -> int:
+def across_hosts(program: Program, network: HostTopology) -> int:
     """Bytes between hosts, op by op; around the ring of a gather every member takes in all parts but its own."""
     total = 0
     for rank, ops in program.ops_by_rank.items():
@@ -215,7 +215,7 @@ def overlapping() -> ReshardProblem:
 
 
 def digest() -> str:
-    network = HostNetwork((0, 0, 1, 1, 2, 2, 3, 3), (0, 1) * 4, 10**6, 10**8, 1e-6)
+    network = HostTopology((0, 0, 1, 1, 2, 2, 3, 3), (0, 1) * 4, 10**6, 10**8, 1e-6)
     texts = []
     with fine():
         for strategy in STRATEGIES:
@@ -247,7 +247,7 @@ def test_every_process_makes_the_same_plan() -> None:
 def test_what_stays_where_it_is_sends_nothing() -> None:
     layout = layout_of_spec("S01R", Mesh.of("p", (2, 2), ("x", "y")))
     problem = ReshardProblem((TensorMove("a", (8, 8), "float32", layout, layout),))
-    plan = plan_reshard(problem, HostNetwork((0, 0, 1, 1), (0,) * 4, 1, 1))
+    plan = plan_reshard(problem, HostTopology((0, 0, 1, 1), (0,) * 4, 1, 1))
     assert plan.multicasts == () and plan.predicted_s == plan.bound_s == plan.bytes_across_hosts == 0
     ops = [bound.op for ops in reshard_program(plan).ops_by_rank.values() for bound in ops]
     assert len(ops) == 4 and all(isinstance(op, Copy) for op in ops)
@@ -257,7 +257,7 @@ def test_hosts_that_hold_a_part_are_sent_none() -> None:
     """Rank 1 gets it from rank 0 beside it; ranks 2 and 3 of the other host get one copy together."""
     src, dst = Mesh.of("p", (1,), ("x",)), Mesh.of("q", (3,), ("x",), 1)
     item = TensorMove("a", (100,), "uint8", layout_of_spec("R", src), layout_of_spec("R", dst))
-    plan = plan_reshard(ReshardProblem((item,)), HostNetwork((0, 0, 1, 1), (0,) * 4, 10, 1000))
+    plan = plan_reshard(ReshardProblem((item,)), HostTopology((0, 0, 1, 1), (0,) * 4, 10, 1000))
     assert plan.bytes_across_hosts == plan.least_bytes_across_hosts == 100
     assert [turn.multicast.is_local for turn in plan.multicasts] == [True, False]
     assert plan.bound_s == 10 and plan.predicted_s == pytest.approx(10.1)
@@ -267,7 +267,7 @@ def test_two_nics_of_a_host_share_what_it_sends() -> None:
     """One tensor on two ranks, each behind a NIC of its own: half leaves through either."""
     src, dst = Mesh.of("p", (2,), ("x",)), Mesh.of("q", (2,), ("x",), 2)
     item = TensorMove("a", (64, 4), "float64", layout_of_spec("RR", src), layout_of_spec("RR", dst))
-    network = HostNetwork((0, 0, 1, 1), (0, 1, 0, 1), 1024, 1 << 30)
+    network = HostTopology((0, 0, 1, 1), (0, 1, 0, 1), 1024, 1 << 30)
     with fine():
         plan = plan_reshard(ReshardProblem((item,)), network)
     assert plan.bound_s == 1

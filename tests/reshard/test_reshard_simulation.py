@@ -20,7 +20,7 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     reshard_program,
 )
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -61,7 +61,7 @@ def one_sender(hosts: int, ranks: int, strategy: str) -> tuple[ReshardPlan, floa
     src, dst = mesh("p", (1, 1), 0), mesh("q", (hosts, ranks), 1)
     shape = (1536, 4096)
     item = TensorMove("a", shape, "float32", layout_of_spec("RR", src), layout_of_spec("RR", dst))
-    plan = plan_reshard(ReshardProblem((item,)), HostNetwork.of(CLUSTER), strategy=strategy)
+    plan = plan_reshard(ReshardProblem((item,)), HostTopology.of(CLUSTER), strategy=strategy)
     return plan, 4 * math.prod(shape) / 1.25e9
 
 
@@ -103,7 +103,7 @@ def case_of(number: int, order: str) -> tuple[ReshardPlan, float]:
     before, after, src, dst, shape = TABLE_2[number]
     first, second = mesh("p", src, 0), mesh("q", dst, src[0])
     item = TensorMove("a", shape, "float32", layout_of_spec(before, first), layout_of_spec(after, second))
-    plan = plan_reshard(ReshardProblem((item,)), HostNetwork.of(CLUSTER), order=order)
+    plan = plan_reshard(ReshardProblem((item,)), HostTopology.of(CLUSTER), order=order)
     return plan, simulated_s(plan)
 
 
@@ -146,7 +146,7 @@ def random_hosts(draw: Random, num_ranks: int) -> Cluster:
 )
 def test_both_simulators_say_the_same(case: Case, strategy: str, order: str, seed: int) -> None:
     cluster = random_hosts(Random(seed), case.problem.ranks[-1] + 1)
-    case = replace(case, network=HostNetwork.of(cluster))
+    case = replace(case, network=HostTopology.of(cluster))
     program = reshard_program(case.plan(strategy, order))
     machine = Machine.of(cluster, program)
     found, expected = engine.simulate(program, machine).trace(), reference.simulate(program, machine)
@@ -160,7 +160,7 @@ def test_a_host_that_passes_on_and_sends_does_one_after_the_other() -> None:
         TensorMove("a", (1024, 4096), "float32", at(0), at(4, 8)),
         TensorMove("b", (1024, 4096), "float32", at(5), at(1)),
     )
-    plan = plan_reshard(ReshardProblem(items), HostNetwork.of(CLUSTER))
+    plan = plan_reshard(ReshardProblem(items), HostTopology.of(CLUSTER))
     assert [hop for turn in plan.multicasts for hop in turn.multicast.hosts] == [(8,), (4,), (1,)]
     assert simulated_s(plan) == pytest.approx(plan.predicted_s, rel=0.02)
 
@@ -173,5 +173,5 @@ def test_naive_runs_one_task_after_another_also_from_one_sender() -> None:
     """Rank 4 sends its half only when it has the other one."""
     src, dst = Mesh("p", (2,), ("x",), (0, 4)), Mesh("q", (2,), ("x",), (4, 8))
     item = TensorMove("a", (2048, 2048), "float32", Layout(src, (Shard(0),)), Layout(dst, (Shard(0),)))
-    plan = plan_reshard(ReshardProblem((item,)), HostNetwork.of(CLUSTER), order="naive")
+    plan = plan_reshard(ReshardProblem((item,)), HostTopology.of(CLUSTER), order="naive")
     assert simulated_s(plan) == pytest.approx(2 * 2048 * 1024 * 4 / 1.25e9, rel=0.02)

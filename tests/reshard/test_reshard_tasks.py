@@ -17,9 +17,9 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     unit_tasks,
 )
-from meshweave.algorithms.reshard.tasks import TensorPiece, cut, equal_shares, in_chunks, with_tail
+from meshweave.algorithms.reshard.tasks import TensorPiece, cut_piece, equal_shares, in_chunks, with_tail
 from meshweave.base.errors import LayoutError, UnsupportedError
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
@@ -161,7 +161,7 @@ def element_bytes(pieces: list[TensorPiece]) -> int:
 @examples(200)
 @given(any_piece, st.integers(1, 400))
 def test_a_piece_is_cut_into_parts_of_so_many_bytes_at_most(piece: TensorPiece, most: int) -> None:
-    parts = list(cut(piece, most))
+    parts = list(cut_piece(piece, most))
     check_parts([piece], parts)
     assert max(part.num_bytes for part in parts) <= max(most, element_bytes([piece]))
     if piece.num_bytes <= most:
@@ -213,31 +213,31 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(LayoutError, match="no tensor to reshard"):
         ReshardProblem(())
     with pytest.raises(LayoutError, match="2 ranks have a host, 1 a NIC"):
-        HostNetwork((0, 0), (0,), 1, 1)
+        HostTopology((0, 0), (0,), 1, 1)
     with pytest.raises(LayoutError, match="at least 1 byte per second"):
-        HostNetwork((0,), (0,), 0, 1)
+        HostTopology((0,), (0,), 0, 1)
     with pytest.raises(LayoutError, match="9 ranks do not fit the 8 chips"):
-        HostNetwork.of(load_cluster("p3.8xlarge"), 9)
+        HostTopology.of(load_cluster("p3.8xlarge"), 9)
 
 
 def test_a_plan_needs_known_names_and_a_network_of_all_ranks() -> None:
     plain = Layout(LINE, (Replicate(),))
     problem = ReshardProblem((TensorMove("w", (4,), "float32", plain, plain),))
-    network = HostNetwork((0, 1), (0, 0), 1, 1)
+    network = HostTopology((0, 1), (0, 0), 1, 1)
     with pytest.raises(UnsupportedError, match=r"no strategy 'broadcasts'.*broadcast"):
         plan_reshard(problem, network, strategy="broadcasts")
     with pytest.raises(UnsupportedError, match="no order 'worst'"):
         plan_reshard(problem, network, order="worst")
     with pytest.raises(LayoutError, match="the host network has 1 ranks, and rank 1 takes part"):
-        plan_reshard(problem, HostNetwork((0,), (0,), 1, 1))
+        plan_reshard(problem, HostTopology((0,), (0,), 1, 1))
 
 
 def test_the_host_network_of_a_cluster_has_its_hosts_and_nics() -> None:
-    hosts = HostNetwork.of(load_cluster("p3.8xlarge").with_chips(12), 9)
+    hosts = HostTopology.of(load_cluster("p3.8xlarge").with_chips(12), 9)
     assert hosts.host_of == (0, 0, 0, 0, 1, 1, 1, 1, 2) and set(hosts.nic_of) == {0}
     assert (hosts.nic_bytes_per_s, hosts.local_bytes_per_s) == (1_250_000_000, 150_000_000_000)
     assert hosts.nic(5) == (1, 0)
-    assert len(set(HostNetwork.of(load_cluster("tpu-v4-pod:16")).host_of)) == 16
+    assert len(set(HostTopology.of(load_cluster("tpu-v4-pod:16")).host_of)) == 16
 
 
 @given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 200))

@@ -142,11 +142,11 @@ def test_no_bound_is_above_the_time(offer: tuple[Matmul2d, Matmul2dProblem, Matm
 
     timed = TimedSkeleton(entry.skeleton(problem, config), cost_ps)
     total_ps = timed.total_ps()
-    assert timed.floor_ps() <= total_ps
-    floor = entry.floor(problem, config)
+    assert timed.lower_bound_ps() <= total_ps
+    floor = entry.config_lower_bound(problem, config)
     if floor is not None:
         assert TimedSkeleton(floor, cost_ps).total_ps() <= total_ps
-    least = entry.least(problem)
+    least = entry.lower_bounds(problem)
     if least is not None:
         assert min(TimedSkeleton(skeleton, cost_ps).total_ps() for skeleton in least) <= total_ps
 
@@ -172,7 +172,7 @@ def test_followers_take_the_slice_counts_of_meshslice() -> None:
     leader = [item.slices for layer in plan.candidate("meshslice").layers for item in layer.passes]
     for name in names:
         candidate = plan.candidate(name)
-        assert candidate.base == candidate.entry == UNROLLED[name]
+        assert candidate.base == candidate.entry_name == UNROLLED[name]
         assert [len(item.slices) for layer in candidate.layers for item in layer.passes] == [
             *map(len, leader)
         ]

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.algorithms.matmul2d import ALGORITHMS, MatmulProblem
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
-from meshweave.estimate import estimate
+from meshweave.estimate import estimate_skeleton
 from meshweave.tune import Plan, load_plan, plan_model
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.search import tune_product
@@ -42,12 +42,12 @@ def test_few_tokens_keep_the_weights_in_place() -> None:
 
 
 def test_search_finds_the_best_configuration_there_is() -> None:
-    problem = MatmulProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
+    problem = Matmul2dProblem(16384, 12288, 12288, (4, 4), "ls", "bfloat16")
     machine = mesh_machine(POD, (4, 4), AXES[:2], MESH)
     entry = ALGORITHMS["meshslice"]
     best = tune_product(entry, problem, machine)
     times = {
-        config: estimate(entry.skeleton(problem, config), machine).total_s
+        config: estimate_skeleton(entry.skeleton(problem, config), machine).total_s
         for config in entry.candidates(problem)
     }
     assert best.estimate.total_s == min(times.values())
@@ -66,7 +66,7 @@ def test_meshslice_is_never_slower_than_collective(plan: Plan) -> None:
 
 def test_plan_is_ranked_and_explained(plan: Plan) -> None:
     assert [c.block_s for c in plan.candidates] == sorted(c.block_s for c in plan.candidates)
-    with_a_choice = [c for c in plan.candidates if c.entry in ("collective", "meshslice", "wang", "summa")]
+    with_a_choice = [c for c in plan.candidates if c.entry_name in ("collective", "meshslice", "wang", "summa")]
     assert len(with_a_choice) == 6  # two of them also at MeshSlice's slice counts
     assert all("slower" in c.runner_up for c in with_a_choice)
     assert all(layer.reason for layer in plan.best.layers)

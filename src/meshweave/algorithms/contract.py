@@ -1,4 +1,4 @@
-"""The contract of algorithms: what a planner, a simulator, a test and a report may ask of any of them.
+"""The contract of algorithms: the methods that planners, simulators, tests and reports call on any algorithm.
 
 A *problem* says what is to be computed and where operands and results lie. A *config* is one choice of what the
 problem leaves open: slice counts, the stationary matrix, an order of messages. An *algorithm* turns both into a
@@ -13,7 +13,7 @@ every entry of the table, so a new entry needs no test of its own:
     traffic     traffic(p, c, r) is what rank r moves in program(p, c), in bytes per mesh axis
     memory      peak_bytes(p, c, r) is the most that rank r holds at once in program(p, c)
     time        estimate(p, c, m) is the uncontended simulation of program(p, c) on m: equal, or no less,
-                as `estimate_is` says
+                as `estimate_accuracy` says
     gradients   for g in gradients(p): <dy, f(x + e) - f(x)> == <program of g, e>, where e changes g.wrt alone
 
 Problems and configs are frozen, hashable values. Everything is deterministic: equal arguments give equal programs
@@ -36,7 +36,7 @@ from meshweave.base.errors import UnsupportedError, did_you_mean
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import Estimate, estimate_program
+from meshweave.estimate import Estimate, estimate
 from meshweave.ir.analysis.lifetimes import peak_bytes
 from meshweave.ir.program import Program
 from meshweave.ir.work import traffic
@@ -70,33 +70,35 @@ class Gradient(Generic[ProblemT]):
 
 
 class Algorithm(ABC, Generic[ProblemT, ConfigT]):
-    """One way to solve problems of type `problem_type`. A subclass is an entry of the table, made once.
+    """An algorithm for problems of type `problem_type`. The table holds one instance of each subclass.
 
     Attributes:
         name: the key in the table, as on the command line.
         title: the name in tables and pictures.
         source: where the algorithm is published.
         problem_type: the type of its problems; algorithms of one type compete with each other.
-        estimate_is: how `estimate` compares with the uncontended simulation. "exact": equal to the picosecond.
-            "bound": never less, and within a picosecond per op where all shards are equal. "rough": a model.
+        estimate_accuracy: how `estimate` compares with the uncontended simulation. "exact": equal to the
+            picosecond. "upper_bound": never less, and within a picosecond per op where all shards are equal.
+            "rough": a model without a guarantee.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     source: ClassVar[str]
     problem_type: ClassVar[type[Hashable]]
-    estimate_is: ClassVar[Literal["exact", "bound", "rough"]] = "exact"
+    estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "exact"
 
     @abstractmethod
     def examples(self) -> Iterator[ProblemT]:
-        """Yield problems small enough to print, run and prove in a second; the first is the one to show."""
+        """Yield problems small enough to print, run and prove in a second. `meshweave show` prints the first."""
 
     @abstractmethod
     def candidates(self, problem: ProblemT, cluster: Cluster | None = None) -> Iterator[ConfigT]:
         """Yield the configs that a planner may choose among, the simplest first.
 
-        `cluster` is given where the choice depends on the machine. Algorithms that want it assume without it
-        that all ranks are alike.
+        Args:
+            cluster: the machine, for algorithms whose configs depend on it. Without it they assume that all ranks
+                are alike.
         """
 
     @abstractmethod
@@ -112,14 +114,15 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         """Return the layout of every input and output tensor, by name."""
 
     def estimate(self, problem: ProblemT, config: ConfigT, machine: Machine) -> Estimate:
-        """Return the time of the program on a machine without contention, in parts.
+        """Return the seconds that the program takes on a machine without contention, in parts.
 
-        The program itself is followed here; an algorithm that a planner asks often has a closed form.
+        This default writes the program and steps through its ops. Algorithms with many configs override it with a
+        closed form.
         """
-        return estimate_program(self.program(problem, config), machine)
+        return estimate(self.program(problem, config), machine)
 
     def refusal(self, problem: ProblemT) -> str | None:
-        """Return in a few words why the algorithm cannot solve a problem of its type, or None where it can."""
+        """Return in a few words why the algorithm cannot solve a problem of its type, or None if it can."""
         return None
 
     def traffic(self, problem: ProblemT, config: ConfigT, rank: int) -> dict[str, int]:
@@ -131,14 +134,17 @@ class Algorithm(ABC, Generic[ProblemT, ConfigT]):
         return peak_bytes(self.program(problem, config), rank)
 
     def gradients(self, problem: ProblemT) -> tuple[Gradient[Any], ...]:
-        """Return one problem per differentiable input; none where operands do not lie as a gradient needs them."""
+        """Return one problem per differentiable input.
+
+        An input is left out where the placements of the operands do not fit the problem of its gradient.
+        """
         return ()
 
     def functions(self, problem: ProblemT) -> Mapping[str, Callable[..., Any]]:
-        """Return the functions on arrays that `call` ops of the program name; see `execute.calls`."""
+        """Return the functions of the program's `call` ops by name, on arrays; see `execute.calls`."""
         return {}
 
-    def inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
+    def random_inputs(self, problem: ProblemT, seed: int = 0) -> dict[str, Array]:
         """Return small random integers for every input tensor, in the dtype of its buffer (float32 for bfloat16).
 
         Sums and products of them are exact in every dtype, so results compare with `==`.
@@ -160,13 +166,14 @@ ENTRY_POINTS = "meshweave.algorithms"
 """The group of entry points under which an installed package offers algorithms of its own."""
 
 
-def table(kind: type[AlgorithmT], *entries: AlgorithmT) -> dict[str, AlgorithmT]:
+def algorithm_table(kind: type[AlgorithmT], *entries: AlgorithmT) -> dict[str, AlgorithmT]:
     """Return entries by name: those given, then those of type `kind` that installed packages offer.
 
-    Raises UnsupportedError for a name that is taken, and for an entry point that cannot be loaded.
+    Raises:
+        UnsupportedError: two entries have the same name, or an entry point cannot be loaded.
     """
     by_name: dict[str, AlgorithmT] = {}
-    for entry in (*entries, *(one for one in _installed() if isinstance(one, kind))):
+    for entry in (*entries, *(entry for entry in _installed() if isinstance(entry, kind))):
         if entry.name in by_name:
             raise UnsupportedError(
                 f"two algorithms are called '{entry.name}'; one of them needs another name"
@@ -187,12 +194,12 @@ def _installed() -> tuple[Algorithm[Any, Any], ...]:
     """Return the algorithms of other installed packages."""
     loaded = []
     for point in entry_points(group=ENTRY_POINTS):
-        what = f"{point.name} = {point.value}"
+        label = f"{point.name} = {point.value}"
         try:
             value = point.load()
         except Exception as error:
-            raise UnsupportedError(f"entry point {what} cannot be loaded: {error}") from error
+            raise UnsupportedError(f"entry point {label} cannot be loaded: {error}") from error
         if not isinstance(value, Algorithm):
-            raise UnsupportedError(f"entry point {what} is not an instance of Algorithm")
+            raise UnsupportedError(f"entry point {label} is not an instance of Algorithm")
         loaded.append(value)
     return tuple(loaded)

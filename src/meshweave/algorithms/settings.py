@@ -1,4 +1,4 @@
-"""Problems from text: an example of an algorithm with some of its fields set, as on the command line."""
+"""Problems from `name=value` settings, as on the command line: an algorithm's first example replaced in part."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec, spec_of
 
 MAX_SIZE = 2**40
-"""More elements along a dim than anything has: a slip of the keyboard."""
+"""The largest size of a dim; a larger one is taken for a typing error."""
 
 
-def problem_from(entry: Algorithm[Any, Any], settings: Iterable[str] = ()) -> Any:
-    """Return the first example of an algorithm with fields set, as in `rows=16`, `mesh_shape=2x4`, `a=2x4 S0R`.
+def problem_from_settings(entry: Algorithm[Any, Any], settings: Iterable[str] = ()) -> Any:
+    """Return the first example of an algorithm with the given fields replaced.
 
-    A field takes what it holds in the example: a whole number, a word, sizes joined by `x`, or a mesh shape and a
-    spec string for a layout.
+    Settings are such as `rows=16`, `mesh_shape=2x4` or `a=2x4 S0R`.
+    A value has the type that the field has in the example: a whole number, a word, sizes joined by `x`, or for a
+    layout a mesh shape and a spec string.
 
     Raises:
         LayoutError: there is no such field, or the value does not fit it.
@@ -33,14 +34,16 @@ def problem_from(entry: Algorithm[Any, Any], settings: Iterable[str] = ()) -> An
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or name not in known:
-            options = ", ".join(f"{field}={_text(value)}" for field, value in known.items() if _text(value))
+            options = ", ".join(
+                f"{field}={_setting_text(value)}" for field, value in known.items() if _setting_text(value)
+            )
             nearest = did_you_mean(name, known)
             raise LayoutError(f"{entry.name} has no setting '{setting[:60]}'{nearest}; it has {options}")
-        changes[name] = _value(name, text, known[name])
+        changes[name] = _parse_value(name, text, known[name])
     return replace(problem, **changes)
 
 
-def _text(value: object) -> str:
+def _setting_text(value: object) -> str:
     match value:
         case bool() | None:
             return ""
@@ -49,27 +52,27 @@ def _text(value: object) -> str:
         case tuple() if value and all(isinstance(item, int) for item in value):
             return "x".join(map(str, value))
         case Layout():
-            return f"'{'x'.join(map(str, value.mesh.shape))} {_spec(value)}'"
+            return f"'{'x'.join(map(str, value.mesh.shape))} {_spec_text(value)}'"
     return ""
 
 
-def _spec(layout: Layout) -> str:
+def _spec_text(layout: Layout) -> str:
     try:
         return spec_of(layout, 2)
     except LayoutError:
         return str(layout.placements)
 
 
-def _value(name: str, text: str, example: object) -> Any:
+def _parse_value(name: str, text: str, example: object) -> Any:
     try:
         match example:
             case int():
-                return _size(text)
+                return _parse_size(text)
             case tuple():
-                return tuple(_size(part) for part in text.split("x"))
+                return tuple(_parse_size(part) for part in text.split("x"))
             case Layout():
                 shape, _, spec = text.strip().partition(" ")
-                sides = tuple(_size(part) for part in shape.split("x"))
+                sides = tuple(_parse_size(part) for part in shape.split("x"))
                 if math.prod(sides) > 1 << 16:
                     raise ValueError
                 axes = tuple(f"x{number}" for number in range(len(sides)))
@@ -77,10 +80,12 @@ def _value(name: str, text: str, example: object) -> Any:
             case _:
                 return text
     except ValueError:
-        raise LayoutError(f"{name}={text[:60]}: give a value such as {name}={_text(example)}") from None
+        raise LayoutError(
+            f"{name}={text[:60]}: give a value such as {name}={_setting_text(example)}"
+        ) from None
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     size = int(text)
     if not 0 <= size <= MAX_SIZE:
         raise ValueError

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 from typing import Any
 
 from meshweave.algorithms import block, fused, matmul2d, pipeline, universal
-from meshweave.algorithms.contract import Algorithm, lookup, table
+from meshweave.algorithms.contract import Algorithm, algorithm_table, lookup
 from meshweave.algorithms.reshard import algorithm as reshard
 
-ALGORITHMS: dict[str, Algorithm[Any, Any]] = table(
+ALGORITHMS: dict[str, Algorithm[Any, Any]] = algorithm_table(
     Algorithm,  # type: ignore[type-abstract]
     *matmul2d.ENTRIES,
     *universal.ENTRIES,
@@ -26,7 +26,7 @@ def algorithm(name: str) -> Algorithm[Any, Any]:
     return lookup(name, ALGORITHMS)
 
 
-def solving(problem: Hashable) -> dict[str, Algorithm[Any, Any]]:
+def algorithms_for(problem: Hashable) -> dict[str, Algorithm[Any, Any]]:
     """Return the entries that can solve a problem: those of its type that do not refuse it."""
     return {
         name: entry

@@ -46,8 +46,10 @@ class ConfigProof:
         return bool(self.failed)
 
 
-def prove_contract(entry: Algorithm[Any, Any], problem: Hashable, *, most: int = 8) -> Iterator[ConfigProof]:
-    """Yield a proof for each of the first `most` configs that an algorithm offers for a problem.
+def prove_contract(
+    entry: Algorithm[Any, Any], problem: Hashable, *, max_configs: int = 8
+) -> Iterator[ConfigProof]:
+    """Yield a proof for each of the first `max_configs` configs that an algorithm offers for a problem.
 
     Raises:
         ProgramError: the algorithm refuses the problem.
@@ -56,7 +58,7 @@ def prove_contract(entry: Algorithm[Any, Any], problem: Hashable, *, most: int =
     if refusal is not None:
         raise ProgramError(f"{entry.name} does not solve this problem: {refusal}")
     for number, config in enumerate(entry.candidates(problem)):
-        if number == most:
+        if number == max_configs:
             return
         try:
             yield _proof(entry, problem, config)
@@ -67,7 +69,7 @@ def prove_contract(entry: Algorithm[Any, Any], problem: Hashable, *, most: int =
 def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> ConfigProof:
     program = entry.program(problem, config)
     unproved = "; ".join(validate(program).skipped)
-    inputs = entry.inputs(problem)
+    inputs = entry.random_inputs(problem)
     expected = entry.reference(problem, inputs)
     error = 0.0
     for seed in ORDER_SEEDS:
@@ -75,7 +77,7 @@ def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> Config
         for name, value in expected.items():
             error = max(error, float(np.max(np.abs(outputs[name] - value), initial=0.0)))
     failed = f"numbers differ by {error:g}" if error else _wrong_closed_form(entry, problem, config, program)
-    num_ops = sum(len(ops) for ops in program.instance.values())
+    num_ops = sum(len(ops) for ops in program.ops_by_rank.values())
     return ConfigProof(entry.name, str(config), num_ops, unproved, error, failed)
 
 

@@ -91,7 +91,7 @@ def reduce_products(
             dims grow, up to `max_dim`, until the slices fit. "drop slices": the last slices are left out.
     """
     for planned in products:
-        config, entry = planned.pass_plan.config, algorithm(planned.candidate.entry)
+        config, entry = planned.pass_plan.config, algorithm(planned.candidate.entry_name)
         shapes = entry.mesh_shapes(num_ranks)
         if not shapes:
             yield ReducedProduct(planned, config, skipped=f"{entry.name} has no mesh of {num_ranks} ranks")

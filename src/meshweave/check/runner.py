@@ -9,13 +9,13 @@ from typing import Any
 
 from meshweave.algorithms.matmul2d import algorithm
 from meshweave.base.errors import LayoutError
+from meshweave.check.processes import run_on_processes
 from meshweave.check.reduced import ReducedProduct, reduce_products
-from meshweave.check.rehearsal import rehearse
 from meshweave.check.verifier import (
     NumRingDirections,
     check_num_ranks,
     check_num_ring_directions,
-    rehearsal_of,
+    program_run,
 )
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
@@ -169,7 +169,7 @@ def _algorithms(
     plan: Plan, algorithms: Sequence[str] | str, num_ranks: int
 ) -> tuple[list[str], tuple[str, ...]]:
     """Return the names of the algorithms to run, and of "all" those that cannot."""
-    usable = {c.algorithm: bool(algorithm(c.entry).mesh_shapes(num_ranks)) for c in plan.candidates}
+    usable = {c.algorithm: bool(algorithm(c.entry_name).mesh_shapes(num_ranks)) for c in plan.candidates}
     with_mesh = [name for name, has_mesh in usable.items() if has_mesh]
     if algorithms == "all":
         return with_mesh, tuple(name for name, has_mesh in usable.items() if not has_mesh)
@@ -194,15 +194,15 @@ def measure(
     timeout_s: float,
 ) -> list[MeasuredProduct]:
     """Run everything in one set of processes, and simulate it on `cluster`."""
-    rehearsals = [rehearsal_of(item.flow.program, 0, seed, timeout_s, repeat) for item in prepared]
-    by_rank = rehearse(rehearsals, num_ranks, timeout_s)
+    requests = [program_run(item.flow.program, 0, seed, timeout_s, repeat) for item in prepared]
+    by_rank = run_on_processes(requests, num_ranks, timeout_s)
     return [
-        _measured(item, [results[number] for results in by_rank], cluster, repeat)
+        _measured_product(item, [results[number] for results in by_rank], cluster, repeat)
         for number, item in enumerate(prepared)
     ]
 
 
-def _measured(
+def _measured_product(
     item: PreparedProduct, results: Sequence[dict[str, Any]], cluster: Cluster, repeat: int
 ) -> MeasuredProduct:
     runs = [

@@ -1,4 +1,4 @@
-"""Proof that programs compute what they declare: validated, run in this process, run on local processes."""
+"""Proof that programs compute what they declare: by validation, on numpy in this process, on local processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
+from meshweave.check.processes import ProgramRun, read_log, run_on_processes
 from meshweave.check.reduced import ReducedProduct, reduce_products
 from meshweave.check.reference import Tensors, random_inputs, reference
-from meshweave.check.rehearsal import Rehearsal, read_log, rehearse
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.validate import validate
@@ -35,13 +35,13 @@ NumRingDirections = Literal[0, 1, 2]
 
 @dataclass
 class Verification:
-    """One program and what came of checking it. Errors are largest absolute differences from the dense reference.
+    """One program and the results of its checks. An error is the largest absolute difference from the reference.
 
     Attributes:
         product: the product of a plan that `program` computes at reduced size; None for a program given by itself.
-        error_in_process: over all orders on numpy; None where the program did not get so far.
-        error_on_processes: over gloo; None where it was not run there.
-        failed: why the program could not be proved or run; "" where it could.
+        error_in_process: the error on numpy, over all orders; None if validation failed.
+        error_on_processes: the error on local processes over gloo; None if the program was not run there.
+        failed: why the program could not be proved or run; "" if it could.
         unproved: what `validate` left unproved.
     """
 
@@ -130,9 +130,9 @@ def verify(
 ) -> VerifyReport:
     """Check that every product of a plan, or every program given, computes exactly what it declares.
 
-    In this process each program is validated, on index labels too, and run on numpy in several legal orders and
-    lowered to rings. Then all run on local processes over gloo, started once. Inputs are small integers, so that
-    right means equal.
+    First, in this process, each program is validated, on index labels too. It runs on numpy in several legal
+    orders, and lowered to rings. Then all programs run on local processes over gloo, started once. Inputs are
+    small integers, so results must equal the dense reference.
 
     Args:
         subject: a plan, whose products are checked at reduced size, or programs, checked as they are.
@@ -156,25 +156,23 @@ def verify(
     skipped: tuple[ReducedProduct, ...] = ()
     if isinstance(subject, Plan):
         num_ranks = check_num_ranks(4 if num_ranks is None else num_ranks)
-        verifications, skipped = _of_plan(subject, layers, algorithms, num_ranks, max_dim)
+        verifications, skipped = _planned_verifications(subject, layers, algorithms, num_ranks, max_dim)
     else:
         programs = [subject] if isinstance(subject, Program) else list(subject)
         verifications = [Verification(program.name, program) for program in programs]
         needed = [max(program.ranks) + 1 for program in programs]
         num_ranks = check_num_ranks(max([num_ranks or 1, *needed]))
-    total = len(verifications) * (2 if on_processes else 1)
+    num_programs = len(verifications)
+    total = num_programs * (2 if on_processes else 1)
     for number, verification in enumerate(verifications, 1):
         verify_in_process(verification, num_ring_directions, seed)
         progress(number, total)
-
-    def progress_on_processes(done: int, _: int) -> None:
-        progress(len(verifications) + done, total)
-
     not_run = "left out"
     if on_processes:
         not_run = verify_on_processes(
-            verifications, num_ranks, num_ring_directions, seed, timeout_s, progress_on_processes
-        )
+            verifications, num_ranks, num_ring_directions, seed, timeout_s,
+            lambda done, _: progress(num_programs + done, total),
+        )  # fmt: skip
     return VerifyReport(num_ranks, tuple(verifications), skipped, not_run)
 
 
@@ -191,7 +189,7 @@ def check_num_ring_directions(num_directions: int) -> None:
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {num_directions}")
 
 
-def _of_plan(
+def _planned_verifications(
     plan: Plan,
     layers: Sequence[str] | None,
     algorithms: Sequence[str] | None,
@@ -218,7 +216,7 @@ def _of_plan(
 
 
 def verify_in_process(verification: Verification, num_ring_directions: NumRingDirections, seed: int) -> None:
-    """Validate a program and run it on numpy; fill in the error, or why there is none."""
+    """Validate a program, run it on numpy, and set `error_in_process`, or `failed` if it is unsound."""
     program = verification.program
     try:
         validation = validate(program)
@@ -261,7 +259,11 @@ def verify_on_processes(
     timeout_s: float,
     progress: Progress = no_progress,
 ) -> str:
-    """Run what is sound in process on local processes and fill in the errors. Return why nothing ran, or ""."""
+    """Run the programs that have not failed on local processes, and set their errors.
+
+    Returns:
+        Why nothing ran, or "".
+    """
     sound = [verification for verification in verifications if not verification.failed]
     if not sound:
         return "no product is sound in process"
@@ -272,32 +274,39 @@ def verify_on_processes(
     except ImportError:
         return "torch is missing: pip install 'meshweave[torch]'"
     deadline_s = max(timeout_s - 10, timeout_s / 2)
-    rehearsals = [rehearsal_of(item.program, num_ring_directions, seed, deadline_s) for item in sound]
+    requests = [program_run(item.program, num_ring_directions, seed, deadline_s) for item in sound]
     with tempfile.TemporaryDirectory(prefix="meshweave-verify-") as folder:
         failure = ""
         try:
-            with _followed(folder, len(sound), progress):
-                rehearse(rehearsals, num_ranks, timeout_s, Path(folder))
+            with _progress_from_log(folder, len(sound), progress):
+                run_on_processes(requests, num_ranks, timeout_s, Path(folder))
         except (MeshweaveError, RankError) as error:
             failure = " ".join(str(error).split())
         logs = [read_log(folder, rank) for rank in range(num_ranks)]
-    fill_in(sound, logs, failure)
+    set_process_results(sound, logs, failure)
     return ""
 
 
-def rehearsal_of(
+def program_run(
     program: Program, num_ring_directions: NumRingDirections, seed: int, deadline_s: float, repeat: int = 0
-) -> Rehearsal:
-    """Return what ranks are sent to run a program, its collectives as rings where wanted."""
+) -> ProgramRun:
+    """Return the request to run a program, with its collectives lowered to rings unless there are 0 directions."""
     if num_ring_directions:
         program = lower_rings(program, 2 if num_ring_directions == 2 else 1)
-    return Rehearsal(to_text(program), repeat, seed, deadline_s)
+    return ProgramRun(to_text(program), repeat, seed, deadline_s)
 
 
-def fill_in(
+def set_process_results(
     verifications: Sequence[Verification], logs: Sequence[Sequence[dict[str, Any]]], failure: str
 ) -> None:
-    """Fill in what the ranks logged. The first program that not all ranks ended is the one that failed."""
+    """Set the errors of programs from the logs of the ranks.
+
+    The first program that not every rank completed gets `failure` as its reason. Later ones were not run.
+
+    Args:
+        logs: for each rank the lines that it logged; see `read_log`.
+        failure: the error of the processes; "" if there was none.
+    """
     for number, verification in enumerate(verifications):
         lines = [line for log in logs for line in log if line["number"] == number]
         errors = [line["error"] for line in lines if "error" in line]
@@ -311,8 +320,8 @@ def fill_in(
 
 
 @contextmanager
-def _followed(folder: str, total: int, progress: Progress) -> Iterator[None]:
-    """Report progress by what rank 0 has logged."""
+def _progress_from_log(folder: str, total: int, progress: Progress) -> Iterator[None]:
+    """Call `progress` with the number of programs that rank 0 has logged, four times a second."""
     ended = threading.Event()
 
     def follow() -> None:

@@ -45,11 +45,11 @@ def is_file(source: str) -> bool:
 
 def read_entry(name: str, settings: list[str]) -> tuple[Algorithm[Any, Any], Any]:
     """Return an entry of the table and a problem for it. Raises UnsupportedError, LayoutError."""
-    from meshweave.algorithms.settings import problem_from
+    from meshweave.algorithms.settings import problem_from_settings
     from meshweave.algorithms.table import algorithm
 
     entry = algorithm(name)
-    problem = problem_from(entry, settings)
+    problem = problem_from_settings(entry, settings)
     refusal = entry.refusal(problem)
     if refusal is not None:
         raise LayoutError(f"{name} does not solve this problem: {refusal}")

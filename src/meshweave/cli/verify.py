@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,19 +61,23 @@ def verify(
 
     if not is_file(what):
         return _verify_entry(what, settings, json)
-    loaded = load_plan(Path(what))
+    verify_plan = partial(
+        check.verify,
+        load_plan(Path(what)),
+        num_ranks=ranks,
+        layers=read_names(layer),
+        algorithms=read_names(algorithms),
+        max_dim=max_dim,
+        num_ring_directions=rings,  # type: ignore[arg-type]
+        seed=seed,
+        timeout_s=timeout,
+    )
+    return _verify_plan(verify_plan, json)
+
+
+def _verify_plan(verify_plan: Callable[..., VerifyReport], json: bool) -> int:
     with progress_bar("checking", plain_lines=True) as progress:
-        report = check.verify(
-            loaded,
-            num_ranks=ranks,
-            layers=read_names(layer),
-            algorithms=read_names(algorithms),
-            max_dim=max_dim,
-            num_ring_directions=rings,  # type: ignore[arg-type]
-            seed=seed,
-            timeout_s=timeout,
-            progress=progress,
-        )
+        report = verify_plan(progress=progress)
     if json:
         print_json(report.to_json())
     else:

@@ -1,4 +1,4 @@
-"""What `call` ops run: the convention that all executors share.
+"""The calling convention of `call` ops, which all executors share.
 
 The function bound to a name is called as `fn(*ins, *args)`, where an op declares a stash as
 `fn(stash, *ins, *args)`: `stash` is a dict that the forward part fills and the gradient parts of the same
@@ -18,7 +18,7 @@ Calls = Mapping[str, Callable[..., Any]]
 
 
 class CallTable:
-    """Bound functions, and what one rank has stashed."""
+    """The functions of `call` ops, and the stashes of one rank."""
 
     def __init__(self, functions: Calls) -> None:
         self._functions = functions

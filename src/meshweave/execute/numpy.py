@@ -34,7 +34,7 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 
 @dataclass(frozen=True)
 class NumpyResult:
-    """`outputs` are global tensors by name; `memory` is what each (rank, buffer, slot) holds at the end."""
+    """The result of a run: global output tensors by name, and the final memory of each (rank, buffer, slot)."""
 
     outputs: dict[str, Array]
     memory: dict[tuple[int, str, int], Array]
@@ -47,7 +47,7 @@ def numpy_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def poisoned(shape: tuple[int, ...], dtype: str) -> Array:
-    """Memory that was never written: NaN, or the bit pattern 0101... for integers."""
+    """Return an array that stands for unwritten memory: NaN, or the bit pattern 0101... for integers."""
     kind = numpy_dtype(dtype)
     if kind.kind == "f":
         return np.full(shape, np.nan, kind)
@@ -96,7 +96,7 @@ def _run_timed(machine: Interpreter, flow: Dataflow, order: Iterable[Event]) -> 
         machine.run((event,))
         end_ns = time.perf_counter_ns()
         for rank, index in event:
-            bound = flow.bound((rank, index))
+            bound = flow.bound_op((rank, index))
             start_ps, end_ps = (start_ns - began_ns) * 1000, (end_ns - began_ns) * 1000
             spans.append(Span(rank, index, bound.op.lane, bound.op.kind, bound.label, start_ps, end_ps))
     return tuple(spans)

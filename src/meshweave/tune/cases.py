@@ -143,11 +143,11 @@ class SimulatedCase:
 def _path_json(path: CriticalPath) -> dict[str, Any]:
     return {
         "verdict": path.verdict,
-        "parts_s": {name: to_s(ps) for name, ps in path.parts_ps.items()},
-        "transfer_s": {axis: to_s(ps) for axis, ps in path.axes_ps.items()},
+        "parts_s": {name: to_s(ps) for name, ps in path.ps_by_category.items()},
+        "transfer_s": {axis: to_s(ps) for axis, ps in path.transfer_ps_by_axis.items()},
         "slowed_s": to_s(path.slowed_ps),
-        "bounds_s": {bound.name: to_s(bound.ps) for bound in path.bounds},
-        "over_bound": path.over_bound,
+        "bounds_s": {bound.name: to_s(bound.time_ps) for bound in path.bounds},
+        "over_bound": path.duration_over_bound,
         "steps": [
             {
                 "rank": segment.rank,
@@ -250,7 +250,7 @@ def plan_cases(
 
 
 def _has_mesh(candidate: Candidate, shape: tuple[int, ...]) -> bool:
-    return shape in algorithm(candidate.entry).mesh_shapes(math.prod(shape))
+    return shape in algorithm(candidate.entry_name).mesh_shapes(math.prod(shape))
 
 
 def _candidate_cases(
@@ -264,7 +264,7 @@ def _candidate_cases(
 ) -> Iterator[SimulationCase]:
     """Yield the products of one algorithm; on another mesh than the planned one, with slices tuned for it."""
     machine = mesh_machine(cluster, shape, AXES[: len(shape)], MESH, logical)
-    entry, mesh = algorithm(candidate.entry), "x".join(map(str, shape))
+    entry, mesh = algorithm(candidate.entry_name), "x".join(map(str, shape))
     for product in select_products(plan, algorithms=[candidate.algorithm], layers=[layer], passes=passes):
         planned, pass_plan = product.layer, product.pass_plan
         sizes = planned.tokens, planned.in_features, planned.out_features
@@ -308,7 +308,9 @@ def _lowered(case: SimulationCase, lowered_to: LoweredTo) -> SimulationCase:
     return replace(case, program=lower_rings(program, 2 if both else 1))
 
 
-def _closed_form_s(entry: Matmul2d, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine) -> float:
+def _closed_form_s(
+    entry: Matmul2d, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine
+) -> float:
     return entry.estimate(problem, config, machine).total_s
 
 
@@ -323,4 +325,4 @@ def _uncontended_s(program: Program, machine: Machine) -> float:
 
 
 def _num_ops(program: Program) -> int:
-    return len(program.ranks) * sum(1 for _ in program.written_on(program.ranks[0]))
+    return len(program.ranks) * sum(1 for _ in program.unbound_ops_on_rank(program.ranks[0]))

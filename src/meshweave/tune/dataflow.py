@@ -11,7 +11,7 @@ from meshweave.algorithms.matmul2d.common.passes import Stationary
 
 
 def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
-    """Which layers of a chain take the transposed version, so that no activation is transposed between layers.
+    """Return for each layer of a chain whether to transpose it, so that no activation needs a transpose.
 
     A layer takes the plain version unless its input would have to be transposed for it (section 3.2.1). Only a
     W-stationary layer hands activations on the other way round than it takes them: its plain version takes
@@ -25,7 +25,7 @@ def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:
 
 
 def choose_stationary(tokens: int, in_features: int, out_features: int) -> tuple[Stationary, str]:
-    """The matrix that stays put in all three products of a layer, and why, in a few words.
+    """Return the matrix that does not move in any of a layer's three products, and why, in a few words.
 
     Ties between X and Y go to X when in = out, as in the paper's public code.
     """

@@ -1,8 +1,8 @@
 """All products of a block on all mesh shapes: the best two shapes of an algorithm, by branch and bound.
 
-Each shape first gets a lower bound, the sum of its products' bounds, from what all configs have in
-common where the algorithm says. In the order of these the products are tuned exactly, and a shape is given up
-as soon as what it has plus what it needs at least is too much.
+Each shape first gets a lower bound, the sum of the lower bounds of its products (`Matmul2d.lower_bounds`). Shapes
+are tuned in the order of these bounds. A shape is given up as soon as its exact times plus the bounds of its
+remaining products exceed the second best shape.
 """
 
 from __future__ import annotations
@@ -75,38 +75,38 @@ class BlockOnMesh:
     @property
     def searches(self) -> list[ConfigSearch]:
         """Return one search per product, in order."""
-        return [self._of(problem) for problem in self.problems]
+        return [self._search_of(problem) for problem in self.problems]
 
-    def _of(self, problem: Matmul2dProblem) -> ConfigSearch:
+    def _search_of(self, problem: Matmul2dProblem) -> ConfigSearch:
         if problem not in self._searches:
             self._searches[problem] = ConfigSearch(self.entry, problem, self.prices, self.counts)
         return self._searches[problem]
 
     @cached_property
-    def _least(self) -> dict[Matmul2dProblem, int]:
-        """Return a lower bound per product, from what all configs have in common where the algorithm says."""
-        return {problem: self._least_ps_of(problem) for problem in self._counts}
+    def _lower_bounds(self) -> dict[Matmul2dProblem, int]:
+        """Return a lower bound in picoseconds per product, by `Matmul2d.lower_bounds` where there are any."""
+        return {problem: self._lower_bound_ps_of(problem) for problem in self._counts}
 
-    def _least_ps_of(self, problem: Matmul2dProblem) -> int:
-        skeletons = self.entry.least(problem)
+    def _lower_bound_ps_of(self, problem: Matmul2dProblem) -> int:
+        skeletons = self.entry.lower_bounds(problem)
         if skeletons is None:
-            return self._of(problem).floor_ps
+            return self._search_of(problem).lower_bound_ps
         return min(TimedSkeleton(skeleton, self.prices.__getitem__).total_ps() for skeleton in skeletons)
 
-    def least_ps(self) -> int:
-        """Return a lower bound of the time of all products."""
-        return sum(count * self._least[problem] for problem, count in self._counts.items())
+    def lower_bound_ps(self) -> int:
+        """Return a lower bound in picoseconds on the time of all products."""
+        return sum(count * self._lower_bounds[problem] for problem, count in self._counts.items())
 
     def total_ps(self, limit_ps: int | None) -> int | None:
-        """Return the time of all products at their best, or None where that is over the limit.
+        """Return the picoseconds of all products at their best configs, or None if they exceed the limit.
 
         Each product's part is made more exact in two rounds, until the sum is exact or over the limit.
         """
-        total, parts = self.least_ps(), dict(self._least)
+        total, parts = self.lower_bound_ps(), dict(self._lower_bounds)
         for exact in (False, True):
             for problem, count in self._counts.items():
-                config_search = self._of(problem)
-                part = config_search.best()[0] if exact else config_search.floor_ps
+                config_search = self._search_of(problem)
+                part = config_search.best()[0] if exact else config_search.lower_bound_ps
                 total += count * (part - parts[problem])
                 parts[problem] = part
                 if limit_ps is not None and total > limit_ps:
@@ -122,18 +122,18 @@ def best_meshes(
     counts: SearchCounts,
     advance: Callable[[], None],
 ) -> list[tuple[int, BlockOnMesh]]:
-    """Return (picoseconds, mesh) of the two fastest of `shapes`, or of the only one; of equals the first is faster.
+    """Return (picoseconds, mesh) of the two fastest of `shapes`, or of the only one. Of equals the first counts.
 
     Args:
         problems: lists the products on a mesh shape.
-        advance: is called once for each shape that is dealt with.
+        advance: called once for each shape, when it is tuned or given up.
     """
     meshes = [BlockOnMesh(entry, shape, problems(shape), space.prices(shape), counts) for shape in shapes]
-    order = sorted((mesh.least_ps(), number) for number, mesh in enumerate(meshes))
+    order = sorted((mesh.lower_bound_ps(), number) for number, mesh in enumerate(meshes))
     fastest: list[tuple[int, int]] = []
-    for least_ps, number in order:
+    for bound_ps, number in order:
         limit_ps = fastest[1][0] if len(fastest) == 2 else None
-        if limit_ps is None or least_ps <= limit_ps:
+        if limit_ps is None or bound_ps <= limit_ps:
             total_ps = meshes[number].total_ps(limit_ps)
             if total_ps is not None:
                 fastest = sorted([*fastest, (total_ps, number)])[:2]

@@ -28,7 +28,8 @@ class _Record(BaseModel):
 class PassPlan(_Record):
     """One product: its sizes, slices, and estimated times in seconds per layer and step.
 
-    `runner_up` says which other configuration on the same mesh comes next, and what it costs."""
+    `runner_up` names the next best config on the same mesh and how much slower it is, in words.
+    """
 
     name: PassName
     m: Dim
@@ -52,12 +53,19 @@ class PassPlan(_Record):
 
     @property
     def config(self) -> Matmul2dConfig:
+        """Return the chosen config."""
         return Matmul2dConfig(self.slices, self.block, self.packets, self.overlap)
 
 
 class LayerPlan(_Record):
-    """One fully connected layer: which matrix stays put, why, and its three products. `transposed` says that all
-    its matrices are stored the other way round (`algorithms.matmul.passes`)."""
+    """The plan of one fully connected layer.
+
+    Attributes:
+        stationary: the matrix that does not move in any of its products: "x", "w" or "y".
+        transposed: whether all its matrices are stored transposed; see `algorithms.matmul2d.common.passes`.
+        reason: why that matrix is stationary, in words.
+        passes: its three products.
+    """
 
     name: str
     tokens: Dim
@@ -70,11 +78,15 @@ class LayerPlan(_Record):
 
 
 class Candidate(_Record):
-    """One algorithm at its best: mesh shape, layers, estimated seconds of one block's products (all passes)
-    and FLOP utilisation against the chip's peak.
+    """One algorithm with its best mesh shape and configs.
 
-    `runner_up` says which mesh comes next, and what it costs. `base` is the entry of the table of algorithms
-    that runs it, where that has another name: `wang` for `wang[S=meshslice]`."""
+    Attributes:
+        block_s: estimated seconds of all products of one block, forward and backward.
+        utilisation: FLOP utilisation, as a fraction of the chips' peak.
+        traffic_bytes: bytes that rank 0 moves, by mesh axis.
+        runner_up: the next best mesh shape and how much slower it is, in words.
+        base: name in the table of algorithms where that differs: `wang` for `wang[S=meshslice]`.
+    """
 
     algorithm: str
     mesh_shape: tuple[Width, ...] = Field(
@@ -88,13 +100,18 @@ class Candidate(_Record):
     base: str = ""
 
     @property
-    def entry(self) -> str:
-        """Its name in the table of algorithms."""
+    def entry_name(self) -> str:
+        """Return the algorithm's name in the table of algorithms."""
         return self.base or self.algorithm
 
 
 class Plan(_Record):
-    """`candidates` are ranked, the best first. Times are estimates; `note` says what they leave out."""
+    """The algorithms for the fully connected layers of a model on a cluster, ranked, as a JSON file.
+
+    Attributes:
+        candidates: all algorithms at their best, the fastest first.
+        note: what the estimated times leave out.
+    """
 
     format: Literal["meshweave-plan-1"] = "meshweave-plan-1"
     model: str
@@ -111,7 +128,7 @@ class Plan(_Record):
         return self.candidates[0]
 
     def candidate(self, algorithm: str) -> Candidate:
-        """The entry of one algorithm. Raises DescriptionError."""
+        """Return the candidate of one algorithm. Raises DescriptionError where the plan has none."""
         for candidate in self.candidates:
             if candidate.algorithm == algorithm:
                 return candidate
@@ -119,7 +136,7 @@ class Plan(_Record):
         raise DescriptionError(f"the plan has no algorithm '{algorithm}'; it has {known}")
 
     def save(self, path: Path) -> None:
-        """Writes JSON. Raises DescriptionError where the file cannot be written."""
+        """Write the plan as JSON. Raises DescriptionError where the file cannot be written."""
         try:
             path.write_text(json.dumps(self.model_dump(mode="json"), indent=1) + "\n")
         except OSError as error:
@@ -127,8 +144,11 @@ class Plan(_Record):
 
 
 def load_plan(path: Path) -> Plan:
-    """Reads a plan. Raises DescriptionError naming file and key for anything that is no plan, or one that
-    contradicts itself."""
+    """Return the plan in a JSON file.
+
+    Raises:
+        DescriptionError: the file is no plan or contradicts itself; the message names file and key.
+    """
     plan = files.check_table(Plan, files.parse_table(files.read_text(path), path, "json"), path)
     names = [layer.name for layer in plan.best.layers]
     for i, candidate in enumerate(plan.candidates):

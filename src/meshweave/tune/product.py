@@ -1,7 +1,7 @@
 """One product on one mesh: the fastest of an algorithm's configs, by branch and bound.
 
-Every config first gets a lower bound: what its longest lane has to do. In the order of these bounds
-they are then followed exactly, until a bound shows that no later one can win. The answer is that of trying all.
+Every config first gets a lower bound: the total time of the ops of its longest lane. In the order of these bounds
+the configs are priced exactly, until the next bound is above the best time. The result equals that of pricing all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEPT_PHASES = 8
 
 
 class OpPrices(dict[Work, int]):
-    """Picoseconds of ops on a machine, each asked for once. `machine` stands for all with the same axes."""
+    """A cache of the picoseconds of ops on a machine, shared by all meshes whose axes use the same links."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class OpPrices(dict[Work, int]):
 
 @dataclass
 class SearchCounts:
-    """What a search looked at.
+    """The work of a search.
 
     Attributes:
-        num_configs: configs that it chose among.
-        num_skeletons: skeletons that it built, some of them again.
-        num_exact: configs whose time it followed exactly.
+        num_configs: configs to choose among.
+        num_skeletons: skeletons built, a skeleton that is built twice counted twice.
+        num_exact: configs priced exactly.
     """
 
     num_configs: int = 0
@@ -65,7 +65,7 @@ class TunedProduct:
 
     @property
     def margin_text(self) -> str:
-        """Return what the choice gains, as in "S=6 is 0.8 % slower"."""
+        """Return the runner-up and its loss in words, as in "S=6 is 0.8 % slower"."""
         if self.runner_up is None:
             return ""
         other = str(self.runner_up)
@@ -75,7 +75,7 @@ class TunedProduct:
 
 
 class ConfigSearch:
-    """The configs of one product on one machine, each followed no further than the answer needs."""
+    """A branch-and-bound search over the configs of one product on one machine."""
 
     def __init__(
         self, entry: Matmul2d, problem: Matmul2dProblem, prices: OpPrices, counts: SearchCounts
@@ -88,12 +88,12 @@ class ConfigSearch:
         counts.num_configs += len(self.configs)
         self._timed: dict[int, TimedSkeleton] = {}
         self._exact: dict[int, int] = {}
-        self._order = sorted((self._floor_ps(number), number) for number in range(len(self.configs)))
+        self._order = sorted((self._lower_bound_ps(number), number) for number in range(len(self.configs)))
         self._best: tuple[int, int] | None = None
 
     @property
-    def floor_ps(self) -> int:
-        """Return a time that no config beats."""
+    def lower_bound_ps(self) -> int:
+        """Return a lower bound in picoseconds on the time of every config."""
         return self._order[0][0]
 
     def best(self) -> tuple[int, int]:
@@ -125,11 +125,11 @@ class ConfigSearch:
                 self._timed[number] = timed
         return timed
 
-    def _floor_ps(self, number: int) -> int:
-        floor = self.entry.floor(self.problem, self.configs[number])
+    def _lower_bound_ps(self, number: int) -> int:
+        floor = self.entry.config_lower_bound(self.problem, self.configs[number])
         if floor is not None:
             return TimedSkeleton(floor, self._cost_ps).total_ps()
-        return self._skeleton(number).floor_ps()
+        return self._skeleton(number).lower_bound_ps()
 
     def _total_ps(self, number: int) -> int:
         total = self._exact.get(number)
@@ -153,8 +153,7 @@ def finish_search(search: ConfigSearch, machine: Machine) -> TunedProduct:
 def tune_product(entry: Matmul2d, problem: Matmul2dProblem, machine: Machine) -> TunedProduct:
     """Return the fastest config of one product on one mesh, with its estimate and the runner-up.
 
-    Every config that `entry.candidates` offers is compared by estimated time; of equals the first one offered wins,
-    which is the one with fewest slices.
+    All of `entry.candidates` are compared by estimated time. Of equals the first wins, with the fewest slices.
 
     Args:
         machine: a cluster with a mesh of the problem's shape laid on it (`cost.machine.mesh_machine`).

@@ -1,8 +1,7 @@
 """One planner for any problem: every algorithm that solves it, every config, ranked by estimated time.
 
-This is the plain search that the contract of algorithms allows. The planner of whole models (`search`) prunes the
-same ranking with lower bounds, and `universal` settles partial sums in turns; both choose configs that this one
-would rank.
+The contract of algorithms is enough for this search: it prices every candidate. The planner of whole models
+(`search`) gets the same ranking faster, by lower bounds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshweave.algorithms.contract import Algorithm
-from meshweave.algorithms.table import algorithm, solving
+from meshweave.algorithms.table import algorithm, algorithms_for
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
@@ -46,7 +45,10 @@ class RankedConfig:
 
 
 def machine_for(entry: Algorithm[Any, Any], problem: Hashable, config: Any, cluster: Cluster) -> Machine:
-    """Return the cluster with the meshes of a program laid on it, logical ones where a torus does not form them."""
+    """Return the cluster with the meshes of a config's program laid on it.
+
+    A mesh that is no part of the torus becomes a logical mesh, whose neighbours may be several hops apart.
+    """
     return Machine.of(cluster, entry.program(problem, config), logical=True)
 
 
@@ -55,33 +57,33 @@ def rank_configs(
     cluster: Cluster,
     *,
     algorithms: Sequence[str] | None = None,
-    most: int = 1000,
+    max_configs: int = 1000,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[RankedConfig]:
-    """Return the configs of a problem, the fastest first; of equals the one listed first.
+    """Return the configs of a problem, the fastest by estimate first. Equally fast ones stay in candidate order.
 
     Args:
         problem: a problem of any family.
         algorithms: names to choose among; None takes all that solve the problem.
-        most: at most so many configs of each algorithm are priced, in the order in which it lists them.
-        progress: is called with the number of configs priced so far.
+        max_configs: the most configs to price of each algorithm, its first candidates.
+        progress: called with the number of configs priced so far.
 
     Raises:
-        UnsupportedError: a name is unknown, or an algorithm that was asked for, or every one, refuses the problem.
+        UnsupportedError: a name is unknown, a named algorithm refuses the problem, or all algorithms refuse it.
     """
-    entries = solving(problem)
+    entries = algorithms_for(problem)
     if algorithms is not None:
         refused = [algorithm(name) for name in algorithms if name not in entries]
         if refused:
             raise UnsupportedError(
-                f"{refused[0].name} does not solve this problem{_reason(refused[0], problem)}"
+                f"{refused[0].name} does not solve this problem{_refusal_text(refused[0], problem)}"
             )
         entries = {name: entries[name] for name in algorithms}
     ranked = []
     for entry in entries.values():
         machine = None
         for number, config in enumerate(entry.candidates(problem, cluster)):
-            if number == most:
+            if number == max_configs:
                 break
             if machine is None:
                 machine = machine_for(entry, problem, config, cluster)
@@ -89,10 +91,10 @@ def rank_configs(
             progress(len(ranked))
     if not ranked:
         raise UnsupportedError(f"no algorithm solves a {type(problem).__name__} like this one")
-    return sorted(ranked, key=lambda one: one.estimate.total_s)
+    return sorted(ranked, key=lambda config: config.estimate.total_s)
 
 
-def _reason(entry: Algorithm[Any, Any], problem: Hashable) -> str:
+def _refusal_text(entry: Algorithm[Any, Any], problem: Hashable) -> str:
     if not isinstance(problem, entry.problem_type):
         return f": it solves a {entry.problem_type.__name__}, not a {type(problem).__name__}"
     return f": {entry.refusal(problem)}"

@@ -14,7 +14,7 @@ from meshweave.algorithms.reshard import ReshardPlan, ReshardProblem, plan_resha
 from meshweave.algorithms.reshard.plan import MAX_MESSAGES
 from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate
 from meshweave.describe.machine.cluster import Cluster
@@ -138,7 +138,7 @@ def plan_candidate(problem: ReshardProblem, cluster: Cluster, strategy: str, ord
     Raises:
         UnsupportedError: it has more messages than a program may have.
     """
-    plan = plan_reshard(problem, HostNetwork.of(cluster), strategy=strategy, order=order)
+    plan = plan_reshard(problem, HostTopology.of(cluster), strategy=strategy, order=order)
     at_least = sum(
         max(scheduled.chunks, len(scheduled.multicast.pieces)) * len(scheduled.multicast.receivers)
         for scheduled in plan.multicasts

@@ -15,9 +15,9 @@ from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.issue_order import (
     MAX_STATES,
     direct_order,
+    exhaustive_search,
     schedule_graph,
     schedule_stages,
-    searched,
 )
 from meshweave.algorithms.universal.schedule import IssueOrder, flatten_stages, staged_s
 from meshweave.base.progress import Progress, no_progress
@@ -102,7 +102,7 @@ def schedule_universal(
     slowest_s = max(staged_s(stages[rank], graph) for rank, graph in graphs.items())
     if kind != "exhaustive":
         return SimulatedSchedule(kind, orders, simulated_s, slowest_s)
-    results = [searched(graph, max_states) for graph in graphs.values()]
+    results = [exhaustive_search(graph, max_states) for graph in graphs.values()]
     return SimulatedSchedule(
         kind,
         orders,

@@ -16,7 +16,14 @@ from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.product import SearchCounts, TunedProduct, finish_search, tune_product
-from meshweave.tune.unrolled import LEADER, UNROLLED, ProductSizes, planned_names, sizes_of, unrolled_entry
+from meshweave.tune.unrolled import (
+    REFERENCE_ALGORITHM,
+    UNROLLED,
+    ProductSizes,
+    planned_names,
+    sizes_of,
+    unrolled_entry,
+)
 
 __all__ = ["Progress", "TunedProduct", "plan_model", "tune_product"]
 
@@ -73,9 +80,9 @@ def plan_model(
 
     Args:
         algorithms: entries of the table. `wang[S=meshslice]` and `summa[S=meshslice]` run at the slice counts that
-            MeshSlice takes for the same product, and are added where both are named. An algorithm without a mesh
-            shape on this cluster, or without a dataflow of these layers, is left out, and the plan's `note` says so.
-        progress: is called with (done, total) after each mesh shape of each algorithm.
+            MeshSlice takes for the same product, and are added where both are named. An algorithm that has no mesh
+            shape on this cluster or lacks a dataflow of these layers is left out; the plan's `note` says so.
+        progress: called with (done, total) after each mesh shape of each algorithm.
         counts: is filled with what the search looks at.
 
     Raises:
@@ -90,8 +97,8 @@ def plan_model(
         raise UnsupportedError(
             f"{cluster.num_chips} chips of {cluster.name} have no mesh shape for {', '.join(names)}"
         )
-    if LEADER not in names and any(name in UNROLLED for name in names):
-        shapes[LEADER] = search.shapes(ALGORITHMS[LEADER])
+    if REFERENCE_ALGORITHM not in names and any(name in UNROLLED for name in names):
+        shapes[REFERENCE_ALGORITHM] = search.shapes(ALGORITHMS[REFERENCE_ALGORITHM])
     return Plan(
         model=model.name,
         cluster=cluster.name,
@@ -131,7 +138,7 @@ def _candidates(
         entry = unrolled_entry(name, slice_counts) if name in UNROLLED else ALGORITHMS[name]
         meshes = best_meshes(entry, search.space, shapes[name], search.problems, search.counts, advance)
         tuned = _tune_products(search, meshes[0][1])
-        if name == LEADER:
+        if name == REFERENCE_ALGORITHM:
             slice_counts = {sizes_of(product.problem): product.config.slice_count for product in tuned}
         if name in names:
             candidates.append(_candidate(entry, meshes, tuned, search, UNROLLED.get(name, name)))

@@ -15,7 +15,7 @@ from meshweave.algorithms.universal import (
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.config import summed_layouts, variants
+from meshweave.algorithms.universal.config import base_configs, summed_layouts
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import UnsupportedError
@@ -72,7 +72,8 @@ def tune_universal(
         UnsupportedError: nothing fits the memory.
     """
     settled = [
-        _settled(problem, variant, rates, objective) for variant in variants(problem, stationary=stationary)
+        _settled(problem, variant, rates, objective)
+        for variant in base_configs(problem, stationary=stationary)
     ]
     ranked = sorted(
         (candidate for candidate in settled if candidate.slicing.replicas_agree),

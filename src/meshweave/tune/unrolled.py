@@ -1,6 +1,6 @@
 """Entries that run an algorithm at MeshSlice's slice counts, as the MeshSlice paper compares them (section 4.2).
 
-Wang and SUMMA are unrolled there to the number of turns that MeshSlice's autotuner chose for the same product.
+Wang and SUMMA are unrolled there to the number of steps that MeshSlice's autotuner chose for the same product.
 `wang[S=meshslice]` is that baseline; plain `wang` is tuned to its own best.
 """
 
@@ -13,9 +13,11 @@ from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, 
 from meshweave.algorithms.matmul2d.common.restricted import Restricted
 from meshweave.base.errors import UnsupportedError, did_you_mean
 
-LEADER = "meshslice"
+REFERENCE_ALGORITHM = "meshslice"
 UNROLLED: dict[str, str] = {
-    f"{base}[S={LEADER}]": base for base in ("wang", "summa") if base in ALGORITHMS and LEADER in ALGORITHMS
+    f"{base}[S={REFERENCE_ALGORITHM}]": base
+    for base in ("wang", "summa")
+    if base in ALGORITHMS and REFERENCE_ALGORITHM in ALGORITHMS
 }
 """Name in a plan, and the entry of the table that it runs."""
 
@@ -40,7 +42,9 @@ def planned_names(requested: Sequence[str]) -> tuple[str, ...]:
             raise UnsupportedError(f"there is no algorithm '{name}'{did_you_mean(name, known)}")
     if not requested:
         raise UnsupportedError(f"no algorithm named; there are {', '.join(ALGORITHMS)}")
-    implied = [name for name, base in UNROLLED.items() if base in requested and LEADER in requested]
+    implied = [
+        name for name, base in UNROLLED.items() if base in requested and REFERENCE_ALGORITHM in requested
+    ]
     return tuple(dict.fromkeys((*requested, *implied)))
 
 

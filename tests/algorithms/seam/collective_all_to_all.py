@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.collective import Collective
+from meshweave.algorithms.matmul2d.collective import CollectiveProduct
 from meshweave.ir.program import Buffer, Program, Statement
 from meshweave.ir.program.expressions import Var, minimum
 from meshweave.ir.program.ops import Add, AllToAll, Copy, Op, ReduceScatter
@@ -14,7 +14,7 @@ from meshweave.ir.program.views import Range, View
 from meshweave.ir.skeleton import Skeleton
 
 
-class CollectiveAllToAll(Collective):
+class CollectiveAllToAll(CollectiveProduct):
     """One message between each pair of ranks instead of a ring: fewer steps, and the sums are local."""
 
     name = "collective_a2a"

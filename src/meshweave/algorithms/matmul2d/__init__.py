@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.contract import lookup, table
+from meshweave.algorithms.contract import algorithm_table, lookup
 from meshweave.algorithms.matmul2d.cannon import CANNON
 from meshweave.algorithms.matmul2d.collective import COLLECTIVE
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
@@ -29,7 +29,7 @@ ENTRIES: tuple[Matmul2d, ...] = (
 )
 """Listing an entry here gives it its tests and a place in every plan."""
 
-ALGORITHMS: dict[str, Matmul2d] = table(Matmul2d, *ENTRIES)  # type: ignore[type-abstract]
+ALGORITHMS: dict[str, Matmul2d] = algorithm_table(Matmul2d, *ENTRIES)  # type: ignore[type-abstract]
 """2D products by name, those of installed packages included."""
 
 

@@ -54,9 +54,12 @@ STEP = Var("t")
 
 @dataclass(frozen=True)
 class CannonSteps:
-    """The steps that a mesh does: `count` of the `side` steps of the product, from `start` on.
+    """The steps that a square mesh of side `side` does: `count` of the product's `side` steps, from `start` on.
 
-    `start` may depend on the coordinate along `depth`.
+    Attributes:
+        side: chips along either axis of the mesh, which is also the number of chunks.
+        count: steps that this mesh does; in a 2.5D product `side / count` meshes share the steps.
+        start: the first step, an expression in the coordinate along `depth` in a 2.5D product.
     """
 
     side: int
@@ -73,28 +76,24 @@ class CannonSteps:
         return (Var(f"{MESH}.row") + Var(f"{MESH}.col") + self.start + step) % self.side
 
     def skew(self, axis: str) -> Index:
-        """Return how many places the parts of a moving input must go along `axis` for step 0."""
-        return self.side - (self._across(axis) + self.start) % self.side
+        """Return by how many chips the parts of a moving input must shift along `axis` before step 0."""
+        return self.side - (self._other_coordinate(axis) + self.start) % self.side
 
     def unskew(self, axis: str) -> Index:
-        """Return how many places the parts of a moving output must go after the last step to their owners."""
-        return (self._across(axis) + self.start + (self.count - 1)) % self.side
+        """Return by how many chips the parts of a moving output must shift after the last step."""
+        return (self._other_coordinate(axis) + self.start + (self.count - 1)) % self.side
 
     @staticmethod
-    def _across(axis: str) -> Index:
-        return Var(f"{MESH}.{_other(axis)}")
+    def _other_coordinate(axis: str) -> Index:
+        return Var(f"{MESH}.{'row' if axis == 'col' else 'col'}")
 
 
 def all_steps(problem: Matmul2dProblem) -> CannonSteps:
-    """Return all steps of a product. Raises LayoutError for a mesh that is not square."""
+    """Return the steps of Cannon's product on one mesh, all P of them. Raises LayoutError unless it is P x P."""
     shape = problem.mesh_shape
     if len(shape) != 2 or shape[0] != shape[1]:
         raise LayoutError(f"Cannon's product needs a square mesh, not {shape}")
     return CannonSteps(shape[0], shape[0])
-
-
-def _other(axis: str) -> str:
-    return "row" if axis == "col" else "col"
 
 
 # --- program --------------------------------------------------------------------------------------------
@@ -130,8 +129,10 @@ class _CannonProgramBuilder:
             return
         for moving in self.moving:
             if not moving.scattered:
-                got = self._part(moving, "s", 0)
-                yield self._permute(moving, "skew", got, full_matrix(moving.operand), steps.skew(moving.axis))
+                received = self._part(moving, "s", 0)
+                yield self._permute(
+                    moving, "skew", received, full_matrix(moving.operand), steps.skew(moving.axis)
+                )
         if steps.count > 1:
             yield Repeat("t", steps.count - 1, tuple(self._step(STEP, last=False)))
         yield from self._step(steps.count - 1, last=True)
@@ -145,12 +146,12 @@ class _CannonProgramBuilder:
         yield self._product(operand["c"], operand["a"], operand["b"], adds)
         for moving in self.moving:
             if moving.scattered:
-                yield from self._pass_on(moving, step, last, operand["c"])
+                yield from self._send_sum(moving, step, last, operand["c"])
             elif not last:
-                got = self._part(moving, "s", step + 1)
-                yield self._permute(moving, "shift", got, operand[moving.operand], -1)
+                received = self._part(moving, "s", step + 1)
+                yield self._permute(moving, "shift", received, operand[moving.operand], -1)
 
-    def _pass_on(self, moving: MovingMatrix, step: Index, last: bool, sum_: View) -> Iterator[Statement]:
+    def _send_sum(self, moving: MovingMatrix, step: Index, last: bool, sum_: View) -> Iterator[Statement]:
         """Add the sum that has arrived to this step's product, and send the result on, at last to its owner."""
         arrived = replace(self._part(moving, "in", step), slot=0)
         add = Add(out=sum_, src=arrived, lane=moving.axis, name="add_c")
@@ -164,8 +165,8 @@ class _CannonProgramBuilder:
             yield self._permute(moving, "unskew", full_matrix(self.target), sum_, shift)
         else:
             # One slot is enough: the lane adds what has arrived before it receives the next.
-            got = replace(self._part(moving, "in", step + 1), slot=0)
-            yield self._permute(moving, "shift", got, sum_, -1)
+            received = replace(self._part(moving, "in", step + 1), slot=0)
+            yield self._permute(moving, "shift", received, sum_, -1)
 
     def _product(self, c: View | str, a: View | str, b: View | str, accumulate: Index = 0) -> Op:
         out, left, right = (full_matrix(view) if isinstance(view, str) else view for view in (c, a, b))
@@ -188,14 +189,14 @@ class _CannonProgramBuilder:
         selectors = (FULL, along) if moving.dim == 1 else (along, FULL)
         return View(f"{moving.operand}_{suffix}", selectors, step % SLOTS)
 
-    def _permute(self, moving: MovingMatrix, what: str, got: View, sent: View, shift: Index) -> Op:
+    def _permute(self, moving: MovingMatrix, move: str, received: View, sent: View, shift: Index) -> Op:
         return Permute(
             over=f"{MESH}.{moving.axis}",
-            out=got,
+            out=received,
             src=sent,
             shift=shift,
             lane=moving.axis,
-            name=f"{what}_{moving.operand}",
+            name=f"{move}_{moving.operand}",
         )
 
 
@@ -272,8 +273,8 @@ def _tasks(problem: Matmul2dProblem, steps: CannonSteps, first: bool, last: bool
             if not first:
                 add = move_work(part, problem.dtype, "add")
                 after.append(Task("add_c", moving.axis, add, (("matmul", 0),)))
-            what = "unskew" if last else "shift"
-            after.append(_move(problem, steps, moving, what, part, (("matmul", 0),)))
+            move = "unskew" if last else "shift"
+            after.append(_move(problem, steps, moving, move, part, (("matmul", 0),)))
             continue
         if first:
             before.append(_move(problem, steps, moving, "skew", part))
@@ -289,14 +290,14 @@ def _move(
     problem: Matmul2dProblem,
     steps: CannonSteps,
     moving: MovingMatrix,
-    what: str,
+    name: str,
     elements: int,
     after: tuple[tuple[str, int], ...] = (),
 ) -> Task:
-    hops = 1 if what == "shift" else steps.side // 2
+    hops = 1 if name == "shift" else steps.side // 2
     size = elements * dtype_bytes(problem.dtype)
     work = Transfer("permute", f"{MESH}.{moving.axis}", steps.side, size, hops=hops)
-    return Task(f"{what}_{moving.operand}", moving.axis, work, after)
+    return Task(f"{name}_{moving.operand}", moving.axis, work, after)
 
 
 def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
@@ -312,8 +313,8 @@ def _sum(problem: Matmul2dProblem, steps: CannonSteps, after: str) -> Task:
 def traffic(problem: Matmul2dProblem, rank: int, count: int, start: int = 0) -> dict[str, int]:
     """Return the bytes that a rank receives on its own mesh in `count` steps from `start` on, by "mesh.axis".
 
-    Of an input it receives the part of every step, but not that of the first where the skew is 0. Of an output it
-    receives the part of every step after the first, and its own in the end, but not where the unskew is 0.
+    A moving input arrives once per step, except for step 0 where the skew is 0. A moving output arrives once per
+    step after the first, and once more in the end where the unskew is not 0.
     """
     mesh = problem.mesh
     layout = Layout(mesh, two_d_placements(problem)["a"])
@@ -343,10 +344,15 @@ def traffic(problem: Matmul2dProblem, rank: int, count: int, start: int = 0) -> 
 
 
 class Cannon(Matmul2d):
+    """Cannon's product: skew the moving inputs, then multiply and shift to a neighbour in each of P steps.
+
+    It needs a square mesh and has a single config. Its estimate is exact on even shards, else an upper bound.
+    """
+
     name = "cannon"
     title = "Cannon"
     source = "Cannon 1969; MeshSlice, section 2.3.2"
-    estimate_is = "bound"
+    estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         side = math.isqrt(num_chips)

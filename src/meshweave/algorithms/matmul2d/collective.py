@@ -22,7 +22,12 @@ def _one_slice(problem: Matmul2dProblem) -> Slices:
     return Slices(problem.sliced_size, (1,), 1)
 
 
-class Collective(Matmul2d):
+class CollectiveProduct(Matmul2d):
+    """One all-gather per moving input, one local product, one reduce-scatter of a moving output.
+
+    It has a single config. Its traffic is the least of all 2D products: each moving matrix crosses its axis once.
+    """
+
     name = "collective"
     title = "Collective"
     source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
@@ -42,4 +47,4 @@ class Collective(Matmul2d):
         return problem.traffic_bytes(rank)
 
 
-COLLECTIVE = Collective()
+COLLECTIVE = CollectiveProduct()

@@ -59,7 +59,8 @@ class _MeshSliceProgramBuilder:
         for moving in (problem.horizontal, problem.vertical):
             self._declare(moving)
 
-    def gathers(self, moving: MovingMatrix) -> bool:
+    def is_communicated(self, moving: MovingMatrix) -> bool:
+        """Return whether a matrix moves between chips: not on a mesh axis of one chip."""
         return self.problem.axis_size(moving.axis) > 1
 
     def _declare(self, moving: MovingMatrix) -> None:
@@ -72,9 +73,9 @@ class _MeshSliceProgramBuilder:
         # The parts of a collective along dim 1 are contiguous where dim 1 is the outer one in memory.
         order = (1, 0) if moving.dim == 1 else None
         slots = self.slots
-        if self.sliced and self.gathers(moving):
+        if self.sliced and self.is_communicated(moving):
             self._scratch(f"{moving.operand}_s", moving, across, local, slots, order)
-        if self.sliced or self.gathers(moving):
+        if self.sliced or self.is_communicated(moving):
             self._scratch(f"{moving.operand}_g", moving, across, whole, slots, order)
 
     def _scratch(
@@ -124,7 +125,7 @@ class _MeshSliceProgramBuilder:
         part, selector = self.slices.part(size, at, start, width)
         shard = matrix_slice(name, moving.dim, selector if self.sliced else FULL)
         gathered = matrix_slice(f"{name}_g", moving.dim, Range(0, total), slot)
-        if not self.gathers(moving):
+        if not self.is_communicated(moving):
             if not self.sliced:
                 return [], full_matrix(name)
             pair = (shard, gathered) if moving.scattered else (gathered, shard)
@@ -206,7 +207,7 @@ def build_skeleton(
 def runs(
     problem: Matmul2dProblem, slices: Slices, placements: Placements
 ) -> Iterator[tuple[int, tuple[Task, ...]]]:
-    """Yield the tasks of each slice, and how many neighbouring slices have the same."""
+    """Yield (count, tasks): neighbouring slices whose tasks are equal, and the tasks of each of them."""
     axis_sizes = [problem.axis_size(moving.axis) for moving in (problem.horizontal, problem.vertical)]
     sliced = len(slices.widths) > 1
     if all(slices.size % (size * slices.period) == 0 for size in axis_sizes):
@@ -267,8 +268,8 @@ def _move_tasks(
     return [copy, gather] if sliced else [gather]
 
 
-def least_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task, ...]:
-    """Return what any slicing needs: the whole product, and one collective per moving matrix."""
+def lower_bound_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task, ...]:
+    """Return tasks that together take no longer than any slicing: the whole product, one collective per matrix."""
     first, second = (largest_extent(problem, placements, problem.stationary, dim) for dim in (0, 1))
     tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
     for moving in (problem.horizontal, problem.vertical):
@@ -280,17 +281,18 @@ def least_tasks(problem: Matmul2dProblem, placements: Placements) -> tuple[Task,
     return tuple(replace(task, after=()) for task in tasks)
 
 
-def least(problem: Matmul2dProblem) -> Iterator[Skeleton]:
-    yield Skeleton((Phase(1, least_tasks(problem, two_d_placements(problem))),))
-
-
 # --- table entry ----------------------------------------------------------------------------------------
 
 
 def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> list[int]:
     """Return the slice counts that the paper allows: divisors of the local number of blocks on both axes.
 
-    Where the dim does not divide, these are the powers of two up to the local size. `most` limits them.
+    Where the mesh axes do not divide the sliced dim into whole blocks, these are the powers of two up to the local
+    size.
+
+    Args:
+        block: elements of a block.
+        most: the largest slice count to return.
     """
     size = problem.sliced_size
     local = [size // problem.axis_size(axis) // block for axis in ("row", "col")]
@@ -302,12 +304,17 @@ def slice_counts(problem: Matmul2dProblem, block: int = 8, most: int = 128) -> l
 
 
 def uniform_slices(problem: Matmul2dProblem, block: int = 8) -> Iterator[Matmul2dConfig]:
-    """Equal slices, in each number that the paper allows."""
+    """Yield configs of equal slices, in each number that the paper allows; see `slice_counts`."""
     for count in slice_counts(problem, block):
         yield Matmul2dConfig((1,) * count, block)
 
 
 class MeshSlice(Matmul2d):
+    """Sliced collectives along both mesh axes, overlapped with the products of earlier and later slices.
+
+    A config chooses the slices and their `block`. Candidates are equal slices, as many as the paper allows.
+    """
+
     name = "meshslice"
     title = "MeshSlice"
     source = "Nam et al., ISCA '25, section 3.1"
@@ -326,8 +333,9 @@ class MeshSlice(Matmul2d):
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return problem.traffic_bytes(rank)
 
-    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        return least(problem)
+    def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
+        """Yield one skeleton: the whole product beside one collective per moving matrix."""
+        yield Skeleton((Phase(1, lower_bound_tasks(problem, two_d_placements(problem))),))
 
 
 MESHSLICE = MeshSlice()

@@ -39,6 +39,7 @@ from meshweave.ir.skeleton import Skeleton
 _TENSOR_DIMS: dict[Dataflow, tuple[int, int, int]] = {"os": (0, 1, 1), "ls": (1, 1, 0), "rs": (0, 1, 1)}
 """Sharded dim of A, B, C as stored."""
 _TENSOR_MOVES: dict[Dataflow, str] = {"os": "a", "ls": "c", "rs": "a"}
+"""The operand that travels."""
 _FSDP_MOVES: dict[Dataflow, str] = {"os": "b", "ls": "b", "rs": "c"}
 
 
@@ -56,10 +57,13 @@ def fsdp_placements(problem: Matmul2dProblem) -> Placements:
     return _placements((0, 0, 0))
 
 
-class _OnRing(Matmul2d):
-    """A product on a ring of all chips, along which one matrix travels."""
+class _RingAlgorithm(Matmul2d):
+    """A product on a ring of all chips, along which one matrix travels.
 
-    estimate_is = "bound"
+    A config chooses the number of products.
+    """
+
+    estimate_accuracy = "upper_bound"
     moves: ClassVar[dict[Dataflow, str]]
     """The operand that travels, by dataflow."""
 
@@ -92,7 +96,9 @@ class _OnRing(Matmul2d):
         return RingProduct(problem, self.operand_placements(problem), moving, None, config.slice_count)
 
 
-class TensorParallel1d(_OnRing):
+class TensorParallel1d(_RingAlgorithm):
+    """Tensor parallelism with sequence sharding: activations travel around the ring, weights stay."""
+
     name = "tp1d"
     title = "1D tensor parallel"
     source = "Korthikanti et al., MLSys '23; MeshSlice, section 4.3"
@@ -102,7 +108,9 @@ class TensorParallel1d(_OnRing):
         return tensor_placements(problem)
 
 
-class FullyShardedDataParallel(_OnRing):
+class FullyShardedDataParallel(_RingAlgorithm):
+    """FSDP: weights, or their gradient, travel around the ring; activations stay."""
+
     name = "fsdp"
     title = "FSDP"
     source = "Zhao et al., VLDB '23; MeshSlice, section 4.3"

@@ -21,7 +21,8 @@ from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent
 from meshweave.algorithms.matmul2d.common.problem import MESH, Matmul2dConfig, Matmul2dProblem, Placements
 from meshweave.algorithms.matmul2d.common.slices import Slices, slices_of
-from meshweave.algorithms.matmul2d.meshslice import build, least_tasks, runs, uniform_slices
+from meshweave.algorithms.matmul2d.meshslice import build, lower_bound_tasks, runs, uniform_slices
+from meshweave.algorithms.matrix_views import full_matrix
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout, Replicate, Shard
@@ -29,56 +30,32 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import factorisations
 from meshweave.ir.program import Lane, On, Program
 from meshweave.ir.program.ops import AllReduce
-from meshweave.ir.program.views import FULL, View
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, move_work
 
 
-def placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements of tokens that are sharded over `row` and then `depth`, and of weights (or their gradient)
-    that are replicated over `depth`."""
+def _placements(problem: Matmul2dProblem) -> Placements:
+    """Return placements of tokens over `row` and then `depth`, and of weights replicated over `depth`."""
     sharded, replicated = (Shard(0), Shard(1), Shard(0)), (Shard(0), Shard(1), Replicate())
     weights = "c" if problem.dataflow == "rs" else "b"
     return {operand: replicated if operand == weights else sharded for operand in "abc"}
 
 
-def _sums(problem: Matmul2dProblem) -> bool:
+def _sums_over_depth(problem: Matmul2dProblem) -> bool:
     return problem.dataflow == "rs" and problem.mesh_shape[2] > 1
-
-
-def program(problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-    """Return the program. Raises LayoutError for a mesh without a third axis."""
-    if len(problem.mesh_shape) != 3:
-        raise LayoutError(
-            f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
-        )
-    layers = build(problem, slices_of(problem, config), "meshslice_dp", placements(problem))
-    if not _sums(problem):
-        return layers
-    gradient = View("c", (FULL, FULL))
-    total = AllReduce(over=f"{MESH}.depth", out=gradient, src=gradient, lane="depth", name="sum_c")
-    (on,) = layers.body
-    assert isinstance(on, On)
-    return replace(layers, lanes=(*layers.lanes, Lane("depth")), body=(replace(on, body=(*on.body, total)),))
 
 
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def skeleton(problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-    """Return the skeleton of MeshSlice on the largest layer, with the sum over layers."""
-    slices, placed = slices_of(problem, config), placements(problem)
-    listed = runs(problem, slices, placed)
-    if not _sums(problem):
-        return Skeleton.of_runs(listed)
-    steps = [tasks for count, tasks in listed for _ in range(count)]
-    for number, ending in enumerate(_endings(problem, slices)):
-        steps[ending.step] += tuple(_ending_tasks(problem, slices, ending, number))
-    return Skeleton.of_turns(steps)
-
-
 class _Ending(NamedTuple):
-    """The last slice of which a row of the mesh has elements: `part` in slice `step`, `rows` in all."""
+    """The last slice of which a row of the mesh holds elements.
+
+    Attributes:
+        step: number of the slice.
+        part: elements of that slice in the mesh row.
+        rows: elements of all slices in the mesh row, which are rows of C.
+    """
 
     step: int
     part: int
@@ -86,15 +63,16 @@ class _Ending(NamedTuple):
 
 
 def _endings(problem: Matmul2dProblem, slices: Slices) -> list[_Ending]:
-    """Return the endings that may be the last: of the whole shards, and of the one that the end of M cuts short.
+    """Return the endings of the mesh rows whose sum over layers may finish last, one or two.
 
-    The sum over layers waits for the last slice of which its row of the mesh has elements. On the shorter shard
-    that may be a later slice, or more of it, but there is less to sum. Then either may end last.
+    The sum over layers waits for the last slice of which its mesh row has elements. The last mesh row may have a
+    shorter shard. Its last slice may come later than that of the whole shards, but it has less to sum. Then either
+    may finish last, and both are returned.
     """
     count = problem.mesh_shape[0]
-    each = -(-problem.m // count)
+    shard_rows = -(-problem.m // count)
     endings: list[_Ending] = []
-    for short, rows in enumerate((each, problem.m % each)):
+    for short, rows in enumerate((shard_rows, problem.m % shard_rows)):
         for step in reversed(range(len(slices.widths))):
             start, stop = slices.bounds(step)
             part = slices.largest_parts_of(count, start, stop - start)[short]
@@ -105,13 +83,13 @@ def _endings(problem: Matmul2dProblem, slices: Slices) -> list[_Ending]:
 
 
 def _ending_tasks(problem: Matmul2dProblem, slices: Slices, ending: _Ending, number: int) -> Iterator[Task]:
-    """Yield the sum over layers of an ending.
+    """Yield the sum over layers of the mesh rows with this ending, and the copy before it.
 
-    MeshSlice's own tasks copy the largest part of any row into place. A row with less does so in a lane of its
-    own.
+    MeshSlice's own tasks copy the largest part of any mesh row into place. A mesh row with a smaller part copies
+    it on a lane that no other task uses.
     """
     rows, before = problem.mesh_shape[0], "matmul" if problem.mesh_shape[0] == 1 else "scatter_c"
-    columns = largest_extent(problem, placements(problem), "c", 1)
+    columns = largest_extent(problem, _placements(problem), "c", 1)
     if len(slices.widths) > 1:
         if ending.part < slices.largest_part(rows, ending.step):
             copy = move_work(ending.part * columns, problem.dtype)
@@ -120,61 +98,34 @@ def _ending_tasks(problem: Matmul2dProblem, slices: Slices, ending: _Ending, num
         else:
             before = "place_c"
     yield replace(
-        _sum(problem, ending.rows), name=f"sum_c_{number}", after=((before, 0),), lane=f"depth_{number}"
+        _sum_task(problem, ending.rows), name=f"sum_c_{number}", after=((before, 0),), lane=f"depth_{number}"
     )
 
 
-def _sum(problem: Matmul2dProblem, rows: int) -> Task:
-    columns = largest_extent(problem, placements(problem), "c", 1)
+def _sum_task(problem: Matmul2dProblem, rows: int) -> Task:
+    columns = largest_extent(problem, _placements(problem), "c", 1)
     size = rows * columns * dtype_bytes(problem.dtype)
     return Task("sum_c", "depth", Transfer("all_reduce", f"{MESH}.depth", problem.mesh_shape[2], size))
-
-
-def least(problem: Matmul2dProblem) -> Iterator[Skeleton]:
-    """Yield what any slicing needs, as for MeshSlice, with the sum over layers of the largest shard."""
-    tasks = least_tasks(problem, placements(problem))
-    if _sums(problem):
-        tasks = (*tasks, _sum(problem, -(-problem.m // problem.mesh_shape[0])))
-    yield Skeleton((Phase(1, tasks),))
 
 
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-def traffic(problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-    """Return the bytes that a rank moves: each moving matrix crosses its axis once (MeshSlice, section 2.3.1), and
-    the gradient of the weights crosses `depth` twice, to be reduced and gathered."""
-    placed, out = placements(problem), {}
-    for moving in (problem.horizontal, problem.vertical):
-        shape = problem.stored_shape(moving.operand)
-        local = Layout(problem.mesh, placed[moving.operand]).local_shape(shape, rank)
-        others = shape[moving.dim] - local[moving.dim]
-        moved = others * local[1 - moving.dim] * dtype_bytes(problem.dtype)
-        if moved:
-            out[f"{MESH}.{moving.axis}"] = moved
-    if _sums(problem):
-        local = Layout(problem.mesh, placed["c"]).local_shape((problem.m, problem.n), rank)
-        layers = problem.mesh_shape[2]
-        moved = 2 * (layers - 1) * local[0] * local[1] * dtype_bytes(problem.dtype) // layers
-        out |= {f"{MESH}.depth": moved} if moved else {}
-    return out
-
-
-def meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Return every (rows, columns, depth) of that many chips with a depth above 1."""
-    return tuple(shape for shape in factorisations(num_chips, 3) if shape[2] > 1)
-
-
 class MeshSliceDataParallel(Matmul2d):
+    """MeshSlice on every 2D layer of a 3D mesh, with tokens sharded and weights replicated over `depth`.
+
+    Only the gradient of the weights (dataflow rs) moves along `depth`: one all-reduce after the last slice.
+    """
+
     name = "meshslice_dp"
     title = "MeshSlice + DP"
     source = "Nam et al., ISCA '25, section 7"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        return meshes(num_chips)
+        return tuple(shape for shape in factorisations(num_chips, 3) if shape[2] > 1)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        return placements(problem)
+        return _placements(problem)
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
@@ -182,16 +133,52 @@ class MeshSliceDataParallel(Matmul2d):
         return uniform_slices(problem)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        return program(problem, config)
+        if len(problem.mesh_shape) != 3:
+            raise LayoutError(
+                f"data parallelism beside MeshSlice needs a third axis, not mesh {problem.mesh_shape}"
+            )
+        layers = build(problem, slices_of(problem, config), self.name, _placements(problem))
+        if not _sums_over_depth(problem):
+            return layers
+        gradient = full_matrix("c")
+        total = AllReduce(over=f"{MESH}.depth", out=gradient, src=gradient, lane="depth", name="sum_c")
+        (on,) = layers.body
+        assert isinstance(on, On)
+        body = (replace(on, body=(*on.body, total)),)
+        return replace(layers, lanes=(*layers.lanes, Lane("depth")), body=body)
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        return skeleton(problem, config)
+        """Return the skeleton of MeshSlice on the layer with the largest shards, with the sum over layers."""
+        slices = slices_of(problem, config)
+        counted_steps = runs(problem, slices, _placements(problem))
+        if not _sums_over_depth(problem):
+            return Skeleton.of_runs(counted_steps)
+        steps = [tasks for count, tasks in counted_steps for _ in range(count)]
+        for number, ending in enumerate(_endings(problem, slices)):
+            steps[ending.step] += tuple(_ending_tasks(problem, slices, ending, number))
+        return Skeleton.of_turns(steps)
+
+    def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
+        """Yield what any slicing needs, as for MeshSlice, with the sum over layers of the largest shard."""
+        tasks = lower_bound_tasks(problem, _placements(problem))
+        if _sums_over_depth(problem):
+            tasks = (*tasks, _sum_task(problem, -(-problem.m // problem.mesh_shape[0])))
+        yield Skeleton((Phase(1, tasks),))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        return traffic(problem, config, rank)
+        """Return the bytes that a rank moves (MeshSlice, section 2.3.1).
 
-    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        return least(problem)
+        Each moving matrix crosses its axis once. The gradient of the weights crosses `depth` twice, to be reduced
+        and gathered.
+        """
+        placed = _placements(problem)
+        traffic = problem.traffic_bytes(rank, placed)
+        if _sums_over_depth(problem):
+            rows, columns = Layout(problem.mesh, placed["c"]).local_shape((problem.m, problem.n), rank)
+            layers = problem.mesh_shape[2]
+            sum_bytes = 2 * (layers - 1) * rows * columns * dtype_bytes(problem.dtype) // layers
+            traffic |= {f"{MESH}.depth": sum_bytes} if sum_bytes else {}
+        return traffic
 
 
 MESHSLICE_DP = MeshSliceDataParallel()

@@ -31,13 +31,14 @@ from meshweave.algorithms.matmul2d.common.problem import (
     MovingMatrix,
     two_d_placements,
 )
+from meshweave.algorithms.matrix_views import full_matrix, matrix_slice
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program import Buffer, Lane, On, Program, Repeat
 from meshweave.ir.program.expressions import Index, Var, binary, equal
 from meshweave.ir.program.ops import Broadcast, Matmul, Op, Reduce
-from meshweave.ir.program.views import FULL, Range, View
+from meshweave.ir.program.views import Range
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer, matmul_work
 
@@ -45,7 +46,8 @@ SLOTS = 2
 """Double buffering: panels arrive in one slot while the product reads the other."""
 
 PACKETS = (1, 4, 16, 64)
-MOST_STEP_COUNTS = 10
+"""The packet counts that a tuner is offered."""
+MAX_STEP_COUNTS = 10
 """The most step counts that a tuner is offered."""
 
 
@@ -58,9 +60,9 @@ class SliceStep:
 
     def panels(self, problem: Matmul2dProblem, moving: MovingMatrix) -> tuple[tuple[int, int], ...]:
         """Return (offset, width) of each panel of the step: the parts of it that lie in one shard of a matrix."""
-        each = problem.largest_part(problem.sliced_size, moving.axis)
-        stop = self.start + self.width
-        inner = range(self.start // each * each + each, stop, each)
+        shard_size = problem.largest_part(problem.sliced_size, moving.axis)
+        next_shard = (self.start // shard_size + 1) * shard_size
+        inner = range(next_shard, self.start + self.width, shard_size)
         edges = [0, *(edge - self.start for edge in inner), self.width]
         return tuple((lo, hi - lo) for lo, hi in pairwise(edges))
 
@@ -110,13 +112,13 @@ def _edges(problem: Matmul2dProblem, least: int) -> list[int]:
 
 
 def _are_alike(problem: Matmul2dProblem, steps: tuple[SliceStep, ...]) -> bool:
-    """Return whether all steps have the same panels, so that one stands for all."""
+    """Return whether all steps have the same panels, so that a loop over them needs only one body."""
     moving = (problem.horizontal, problem.vertical)
     width = steps[0].width
     if any(step.width != width for step in steps):
         return False
-    shards = [problem.largest_part(problem.sliced_size, matrix.axis) for matrix in moving]
-    if all(width % each == 0 or each % width == 0 for each in shards):
+    shard_sizes = [problem.largest_part(problem.sliced_size, matrix.axis) for matrix in moving]
+    if all(width % size == 0 or size % width == 0 for size in shard_sizes):
         return True  # each step has whole shards, or each shard has whole steps
     return len({(step.width, *(step.panels(problem, matrix) for matrix in moving)) for step in steps}) == 1
 
@@ -127,7 +129,7 @@ def _are_alike(problem: Matmul2dProblem, steps: tuple[SliceStep, ...]) -> bool:
 class _SummaProgramBuilder:
     def __init__(self, problem: Matmul2dProblem, steps: tuple[SliceStep, ...], packets: int) -> None:
         self.problem, self.steps, self.packets = problem, steps, packets
-        self.several = len(steps) > 1
+        self.num_slots = SLOTS if len(steps) > 1 else 1
         self.moving = (problem.horizontal, problem.vertical)
 
     def buffers(self) -> tuple[Buffer, ...]:
@@ -142,26 +144,27 @@ class _SummaProgramBuilder:
             # Column panels lie one after another in memory when columns are the outer dim.
             order = (1, 0) if moving.dim == 1 else None
             shape = (across, widest) if moving.dim == 1 else (widest, across)
-            slots = SLOTS if self.several else 1
             name = _panels_of(moving)
-            out.append(Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=slots, order=order))
+            out.append(
+                Buffer(name, "scratch", MESH, problem.dtype, shape=shape, slots=self.num_slots, order=order)
+            )
         return tuple(out)
 
     def step_ops(self, number: Index, step: SliceStep) -> list[Op]:
         """Return the ops of one step. Where `number` is an expression, these are the ops of any equal step."""
         dataflow = self.problem.dataflow
-        slot = number % SLOTS if self.several else 0
-        operand = {name: View(name, (FULL, FULL)) for name in "abc"}
+        slot = number % self.num_slots if self.num_slots > 1 else 0
+        operand = {name: full_matrix(name) for name in "abc"}
         before: list[Op] = []
         after: list[Op] = []
         for moving in self.moving:
-            if (
-                self.problem.axis_size(moving.axis) == 1
-            ):  # the shard is the whole matrix, and is used where it lies
+            if self.problem.axis_size(moving.axis) == 1:  # the shard is whole, and is used where it lies
                 start = step.start if isinstance(number, int) else number * step.width
-                operand[moving.operand] = _along(moving, moving.operand, Range(start, start + step.width))
+                operand[moving.operand] = matrix_slice(
+                    moving.operand, moving.dim, Range(start, start + step.width)
+                )
                 continue
-            operand[moving.operand] = _along(moving, _panels_of(moving), Range(0, step.width), slot)
+            operand[moving.operand] = matrix_slice(_panels_of(moving), moving.dim, Range(0, step.width), slot)
             panels = step.panels(self.problem, moving)
             ops = [self._move(moving, number, step, slot, *panel) for panel in panels]
             (after if moving.scattered else before).extend(ops)
@@ -183,30 +186,30 @@ class _SummaProgramBuilder:
 
         On other ranks the view of the shard is empty: they neither read nor write it, and no edge should say so.
         """
-        owner, local = self._place(moving, number, step, offset)
+        owner, local = self._owner(moving, number, step, offset)
         over = f"{MESH}.{moving.axis}"
-        mine = equal(Var(over), owner)
-        shard = _along(moving, moving.operand, Range(local * mine, (local + width) * mine))
-        panel = _along(moving, _panels_of(moving), Range(offset, offset + width), slot)
+        is_owner = equal(Var(over), owner)
+        shard = matrix_slice(moving.operand, moving.dim, Range(local * is_owner, (local + width) * is_owner))
+        panel = matrix_slice(_panels_of(moving), moving.dim, Range(offset, offset + width), slot)
         out, src = (shard, panel) if moving.scattered else (panel, shard)
         kind = Reduce if moving.scattered else Broadcast
         name, lane = _op_name(moving), moving.axis
         return kind(over=over, out=out, src=src, root=owner, packets=self.packets, lane=lane, name=name)
 
-    def _place(
+    def _owner(
         self, moving: MovingMatrix, number: Index, step: SliceStep, offset: int
     ) -> tuple[Index, Index]:
-        """Return in which shard element `offset` of a step lies, and where in it."""
-        each = self.problem.largest_part(self.problem.sliced_size, moving.axis)
+        """Return the coordinate of the shard that holds element `offset` of a step, and its index there."""
+        shard_size = self.problem.largest_part(self.problem.sliced_size, moving.axis)
         if isinstance(number, int):
-            return divmod(step.start + offset, each)
-        if step.width % each == 0:
-            return number * (step.width // each) + offset // each, offset % each
-        if each % step.width == 0:
-            per_shard = each // step.width
+            return divmod(step.start + offset, shard_size)
+        if step.width % shard_size == 0:
+            return number * (step.width // shard_size) + offset // shard_size, offset % shard_size
+        if shard_size % step.width == 0:
+            per_shard = shard_size // step.width
             return number // per_shard, number % per_shard * step.width + offset
         start = number * step.width + offset
-        return start // each, start % each
+        return start // shard_size, start % shard_size
 
 
 def _panels_of(moving: MovingMatrix) -> str:
@@ -217,39 +220,7 @@ def _op_name(moving: MovingMatrix) -> str:
     return f"{'reduce' if moving.scattered else 'broadcast'}_{moving.operand}"
 
 
-def _along(moving: MovingMatrix, buffer: str, selector: Range, slot: Index = 0) -> View:
-    return View(buffer, (selector, FULL) if moving.dim == 0 else (FULL, selector), slot)
-
-
-def program(problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-    steps = slice_steps(problem, config.slice_count)
-    builder = _SummaProgramBuilder(problem, steps, config.packets)
-    body: tuple[Op | Repeat, ...]
-    if len(steps) > 1 and _are_alike(problem, steps):
-        body = (Repeat("p", len(steps), tuple(builder.step_ops(Var("p"), steps[0]))),)
-    else:
-        body = tuple(op for number, step in enumerate(steps) for op in builder.step_ops(number, step))
-    declared = problem.declarations("summa")
-    lanes = tuple(Lane(lane) for lane in ("compute", "row", "col"))
-    return replace(
-        declared, buffers=declared.buffers + builder.buffers(), lanes=lanes, body=(On(MESH, body),)
-    )
-
-
 # --- skeleton -------------------------------------------------------------------------------------------
-
-
-def skeleton(problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-    """Return the skeleton of rank (0, 0).
-
-    It has the largest shard along either axis, so it has the largest panels and products, and no group waits for
-    another rank.
-    """
-    steps = slice_steps(problem, config.slice_count)
-    # If steps are alike, the first ones wait for no slot and all others are the same.
-    different = SLOTS + 1 if _are_alike(problem, steps) else len(steps)
-    tasks = [_tasks(problem, steps, number, config.packets) for number in range(min(different, len(steps)))]
-    return Skeleton.of_turns([*tasks, *tasks[-1:] * (len(steps) - len(tasks))])
 
 
 def _tasks(
@@ -275,10 +246,9 @@ def _tasks(
             for at, (_, work) in enumerate(works)
         ]
         if number >= SLOTS:  # the product overwrites panels that must be on their way
-            left = [
-                offset for offset, _ in steps[number - SLOTS].panels(problem, moving) if offset < step.width
-            ]
-            waits.append((f"{_op_name(moving)}{len(left) - 1}", SLOTS))
+            earlier = steps[number - SLOTS].panels(problem, moving)
+            num_overwritten = sum(offset < step.width for offset, _ in earlier)
+            waits.append((f"{_op_name(moving)}{num_overwritten - 1}", SLOTS))
     sizes = {
         "m": problem.largest_part(problem.m, "row"),
         "n": problem.largest_part(problem.n, "col"),
@@ -310,68 +280,43 @@ def _panel_works(
 
 
 def _last_reader(steps: tuple[SliceStep, ...], number: int, offset: int) -> tuple[tuple[str, int], ...]:
-    """Return the wait for the last product that read a slot beyond `offset`, where a panel is to arrive."""
+    """Return the wait of a panel at `offset` of a slot for the last product that read that part of the slot."""
     for past in range(number - SLOTS, -1, -SLOTS):
         if steps[past].width > offset:
             return (("matmul", number - past),)
     return ()
 
 
-def floor(problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-    """Return a skeleton of a few tasks that is never slower than that of the steps of a config.
+def _pipelined_broadcasts(
+    problem: Matmul2dProblem, moving: MovingMatrix, config: Matmul2dConfig
+) -> tuple[Task, Task]:
+    """Return two tasks that together take no longer than all broadcasts (or reductions) of a moving matrix.
 
-    It has all products, and per axis the latencies of one broadcast per panel, of which there are at least as many
-    as steps or as shards, and the packets of all bytes.
+    The first task is the latency of all broadcasts but one; there are at least as many as steps and as shards.
+    The second task carries all bytes in one broadcast.
     """
-    size, placed = problem.sliced_size, two_d_placements(problem)
-    first, second = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
-    tasks = [Task("matmul", "compute", slice_work(problem, first, second, size))]
-    for moving in (problem.horizontal, problem.vertical):
-        parts = problem.axis_size(moving.axis)
-        if parts == 1:
-            continue
-        count = max(config.slice_count, -(-size // problem.largest_part(size, moving.axis)))
-        kind, over = "reduce" if moving.scattered else "broadcast", f"{MESH}.{moving.axis}"
-        line_bytes = largest_extent(problem, placed, moving.operand, 1 - moving.dim) * dtype_bytes(
-            problem.dtype
-        )
-        whole = size * line_bytes // config.packets * config.packets
-        tasks += [
-            Task("begin", moving.axis, Transfer(kind, over, parts, 0, config.packets), (), count - 1),
-            Task("flow", moving.axis, Transfer(kind, over, parts, whole, config.packets)),
-        ]
-    return Skeleton((Phase(1, tuple(tasks)),))
-
-
-def least(problem: Matmul2dProblem) -> Iterator[Skeleton]:
-    """Yield the `floor` of one step for each number of packets that a tuner is offered."""
-    return (floor(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
+    shard_size = problem.largest_part(problem.sliced_size, moving.axis)
+    count = max(config.slice_count, -(-problem.sliced_size // shard_size))
+    kind, over = "reduce" if moving.scattered else "broadcast", f"{MESH}.{moving.axis}"
+    across = largest_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
+    size = problem.sliced_size * across * dtype_bytes(problem.dtype) // config.packets * config.packets
+    axis_size = problem.axis_size(moving.axis)
+    return (
+        Task("begin", moving.axis, Transfer(kind, over, axis_size, 0, config.packets), (), count - 1),
+        Task("flow", moving.axis, Transfer(kind, over, axis_size, size, config.packets)),
+    )
 
 
 # --- table entry ----------------------------------------------------------------------------------------
 
 
-def configs(problem: Matmul2dProblem) -> Iterator[Matmul2dConfig]:
-    """Yield step counts: the least common multiple of rows and columns, its halves, doubles and 1.
-
-    Each comes with several packet counts where a broadcast has hops to pipeline over.
-    """
-    common = math.lcm(*problem.mesh_shape[:2])
-    if problem.num_chips == 1:
-        yield Matmul2dConfig()
-        return
-    counts = {4 * common, 2 * common, common}
-    while common % 2 == 0:
-        common //= 2
-        counts.add(common)
-    offered = sorted(count for count in counts if count <= problem.sliced_size)[-MOST_STEP_COUNTS + 1 :]
-    packets = PACKETS if max(problem.mesh_shape[:2]) > 2 else PACKETS[:1]
-    for count in sorted({1, *offered}):
-        for number in packets:
-            yield Matmul2dConfig((1,) * count, packets=number)
-
-
 class Summa(Matmul2d):
+    """SUMMA: the owners of each panel broadcast it along their mesh axis, then all chips multiply.
+
+    A config chooses the number of steps (`slices`) and the packets of a broadcast (`packets`). Programs exist for
+    all sizes, meshes and dataflows. The next panels are on their way while one is multiplied.
+    """
+
     name = "summa"
     title = "SUMMA"
     source = "van de Geijn and Watts 1997; MeshSlice, sections 2.3.3 and 4.2"
@@ -379,23 +324,69 @@ class Summa(Matmul2d):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        return configs(problem)
+        """Yield step counts: 1, the least common multiple of rows and columns, its halves and its doubles.
+
+        Each comes with several packet counts where a broadcast has hops to pipeline over.
+        """
+        common = math.lcm(*problem.mesh_shape[:2])
+        if problem.num_chips == 1:
+            yield Matmul2dConfig()
+            return
+        counts = {4 * common, 2 * common, common}
+        while common % 2 == 0:
+            common //= 2
+            counts.add(common)
+        fitting = sorted(count for count in counts if count <= problem.sliced_size)
+        packet_counts = PACKETS if max(problem.mesh_shape[:2]) > 2 else PACKETS[:1]
+        for count in sorted({1, *fitting[-MAX_STEP_COUNTS + 1 :]}):
+            for packets in packet_counts:
+                yield Matmul2dConfig((1,) * count, packets=packets)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        return program(problem, config)
+        steps = slice_steps(problem, config.slice_count)
+        builder = _SummaProgramBuilder(problem, steps, config.packets)
+        body: tuple[Op | Repeat, ...]
+        if len(steps) > 1 and _are_alike(problem, steps):
+            body = (Repeat("p", len(steps), tuple(builder.step_ops(Var("p"), steps[0]))),)
+        else:
+            body = tuple(op for number, step in enumerate(steps) for op in builder.step_ops(number, step))
+        declared = problem.declarations("summa")
+        lanes = tuple(Lane(lane) for lane in ("compute", "row", "col"))
+        return replace(
+            declared, buffers=declared.buffers + builder.buffers(), lanes=lanes, body=(On(MESH, body),)
+        )
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        return skeleton(problem, config)
+        """Return the skeleton of rank (0, 0).
+
+        It has the largest shard along either axis, so it has the largest panels and products, and no group waits
+        for another rank.
+        """
+        steps = slice_steps(problem, config.slice_count)
+        # If steps are alike, the first ones wait for no slot and all others are the same.
+        different = SLOTS + 1 if _are_alike(problem, steps) else len(steps)
+        tasks = [
+            _tasks(problem, steps, number, config.packets) for number in range(min(different, len(steps)))
+        ]
+        return Skeleton.of_turns([*tasks, *tasks[-1:] * (len(steps) - len(tasks))])
+
+    def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
+        """Return a skeleton of all products as one task, and per axis all broadcasts as two."""
+        placed = two_d_placements(problem)
+        first, second = (largest_extent(problem, placed, problem.stationary, dim) for dim in (0, 1))
+        tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
+        for moving in (problem.horizontal, problem.vertical):
+            if problem.axis_size(moving.axis) > 1:
+                tasks += _pipelined_broadcasts(problem, moving, config)
+        return Skeleton((Phase(1, tuple(tasks)),))
+
+    def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
+        """Return the bound of one step for each packet count."""
+        return (self.config_lower_bound(problem, Matmul2dConfig(packets=packets)) for packets in PACKETS)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
         return problem.traffic_bytes(rank)
-
-    def floor(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        return floor(problem, config)
-
-    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        return least(problem)
 
 
 SUMMA = Summa()

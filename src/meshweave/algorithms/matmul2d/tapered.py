@@ -3,7 +3,7 @@
 A sliced product cannot hide the movement of its first slice before the first product, and the last product (or
 what moves after it) at the end. Both shrink with these slices alone, while those between them stay wide, few, and
 cheap to launch. The paper's slices are all equal (MeshSlice, section 3.2.2). They are offered as well, so that
-this is never slower than `meshslice`.
+the best of them is never slower than `meshslice`.
 
 The widths rise to the widest, which repeats, and fall again: 1:2:2:1, 1:2:3:3:2:1, 1:4:4:1, 1:2:4:2:1.
 """
@@ -17,12 +17,16 @@ from meshweave.algorithms.matmul2d.meshslice import MeshSlice, slice_counts, uni
 from meshweave.describe.machine.cluster import Cluster
 
 BLOCK = 8
+"""Elements of a block."""
 RAMPS = (((1,), 2), ((1, 2), 3), ((1,), 4), ((1, 2), 4))
 """Widths before the widest, and the widest."""
-MOST_WIDEST = 32
+MAX_WIDEST = 32
+"""The most slices of the widest width."""
 
 
 class MeshSliceTapered(MeshSlice):
+    """MeshSlice that may also choose slices of rising and falling width. The programs are MeshSlice's."""
+
     name = "meshslice_tapered"
     title = "MeshSlice, tapered"
     source = "MeshSlice, section 3.1, with slices of unequal width"
@@ -34,8 +38,8 @@ class MeshSliceTapered(MeshSlice):
         yield from uniform_slices(problem, BLOCK)
         for blocks in slice_counts(problem, BLOCK):
             for ramp, widest in RAMPS:
-                middle, rest = divmod(blocks - 2 * sum(ramp), widest)
-                if rest == 0 and 1 <= middle <= MOST_WIDEST:
+                middle, remainder = divmod(blocks - 2 * sum(ramp), widest)
+                if remainder == 0 and 1 <= middle <= MAX_WIDEST:
                     yield Matmul2dConfig((*ramp, *(widest,) * middle, *reversed(ramp)), BLOCK)
 
 

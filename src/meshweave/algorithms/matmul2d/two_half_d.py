@@ -32,54 +32,47 @@ from meshweave.ir.program.expressions import Var
 from meshweave.ir.skeleton import Skeleton
 
 
+def _mesh_shapes(num_chips: int) -> tuple[tuple[int, ...], ...]:
+    """Return every (P, P, c) of that many chips with 1 < c and c dividing P."""
+    shapes = []
+    for side in range(2, math.isqrt(num_chips) + 1):
+        layers, remainder = divmod(num_chips, side * side)
+        if not remainder and layers > 1 and side % layers == 0:
+            shapes.append((side, side, layers))
+    return tuple(shapes)
+
+
 def depth_steps(problem: Matmul2dProblem) -> CannonSteps:
-    """Return the steps of each mesh. Raises LayoutError for a mesh that is not P x P x c with c dividing P."""
+    """Return the steps of each layer of the mesh.
+
+    Raises:
+        LayoutError: the mesh is not P x P x c with 1 < c and c dividing P.
+    """
     shape = problem.mesh_shape
-    if shape not in meshes(math.prod(shape)):
+    if shape not in _mesh_shapes(problem.num_chips):
         raise LayoutError(f"a 2.5D product needs a mesh P x P x c where c > 1 divides P, not {shape}")
     count = shape[0] // shape[2]
     return CannonSteps(shape[0], count, (Var(f"{MESH}.depth") + 1) * count)
 
 
-def placements(problem: Matmul2dProblem) -> Placements:
-    """Return placements of inputs that are replicated over `depth`, and of a C whose rows are sharded over it."""
-    replicated = (Shard(0), Shard(1), Replicate())
-    return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
-
-
-def meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
-    """Return every (P, P, c) of that many chips with 1 < c and c dividing P."""
-    shapes = []
-    for side in range(2, math.isqrt(num_chips) + 1):
-        layers, rest = divmod(num_chips, side * side)
-        if not rest and layers > 1 and side % layers == 0:
-            shapes.append((side, side, layers))
-    return tuple(shapes)
-
-
-def traffic_bytes(problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-    """Return the bytes that a rank moves: those of its steps, and of its sums all rows but its own."""
-    side, _, layers = problem.mesh_shape
-    layer = problem.mesh.coords(rank)[2]
-    count = side // layers
-    out = traffic(problem, rank, count, (layer + 1) * count)
-    block = Layout(problem.mesh, two_d_placements(problem)["c"]).local_shape((problem.m, problem.n), rank)
-    mine = Layout(problem.mesh, placements(problem)["c"]).local_shape((problem.m, problem.n), rank)
-    given = (block[0] - mine[0]) * block[1] * dtype_bytes(problem.dtype)
-    return out | ({f"{MESH}.depth": given} if given else {})
-
-
 class TwoHalfD(Matmul2d):
+    """Cannon's product split by steps over `depth`, and one reduce-scatter of C over it.
+
+    Inputs are replicated over `depth`; rows of C are sharded over `row` and then `depth`. There is one config.
+    """
+
     name = "25d"
     title = "2.5D"
     source = "Solomonik and Demmel 2011; MeshSlice, section 7"
-    estimate_is = "bound"
+    estimate_accuracy = "upper_bound"
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
-        return meshes(num_chips)
+        """Return every (P, P, c) of that many chips with 1 < c and c dividing P."""
+        return _mesh_shapes(num_chips)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
-        return placements(problem)
+        replicated = (Shard(0), Shard(1), Replicate())
+        return {"a": replicated, "b": replicated, "c": (Shard(0), Shard(1), Shard(0))}
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
@@ -87,13 +80,22 @@ class TwoHalfD(Matmul2d):
         yield Matmul2dConfig()
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
-        return build(problem, depth_steps(problem), self.name, placements(problem))
+        return build(problem, depth_steps(problem), self.name, self.operand_placements(problem))
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         return build_skeleton(problem, depth_steps(problem))
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
-        return traffic_bytes(problem, config, rank)
+        """Return the bytes that a rank moves: those of its steps, and all rows of its sums but its own."""
+        side, _, layers = problem.mesh_shape
+        num_steps = side // layers
+        first_step = (problem.mesh.coords(rank)[2] + 1) * num_steps
+        moved = traffic(problem, rank, num_steps, first_step)
+        shape = (problem.m, problem.n)
+        rows, columns = Layout(problem.mesh, two_d_placements(problem)["c"]).local_shape(shape, rank)
+        own_rows, _ = self.placements(problem)["C"].local_shape(shape, rank)
+        sum_bytes = (rows - own_rows) * columns * dtype_bytes(problem.dtype)
+        return moved | ({f"{MESH}.depth": sum_bytes} if sum_bytes else {})
 
 
 TWO_HALF_D = TwoHalfD()

@@ -18,7 +18,7 @@ from meshweave.algorithms.matmul2d.common.ring import RingProduct, build
 from meshweave.algorithms.matmul2d.common.ring_costs import (
     build_skeleton,
     iteration_counts,
-    least,
+    lower_bound,
     peak_bytes,
     traffic,
 )
@@ -30,17 +30,22 @@ OVERLAPS: tuple[Literal["col", "row"], ...] = ("col", "row")
 
 
 def _ring(problem: Matmul2dProblem, config: Matmul2dConfig) -> RingProduct:
-    moving, other = problem.horizontal, problem.vertical
+    moving, exposed = problem.horizontal, problem.vertical
     if config.overlap == "row":
-        moving, other = other, moving
-    return RingProduct(problem, two_d_placements(problem), moving, other, config.slice_count)
+        moving, exposed = exposed, moving
+    return RingProduct(problem, two_d_placements(problem), moving, exposed, config.slice_count)
 
 
 class Wang(Matmul2d):
+    """One collective broken into ring steps beside the products, the other whole and exposed.
+
+    A config chooses the mesh axis of the ring (`overlap`) and the number of products (the length of `slices`).
+    """
+
     name = "wang"
     title = "Wang"
     source = "Wang et al., ASPLOS '23; MeshSlice, sections 2.3.4 and 4.2"
-    estimate_is = "bound"
+    estimate_accuracy = "upper_bound"
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
@@ -58,8 +63,8 @@ class Wang(Matmul2d):
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return traffic(_ring(problem, config), rank)
 
-    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
-        return (least(_ring(problem, Matmul2dConfig(overlap=overlap))) for overlap in OVERLAPS)
+    def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:
+        return (lower_bound(_ring(problem, Matmul2dConfig(overlap=overlap))) for overlap in OVERLAPS)
 
     def peak_bytes(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int = 0) -> int:
         if rank:

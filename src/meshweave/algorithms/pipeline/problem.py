@@ -73,7 +73,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, MicroBatches]):
         outer = 2 * (inner @ w1.T) * (x @ w0)
         return {"Y": y, "DW1": h.T @ inner, "DX": outer @ w0.T, "DW0": x.T @ outer}
 
-    def inputs(self, problem: PipelineProblem, seed: int = 0) -> dict[str, Array]:
+    def random_inputs(self, problem: PipelineProblem, seed: int = 0) -> dict[str, Array]:
         """Return values in -1, 0, 1: squares of squares of larger ones are not exact in float32."""
         draw = np.random.default_rng(seed)
         shapes = {

@@ -13,7 +13,7 @@ from meshweave.algorithms.reshard.plan import MESSAGE_BYTES, ReshardPlan, plan_r
 from meshweave.algorithms.reshard.problem import ReshardProblem, TensorMove
 from meshweave.algorithms.reshard.program import reshard_program
 from meshweave.algorithms.reshard.strategies import STRATEGIES
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -29,7 +29,7 @@ UNIFORM_BYTES_PER_S = 10**9
 class ReshardConfig:
     """Hosts and NICs that the plan is for, the order of multicasts, and the largest message in bytes."""
 
-    network: HostNetwork
+    network: HostTopology
     order: str = "best"
     message_bytes: int = MESSAGE_BYTES
 
@@ -41,7 +41,7 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
     """A reshard whose unit tasks are multicast by one strategy."""
 
     problem_type = ReshardProblem
-    estimate_is = "rough"
+    estimate_accuracy = "rough"
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -73,9 +73,11 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         """Yield the best order, then the others. Without a cluster each rank is a host of its own."""
         count = problem.ranks[-1] + 1
         if cluster is None:
-            network = HostNetwork(tuple(range(count)), (0,) * count, UNIFORM_BYTES_PER_S, UNIFORM_BYTES_PER_S)
+            network = HostTopology(
+                tuple(range(count)), (0,) * count, UNIFORM_BYTES_PER_S, UNIFORM_BYTES_PER_S
+            )
         else:
-            network = HostNetwork.of(cluster, count)
+            network = HostTopology.of(cluster, count)
         yield ReshardConfig(network)
         yield from (ReshardConfig(network, order) for order in ORDERS if order not in ("best", "exact"))
 
@@ -94,12 +96,12 @@ class Reshard(Algorithm[ReshardProblem, ReshardConfig]):
         return sources | {f"Y{number}": move.dst for number, move in enumerate(problem.moves)}
 
     def estimate(self, problem: ReshardProblem, config: ReshardConfig, machine: Machine) -> Estimate:
-        """Return the time of the plan on the hosts and NICs that the config names; `machine` is not asked."""
+        """Return the predicted time of the plan on the hosts and NICs of the config; `machine` is not used."""
         predicted_s = self.plan(problem, config).predicted_s
         return Estimate(predicted_s, 0.0, 0.0, 0.0, 0.0, predicted_s)
 
     def gradients(self, problem: ReshardProblem) -> tuple[Gradient[ReshardProblem], ...]:
-        """Return the reshard back: the gradient of each tensor is what arrives for it, where it came from."""
+        """Return the reverse reshard: the gradient of each tensor moves back to the source layout."""
         numbers = range(len(problem.moves))
         back = ReshardProblem(
             tuple(TensorMove(move.name, move.shape, move.dtype, move.dst, move.src) for move in problem.moves)

@@ -22,10 +22,10 @@ from meshweave.algorithms.reshard.writer import (
     LEAD_BYTES,
     MessageSink,
 )
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 
-MOST_CHUNKS = 128
-LEAST_CHUNK_BYTES = 1 << 16
+MAX_CHUNKS = 128
+MIN_CHUNK_BYTES = 1 << 16
 """Smaller messages cost more than the shorter pipeline wins (measured over gloo: 16 KB chunks, 6 %)."""
 
 
@@ -35,7 +35,7 @@ class ChainBroadcast:
     name = "broadcast"
     one_gateway = True
 
-    def picks_sender(self, multicast: Multicast) -> bool:
+    def uses_one_sender(self, multicast: Multicast) -> bool:
         """Return True: the chain begins at one sender."""
         return True
 
@@ -43,7 +43,7 @@ class ChainBroadcast:
         """Yield the whole multicast: one chain serves all hosts."""
         yield multicast
 
-    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
+    def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
         """Return the number of chunks K that makes the chain shortest.
 
         (K + A - 1) (t / K + latency) is least at K = sqrt((A - 1) t / latency), and likewise with the chains
@@ -52,14 +52,14 @@ class ChainBroadcast:
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         longest_host = max(map(len, multicast.hosts))
         fill_s = (len(multicast.hosts) - 1) * times.inter_host_s + (longest_host - 1) * times.intra_host_s
-        most = max(min(MOST_CHUNKS, multicast.num_bytes // LEAST_CHUNK_BYTES), 1)
+        most = max(min(MAX_CHUNKS, multicast.num_bytes // MIN_CHUNK_BYTES), 1)
         if len(multicast.receivers) == 1:
             return 1
         if times.inter_host_latency_s <= 0:
             return most
         return max(min(round(math.sqrt(fill_s / times.inter_host_latency_s)), most), 1)
 
-    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+    def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the time of one copy through a NIC, and of filling the chains between and inside hosts."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         hosts, longest_host = len(multicast.hosts), max(map(len, multicast.hosts))

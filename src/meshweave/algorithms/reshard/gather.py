@@ -20,7 +20,7 @@ from meshweave.algorithms.reshard.writer import (
     RING_LANES,
     MessageSink,
 )
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 
 
 class GlobalAllGather:
@@ -29,7 +29,7 @@ class GlobalAllGather:
     name = "global_all_gather"
     one_gateway = False
 
-    def picks_sender(self, multicast: Multicast) -> bool:
+    def uses_one_sender(self, multicast: Multicast) -> bool:
         """Return whether there is one receiving host, which takes in no more than one sender sends."""
         return len(multicast.hosts) == 1
 
@@ -37,11 +37,11 @@ class GlobalAllGather:
         """Yield the whole multicast: all receivers gather together."""
         yield multicast
 
-    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
+    def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
         """Return 1: the parts of the ring are chunks already."""
         return 1
 
-    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+    def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the time of the scatter and of the ring; a ring inside one host occupies no NIC."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = len(multicast.receivers)

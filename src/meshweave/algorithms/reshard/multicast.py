@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from meshweave.algorithms.reshard.tasks import TensorPiece, UnitTask
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 
 if TYPE_CHECKING:
     from meshweave.algorithms.reshard.writer import MessageSink
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Multicast:
-    """`pieces` go from `senders`, each of which has all of them, to the ranks in `hosts`.
+    """A transfer of the same pieces to all ranks of some hosts.
 
-    `hosts` holds one tuple of ranks per receiving host. A local multicast stays within one host, which both sends
-    and receives.
+    Attributes:
+        pieces: what is sent.
+        senders: ranks that have all pieces.
+        hosts: for each receiving host the ranks that need all pieces.
+        is_local: whether senders and receivers are on the same host.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -52,7 +55,7 @@ class Multicast:
 
 @dataclass(frozen=True)
 class HostHop:
-    """The hop by which a multicast enters a host: `upstream` sends to its rank `gateway` in `lane`."""
+    """The message stream by which a multicast enters a host, from rank `upstream` to the host's rank `gateway`."""
 
     upstream: int
     gateway: int
@@ -61,14 +64,14 @@ class HostHop:
 
 @dataclass(frozen=True)
 class MulticastCost:
-    """Seconds for which a multicast occupies its NICs, and those from then until the last rank has everything."""
+    """Seconds that a multicast occupies its NICs, and seconds after that until the last rank has all pieces."""
 
     occupied_s: float
     fill_s: float = 0.0
 
 
 class Strategy(Protocol):
-    """How a multicast is done. Each strategy has a file of its own; the table `strategies` lists all."""
+    """An algorithm for a multicast, such as a chain or a ring. `strategies.STRATEGIES` lists all."""
 
     @property
     def name(self) -> str:
@@ -77,22 +80,22 @@ class Strategy(Protocol):
 
     @property
     def one_gateway(self) -> bool:
-        """Return whether each host takes in its copy through one rank; else through all of them."""
+        """Return whether each host receives its copy through one rank, not through all of them."""
         ...
 
-    def picks_sender(self, multicast: Multicast) -> bool:
-        """Return whether one of the senders is chosen; else all of them take part."""
+    def uses_one_sender(self, multicast: Multicast) -> bool:
+        """Return whether one sender sends everything, not a part each."""
         ...
 
     def split(self, multicast: Multicast) -> Iterator[Multicast]:
-        """Yield the multicasts into which it falls, each of which is ordered on its own."""
+        """Yield the multicasts into which the strategy splits this one; each is scheduled on its own."""
         ...
 
-    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
-        """Return the number of messages in which the bytes should cross each link."""
+    def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
+        """Return into how many messages to cut the bytes that cross a link."""
         ...
 
-    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+    def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the seconds by the formulas above, plus the latency of each message that follows another."""
         ...
 
@@ -111,7 +114,7 @@ class Strategy(Protocol):
         ...
 
 
-def multicasts_of(task: UnitTask, network: HostNetwork, strategy: Strategy) -> Iterator[Multicast]:
+def multicasts_of(task: UnitTask, network: HostTopology, strategy: Strategy) -> Iterator[Multicast]:
     """Yield the multicasts of a task: one inside each host that has the data, and one to all other hosts."""
     sources_on: dict[int, list[int]] = {}
     for rank in task.sources:

@@ -1,4 +1,4 @@
-"""A reshard plan: which ranks send what to whom, in which order, and how long that takes.
+"""A reshard plan: which ranks send which pieces to which ranks, in which order, and the predicted time.
 
 The bound. Whatever the strategy, every receiving host takes in one copy of what it needs and does not have, and
 every piece leaves the hosts that have it at least once. So no plan ends before the busiest NIC has taken in its
@@ -23,19 +23,19 @@ from meshweave.algorithms.reshard.tasks import UnitTask, equal_shares, unit_task
 from meshweave.algorithms.reshard.writer import TrafficCounter
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import PS_PER_S
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 
 SPLIT_ABOVE = 1.02
 """Multicasts are divided among senders while the schedule takes more than this times the bound."""
-LEAST_PART_BYTES = 1 << 18
+MIN_PART_BYTES = 1 << 18
 """The fewest bytes of a part that a multicast is divided into."""
 MESSAGE_BYTES = 64 << 20
 """The largest message by default."""
 MAX_MESSAGES = 2_000_000
 """A program of more takes minutes to write, and gigabytes."""
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
 """How often the larger multicasts are halved."""
-MOST_DIVIDED = 512
+MAX_DIVIDED = 512
 """The most multicasts after they are divided."""
 
 
@@ -70,7 +70,7 @@ class ReshardPlan:
     """
 
     problem: ReshardProblem
-    network: HostNetwork
+    network: HostTopology
     strategy: Strategy
     order: str
     tasks: tuple[UnitTask, ...]
@@ -130,7 +130,7 @@ class ReshardPlan:
 
 def plan_reshard(
     problem: ReshardProblem,
-    network: HostNetwork,
+    network: HostTopology,
     *,
     strategy: str = "broadcast",
     order: str = "best",
@@ -159,23 +159,23 @@ def plan_reshard(
             f"the host network has {len(network.host_of)} ranks, and rank {problem.ranks[-1]} takes part"
         )
     tasks = unit_tasks(problem)
-    multicasts, serial = planner.scheduled(tasks)
+    multicasts, serial = planner.schedule(tasks)
     return ReshardPlan(problem, network, planner.strategy, order, tasks, multicasts, serial)
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """What every step of planning needs to know."""
+    """The arguments of `plan_reshard` that every step of planning needs."""
 
-    network: HostNetwork
+    network: HostTopology
     strategy: Strategy
     order: str
     message_bytes: int
 
-    def scheduled(self, tasks: Sequence[UnitTask]) -> tuple[tuple[ScheduledMulticast, ...], bool]:
+    def schedule(self, tasks: Sequence[UnitTask]) -> tuple[tuple[ScheduledMulticast, ...], bool]:
         """Return the multicasts of all tasks in the order of their starts, and whether they run one by one."""
         multicasts = [each for task in tasks for each in multicasts_of(task, self.network, self.strategy)]
-        multicasts, schedule = self.ordered(self.senders_last(multicasts), tasks)
+        multicasts, schedule = self.order_multicasts(self.put_senders_last(multicasts), tasks)
         out = []
         for number in sorted(range(len(multicasts)), key=lambda n: (schedule.starts[n], n)):
             routes = routes_of(number, multicasts[number], self.network, self.strategy)
@@ -185,8 +185,8 @@ class _Planner:
             out.append(ScheduledMulticast(multicast, chunks, cost, schedule.starts[number] / PS_PER_S))
         return tuple(out), schedule.serial
 
-    def senders_last(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
-        """Put hosts that send something of their own last in each chain, where they have nothing to pass on."""
+    def put_senders_last(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
+        """Move hosts that send multicasts of their own to the end of each chain, where nothing is passed on."""
         host_of = self.network.host_of
         sending = {host_of[rank] for each in multicasts if not each.is_local for rank in each.senders}
 
@@ -195,18 +195,18 @@ class _Planner:
 
         return [replace(each, hosts=tuple(sorted(each.hosts, key=sends))) for each in multicasts]
 
-    def ordered(
+    def order_multicasts(
         self, multicasts: list[Multicast], tasks: Sequence[UnitTask]
     ) -> tuple[list[Multicast], Schedule]:
-        """Return multicasts and their schedule; the largest ones are divided as long as that helps."""
+        """Return the multicasts and their schedule, after halving the largest ones as long as that helps."""
         search: Callable[[JobSet], Schedule] = ORDERS["best" if self.order == "exact" else self.order]
         bound_ps = nic_bound_s(tasks, self.network) * PS_PER_S
         schedule, divided = search(self.jobs(multicasts)), multicasts
-        may_divide = not schedule.serial and all(map(self.strategy.picks_sender, multicasts))
-        for _ in range(MOST_ROUNDS if may_divide else 0):
+        may_divide = not schedule.serial and all(map(self.strategy.uses_one_sender, multicasts))
+        for _ in range(MAX_ROUNDS if may_divide else 0):
             count = len(divided)
-            divided = self.divided(divided)
-            if schedule.makespan <= SPLIT_ABOVE * bound_ps or not count < len(divided) <= MOST_DIVIDED:
+            divided = self.halve_large(divided)
+            if schedule.makespan <= SPLIT_ABOVE * bound_ps or not count < len(divided) <= MAX_DIVIDED:
                 break
             shorter = search(self.jobs(divided))
             if shorter.makespan < schedule.makespan:
@@ -220,8 +220,8 @@ class _Planner:
         least = -(-multicast.num_bytes // self.message_bytes)
         return max(self.strategy.num_chunks(multicast, self.network), least)
 
-    def divided(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
-        """Halve the multicasts that have a choice of NICs and are among the larger ones."""
+    def halve_large(self, multicasts: Sequence[Multicast]) -> list[Multicast]:
+        """Return the multicasts with the larger ones halved, where a half can take another NIC."""
         has_choice = [
             len(routes_of(number, each, self.network, self.strategy)) > 1
             for number, each in enumerate(multicasts)
@@ -232,7 +232,7 @@ class _Planner:
         )
         out = []
         for each, chooses in zip(multicasts, has_choice, strict=True):
-            if chooses and 2 * each.num_bytes > largest and each.num_bytes >= 2 * LEAST_PART_BYTES:
+            if chooses and 2 * each.num_bytes > largest and each.num_bytes >= 2 * MIN_PART_BYTES:
                 out += [replace(each, pieces=share) for share in equal_shares(each.pieces, 2) if share]
             else:
                 out.append(each)

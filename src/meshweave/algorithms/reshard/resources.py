@@ -15,9 +15,9 @@ from meshweave.algorithms.reshard.order import JobSet, TransferJob
 from meshweave.algorithms.reshard.order.bounds import resource_loads
 from meshweave.algorithms.reshard.tasks import UnitTask
 from meshweave.base.units import PS_PER_S
-from meshweave.cost.fabric import HostNetwork, Nic
+from meshweave.cost.fabric import HostTopology, Nic
 
-MOST_ROUTES = 16
+MAX_ROUTES = 16
 """The most choices of sender and gateways per multicast; of more, this many evenly spread ones are considered."""
 
 
@@ -39,14 +39,14 @@ class MulticastRoute:
 
 
 def routes_of(
-    number: int, multicast: Multicast, network: HostNetwork, strategy: Strategy
+    number: int, multicast: Multicast, network: HostTopology, strategy: Strategy
 ) -> list[MulticastRoute]:
     """Return each choice of sender and gateways of multicast `number`, with one rank per NIC.
 
     Ranks behind one NIC are equally good. The first of them sends, so that the messages of one rank follow each
     other without completion signals.
     """
-    picks = strategy.picks_sender(multicast)
+    picks = strategy.uses_one_sender(multicast)
     if multicast.is_local:
         sender = multicast.senders[number % len(multicast.senders)]
         return [MulticastRoute(replace(multicast, senders=(sender,)) if picks else multicast, (), ())]
@@ -65,10 +65,9 @@ def routes_of(
         for shift in range(max(map(len, gateways)))
     ]
     choices = [(sender, entry) for sender in senders for entry in entries]
-    if len(choices) > MOST_ROUTES:
+    if len(choices) > MAX_ROUTES:
         choices = [
-            choices[(number + step * len(choices) // MOST_ROUTES) % len(choices)]
-            for step in range(MOST_ROUTES)
+            choices[(number + step * len(choices) // MAX_ROUTES) % len(choices)] for step in range(MAX_ROUTES)
         ]
     routes = []
     for (nics, ranks), entry in choices:
@@ -78,7 +77,7 @@ def routes_of(
     return routes
 
 
-def _first_rank_by_nic(ranks: Sequence[int], network: HostNetwork) -> dict[Nic, int]:
+def _first_rank_by_nic(ranks: Sequence[int], network: HostTopology) -> dict[Nic, int]:
     first: dict[Nic, int] = {}
     for rank in ranks:
         first.setdefault(network.nic(rank), rank)
@@ -110,10 +109,10 @@ class _NicResources:
 
 
 def jobs_of(
-    multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostNetwork, strategy: Strategy
+    multicasts: Sequence[Multicast], durations_s: Sequence[float], network: HostTopology, strategy: Strategy
 ) -> JobSet:
     """Return multicasts as the jobs to be ordered; each occupies its NICs for its duration in seconds."""
-    picks_all_senders = all(map(strategy.picks_sender, multicasts))
+    picks_all_senders = all(map(strategy.uses_one_sender, multicasts))
     resources = _NicResources({"out": not picks_all_senders, "in": not strategy.one_gateway})
     jobs = []
     routes_by_job = [routes_of(number, each, network, strategy) for number, each in enumerate(multicasts)]
@@ -128,7 +127,7 @@ def jobs_of(
     return JobSet(tuple(jobs), tuple(resources.class_of))
 
 
-def nic_bound_s(tasks: Sequence[UnitTask], network: HostNetwork) -> float:
+def nic_bound_s(tasks: Sequence[UnitTask], network: HostTopology) -> float:
     """Return the seconds that the busiest NIC needs for its bytes, if NICs share them as evenly as possible."""
     resources = _NicResources({"out": False, "in": False})
     jobs: list[TransferJob] = []
@@ -149,4 +148,4 @@ def nic_bound_s(tasks: Sequence[UnitTask], network: HostNetwork) -> float:
         for ranks in remote.values():
             add_job(task.num_bytes, "in", ranks)
     loads = resource_loads(JobSet(tuple(jobs), tuple(resources.class_of)))
-    return network.nic_s(max((load.least for load in loads), default=0))
+    return network.nic_transfer_s(max((load.lower_bound for load in loads), default=0))

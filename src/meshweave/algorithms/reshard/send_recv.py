@@ -13,7 +13,7 @@ from meshweave.algorithms.reshard.writer import (
     LEAD_BYTES,
     MessageSink,
 )
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 
 
 class SendRecv:
@@ -22,7 +22,7 @@ class SendRecv:
     name = "send_recv"
     one_gateway = True
 
-    def picks_sender(self, multicast: Multicast) -> bool:
+    def uses_one_sender(self, multicast: Multicast) -> bool:
         """Return True: one sender is enough."""
         return True
 
@@ -31,11 +31,11 @@ class SendRecv:
         for rank in multicast.receivers:
             yield replace(multicast, hosts=((rank,),))
 
-    def num_chunks(self, multicast: Multicast, network: HostNetwork) -> int:
+    def num_chunks(self, multicast: Multicast, network: HostTopology) -> int:
         """Return 1: nobody passes anything on, so there is no pipeline to fill."""
         return 1
 
-    def cost(self, multicast: Multicast, network: HostNetwork, chunks: int) -> MulticastCost:
+    def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the time of one copy and the latency of its messages."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = num_messages(multicast.pieces, chunks)

@@ -1,4 +1,4 @@
-"""Unit tasks: what is sent as one, from any of the ranks that have it to all that need it.
+"""Unit tasks: the largest pieces of tensors that go from one set of ranks to another as a whole.
 
 The ends of all source shards and of all destination shards cut a tensor into pieces. The ranks of one source shard
 have a piece, and those of one destination shard need it (AlpaComm, MLSys '23, section 2.2). Pieces with the same
@@ -16,7 +16,7 @@ from itertools import pairwise, product
 
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.describe.layout import Intervals, Layout
-from meshweave.describe.layout.intervals import common_runs, even_cuts
+from meshweave.describe.layout.intervals import common_runs, even_bounds
 
 Offsets = tuple[int, ...]
 
@@ -86,7 +86,7 @@ Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
 
 @lru_cache(maxsize=1024)
 def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap, ...]:
-    """Return (sources, destinations, boxes) for each pair of a source and a destination shard that overlap."""
+    """Return (sources, destinations, boxes) for each source shard and destination shard that overlap."""
     overlaps = []
     src_shards, dst_shards = _ranks_of_shards(src, shape), _ranks_of_shards(dst, shape)
     for src_shard, sources in src_shards.items():
@@ -116,7 +116,7 @@ def _ranks_of_shards(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Inter
 # --- cutting pieces --------------------------------------------------------------------------------------
 
 
-def cut(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
+def cut_piece(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
     """Return parts of nearly equal size, each of at most `most` bytes or of one element.
 
     Leading dims are cut first, so that a part is a run of whole rows and as contiguous in memory as it can be.
@@ -129,7 +129,7 @@ def cut(piece: TensorPiece, most: int) -> tuple[TensorPiece, ...]:
         dim += 1
         row //= shape[dim]
     parts = -(-shape[dim] // max(most // row, 1))
-    bounds = even_cuts(shape[dim], parts)
+    bounds = even_bounds(shape[dim], parts)
     out = []
     for lead in product(*(range(size) for size in shape[:dim])):
         for lo, hi in pairwise(bounds):
@@ -142,7 +142,7 @@ def in_chunks(pieces: Sequence[TensorPiece], count: int) -> Iterator[TensorPiece
     """Yield the pieces cut into chunks of at most a `count`-th of all bytes each, or of one element."""
     share = _chunk_bytes(pieces, count)
     for piece in pieces:
-        yield from cut(piece, share)
+        yield from cut_piece(piece, share)
 
 
 def _chunk_bytes(pieces: Sequence[TensorPiece], count: int) -> int:
@@ -190,7 +190,7 @@ def equal_shares(pieces: Sequence[TensorPiece], count: int) -> list[tuple[Tensor
     shares: list[list[TensorPiece]] = [[] for _ in range(count)]
     filled = 0
     for piece in pieces:
-        for part in cut(piece, max(total // count // 8, 1)):
+        for part in cut_piece(piece, max(total // count // 8, 1)):
             shares[min((filled + part.num_bytes // 2) * count // max(total, 1), count - 1)].append(part)
             filled += part.num_bytes
     return [_join_all(share) for share in shares]

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.algorithms.reshard.tasks import TensorPiece
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.meshes import ProgramMeshes
 from meshweave.ir.program import Buffer, Lane, On, Program, Same, Statement, Tensor
@@ -58,7 +58,7 @@ class MessageSink(Protocol):
 class TrafficCounter:
     """Counts the messages of multicasts without writing them."""
 
-    def __init__(self, network: HostNetwork) -> None:
+    def __init__(self, network: HostTopology) -> None:
         self._host_of = network.host_of
         self.bytes_across_hosts = 0
         self.num_messages = 0

@@ -1,4 +1,4 @@
-"""Entries that solve a `UniversalProblem`: the universal product, and what COSMA and DTensor do beside it."""
+"""Entries that solve a `UniversalProblem`: the universal product, COSMA, and the product of DTensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshweave.algorithms.universal.dtensor import (
     STRATEGIES,
     Collectives,
     Strategy,
-    chosen_strategy,
+    choose_strategy,
     resharded_program,
 )
 from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
@@ -33,7 +33,7 @@ from meshweave.ir.program import Program
 
 
 class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
-    """A product of matrices that lie in any layouts."""
+    """An algorithm for products of matrices in any layouts."""
 
     problem_type = UniversalProblem
 
@@ -97,12 +97,12 @@ def _flip(order: tuple[int, int] | None) -> tuple[int, int] | None:
 
 
 class Universal(AnyLayoutProduct[UniversalConfig]):
-    """One matrix stays, panels of the others are fetched one-sided, results accumulate where they belong."""
+    """One matrix stays in place; panels of the others are read by gets, results added by remote accumulates."""
 
     name = "universal"
     title = "Universal"
     source = "Brock, Golin: Slicing Is All You Need"
-    estimate_is = "rough"
+    estimate_accuracy = "rough"
 
     def examples(self) -> Iterator[UniversalProblem]:
         """Yield products of unlike layouts: shards, replicas and partial sums, on one mesh and on two."""
@@ -148,7 +148,7 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
 
 @dataclass(frozen=True)
 class CosmaConfig:
-    """The number of parts into which M, N and K are cut, and whether C ends whole on every rank of its sum."""
+    """The grid (parts of M, N, K), and whether C is all-reduced instead of reduce-scattered."""
 
     grid: Grid
     all_reduce: bool = False
@@ -188,7 +188,7 @@ class Cosma(AnyLayoutProduct[CosmaConfig]):
         return cosma_program(*problem.sizes, config.grid, problem.dtype, all_reduce=config.all_reduce)
 
     def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
-        """Return none: the gradients' operands do not lie on a grid of COSMA's."""
+        """Return (): the operands of the gradients are not laid out as on a grid of COSMA."""
         return ()
 
 
@@ -202,7 +202,7 @@ def _fits(problem: UniversalProblem, grid: Grid, all_reduce: bool) -> bool:
 
 @dataclass(frozen=True)
 class RedistributionConfig:
-    """Which operands are redistributed, and whether a collective is a ring or reads from all ranks at once."""
+    """The placements that operands are redistributed to, and whether collectives are rings or direct reads."""
 
     strategy: Strategy
     collectives: Collectives = "ring"
@@ -229,7 +229,7 @@ class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
         self, problem: UniversalProblem, cluster: Cluster | None = None
     ) -> Iterator[RedistributionConfig]:
         """Yield what DTensor would choose first, then the other strategies that end in the layout of C."""
-        chosen = chosen_strategy(problem)
+        chosen = choose_strategy(problem)
         for strategy in sorted(STRATEGIES, key=lambda strategy: strategy != chosen):
             if strategy != "outer" and STRATEGIES[strategy][2] not in problem.c.placements:
                 continue
@@ -238,7 +238,7 @@ class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
 
     def refusal(self, problem: UniversalProblem) -> str | None:
         try:
-            chosen_strategy(problem)
+            choose_strategy(problem)
         except LayoutError as error:
             return str(error)
         return None

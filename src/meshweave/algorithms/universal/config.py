@@ -71,7 +71,9 @@ def replica_groups(problem: UniversalProblem, redundant_axes: tuple[int, ...]) -
     return group_of
 
 
-def variants(problem: UniversalProblem, *, stationary: Operand | None = None) -> Iterator[UniversalConfig]:
+def base_configs(
+    problem: UniversalProblem, *, stationary: Operand | None = None
+) -> Iterator[UniversalConfig]:
     """Yield one config per stationary matrix and choice of redundant axes.
 
     Partial operands are summed where they must be, in the first layout of `summed_layouts`.
@@ -101,7 +103,7 @@ def universal_configs(
     problem: UniversalProblem, *, stationary: Operand | None = None
 ) -> Iterator[UniversalConfig]:
     """Yield all configs of a problem with the default slices, prefetch and schedule, the simplest first."""
-    for variant in variants(problem, stationary=stationary):
+    for variant in base_configs(problem, stationary=stationary):
         for a, b in product(*(summed_layouts(problem, variant, name) for name in OPERANDS[:2])):
             config = replace(variant, summed_a=a, summed_b=b)
             yield config
@@ -168,7 +170,7 @@ def _sharded_over(layout: Layout, summed: tuple[int, ...], replicated: list[int]
                 sharding.append(axis)
         rest = [axis for axis in range(len(placements)) if axis not in sharding]
         for order in ((*rest, *sharding), tuple(range(len(placements)))):
-            yield permuted(replace(layout, placements=tuple(placements)), order)
+            yield permute_axes(replace(layout, placements=tuple(placements)), order)
 
 
 def _shardable_dims(layout: Layout) -> tuple[int, ...]:
@@ -182,7 +184,7 @@ def _shardable_dims(layout: Layout) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def permuted(layout: Layout, order: tuple[int, ...]) -> Layout:
+def permute_axes(layout: Layout, order: tuple[int, ...]) -> Layout:
     """Return the layout that applies the placements of the mesh axes in another order."""
     mesh = layout.mesh
     if order == tuple(range(len(order))):

@@ -9,7 +9,7 @@ hold are gathered, there is one product, and C is summed over the boxes that dif
 from __future__ import annotations
 
 from meshweave.algorithms.matrix_views import full_matrix
-from meshweave.algorithms.universal.config import permuted
+from meshweave.algorithms.universal.config import permute_axes
 from meshweave.algorithms.universal.problem import UniversalProblem
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard
@@ -38,7 +38,7 @@ def face_elements(m: int, n: int, k: int, grid: Grid) -> float:
     return a * (1 - 1 / pn) + b * (1 - 1 / pm) + c * (1 - 1 / pk)
 
 
-def chosen_grid(m: int, n: int, k: int, num_ranks: int) -> Grid:
+def choose_grid(m: int, n: int, k: int, num_ranks: int) -> Grid:
     """Return the grid with the smallest faces; of equal ones that which cuts k most, so that it gathers least."""
     grids = [(pm, pn, pk) for pm, pn, pk in factorisations(num_ranks, 3)]
     return min(grids, key=lambda grid: (face_elements(m, n, k, grid), -grid[2], grid))
@@ -60,7 +60,7 @@ def cosma_problem(
     base = Mesh.of("tp", grid, _AXES)
     layouts = {}
     for name, (order, placements) in _SHARED.items():
-        reordered = permuted(Layout(base, (Replicate(),) * 3), order)
+        reordered = permute_axes(Layout(base, (Replicate(),) * 3), order)
         last = Replicate() if name == "c" and all_reduce else placements[2]
         layouts[name] = Layout(reordered.mesh, (*placements[:2], last))
     return UniversalProblem(m, n, k, layouts["a"], layouts["b"], layouts["c"], dtype)

@@ -1,11 +1,11 @@
 """A product as DTensor computes it: reshard the operands by collectives, multiply once, reduce the result.
 
-On a mesh of one axis there are three products without communication, and an operand that lies otherwise is
-brought there first (PyTorch, `torch.distributed.tensor`):
+On a mesh of one axis there are three pairs of placements whose product needs no communication. Operands are first
+resharded to one of them (PyTorch, `torch.distributed.tensor`):
 
-    rows      A by rows,     B everywhere    C by rows
-    columns   A everywhere,  B by columns    C by columns
-    outer     A by columns,  B by rows       C a sum of terms, reduced and scattered
+    rows      A by rows,     B replicated    C by rows
+    columns   A replicated,  B by columns    C by columns
+    outer     A by columns,  B by rows       C partial, then reduce-scattered
 
 Nothing overlaps: each stage is a collective or a product that needs all of the one before. Which of the three is
 taken follows from what resharding the operands costs by DTensor's own count (`redistribute_cost`), which leaves
@@ -38,10 +38,15 @@ STRATEGIES: dict[Strategy, tuple[Placement, Placement, Placement]] = {
 COMPUTE, MOVE = "compute", "move"
 
 
-def chosen_strategy(problem: UniversalProblem) -> Strategy:
-    """The one that DTensor takes: the least bytes of resharded operands, a gather counting all of an operand, an
-    exchange the shard of one rank. Raises LayoutError as `resharded_program` does."""
-    placed, mesh = _placed(problem), problem.a.mesh
+def choose_strategy(problem: UniversalProblem) -> Strategy:
+    """Return the strategy that DTensor takes: the one that reshards the fewest bytes of operands.
+
+    An all-gather counts as the whole operand, an all-to-all as the shard of one rank.
+
+    Raises:
+        LayoutError: as `resharded_program`.
+    """
+    placed, mesh = _shard_placements(problem), problem.a.mesh
 
     def cost(strategy: Strategy) -> float:
         total = 0.0
@@ -60,26 +65,31 @@ def chosen_strategy(problem: UniversalProblem) -> Strategy:
 def resharded_program(
     problem: UniversalProblem, strategy: Strategy | None = None, collectives: Collectives = "ring"
 ) -> Program:
-    """C = A B. A, B and C are sharded over the one axis of the same mesh.
+    """Return the program of C = A B that reshards its operands; all matrices are sharded over one mesh axis.
 
-    With `direct` collectives every rank reads from all others at once, as libraries do where each pair has a link;
-    else they are rings. Raises LayoutError for layouts of another kind, or a C that no reduction ends in.
+    Args:
+        strategy: the placements that operands are resharded to; by default the one of `choose_strategy`.
+        collectives: "direct": every rank reads from all others at once, as libraries do where each pair of ranks
+            has a link. "ring": ring collectives.
+
+    Raises:
+        LayoutError: a layout is of another kind, or the strategy does not end in the placement of C.
     """
-    placed = _placed(problem)
-    writer = _ReshardedProgramBuilder(problem, placed, strategy or chosen_strategy(problem), collectives)
+    placed = _shard_placements(problem)
+    writer = _ReshardedProgramBuilder(problem, placed, strategy or choose_strategy(problem), collectives)
     return writer.write()
 
 
-def _placed(problem: UniversalProblem) -> tuple[Shard, Shard, Shard]:
-    found = []
+def _shard_placements(problem: UniversalProblem) -> tuple[Shard, Shard, Shard]:
+    placements = []
     for layout in (problem.a, problem.b, problem.c):
         if layout.mesh != problem.a.mesh or len(layout.placements) != 1:
             raise LayoutError(f"{layout}: a resharded product needs all matrices on one mesh of one axis")
         (placement,) = layout.placements
         if not isinstance(placement, Shard):
             raise LayoutError(f"{layout}: a resharded product needs every matrix sharded")
-        found.append(placement)
-    return found[0], found[1], found[2]
+        placements.append(placement)
+    return placements[0], placements[1], placements[2]
 
 
 class _ReshardedProgramBuilder:
@@ -150,7 +160,7 @@ class _ReshardedProgramBuilder:
         out, src = full_matrix(f"{operand}_moved"), full_matrix(operand)
         if self.direct:
             for place, rank in enumerate(self.mesh.ranks):
-                yield On((rank,), tuple(self._fetched(operand, now, wanted, place)))
+                yield On((rank,), tuple(self._fetches(operand, now, wanted, place)))
             return
         sizes = self._sizes(operand, now.dim)
         if isinstance(wanted, Shard):
@@ -170,8 +180,8 @@ class _ReshardedProgramBuilder:
         )
         yield On(self.mesh.name, (gather,))
 
-    def _fetched(self, operand: str, now: Shard, wanted: Placement, place: int) -> Iterator[Op]:
-        """What the rank at a place takes from every other one, beginning with the next."""
+    def _fetches(self, operand: str, now: Shard, wanted: Placement, place: int) -> Iterator[Op]:
+        """Yield the copies and gets by which the rank at `place` reads from all ranks, itself first."""
         count = self.mesh.num_ranks
         for other in ((place + ahead) % count for ahead in range(count)):
             lo, hi = chunk_bounds(self.shapes[operand][now.dim], count, other)
@@ -223,9 +233,9 @@ class _ReshardedProgramBuilder:
             Buffer("c_term", "scratch", mesh.name, self.problem.dtype, shape=tuple(most), slots=slots)
         )
         for place, rank in enumerate(mesh.ranks):
-            yield On((rank,), tuple(self._summed(place, dim)))
+            yield On((rank,), tuple(self._gather_and_add(place, dim)))
 
-    def _summed(self, place: int, dim: int) -> Iterator[Op]:
+    def _gather_and_add(self, place: int, dim: int) -> Iterator[Op]:
         count = self.mesh.num_ranks
         lo, hi = chunk_bounds(self.shapes["c"][dim], count, place)
         if lo == hi:

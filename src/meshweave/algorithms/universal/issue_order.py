@@ -126,12 +126,12 @@ def schedule_stages(
         max_states: the most states that the exhaustive search weighs.
     """
     if kind == "exhaustive":
-        return searched(graph, max_states).stages
+        return exhaustive_search(graph, max_states).stages
     return _heuristic_stages(kind, graph)
 
 
 @lru_cache(maxsize=4096)
-def searched(graph: ScheduleGraph, max_states: int = MAX_STATES) -> ScheduleSearchResult:
+def exhaustive_search(graph: ScheduleGraph, max_states: int = MAX_STATES) -> ScheduleSearchResult:
     """Return the result of the exhaustive search for one rank within `STAGE_LIMITS`."""
     return exhaustive(graph, STAGE_LIMITS, max_states=max_states)
 

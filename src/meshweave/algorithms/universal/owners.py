@@ -1,4 +1,4 @@
-"""Which rank holds which part of a matrix, and where in its memory: the index arithmetic under slicing.
+"""The index arithmetic of slicing: which rank holds which part of a matrix, and where in its memory.
 
 In every layout the rows that a rank holds follow from some of its mesh coordinates, and the columns from others.
 So the indices of each dim fall into *classes*. A class is the list of indices of some ranks, and a rank holds one
@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from meshweave.describe.layout import Intervals, Layout, Partial, chunk_bounds
-from meshweave.describe.layout.intervals import num_indices, select
+from meshweave.describe.layout.intervals import indices_at, num_indices
 
 BlockKey = tuple[int, int, int]
 """(row class, column class, term)."""
@@ -176,7 +176,7 @@ def split_among_replicas(whole: OwnerMap, dim: int, group_of: Mapping[int, int])
         size = table.size(number)
         for part in range(num_replicas[number]):
             lo, hi = chunk_bounds(size, num_replicas[number], part)
-            classes.append(select(intervals, [(lo, hi)]))
+            classes.append(indices_at(intervals, [(lo, hi)]))
             offsets.append(lo)
     parts = DimTable(classes, offsets)
     block_of: dict[int, BlockKey] = {}

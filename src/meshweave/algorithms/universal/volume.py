@@ -36,7 +36,7 @@ def volume(slicing: Slicing, num_slices: int | None = None) -> Volume:
         for step, count in zip(slicing.whole_steps[rank], counts, strict=True):
             m, n, k = step.sizes
             load.flops += 2 * m * n * k
-            load.products += count
+            load.num_products += count
             for operand in OPERANDS:
                 panel = step.panels[operand]
                 if operand != "c":
@@ -67,7 +67,7 @@ def _fetch(
         if block.owner == rank:
             continue
         phase[rank].received_bytes += size
-        phase[rank].messages += messages
+        phase[rank].num_messages += messages
         phase[block.owner].sent_bytes += size
 
 
@@ -80,6 +80,6 @@ def _accumulate(
             phase[rank].local_bytes += size
             continue
         phase[rank].sent_bytes += size
-        phase[rank].messages += messages
+        phase[rank].num_messages += messages
         phase[block.owner].received_bytes += size
         phase[block.owner].local_bytes += size

@@ -1,4 +1,7 @@
-"""Who is to blame: what one rank makes of the heartbeats it reads. No clock, no store, no thread."""
+"""Which ranks failed or hang, as one rank concludes from the heartbeats of the others.
+
+The functions are pure: no clock, no store, no thread.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,43 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-# All but `alive` are farewells. `lost`: leaves because of other ranks. `overdue`: gave up on a wait.
-# `stopped`: was told to by a signal. `failed`: has an error of its own. `done`: has nothing left to do.
+# A rank in any state but `alive` beats no more. `lost`: it leaves because of other ranks. `overdue`: it gave up on
+# a wait. `stopped`: a signal ended it. `failed`: it has an error of its own. `done`: its function has returned.
 State = Literal["alive", "lost", "overdue", "stopped", "failed", "done"]
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One heartbeat: a count that only grows, and how its rank is doing."""
+    """One heartbeat of a rank.
+
+    Attributes:
+        count: number of the heartbeat, which only grows.
+        state: what the rank does, or why it beats no more.
+        detail: words for the state, such as the message of an error.
+    """
 
     count: int
     state: State = "alive"
     detail: str = ""
 
     def encode(self) -> str:
+        """Return the heartbeat as a value of the store."""
         return f"{self.count} {self.state} {self.detail}"
 
     @classmethod
     def decode(cls, value: bytes) -> Beat:
+        """Return the heartbeat that `encode` wrote."""
         count, state, detail = value.decode(errors="replace").split(" ", 2)
         return cls(int(count), cast(State, state), detail)
 
 
-class Watch:
-    """What one observer has seen of the other ranks since its wait failed."""
+class HeartbeatWatch:
+    """The heartbeats of the other ranks that one rank has read since a wait of its own failed.
+
+    Attributes:
+        beats: the last heartbeat of each other rank; None where there was none.
+        num_rounds: number of readings.
+    """
 
     def __init__(self, others: Iterable[int], *, interval_s: float, stale_s: float) -> None:
         self._interval_s, self._stale_s = interval_s, stale_s
@@ -41,7 +57,7 @@ class Watch:
     def feed(self, elapsed_s: float, beats: Mapping[int, Beat | None]) -> None:
         """Record one reading of all other ranks, `elapsed_s` seconds after the last one.
 
-        An observer that was itself paused has not been listening: a gap counts as two intervals at most.
+        This process may have been paused itself, so a gap counts as two heartbeat intervals at most.
         """
         heard_s = min(elapsed_s, 2 * self._interval_s) if self.num_rounds else 0.0
         for rank, before in self.beats.items():
@@ -58,11 +74,11 @@ class Watch:
 
     @property
     def silent(self) -> list[int]:
-        """The ranks that said no farewell and did not beat for `stale_s`."""
+        """The ranks that are still `alive` by their last heartbeat but did not beat for `stale_s`."""
         return [r for r, s in self._silence_s.items() if s >= self._stale_s and not self._has_left(r)]
 
     @property
-    def in_doubt(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether some rank is neither known to be alive, nor to have left, nor to be silent yet."""
         return self.num_rounds == 0 or any(
             not self._has_left(rank) and silence_s < self._stale_s and not self._is_well(rank)
@@ -81,12 +97,18 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What came of looking at the others: the culprits and the words for it."""
+class BlamedRanks:
+    """The ranks to blame for a failed wait.
+
+    Attributes:
+        missing: the ranks to blame, none if all may still work.
+        reason: what they did, in words.
+        given_up: words for a rank that ran into its own deadline first; "" if there is none.
+    """
 
     missing: tuple[int, ...]
     reason: str
-    given_up: str = ""  # what a rank said that ran into a deadline before us
+    given_up: str = ""
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -97,24 +119,31 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def judge(
-    rank: int, watch: Watch, accused: Iterable[int], peers: Iterable[int] | None, overdue: bool
-) -> Finding:
-    """Name the culprits among what `rank` has watched.
+def blame(
+    rank: int, watch: HeartbeatWatch, accused: Iterable[int], peers: Iterable[int] | None, overdue: bool
+) -> BlamedRanks:
+    """Return which ranks `rank` blames for its failed wait.
 
-    A rank that left because of others is never one of them. Ranks that finished left early if it is `peers`,
-    the ranks waited for; otherwise they, and ranks told to stop, are blamed only for want of anybody else.
+    Silent, failed and accused ranks are blamed first. A rank that left because of other ranks (`lost`) is never
+    blamed. A rank that is `done` is blamed if the wait was for it. If `peers` is unknown, ranks that are `done` or
+    were `stopped` are blamed only where no other rank can be.
+
+    Args:
+        watch: the heartbeats that `rank` has read.
+        accused: ranks that other ranks blame.
+        peers: the ranks waited for; None if unknown.
+        overdue: whether the wait reached its deadline, instead of breaking off.
     """
     blamed = sorted({*watch.silent, *watch.in_state("failed"), *accused} - {rank})
     if not blamed and rank in accused:
-        return Finding((rank,), f"the other ranks gave rank {rank} (this one) up: it did not answer")
+        return BlamedRanks((rank,), f"the other ranks gave rank {rank} (this one) up: it did not answer")
     done = set(watch.in_state("done"))
     if peers is not None:
         blamed = blamed or sorted(done & set(peers))
     gave_up = watch.in_state("overdue")
     if not blamed and gave_up:
         beat = watch.beats[gave_up[0]]
-        return Finding((), "", f"{ranks_text(gave_up)} gave up first ({beat.detail if beat else ''})")
+        return BlamedRanks((), "", f"{ranks_text(gave_up)} gave up first ({beat.detail if beat else ''})")
     blamed = blamed or watch.in_state("stopped")
     # An overdue wait may well be for a rank that still works; a broken connection was somebody's who left.
     if peers is None and not overdue:
@@ -122,7 +151,9 @@ def judge(
     by_reason: dict[str, list[int]] = {}
     for culprit in blamed:
         by_reason.setdefault(_reason(watch.beats.get(culprit)), []).append(culprit)
-    return Finding(tuple(blamed), ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items()))
+    return BlamedRanks(
+        tuple(blamed), ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items())
+    )
 
 
 def _reason(beat: Beat | None) -> str:

@@ -1,7 +1,7 @@
-"""Start local ranks, wait for them, and never for ever.
+"""Start ranks as processes of this host, and wait for them with a time limit.
 
-The parent hosts the store, so that any rank may die and the others still find out which. Everything that
-passes between parent and ranks is JSON in a private temporary folder.
+The parent hosts the store. So any rank may die, and the other ranks still learn which. Jobs, results and reports
+pass between parent and ranks as JSON files in a private temporary folder.
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ STOPPED = "stopped"  # the kind of report that a rank leaves which a signal ende
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a function that runs in a rank is given, beside its payload.
+    """The first argument of a function that `launch` runs on a rank.
 
-    `store` is the store all ranks share, `liveness` wraps every wait of the function in a guard. The gloo
-    process group of all ranks is up, its timeout is the `deadline_s` of `launch`.
+    The default process group, of all ranks over gloo, is initialised. Its timeout is the `deadline_s` of `launch`.
+
+    Attributes:
+        store: the TCPStore that all ranks share.
+        liveness: guards each wait of the function, so that it fails when another rank is lost.
     """
 
     rank: int
@@ -43,7 +46,7 @@ class RankContext:
 
 
 class RankError(RuntimeError):
-    """A rank raised something that is no user's mistake; `rank` names it, `remote_traceback` says where."""
+    """An error for an exception on a rank that is not a MeshweaveError, with the traceback of that rank."""
 
     def __init__(self, message: str, rank: int, remote_traceback: str) -> None:
         super().__init__(message)
@@ -53,7 +56,12 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs: a command that its own is appended to, and variables on top of its environment."""
+    """Where a rank runs.
+
+    Attributes:
+        prefix: a command, such as `taskset -c 3`, to which the command of the rank is appended.
+        env: environment variables on top of those of `launch`.
+    """
 
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +69,7 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """What every rank is to run, written as `job.json` into the folder that it shares with the parent."""
+    """The function that every rank runs and its arguments, as `job.json` in the folder shared with the parent."""
 
     target: str
     payload: dict[str, Any]
@@ -86,11 +94,17 @@ class LaunchJob:
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank that did not return came to its end, as `report-<rank>.json`."""
+    """The error or signal that ended a rank, as `report-<rank>.json`.
 
-    kind: str  # the name of the error's class, or STOPPED
+    Attributes:
+        kind: the name of the error's class, or STOPPED.
+        ours: whether the error is a MeshweaveError or the report of a signal, which need no traceback.
+        missing: the ranks that a RankLostError names.
+    """
+
+    kind: str
     message: str
-    ours: bool = False  # a MeshweaveError or a report on a signal: the message says it all
+    ours: bool = False
     missing: tuple[int, ...] = ()
     traceback: str = ""
 
@@ -126,12 +140,11 @@ def launch(
     places: Sequence[RankPlace] = (),
     store: Any = None,
 ) -> list[Any]:
-    """Run `function(context, payload)` in `num_ranks` processes on this host; return what each returned.
+    """Run `function(context, payload)` in `num_ranks` processes on this host, and return the result of each rank.
 
-    Needs torch. The ranks inherit stdout, stderr and the environment; none outlives the call, however it
-    ends, nor this process. Inside `fork_servers` they are forks of processes that have imported torch already.
-    An error that comes from the ranks has an attribute `reports`, a dict from each rank that did not return to
-    its last words in one line.
+    Needs torch. The ranks inherit stdout, stderr and the environment. No rank outlives the call or this process.
+    Inside `fork_servers` the ranks are forks of processes that have imported torch already. An error that comes
+    from the ranks has an attribute `reports`, a dict from each rank without a result to its error in one line.
 
     Args:
         target: "package.module:function", importable in a new interpreter (see `env`). It is given a
@@ -171,14 +184,10 @@ def launch(
         LaunchJob(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
         if store is None:
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        run = _LaunchedRanks(
-            folder, num_ranks, time.monotonic() + timeout_s, is_ours=target.startswith("meshweave.")
-        )
+        is_ours = target.startswith("meshweave.")
+        run = _LaunchedRanks(folder, num_ranks, time.monotonic() + timeout_s, is_ours)
         try:
-            for rank in range(num_ranks):
-                place = places[rank] if places else RankPlace()
-                environment = {**_environment(rank, num_ranks, store.port, env or {}), **place.env}
-                run.start(rank, environment, place.prefix)
+            run.start_all(places or [RankPlace()] * num_ranks, store.port, env or {})
             run.wait(grace_s)
             # A rank that is told to end listens for some `stale_s` before it reports and goes.
             run.stop_rest(grace_s=2 * stale_s + 1.0)
@@ -221,7 +230,12 @@ class _LaunchedRanks:
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
     ended_by_us: set[int] = field(default_factory=set)  # ranks that we ended
 
-    def start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
+    def start_all(self, places: Sequence[RankPlace], port: int, env: Mapping[str, str]) -> None:
+        for rank, place in enumerate(places):
+            environment = {**_environment(rank, self.num_ranks, port, env), **place.env}
+            self._start(rank, environment, place.prefix)
+
+    def _start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
         servers = active_fork_servers()
         if servers is not None and not prefix and servers.can_start(environment):
             request = ForkRequest(str(self.folder), environment, str(Path.cwd()), self.is_ours)
@@ -247,7 +261,7 @@ class _LaunchedRanks:
                 del self.running[rank]
 
     def wait(self, grace_s: float) -> None:
-        """Until all have ended, the time is up, or the grace after a first failure is."""
+        """Wait until all ranks have ended, the time is up, or `grace_s` seconds after a first failure."""
         until = self.until
         while self.running and time.monotonic() < until:
             num_ended = len(self.ended)
@@ -257,7 +271,7 @@ class _LaunchedRanks:
             time.sleep(_POLL_S)
 
     def stop_rest(self, grace_s: float) -> None:
-        """Ask whatever still runs to end, which makes it report; wait `grace_s` seconds for that."""
+        """Send SIGTERM to all running ranks, upon which they report and end; wait `grace_s` seconds for that."""
         self.ended_by_us.update(self.running)
         for process in self.running.values():
             process.terminate()
@@ -274,7 +288,7 @@ class _LaunchedRanks:
         self.running.clear()
 
     def error(self, timeout_s: float) -> Exception:
-        """Return the error to raise: a rank that died or failed before those that suffered from it."""
+        """Return the error to raise: that of a rank that died or failed, before those that lost it."""
         said = {rank: _read_report(self.folder, rank) for rank in self.ended if self._is_bad(rank)}
         reports = {rank: _last_words(report, self.ended[rank]) for rank, report in sorted(said.items())}
         error = self._root(said, timeout_s)

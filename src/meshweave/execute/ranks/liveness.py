@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from meshweave.base.errors import DeadlineError, MeshweaveError, RankLostError, UnsupportedError
-from meshweave.execute.ranks.blame import Beat, Finding, State, Watch, judge, ranks_text
+from meshweave.execute.ranks.blame import Beat, BlamedRanks, HeartbeatWatch, State, blame, ranks_text
 from meshweave.execute.ranks.signals import SignalReport, write_stderr
 
 _LOST_KEY = "meshweave/lost"
@@ -34,11 +34,20 @@ _LOST_KEY = "meshweave/lost"
 class Store(Protocol):
     """The part of `torch.distributed.Store` that is needed here."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key, waiting until there is one."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys have values."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of several keys."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write `desired` if the value is `expected`, "" meaning none; return the value afterwards."""
 
 
 class Guard:
@@ -125,7 +134,7 @@ class Liveness:
         self._waits: dict[int, str] = {}  # what guards are waiting for, to be named when a signal comes
         self._round = threading.Condition()  # guards all below; notified after each round of the thread
         self._wake = threading.Event()
-        self._watches: list[Watch] = []
+        self._watches: list[HeartbeatWatch] = []
         self._known: set[int] = set()  # others that have beaten at least once: reading them cannot block
         self._accused: set[int] = set()  # ranks named as lost, by us or by anybody
         self._state: State = "alive"
@@ -262,13 +271,13 @@ class Liveness:
         why = finding.reason or finding.given_up or "every other rank still answers"
         return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}"
 
-    def _look(self, *, patient: bool, overdue: bool, peers: Iterable[int] | None) -> Finding:
+    def _look(self, *, patient: bool, overdue: bool, peers: Iterable[int] | None) -> BlamedRanks:
         """Listen until nobody is in doubt, then judge.
 
         `patient`: where nobody is to blame yet, listen to the end. A connection has just been closed, and who
         closed it may still be tidying up with its heart beating.
         """
-        watch = Watch(self._others, interval_s=self._interval_s, stale_s=self._stale_s)
+        watch = HeartbeatWatch(self._others, interval_s=self._interval_s, stale_s=self._stale_s)
         start = time.monotonic()
         with self._round:
             self._watches.append(watch)
@@ -278,21 +287,21 @@ class Liveness:
             finally:
                 self._watches.remove(watch)
             if not self._store_gone and watch.num_rounds:
-                return judge(self.rank, watch, self._accused, peers, overdue)
+                return blame(self.rank, watch, self._accused, peers, overdue)
             accused = sorted(self._accused - {self.rank})
         if accused:  # its host left because of these, or with these
-            return Finding(tuple(accused), f"{ranks_text(accused)} stopped answering")
+            return BlamedRanks(tuple(accused), f"{ranks_text(accused)} stopped answering")
         if self._store_rank is None or self._store_rank == self.rank:
-            return Finding((), "the store is gone (nobody knows which rank hosted it)")
-        return Finding(
+            return BlamedRanks((), "the store is gone (nobody knows which rank hosted it)")
+        return BlamedRanks(
             (self._store_rank,), f"rank {self._store_rank}, which hosts the store, stopped answering"
         )
 
-    def _listen(self, watch: Watch, start: float, patient: bool) -> None:
+    def _listen(self, watch: HeartbeatWatch, start: float, patient: bool) -> None:
         while not self._store_gone:
             waited_s = time.monotonic() - start
             blamed = watch.silent or watch.in_state("failed") or self._accused
-            if not watch.in_doubt and (blamed or not patient or waited_s >= self._settle_s):
+            if not watch.is_undecided and (blamed or not patient or waited_s >= self._settle_s):
                 return
             # On a loaded machine the rounds come slowly, but not a single one means that the store hangs.
             if waited_s >= (2 * self._settle_s if watch.num_rounds else self._settle_s):

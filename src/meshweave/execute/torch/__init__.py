@@ -13,5 +13,5 @@ file            what it does
 `comm`          messages, ring steps and collectives as actions over `wire`
 `one_sided`     gets, puts, updates, fences and completion flags as actions over a remote memory
 `lanes`         runs the actions: a thread per lane, or one thread in one order with a stream per lane
-`measure`       ranks that begin together, for whoever times runs
+`measure`       ranks that begin together, for timings
 """

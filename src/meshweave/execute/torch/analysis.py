@@ -36,7 +36,7 @@ class RankAnalysis:
     @cached_property
     def ops(self) -> tuple[BoundOp, ...]:
         """The ops of this rank in program order, with plain integers."""
-        return tuple(self.program.on_rank(self.rank))
+        return tuple(self.program.ops_on_rank(self.rank))
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:

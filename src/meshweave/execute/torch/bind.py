@@ -22,7 +22,7 @@ from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.lanes import EarlyPost, LaneRun, Streams, cross_lane_waits
 from meshweave.execute.torch.one_sided import OneSidedAccess
-from meshweave.execute.torch.views import Action, ActionSequence, Staging, empty
+from meshweave.execute.torch.views import Action, ActionSequence, Staging, empty_in_order
 from meshweave.execute.torch.wire import MessageExchange, Wire
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.program import BoundOp, Lane, Program
@@ -138,7 +138,9 @@ def bind(
     trace: bool = False,
     memory: RemoteMemory | None = None,
 ) -> BoundProgram:
-    """Bind the part of `rank` to tensors. Collective: see `TorchContext`.
+    """Bind the ops of one rank to its tensors, ready to run. All ranks of the program must call it.
+
+    Ranks bind their programs in the same order; see `TorchContext`.
 
     Mode "threads" (the default on a CPU) runs each lane in a thread of its own, in program order one op at a
     time, also where the lane is declared wider or ready-first. Mode "linear" (the default on CUDA) issues all
@@ -151,15 +153,15 @@ def bind(
         rank: the global rank, that of this process.
         context: by default that of the tensors' device in the default process group.
         tensors: by buffer name, local shards of input buffers and, if wanted, memory for output buffers. They
-            are aliased, not copied. Inputs left out get their value in the first `run`; what else is left out
-            is allocated. A tensor whose dims lie in memory as the buffer's `order` says needs least staging.
-        calls: the functions that `call` ops name; see `execute.calls`. Outs are copied.
+            are aliased, not copied. Inputs left out get their value in the first `run`. Outputs left out are
+            allocated. A tensor with the memory order of the buffer's `order` needs least staging.
+        calls: the functions that `call` ops name; see `execute.calls`. Their results are copied to `outs`.
         order: op indices, for mode "linear", the same sequence of communication on all ranks. None is the order
             of `lower.linearise`; with `memory` program order, which fences make the same.
         trace: let `run` return a Trace.
-        memory: where the buffers lie that other ranks reach, for a program with one-sided ops; all its ranks then
-            make sure that they bind the same program. Given tensors that lie in it are aliased. Others of such
-            buffers are copied into it before each run, and out of it after.
+        memory: holds the buffers that other ranks read and write, for a program with one-sided ops. All ranks
+            then check that they bind the same program. Given tensors inside this memory are aliased. Other tensors
+            of such buffers are copied into it before each run, and out of it afterwards.
 
     Raises:
         BindError: tensors, calls, ranks or order do not fit the program; with `memory`, ranks bind different ones.
@@ -184,14 +186,7 @@ def bind(
     binder = Binder(rank, buffers.slots, Staging(context.device), CallTable(calls or {}), aliased)
     wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels)
 
-    def local_or_matched(bound: BoundOp) -> Action:
-        return binder.local(bound) if bound.op.kind in COMPUTE_KINDS else bind_communication(wire, bound)
-
-    if remote is None:
-        actions = [local_or_matched(bound) for bound in ops]
-    else:
-        remote.set_binder(binder)
-        actions = [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
+    actions = _bind_ops(ops, binder, wire, remote)
     if mode == "linear":
         if order is None:
             order = range(len(ops)) if remote else linearise(program)[rank]
@@ -200,6 +195,20 @@ def bind(
         execute = _threads(context, analysis, actions, trace)
     execute = remote.between_fences(execute) if remote else execute
     return BoundProgram(analysis, context, buffers, execute, trace)
+
+
+def _bind_ops(
+    ops: Sequence[BoundOp], binder: Binder, wire: Wire, remote: OneSidedAccess | None
+) -> list[Action]:
+    """Return the action of each op: local, communication that other ranks match, or one-sided."""
+
+    def local_or_matched(bound: BoundOp) -> Action:
+        return binder.local(bound) if bound.op.kind in COMPUTE_KINDS else bind_communication(wire, bound)
+
+    if remote is None:
+        return [local_or_matched(bound) for bound in ops]
+    remote.set_binder(binder)
+    return [remote.bind(index, bound, local_or_matched) for index, bound in enumerate(ops)]
 
 
 def _checked_mode(
@@ -234,8 +243,13 @@ def _check_serial(program: Program) -> None:
 
 @dataclass(frozen=True)
 class _Buffers:
-    """The tensor of each (buffer, slot) of a rank; what the caller gave and had to be kept apart from that; the
-    names of inputs that have no value yet."""
+    """The memory of a rank's buffers.
+
+    Attributes:
+        slots: the tensor of each (buffer, slot).
+        given: tensors of the caller that are copied to and from their slot, because the slot is in remote memory.
+        unset: names of inputs that have no value yet.
+    """
 
     slots: dict[tuple[str, int], Tensor]
     given: dict[str, Tensor]
@@ -262,14 +276,18 @@ def _allocate(
     device: torch.device,
     exposed: Mapping[tuple[str, int], Tensor],
 ) -> _Buffers:
-    """`exposed` are buffers that other ranks reach, and that have their memory already."""
+    """Return the buffers of a rank, allocating those that the caller gave no tensor for.
+
+    Args:
+        exposed: slots that other ranks read or write, which are allocated already.
+    """
     slots = dict(exposed)
     given: dict[str, Tensor] = {}
     for buffer in analysis.buffers.values():
         shape, dtype = analysis.program.local_shape(buffer.name, analysis.rank), torch_dtype(buffer.dtype)
         for slot in range(buffer.slots):
             if (buffer.name, slot) not in exposed:
-                slots[buffer.name, slot] = empty(shape, dtype, buffer.order, device)
+                slots[buffer.name, slot] = empty_in_order(shape, dtype, buffer.order, device)
         if buffer.name in tensors:
             tensor = tensors[buffer.name].detach()
             if (buffer.name, 0) not in exposed:
@@ -289,7 +307,7 @@ def _check(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _lanes(ops: Sequence[BoundOp]) -> list[str]:
-    """The lanes that a rank uses, the one with most compute ops first: the caller's thread runs it."""
+    """Return the lanes that a rank uses, that with most compute ops first: the calling thread runs it."""
     num_local: dict[str, int] = {}
     for bound in ops:
         num_local[bound.op.lane] = num_local.get(bound.op.lane, 0) + (bound.op.kind in COMPUTE_KINDS)
@@ -325,10 +343,11 @@ def _threads(
 def _post_receives_early(
     analysis: RankAnalysis, actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
 ) -> None:
-    """While a lane waits in an exchange, the receives of its next one are posted if their memory is free.
+    """Let a lane that waits in a message exchange post the receives of its next exchange, if their memory is free.
 
-    Not further ahead, nor past another kind of communication: between two ranks receives match in the order
-    of posting. Nor into exposed buffers, whose remote readers only fences keep apart.
+    Receives between two ranks match in the order in which they are posted. So a lane posts no further ahead, and
+    not past another kind of communication. Nothing is posted into exposed buffers, which other ranks may still
+    read until the next fence.
     """
     ops, before = analysis.ops, analysis.write_edges
     place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
@@ -385,7 +404,7 @@ def _linear(
     lane_threads = context.lane_threads
 
     def execute() -> Mapping[int, tuple[int, int]]:
-        with lane_threads.alone():
+        with lane_threads.reserve():
             return dict(zip(order, streams.run(), strict=bool(trace)))
 
     return execute

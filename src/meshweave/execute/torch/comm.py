@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
-from meshweave.execute.torch.views import Action, Order, Strided, chain, from_wire
+from meshweave.execute.torch.views import Action, Order, StridedView, chain_actions, from_wire
 from meshweave.execute.torch.wire import Wire
-from meshweave.ir.analysis.shapes import equal_parts
+from meshweave.ir.analysis.shapes import part_sizes
 from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import (
     AllGather,
@@ -64,9 +64,9 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
         case Permute():
             return _permute(wire, op, what)
         case Collective(over=over) if len(over) == 1:
-            return chain([] if isinstance(op, Fence) else _copy_for_one_rank(wire, op))
+            return chain_actions([] if isinstance(op, Fence) else _copy_for_one_rank(wire, op))
         case AllGather() | ReduceScatter() | AllReduce() | Reduce() | Broadcast() if _is_empty(op):
-            return chain([])
+            return chain_actions([])
         case Fence():
             group = wire.group(op.lane, _members(op))
             return wire.wait(what, _members(op), lambda: [dist.barrier(group=group, async_op=True)])
@@ -96,11 +96,11 @@ def _message(wire: Wire, op: Send | Recv, what: str) -> Action:
     group, tag = wire.group(op.lane, wire.program.ranks), 1 + tag
     if isinstance(op, Send):
         box, before = wire.outgoing(op, op.src, wire.order(op, op.src))
-        return chain([*before, *wire.exchange(what, group, tag, [(box, peer)], [])])
+        return chain_actions([*before, *wire.exchange(what, group, tag, [(box, peer)], [])])
     # Two in turns, so that one can be received into while the other is taken from.
     use = f"in {next(wire.num_received.setdefault(op.lane, itertools.count())) % 2}"
     box, after = wire.incoming(op, op.out, wire.order(op, op.out), update=op.update, use=use)
-    return chain([*wire.exchange(what, group, tag, [], [(box, peer)]), *after])
+    return chain_actions([*wire.exchange(what, group, tag, [], [(box, peer)]), *after])
 
 
 def _permute(wire: Wire, op: Permute, what: str) -> Action:
@@ -108,14 +108,14 @@ def _permute(wire: Wire, op: Permute, what: str) -> Action:
     assert isinstance(op.shift, int)
     to, source = over[(me + op.shift) % len(over)], over[(me - op.shift) % len(over)]
     if to == wire.rank:
-        return chain(_copy_for_one_rank(wire, op))
+        return chain_actions(_copy_for_one_rank(wire, op))
     order = wire.order(op, op.src)
     send, before = wire.outgoing(op, op.src, order)
     recv, after = wire.incoming(op, op.out, order, apart=op.out.overlaps(op.src))
     moved = wire.exchange(
         what, wire.group(op.lane, wire.program.ranks), RING_TAG, [(send, to)], [(recv, source)]
     )
-    return chain([*before, *moved, *after])
+    return chain_actions([*before, *moved, *after])
 
 
 # --- collectives --------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def _permute(wire: Wire, op: Permute, what: str) -> Action:
 
 def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
     over, order = _members(op), _dim_first(op.dim, op.src)
-    sizes = equal_parts(op.sizes, op.out.shape[op.dim], len(over))
+    sizes = part_sizes(op.sizes, op.out.shape[op.dim], len(over))
     native = _is_native(over, sizes)
     dtype = wire.native_dtype(op.src) if native else None
     send, before = wire.outgoing(op, op.src, order, dtype=dtype)
@@ -137,13 +137,13 @@ def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
         sends = [(send, peer) for peer in over if peer != wire.rank]
         recvs = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
         moved = [lambda: parts[me].copy_(send), *wire.exchange(what, group, RING_TAG, sends, recvs)]
-    return chain([*before, *moved, *after])
+    return chain_actions([*before, *moved, *after])
 
 
 def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
     over, order = _members(op), _dim_first(op.dim, op.src)
     combine, how = _reduction(op.op, what)
-    sizes = equal_parts(op.sizes, op.src.shape[op.dim], len(over))
+    sizes = part_sizes(op.sizes, op.src.shape[op.dim], len(over))
     native = _is_native(over, sizes)
     dtype = wire.native_dtype(op.src) if native else None
     send, before = wire.outgoing(op, op.src, order, dtype=dtype)
@@ -152,7 +152,7 @@ def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
     if native:
         scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
         moved = [wire.wait(what, over, lambda: [scatter(recv, send, op=how, group=group, async_op=True)])]
-        return chain([*before, *moved, *after])
+        return chain_actions([*before, *moved, *after])
     parts = _split(send, sizes)
     terms = wire.binder.staging.get(op.lane, "terms", (len(over), *recv.shape), recv.dtype)
     sends = [(part, peer) for part, peer in zip(parts, over, strict=True) if peer != wire.rank]
@@ -164,7 +164,7 @@ def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
         for term in terms[1:]:
             combine(recv, term, out=recv)
 
-    return chain([*before, *wire.exchange(what, group, RING_TAG, sends, recvs), total, *after])
+    return chain_actions([*before, *wire.exchange(what, group, RING_TAG, sends, recvs), total, *after])
 
 
 def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
@@ -176,7 +176,7 @@ def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
         after: list[Action] = []
     else:
         box, after = wire.incoming(op, op.out, order, dtype=dtype)
-        src, target = wire.binder.view(op.src), Strided.of(from_wire(box, order))
+        src, target = wire.binder.view(op.src), StridedView.of(from_wire(box, order))
         in_place = op.out == op.src and not after
         before = [] if in_place else wire.binder.staging.transfer(
             op.lane, target, src, apart=not after and op.out.overlaps(op.src)
@@ -185,7 +185,7 @@ def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
         moved = wire.wait(what, over, lambda: [dist.all_reduce(box, op=how, group=group, async_op=True)])
     else:
         moved = wire.wait(what, over, lambda: [dist.reduce(box, root, op=how, group=group, async_op=True)])
-    return chain([*before, moved, *after])
+    return chain_actions([*before, moved, *after])
 
 
 def _broadcast(wire: Wire, op: Broadcast, what: str) -> Action:
@@ -198,7 +198,7 @@ def _broadcast(wire: Wire, op: Broadcast, what: str) -> Action:
         before = []
         box, after = wire.incoming(op, op.out, order, dtype=dtype)
     moved = wire.wait(what, over, lambda: [dist.broadcast(box, root, group=group, async_op=True)])
-    return chain([*before, moved, *after])
+    return chain_actions([*before, moved, *after])
 
 
 def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
@@ -206,8 +206,8 @@ def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
     native = list(over) == sorted(over)
     dtype = wire.native_dtype(op.src) if native else wire.binder.view(op.src).dtype
     send, before = wire.outgoing(op, op.src, order, dtype=dtype)
-    sends = [part.reshape(-1) for part in _split(send, equal_parts(op.send_sizes, send.shape[0], len(over)))]
-    out_sizes = equal_parts(op.recv_sizes, op.out.shape[op.concat_dim], len(over))
+    sends = [part.reshape(-1) for part in _split(send, part_sizes(op.send_sizes, send.shape[0], len(over)))]
+    out_sizes = part_sizes(op.recv_sizes, op.out.shape[op.concat_dim], len(over))
     shapes = [tuple(s if d == op.concat_dim else n for d, n in enumerate(op.out.shape)) for s in out_sizes]
     counts = [math.prod(shape) for shape in shapes]
     flat = wire.binder.staging.get(op.lane, "parts", (sum(counts),), dtype)
@@ -231,12 +231,12 @@ def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
     target, after = whole.direct, []
     if target is None:
         target = wire.binder.staging.get(op.lane, "whole", whole.shape, whole.dtype)
-        after = wire.binder.staging.transfer(op.lane, whole, Strided.of(target))
+        after = wire.binder.staging.transfer(op.lane, whole, StridedView.of(target))
     places = target.split(list(out_sizes), op.concat_dim)
     for place, part, shape in zip(places, recvs, shapes, strict=True):
         arrived = from_wire(part.view([shape[dim] for dim in order]), order)
         after[:0] = [_copy(place, arrived)] if arrived.numel() else []
-    return chain([*before, *moved, *after])
+    return chain_actions([*before, *moved, *after])
 
 
 def _copy_for_one_rank(wire: Wire, op: Collective) -> list[Action]:

@@ -79,7 +79,7 @@ def group_by_name(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def naming_groups(name_of: Callable[[Sequence[int]], str]) -> Iterator[None]:
+def override_group_names(name_of: Callable[[Sequence[int]], str]) -> Iterator[None]:
     """Let `name_of` name the groups that are formed inside by their own ranks alone.
 
     torch names a group of `new_group(use_local_synchronization=True)` after its ranks and how many groups its
@@ -262,7 +262,7 @@ def symmetric_memory() -> Any:
 
 
 @contextlib.contextmanager
-def pretended_ranks(rank: int, num_ranks: int) -> Iterator[None]:
+def fake_default_group(rank: int, num_ranks: int) -> Iterator[None]:
     """Make this process `rank` of a default process group whose other ranks do not exist.
 
     Relies on `torch.testing._internal.distributed.fake_pg.FakeStore` and the backend "fake" (torch 2.9 and 2.13).
@@ -279,7 +279,7 @@ def pretended_ranks(rank: int, num_ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watching_ops(watch: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+def observe_ops(watch: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call `watch(op, args)` before each op on plain tensors inside, those that ops on DTensors become included.
 
     Relies on `torch.utils._python_dispatch.TorchDispatchMode` and its `__torch_dispatch__` (torch 2.9 and 2.13).
@@ -304,7 +304,7 @@ def watching_ops(watch: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None
 
 
 @contextlib.contextmanager
-def watching_shard_dim_alltoall(watch: Callable[[Tensor, Any, int], None]) -> Iterator[Callable[[], bool]]:
+def observe_shard_dim_alltoall(watch: Callable[[Tensor, Any, int], None]) -> Iterator[Callable[[], bool]]:
     """Call `watch(local, mesh, mesh_dim)` before each all-to-all by which DTensor changes the dim of a shard.
 
     Yields a function that returns whether such an all-to-all is under way: on a CPU torch makes it of other

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.calls import CallTable
-from meshweave.execute.torch.views import Action, Staging, Strided, chain, strided
+from meshweave.execute.torch.views import Action, Staging, StridedView, bind_view, chain_actions
 from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import Add, Call, Copy, Matmul, Op, Zero
 from meshweave.ir.program.views import View
@@ -32,9 +32,9 @@ class Binder:
     staging: Staging
     calls: CallTable
     remote_buffer: Callable[[View], Tensor] | None = None
-    _views: dict[View, Strided] = field(default_factory=dict)
+    _views: dict[View, StridedView] = field(default_factory=dict)
 
-    def view(self, view: View) -> Strided:
+    def view(self, view: View) -> StridedView:
         """Return a resolved view of this rank's memory, or of another's where that is aliased."""
         bound_view = self._views.get(view)
         if bound_view is None:
@@ -44,7 +44,7 @@ class Binder:
             else:
                 assert self.remote_buffer is not None, view
                 buffer = self.remote_buffer(view)
-            bound_view = self._views[view] = strided(view, buffer)
+            bound_view = self._views[view] = bind_view(view, buffer)
         return bound_view
 
     def local(self, bound: BoundOp) -> Action:
@@ -57,11 +57,11 @@ class Binder:
                 return self._matmul(op)
             case Copy(release=release):
                 update = release is not None and release.update
-                return chain(self.move(op.lane, op.out, op.src, add=update))
+                return chain_actions(self.move(op.lane, op.out, op.src, add=update))
             case Add():
-                return chain(self.move(op.lane, op.out, op.src, add=True))
+                return chain_actions(self.move(op.lane, op.out, op.src, add=True))
             case Zero():
-                return chain([tensor.zero_ for _, tensor in self.view(op.out).pieces])
+                return chain_actions([tensor.zero_ for _, tensor in self.view(op.out).pieces])
             case Call():
                 return self._call(op)
         raise AssertionError(op)
@@ -90,11 +90,11 @@ class Binder:
         target = out.direct
         if target is None or not _has_unit_stride(target) or op.out.overlaps(op.a) or op.out.overlaps(op.b):
             product = self.staging.get(op.lane, "product", out.shape, out.dtype)
-            after = self.staging.transfer(op.lane, out, Strided.of(product), add=add)
-            return chain([*before_a, *before_b, partial(torch.mm, a, b, out=product), *after])
+            after = self.staging.transfer(op.lane, out, StridedView.of(product), add=add)
+            return chain_actions([*before_a, *before_b, partial(torch.mm, a, b, out=product), *after])
         if add:
-            return chain([*before_a, *before_b, partial(torch.addmm, target, a, b, out=target)])
-        return chain([*before_a, *before_b, partial(torch.mm, a, b, out=target)])
+            return chain_actions([*before_a, *before_b, partial(torch.addmm, target, a, b, out=target)])
+        return chain_actions([*before_a, *before_b, partial(torch.mm, a, b, out=target)])
 
     def _operand(self, op: Op, use: str, view: View, dtype: torch.dtype) -> tuple[Tensor, list[Action]]:
         """A tensor that a matrix product takes as it is, and what fills it where it is no alias."""
@@ -106,7 +106,7 @@ class Binder:
         ):
             return bound_view.direct, []
         packed = self.staging.get(op.lane, use, bound_view.shape, dtype)
-        return packed, self.staging.transfer(op.lane, Strided.of(packed), bound_view)
+        return packed, self.staging.transfer(op.lane, StridedView.of(packed), bound_view)
 
     def _call(self, op: Call) -> Action:
         function = self.calls.bind(op)
@@ -117,7 +117,7 @@ class Binder:
             tensor = bound_view.direct
             if tensor is None:
                 tensor = self.staging.get(op.lane, f"in {number}", bound_view.shape, bound_view.dtype)
-                before += self.staging.transfer(op.lane, Strided.of(tensor), bound_view)
+                before += self.staging.transfer(op.lane, StridedView.of(tensor), bound_view)
             ins.append(tensor)
         outs = [self.view(view) for view in op.outs]
         staging, lane = self.staging, op.lane
@@ -126,7 +126,7 @@ class Binder:
             for action in before:
                 action()
             for out, value in zip(outs, function(*ins), strict=True):
-                for action in staging.transfer(lane, out, Strided.of(value)):
+                for action in staging.transfer(lane, out, StridedView.of(value)):
                     action()
 
         return run

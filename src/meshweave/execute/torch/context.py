@@ -120,7 +120,7 @@ class TorchContext:
                 raise BindError(
                     f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
                 )
-            naming = compat.naming_groups(group_name) if among_members else contextlib.nullcontext()
+            naming = compat.override_group_names(group_name) if among_members else contextlib.nullcontext()
             with self.guard(f"ranks {ranks} to form a group", ranks), naming:
                 group = dist.new_group(
                     list(ranks),

@@ -24,19 +24,19 @@ def assign_channels(program: Program, *, shared: bool = True) -> dict[str, int]:
     share one only where they never meet on a connection: two directions of a ring in one connection slow each
     other down. Without `shared` each lane has its own.
     """
-    reach: dict[str, _Reach] = {}
+    reach: dict[str, _RankPairs] = {}
     for op, ranks in program.placed_ops():
         if isinstance(op, (Send, Recv)):
-            reach.setdefault(op.lane, _Reach()).add_messages(program, op, ranks)
+            reach.setdefault(op.lane, _RankPairs()).add_messages(program, op, ranks)
         elif isinstance(op, (Permute, Collective)):
-            reach.setdefault(op.lane, _Reach()).add_group(op.over)
-    members: list[list[_Reach]] = []
+            reach.setdefault(op.lane, _RankPairs()).add_group(op.over)
+    members: list[list[_RankPairs]] = []
     channel_of: dict[str, int] = {}
     for lane, mine in reach.items():
         fits = (
             number
             for number, others in enumerate(members)
-            if shared and not any(mine.meets(program, other) for other in others)
+            if shared and not any(mine.may_overlap(program, other) for other in others)
         )
         channel_of[lane] = next(fits, len(members))
         if channel_of[lane] == len(members):
@@ -45,9 +45,12 @@ def assign_channels(program: Program, *, shared: bool = True) -> dict[str, int]:
     return channel_of
 
 
-class _Reach:
-    """Who talks to whom in a lane: all along some mesh axes, certain pairs of ranks (the lower one first), or,
-    where it does not follow from the program as written, anybody."""
+class _RankPairs:
+    """The pairs of ranks that may communicate in a lane.
+
+    They are all pairs along some mesh axes, and single pairs with the lower rank first. Where they do not follow
+    from the program as written, they are all pairs.
+    """
 
     def __init__(self) -> None:
         self.axes: dict[str, None] = {}
@@ -61,7 +64,7 @@ class _Reach:
             self.is_open = True
 
     def add_messages(self, program: Program, op: Send | Recv, ranks: Iterable[int]) -> None:
-        """Where the peer follows from a rank's coordinates alone, the pairs that it makes."""
+        """Add the pairs of a message, if the peer depends on the coordinates of the rank alone; else all pairs."""
         for rank in ranks:
             peer = op.peer
             if not isinstance(peer, int):
@@ -72,25 +75,25 @@ class _Reach:
                     return
             self.pairs.add((min(rank, peer), max(rank, peer)))
 
-    def meets(self, program: Program, other: _Reach) -> bool:
-        """Whether some pair of ranks may be in both."""
+    def may_overlap(self, program: Program, other: _RankPairs) -> bool:
+        """Return whether some pair of ranks may communicate in both lanes."""
         if self.is_open or other.is_open or not self.pairs.isdisjoint(other.pairs):
             return True
         return (
-            any(_cross(a, b) for a in self.axes for b in other.axes)
-            or any(_along(program, axis, pair) for axis in self.axes for pair in other.pairs)
-            or any(_along(program, axis, pair) for axis in other.axes for pair in self.pairs)
+            any(_may_share_pair(a, b) for a in self.axes for b in other.axes)
+            or any(_is_along(program, axis, pair) for axis in self.axes for pair in other.pairs)
+            or any(_is_along(program, axis, pair) for axis in other.axes for pair in self.pairs)
         )
 
 
-def _cross(a: str, b: str) -> bool:
-    """Whether groups of two meshes or mesh axes may have a pair of ranks in common."""
+def _may_share_pair(a: str, b: str) -> bool:
+    """Return whether groups of two meshes or mesh axes may have a pair of ranks in common."""
     (mesh, _, axis), (other_mesh, _, other_axis) = a.partition("."), b.partition(".")
     return not (mesh == other_mesh and axis and other_axis and axis != other_axis)
 
 
-def _along(program: Program, over: str, pair: tuple[int, int]) -> bool:
-    """Whether a pair of ranks belongs to one group of a mesh, or mesh axis."""
+def _is_along(program: Program, over: str, pair: tuple[int, int]) -> bool:
+    """Return whether a pair of ranks belongs to one group of a mesh or mesh axis."""
     name, _, axis = over.partition(".")
     mesh = program.mesh_of.get(name)
     if mesh is None or not all(rank in mesh for rank in pair):

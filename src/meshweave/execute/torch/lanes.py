@@ -52,7 +52,7 @@ def cross_lane_waits(lane_of: Sequence[int], before: Sequence[Sequence[int]], nu
 
 
 class LaneRun:
-    """A lane's steps and how far it is. Written by the lane's thread only, save for `wanted`."""
+    """The steps of a lane and its progress. Only the lane's thread writes it, except for `wanted`."""
 
     __slots__ = (
         "actions",
@@ -93,13 +93,13 @@ class LaneRun:
 
 @dataclass(frozen=True)
 class EarlyPost:
-    """A part of a later step that may run early, once each lane of `waits` has completed so many steps."""
+    """A part of a later step that may run early, when each lane of `waits` has completed that many steps."""
 
     waits: tuple[tuple[LaneRun, int], ...]
     action: Action
 
     def run_if_free(self) -> None:
-        """Run the action if all that it waits for is complete already."""
+        """Run the action if all steps that it waits for are complete."""
         for lane, count in self.waits:
             if lane.done < count:
                 return
@@ -144,7 +144,7 @@ class LaneThreads:
             raise self.error
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def reserve(self) -> Iterator[None]:
         """Reserve the context for a run in the calling thread."""
         self.check()
         if not self._busy.acquire(blocking=False):
@@ -183,7 +183,7 @@ class LaneThreads:
     def _run_lane(self, lane: LaneRun, lanes: Sequence[LaneRun], trace: bool) -> None:
         try:
             with torch.no_grad():
-                (self._follow_traced if trace else self._follow)(lane)
+                (self._run_steps_traced if trace else self._run_steps)(lane)
         except BaseException as error:
             if not isinstance(error, _Abandoned):
                 if lane.done < len(lane.labels):
@@ -192,7 +192,7 @@ class LaneThreads:
         finally:
             lane.stopped = True
 
-    def _follow(self, lane: LaneRun) -> None:
+    def _run_steps(self, lane: LaneRun) -> None:
         for done, (action, waits) in enumerate(zip(lane.actions, lane.waits, strict=True), 1):
             for other, count in waits:
                 if other.done < count:
@@ -204,7 +204,7 @@ class LaneThreads:
             if done >= lane.wanted:
                 lane.wake_waiters()
 
-    def _follow_traced(self, lane: LaneRun) -> None:
+    def _run_steps_traced(self, lane: LaneRun) -> None:
         clock, spans = time.monotonic_ns, lane.spans
         for action, waits in zip(lane.actions, lane.waits, strict=True):
             for other, count in waits:

@@ -1,4 +1,4 @@
-"""What every measurement of a run needs: ranks that begin together, and no garbage collection meanwhile."""
+"""Helpers for timing runs: a common start of all ranks, and no garbage collection meanwhile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LEAD_S = 0.03
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Collect garbage now and none in the block: a collection visits all of torch's objects, holding the GIL."""
+def without_garbage_collection() -> Iterator[None]:
+    """Collect garbage now and disable it in the block, since a collection holds the GIL for long."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -30,16 +30,19 @@ def quiet() -> Iterator[None]:
 
 
 def start_together(context: TorchContext, offset_ns: int | None = 0) -> tuple[int, int]:
-    """Return at an instant that rank 0 sets, for ranks leave a barrier at slightly different times.
+    """Wait until an instant that rank 0 sets, and return it. All ranks must call it.
 
-    Collective among all ranks. `offset_ns` is this rank's CLOCK_MONOTONIC less rank 0's: 0 on one host, see
-    `clocks.clock_offsets` for others; with None the barrier has to do.
+    A barrier alone is not enough, since ranks leave it at slightly different times.
+
+    Args:
+        offset_ns: this rank's CLOCK_MONOTONIC minus rank 0's, in nanoseconds: 0 on one host, else see
+            `clocks.clock_offsets`. With None ranks begin when they leave the barrier.
 
     Returns:
-        That instant in rank 0's clock, and by how much this rank missed it, both in nanoseconds.
+        The instant in rank 0's clock, and how late this rank was, both in nanoseconds.
 
     Raises:
-        RankLostError, DeadlineError: as `TorchContext.guard` has them.
+        RankLostError, DeadlineError: as for `TorchContext.guard`.
     """
     with context.guard("all ranks to start a run", range(context.num_ranks)):
         dist.barrier()

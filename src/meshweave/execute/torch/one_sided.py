@@ -23,7 +23,7 @@ from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, Strided, chain, natural, pair_up, strided
+from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up, row_major
 from meshweave.ir.analysis.edges import is_tracked, tracked_edges
 from meshweave.ir.analysis.matching import match
 from meshweave.ir.program import BoundOp, Program
@@ -103,7 +103,7 @@ class OneSidedAccess:
             if buffer.name not in self.exposed:
                 continue
             shape = program.local_shape(buffer.name, rank)
-            strides = _strides(shape, buffer.order or natural(len(shape)))
+            strides = _strides(shape, buffer.order or row_major(len(shape)))
             dtype = getattr(torch, buffer.dtype)
             for slot in range(buffer.slots):
                 wanted[buffer.name, slot] = Slot(shape, strides, dtype)
@@ -124,13 +124,13 @@ class OneSidedAccess:
         lane_threads = self._context.lane_threads
 
         def run() -> _Result:
-            with lane_threads.alone():
+            with lane_threads.reserve():
                 if self._memory.is_closed:
                     raise UnsupportedError(f"the memory of program {self._program.name} is closed")
                 self._run += 1
                 self._begin()
             result = execute()
-            with lane_threads.alone():
+            with lane_threads.reserve():
                 self._end()
             return result
 
@@ -169,7 +169,7 @@ class OneSidedAccess:
             steps.insert(0, lambda: wait_for(self._run))
         for rank, flag in self._sets.get(node, {}).items():
             steps.append(self._completion_signal(self._window.notify(rank, flag)))
-        return chain(steps)
+        return chain_actions(steps)
 
     def _completion_signal(self, notify: Callable[[int], object]) -> Action:
         return lambda: notify(self._run)
@@ -186,14 +186,16 @@ class OneSidedAccess:
                 what = f"{bound.label} in lane {op.lane}"
                 return self._window.fence(self._groups.index(tuple(sorted(over))), what)
             case Get(src=src, out=out) | Put(src=src, out=out) | Accumulate(src=src, out=out):
-                return chain(self._move(op, out, src))
+                return chain_actions(self._move(op, out, src))
             case Copy(src=src, out=out):
-                return chain(self._move(op, out, src))
+                return chain_actions(self._move(op, out, src))
             case Matmul():
-                return chain(self._matmul(op))
+                return chain_actions(self._matmul(op))
             case Add(src=src, out=out) if self._needs_staging(src) and not self._needs_staging(out):
                 local, before = self._staged(op.lane, "remote src", src)
-                return chain([*before, self._binder.local(BoundOp(bound.key, replace(op, src=local)))])
+                return chain_actions(
+                    [*before, self._binder.local(BoundOp(bound.key, replace(op, src=local)))]
+                )
         if self._memory.is_aliased and op.kind in COMPUTE_KINDS:
             return self._binder.local(bound)
         raise UnsupportedError(
@@ -238,37 +240,37 @@ class OneSidedAccess:
         deliver = self._update(op, op.out, result) if update else self._store(op.lane, op.out, result)
         return [*before, action, *deliver]
 
-    def _fetch(self, lane: str, into: Strided, src: View) -> list[Action]:
+    def _fetch(self, lane: str, into: StridedView, src: View) -> list[Action]:
         """Gets a remote view that cannot be aliased."""
         slot, remote = self._remote_slot(src), self._remote(src)
         if into.dtype == remote.dtype and (pairs := pair_up(into, remote)) is not None:
             return [self._window.get(here, slot, piece) for here, piece in pairs if here.numel()]
-        between = Strided.of(self._binder.staging.get(lane, "fetched", remote.shape, remote.dtype))
+        between = StridedView.of(self._binder.staging.get(lane, "fetched", remote.shape, remote.dtype))
         pairs = pair_up(between, remote)
         assert pairs is not None
         gets = [self._window.get(here, slot, piece) for here, piece in pairs if here.numel()]
         return [*gets, *self._binder.staging.transfer(lane, into, between)]
 
-    def _store(self, lane: str, out: View, src: Strided, *, apart: bool = False) -> list[Action]:
+    def _store(self, lane: str, out: View, src: StridedView, *, apart: bool = False) -> list[Action]:
         if not self._needs_staging(out):
             return self._binder.staging.transfer(lane, self._binder.view(out), src, apart=apart)
         slot, pairs, before = self._paired(lane, out, src)
         return [*before, *(self._window.put(slot, piece, value) for piece, value in pairs)]
 
-    def _update(self, op: Op, out: View, src: Strided) -> list[Action]:
+    def _update(self, op: Op, out: View, src: StridedView) -> list[Action]:
         slot, pairs, before = self._paired(op.lane, out, src)
         how = op.op if isinstance(op, Accumulate) else "sum"
         return [*before, *(self._window.accumulate(slot, piece, value, how) for piece, value in pairs)]
 
     def _paired(
-        self, lane: str, out: View, src: Strided
+        self, lane: str, out: View, src: StridedView
     ) -> tuple[RemoteSlot, list[tuple[Tensor, Tensor]], list[Action]]:
         """Parts of an exposed view beside what goes there, of its dtype, and what gathers that."""
         slot, remote = self._remote_slot(out), self._remote(out)
         pairs = pair_up(remote, src) if src.dtype == remote.dtype else None
         before: list[Action] = []
         if pairs is None:
-            between = Strided.of(self._binder.staging.get(lane, "sent", src.shape, remote.dtype))
+            between = StridedView.of(self._binder.staging.get(lane, "sent", src.shape, remote.dtype))
             before, pairs = self._binder.staging.transfer(lane, between, src), pair_up(remote, between)
             assert pairs is not None
         return slot, [(piece, value) for piece, value in pairs if value.numel()], before
@@ -288,8 +290,8 @@ class OneSidedAccess:
         assert isinstance(view.slot, int)
         return self._window.remote[self._owner(view), (view.buffer, view.slot)]
 
-    def _remote(self, view: View) -> Strided:
-        return strided(view, self._remote_slot(view).tensor)
+    def _remote(self, view: View) -> StridedView:
+        return bind_view(view, self._remote_slot(view).tensor)
 
     def _dtype(self, view: View) -> torch.dtype:
         return self._remote_slot(view).tensor.dtype

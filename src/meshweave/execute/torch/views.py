@@ -75,7 +75,7 @@ def block_runs(selector: Selector) -> list[BlockRun]:
 
 
 @dataclass(frozen=True)
-class Strided:
+class StridedView:
     """A view bound to memory: `pieces` pairs a run of blocks per dim with the tensor that aliases it.
 
     `direct` is the whole view as one tensor of its shape, where strides can express it.
@@ -87,7 +87,7 @@ class Strided:
     direct: Tensor | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Strided:
+    def of(cls, tensor: Tensor) -> StridedView:
         """Return the view of a whole tensor."""
         shape = tuple(tensor.shape)
         whole = tuple(BlockRun(0, 0, size) for size in shape)
@@ -95,13 +95,14 @@ class Strided:
 
     @property
     def splits(self) -> tuple[tuple[BlockRun, ...], ...]:
+        """The blocks of the view that each piece holds; two views with equal splits pair up piece by piece."""
         return tuple(
             tuple(BlockRun(run.view_start, 0, run.block, run.num_blocks) for run in piece)
             for piece, _ in self.pieces
         )
 
 
-def strided(view: View, buffer: Tensor) -> Strided:
+def bind_view(view: View, buffer: Tensor) -> StridedView:
     """Return a resolved view bound to the tensor that holds its buffer slot."""
     per_dim = [block_runs(selector) for selector in view.selectors]
     pieces = tuple((piece, _alias(buffer, piece)) for piece in itertools.product(*per_dim))
@@ -110,7 +111,7 @@ def strided(view: View, buffer: Tensor) -> Strided:
         direct = buffer.new_empty(view.shape)
     elif len(pieces) == 1 and not any(run.is_split for run in pieces[0][0]):
         direct = pieces[0][1]
-    return Strided(view.shape, buffer.dtype, pieces, direct)
+    return StridedView(view.shape, buffer.dtype, pieces, direct)
 
 
 def _alias(buffer: Tensor, piece: Sequence[BlockRun]) -> Tensor:
@@ -138,7 +139,7 @@ def _part(whole: Tensor, piece: Sequence[BlockRun]) -> Tensor:
     return whole
 
 
-def pair_up(out: Strided, src: Strided) -> list[tuple[Tensor, Tensor]] | None:
+def pair_up(out: StridedView, src: StridedView) -> list[tuple[Tensor, Tensor]] | None:
     """Return pairs of tensors of equal shapes that make up `out` and `src`; None where their pieces differ."""
     if out.direct is not None:
         return [(_part(out.direct, piece), tensor) for piece, tensor in src.pieces]
@@ -149,12 +150,14 @@ def pair_up(out: Strided, src: Strided) -> list[tuple[Tensor, Tensor]] | None:
     return None
 
 
-def natural(num_dims: int) -> Order:
+def row_major(num_dims: int) -> Order:
     """Return the order of dims of a row-major tensor."""
     return tuple(range(num_dims))
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, order: Order | None, device: torch.device) -> Tensor:
+def empty_in_order(
+    shape: Sequence[int], dtype: torch.dtype, order: Order | None, device: torch.device
+) -> Tensor:
     """Return a dense tensor of `shape` whose dims lie in memory in `order`, outermost first."""
     if order is None:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -194,11 +197,11 @@ class Staging:
         if key not in self._memory:
             self._memory[key] = torch.empty(1 << bits, dtype=torch.uint8, device=self._device)
         flat = self._memory[key][:size].view(dtype)
-        order = order or natural(len(shape))
+        order = order or row_major(len(shape))
         return from_wire(flat.view([shape[dim] for dim in order]), order)
 
     def transfer(
-        self, lane: str, out: Strided, src: Strided, *, add: bool = False, apart: bool = False
+        self, lane: str, out: StridedView, src: StridedView, *, add: bool = False, apart: bool = False
     ) -> list[Action]:
         """Return the actions that set `out` to `src`, or add `src` to it.
 
@@ -207,7 +210,7 @@ class Staging:
         """
         pairs = None if apart else pair_up(out, src)
         if pairs is None:
-            between = Strided.of(self.get(lane, "between", src.shape, src.dtype))
+            between = StridedView.of(self.get(lane, "between", src.shape, src.dtype))
             return [
                 *self.transfer(lane, between, src),
                 *self.transfer(lane, out, between, add=add),
@@ -228,6 +231,6 @@ class ActionSequence:
             step()
 
 
-def chain(actions: Sequence[Action]) -> Action:
+def chain_actions(actions: Sequence[Action]) -> Action:
     """Return one action that runs these one after another."""
     return actions[0] if len(actions) == 1 else ActionSequence(actions)

@@ -1,4 +1,4 @@
-"""What travels between ranks and how: dense tensors, and guarded waits for them.
+"""Transfers of dense tensors between ranks, with guarded waits.
 
 Wire order. Dims travel in an order that both ends know without asking: for gathers and scatters the dim they
 cut comes first, so that a member's part is one run of memory; otherwise it is the memory order of the buffers
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, Order, Strided, natural, to_wire
+from meshweave.execute.torch.views import Action, Order, StridedView, row_major, to_wire
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import DataCollective, Op, Recv, Send
 from meshweave.ir.program.views import View
@@ -38,7 +38,7 @@ def wire_orders(program: Program) -> dict[WireKey, Order]:
         if isinstance(op, (DataCollective, Send, Recv)):
             for _, view in op.accesses():
                 num_dims = len(view.selectors)
-                key, plain = _wire_key(op, num_dims), natural(num_dims)
+                key, plain = _wire_key(op, num_dims), row_major(num_dims)
                 order = program.buffer_of[view.buffer].order or plain
                 orders[key] = order if orders.get(key, order) == order else plain
     return orders
@@ -52,8 +52,8 @@ def _wire_key(op: Op, num_dims: int) -> WireKey:
 class MessageExchange:
     """Messages to and from other ranks, as an action; receives may be posted ahead of it.
 
-    A receive that is posted before its message is sent spares the sender to ask for it first. A run that fails
-    may leave one posted; it is of no use to anybody then, for its context is not either.
+    If a receive is posted before its message is sent, the sender need not wait for it. A run that fails may leave
+    a receive posted, but then the context is of no further use anyway.
     """
 
     __slots__ = ("_ahead", "_guard", "_peers", "_posted", "_recvs", "_sends", "_what")
@@ -104,7 +104,7 @@ class MessageExchange:
 
 @dataclass(frozen=True)
 class Wire:
-    """One rank's end: its memory, its groups, and the wire orders of the program."""
+    """The communication of one rank: its memory, its process groups, and the wire orders of the program."""
 
     context: TorchContext
     binder: Binder
@@ -116,6 +116,7 @@ class Wire:
 
     @property
     def rank(self) -> int:
+        """The global rank whose ops are bound."""
         return self.binder.rank
 
     def group(self, lane: str, ranks: Sequence[int]) -> Any:
@@ -158,7 +159,7 @@ class Wire:
     def order(self, op: Op, view: View) -> Order:
         """Return the dim order in which a view of this op travels, unless the op splits it along a dim."""
         num_dims = len(view.selectors)
-        return self.orders.get(_wire_key(op, num_dims), natural(num_dims))
+        return self.orders.get(_wire_key(op, num_dims), row_major(num_dims))
 
     def outgoing(
         self, op: Op, view: View, order: Order, *, dtype: torch.dtype | None = None, own: bool = False
@@ -175,7 +176,9 @@ class Wire:
             if wire.is_contiguous():
                 return wire, []
         packed = self.binder.staging.get(op.lane, "out", bound_view.shape, dtype, order)
-        return to_wire(packed, order), self.binder.staging.transfer(op.lane, Strided.of(packed), bound_view)
+        return to_wire(packed, order), self.binder.staging.transfer(
+            op.lane, StridedView.of(packed), bound_view
+        )
 
     def incoming(
         self,
@@ -202,7 +205,7 @@ class Wire:
             if wire.is_contiguous():
                 return wire, []
         packed = self.binder.staging.get(op.lane, use, bound_view.shape, dtype, order)
-        after = self.binder.staging.transfer(op.lane, bound_view, Strided.of(packed), add=update)
+        after = self.binder.staging.transfer(op.lane, bound_view, StridedView.of(packed), add=update)
         return to_wire(packed, order), after
 
     def native_dtype(self, view: View) -> torch.dtype:

@@ -20,7 +20,7 @@ from meshweave.algorithms.matmul2d.common.problem import (
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import Estimate, estimate
+from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.skeleton import Skeleton, skeleton_of
 
 _GRADIENTS: dict[Dataflow, dict[str, tuple[Dataflow, str, str]]] = {
@@ -28,24 +28,27 @@ _GRADIENTS: dict[Dataflow, dict[str, tuple[Dataflow, str, str]]] = {
     "ls": {"A": ("os", "C", "B"), "B": ("rs", "C", "A")},
     "rs": {"A": ("ls", "B", "C"), "B": ("os", "A", "C")},
 }
-"""By dataflow and input: the dataflow of the gradient's product, and the forward tensors that are its A and B. C
-stands for the gradient of the result (MeshSlice, Table 1). No operand is transposed in memory."""
+"""By dataflow and input: the dataflow of the gradient's product, and the forward tensors that are its A and B.
+
+C stands for the gradient of the result (MeshSlice, Table 1). No operand is transposed in memory."""
 
 
 class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
-    """A product on a 2D or 3D mesh. A skeleton gives its time, so a tuner prices it without writing programs.
+    """A product on a 2D or 3D mesh.
+
+    A skeleton gives its time, so a tuner prices configs without writing programs.
 
     Attributes:
-        dataflows: the dataflows that it has.
+        dataflows: the dataflows for which the algorithm has programs.
     """
 
     problem_type = Matmul2dProblem
     dataflows: ClassVar[tuple[Dataflow, ...]] = DATAFLOWS
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the program's shape in time on the rank where everything is largest.
+        """Return the tasks of the program's lanes and their waits, on the rank with the largest shards.
 
-        Here it is read off the program. One that is written directly is faster, and makes planning fast.
+        This default derives them from the program. Algorithms override it, to price a config without a program.
         """
         return skeleton_of(self.program(problem, config))
 
@@ -53,7 +56,7 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
     ) -> Iterator[Matmul2dConfig]:
-        """Yield what a tuner may try, the one with fewest slices first."""
+        """Yield the configs that a tuner may try, that with the fewest slices first."""
 
     def mesh_shapes(self, num_chips: int) -> tuple[tuple[int, ...], ...]:
         """Return the mesh shapes of that many chips that the algorithm can use."""
@@ -63,12 +66,15 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         """Return the placements of operands "a", "b", "c", one per mesh axis."""
         return two_d_placements(problem)
 
-    def floor(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton | None:
-        """Return a skeleton of a few tasks that takes no longer than `skeleton`, for algorithms of many turns."""
+    def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton | None:
+        """Return a skeleton of a few tasks that takes no longer than `skeleton`, or None where none is known.
+
+        Algorithms with many steps override it, so that a tuner can drop a config before it prices all steps.
+        """
         return None
 
-    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
-        """Return skeletons of which one takes no longer than any candidate's, or None where none are known."""
+    def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
+        """Return skeletons the fastest of which is no slower than any candidate, or None where none are known."""
         return None
 
     def placements(self, problem: Matmul2dProblem) -> dict[str, Layout]:
@@ -84,7 +90,7 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return {"C": left @ right}
 
     def estimate(self, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine) -> Estimate:
-        return estimate(self.skeleton(problem, config), machine)
+        return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def refusal(self, problem: Matmul2dProblem) -> str | None:
         if problem.dataflow not in self.dataflows:
@@ -94,7 +100,11 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return None
 
     def gradients(self, problem: Matmul2dProblem) -> tuple[Gradient[Matmul2dProblem], ...]:
-        """Return both gradients where operands lie as the other dataflows want them, as on a 2D mesh they do."""
+        """Return the gradients with respect to A and B, each a product in another dataflow.
+
+        A gradient is left out where its product needs other placements than the operands have. On a 2D mesh both
+        are there.
+        """
         sizes = {
             "A": problem.stored_shape("a"),
             "B": problem.stored_shape("b"),
@@ -105,8 +115,8 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
             m, n = sizes[wrt]
             k = sizes[a][0 if dataflow == "rs" else 1]
             backward = replace(problem, m=m, n=n, k=k, dataflow=dataflow)
-            lie, want = self.placements(problem), self.placements(backward)
-            if (lie[a], lie[b], lie[wrt]) == (want["A"], want["B"], want["C"]):
+            actual, needed = self.placements(problem), self.placements(backward)
+            if (actual[a], actual[b], actual[wrt]) == (needed["A"], needed["B"], needed["C"]):
                 gradients.append(Gradient(wrt, backward, {"A": a, "B": b}, "C"))
         return tuple(gradients)
 

@@ -32,7 +32,9 @@ Placements = dict[str, tuple[Placement, ...]]
 
 DATAFLOWS: tuple[Dataflow, ...] = ("os", "ls", "rs")
 AXES = ("row", "col", "depth")
+"""Names of the mesh axes; a 2D mesh has the first two."""
 MESH = "tp"
+"""Name of the mesh in every program of this folder."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class MovingMatrix:
         operand: "a", "b" or "c".
         axis: the mesh axis.
         dim: the dim of the stored matrix that is sliced, and sharded over that axis.
-        scattered: whether it is reduced and scattered after the product; if not, it is gathered before it.
+        scattered: whether the matrix is an output, reduced and scattered after the product. An input is gathered
+            before the product.
     """
 
     operand: str
@@ -58,9 +61,15 @@ _VERTICAL = {"os": "b", "ls": "b", "rs": "c"}
 
 @dataclass(frozen=True)
 class Matmul2dProblem:
-    """C (M, N) from M, N, K on a (rows, columns) or (rows, columns, depth) mesh.
+    """A product with result C (M, N) that sums over K, on a mesh (rows, columns) or (rows, columns, depth).
 
-    Raises LayoutError for sizes that make no sense.
+    Attributes:
+        m, n, k: sizes of the product in elements; `dataflow` says how A and B are stored.
+        dtype: name of the dtype of all three matrices.
+        ranks: global ranks of the mesh in row-major order; None means 0, 1, 2, ...
+
+    Raises:
+        LayoutError: a size is not positive, the mesh has not two or three axes, or a name is unknown.
     """
 
     m: int
@@ -70,7 +79,6 @@ class Matmul2dProblem:
     dataflow: Dataflow = "os"
     dtype: str = "float32"
     ranks: tuple[int, ...] | None = None
-    """Global ranks of the mesh in row-major order; None means 0, 1, 2, ..."""
 
     def __post_init__(self) -> None:
         if self.dataflow not in DATAFLOWS:
@@ -139,10 +147,10 @@ class Matmul2dProblem:
         return chunk_bounds(size, self.axis_size(axis), 0)[1]
 
     def declarations(self, name: str, placements: Placements | None = None) -> Program:
-        """Return a program without ops that declares mesh, tensors, operand buffers a, b, c and meaning.
+        """Return a program without ops that declares mesh, tensors, operand buffers a, b, c and the product.
 
-        A matrix that moves along its dim 1 has that dim outermost in memory, as its parts have that travel. So no
-        slice of it needs to be transposed.
+        A matrix that moves along its dim 1 is stored column-major: a slice of its columns is then contiguous, and
+        can be sent without a transpose.
         """
         mesh = self.mesh
         column_major = {moving.operand for moving in (self.horizontal, self.vertical) if moving.dim == 1}
@@ -160,24 +168,27 @@ class Matmul2dProblem:
             )
             for op in "abc"
         )
-        meaning = Product("C", "A", "B", transpose_a=self.dataflow == "rs", transpose_b=self.dataflow == "ls")
-        return Program(name, (mesh,), tensors, buffers, (), (), (meaning,))
+        product = Product("C", "A", "B", transpose_a=self.dataflow == "rs", transpose_b=self.dataflow == "ls")
+        return Program(name, (mesh,), tensors, buffers, (), (), (product,))
 
-    def traffic_bytes(self, rank: int) -> dict[str, int]:
+    def traffic_bytes(self, rank: int, placements: Placements | None = None) -> dict[str, int]:
         """Return the logical bytes that a rank moves, by "mesh.axis", if each moving matrix crosses its axis once.
 
         They are (P - 1) / P of the gathered or reduced block (MeshSlice, section 2.3.1), exact for uneven shards.
+
+        Args:
+            placements: of the operands; rows over `row` and columns over `col` by default.
         """
-        layout = Layout(self.mesh, two_d_placements(self)["a"])
-        out = {}
+        placed = placements or two_d_placements(self)
+        traffic = {}
         for moving in (self.horizontal, self.vertical):
             shape = self.stored_shape(moving.operand)
-            local = layout.local_shape(shape, rank)
-            others = shape[moving.dim] - local[moving.dim]
-            moved = others * local[1 - moving.dim] * dtype_bytes(self.dtype)
-            if moved:
-                out[f"{MESH}.{moving.axis}"] = moved
-        return out
+            local = Layout(self.mesh, placed[moving.operand]).local_shape(shape, rank)
+            missing = shape[moving.dim] - local[moving.dim]
+            moved_bytes = missing * local[1 - moving.dim] * dtype_bytes(self.dtype)
+            if moved_bytes:
+                traffic[f"{MESH}.{moving.axis}"] = moved_bytes
+        return traffic
 
 
 def two_d_placements(problem: Matmul2dProblem) -> Placements:
@@ -195,12 +206,14 @@ def two_d_meshes(num_chips: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class Matmul2dConfig:
-    """What an algorithm may choose.
+    """What an algorithm leaves open. Each algorithm reads the fields that it names in its docstring.
 
-    `slices` lists the relative widths of the slices (all equal: the plain slice count; for algorithms that are
-    unrolled, only their number counts), `block` is the number of neighbouring elements that stay together in a
-    slice, `packets` into how many pieces a broadcast or reduce is cut, `overlap` the mesh axis along which an
-    algorithm that hides one direction only hides it.
+    Attributes:
+        slices: relative widths of the slices, so (1, 1, 1, 1) are four equal ones. SUMMA's steps and a ring's
+            products are equal, so there only the length counts.
+        block: neighbouring elements of the sliced dim that stay together in a slice.
+        packets: pieces into which a broadcast or reduce is cut.
+        overlap: the mesh axis along which Wang's algorithm hides communication; it hides no other.
     """
 
     slices: tuple[int, ...] = (1,)
@@ -210,6 +223,7 @@ class Matmul2dConfig:
 
     @property
     def slice_count(self) -> int:
+        """The number of slices."""
         return len(self.slices)
 
     def __str__(self) -> str:

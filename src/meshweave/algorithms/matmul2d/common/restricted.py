@@ -1,4 +1,4 @@
-"""An entry of the table under another name, with candidates of one's own."""
+"""A 2D product under another name and with fewer candidates, for fair comparisons."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from meshweave.ir.skeleton import Skeleton
 
 
 class Restricted(Matmul2d):
-    """`base`, called `name` and offering only what `candidates` yields: a rival at slice counts of another."""
+    """The algorithm `base` under the name `name`, with the candidates that a function of the problem yields.
+
+    Comparisons need this: Wang's algorithm at the slice count that was best for MeshSlice, for example.
+    """
 
     def __init__(
         self, base: Matmul2d, name: str, candidates: Callable[[Matmul2dProblem], Iterator[Matmul2dConfig]]
     ) -> None:
         self.base, self.name, self._candidates = base, name, candidates  # type: ignore[misc]
         self.title, self.source = base.title, base.source  # type: ignore[misc]
-        self.dataflows, self.estimate_is = base.dataflows, base.estimate_is  # type: ignore[misc]
+        self.dataflows, self.estimate_accuracy = base.dataflows, base.estimate_accuracy  # type: ignore[misc]
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
@@ -38,11 +41,11 @@ class Restricted(Matmul2d):
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return self.base.operand_placements(problem)
 
-    def floor(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton | None:
-        return self.base.floor(problem, config)
+    def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton | None:
+        return self.base.config_lower_bound(problem, config)
 
-    def least(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
-        return self.base.least(problem)
+    def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton] | None:
+        return self.base.lower_bounds(problem)
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         return self.base.traffic(problem, config, rank)

@@ -54,7 +54,7 @@ def _runs(ring: RingProduct) -> list[EqualIterations]:
     return runs
 
 
-def least(ring: RingProduct) -> Skeleton:
+def lower_bound(ring: RingProduct) -> Skeleton:
     """Return a skeleton no slower than that of any number of iterations: one product, all steps and additions."""
     tasks = _RingTasks(ring)
     listed = [tasks.matmul(ring.num_parts)]

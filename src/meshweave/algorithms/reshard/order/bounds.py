@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.reshard.order.jobs import JobSet, route_masks
 
-MOST_SETS = 4096
-MOST_STEPS = 1 << 17
+MAX_SETS = 4096
+MAX_STEPS = 1 << 17
 """Comparisons of two sets in a component of a class; some 10 ms."""
-MOST_IN_CLIQUE = 400
+MAX_IN_CLIQUE = 400
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ResourceLoad:
     total: int
 
     @property
-    def least(self) -> int:
+    def lower_bound(self) -> int:
         """Return the least time that the busiest of the resources is occupied."""
         return -(-self.total // self.size)
 
@@ -72,7 +72,7 @@ def bound(jobs: JobSet) -> int:
     The module docstring says why. It is at least the duration of the longest job.
     """
     longest = max((job.duration for job in jobs.jobs), default=0)
-    return max([longest, *(load.least for load in resource_loads(jobs))])
+    return max([longest, *(load.lower_bound for load in resource_loads(jobs))])
 
 
 def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -> int:
@@ -89,7 +89,7 @@ def exclusive_bound(jobs: JobSet, known: Sequence[ResourceLoad] | None = None) -
     durations = [job.duration for job in jobs.jobs]
     least = max([0, *durations])
     for load in resource_loads(jobs) if known is None else known:
-        least = max(least, load.least)
+        least = max(least, load.lower_bound)
         longest_first = sorted((durations[j] for j in load.members), reverse=True)
         for k in range(1, (len(longest_first) - 1) // load.size + 1):
             last = k * load.size
@@ -116,7 +116,7 @@ def _components(masks: Sequence[int]) -> list[list[int]]:
 def _unions(masks: Sequence[int]) -> list[int]:
     unions = list(masks)
     seen = dict.fromkeys(unions)
-    most = min(MOST_SETS, max(1, MOST_STEPS // len(masks)))
+    most = min(MAX_SETS, max(1, MAX_STEPS // len(masks)))
     at = 0
     while at < len(unions) < most:
         for mask in masks:
@@ -152,7 +152,7 @@ def _clique(jobs: JobSet) -> int:
     """Return the total duration of a set of jobs of which any two share a resource in all their routes."""
     durations = [job.duration for job in jobs.jobs]
     masks = route_masks(jobs)
-    longest = sorted(range(len(durations)), key=lambda j: (-durations[j], j))[:MOST_IN_CLIQUE]
+    longest = sorted(range(len(durations)), key=lambda j: (-durations[j], j))[:MAX_IN_CLIQUE]
     rivals = dict.fromkeys(longest, 0)
     for n, i in enumerate(longest):
         for j in longest[:n]:

@@ -15,7 +15,7 @@ from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, 
 from meshweave.algorithms.reshard.order.portfolio import best
 from meshweave.base.errors import UnsupportedError
 
-MOST_UNITS = 1 << 30
+MAX_UNITS = 1 << 30
 """Longest makespan, in units of the model, that the solver is trusted with. Longer ones are rounded to fit."""
 
 
@@ -39,7 +39,7 @@ def exact(jobs: JobSet, time_s: float = 10.0) -> Schedule:
     if known.proven or not jobs.jobs:
         return replace(known, proven=True)
     step = math.gcd(*(job.duration for job in jobs.jobs))
-    coarse = -(-known.makespan // (step * MOST_UNITS))
+    coarse = -(-known.makespan // (step * MAX_UNITS))
     unit = step * coarse
     durations = [max(1, round(job.duration / unit)) for job in jobs.jobs]
     rounded = JobSet(

@@ -23,7 +23,7 @@ from meshweave.algorithms.reshard.order.list_greedy import greedy
 
 MAX_NODES = 2_000
 """Some 60 ms with 20 jobs: the paper's search, too, is of use up to about that many."""
-MOST_LOADS = 24
+MAX_LOADS = 24
 
 Trail: TypeAlias = "tuple[int, int, int, Trail | None]"
 """A job, its route, its start, and what came before."""
@@ -61,7 +61,7 @@ class _DepthFirstSearch:
         self.jobs, self.least = jobs, least
         self.durations = [job.duration for job in jobs.jobs]
         self.routes = [job.routes for job in jobs.jobs]
-        dense = sorted(loads, key=lambda load: -load.total / load.size)[:MOST_LOADS]
+        dense = sorted(loads, key=lambda load: -load.total / load.size)[:MAX_LOADS]
         self.sets = [tuple(r for r in range(len(jobs.class_of)) if load.resources >> r & 1) for load in dense]
         self.loads_of: list[list[int]] = [[] for _ in jobs.jobs]
         for n, load in enumerate(dense):

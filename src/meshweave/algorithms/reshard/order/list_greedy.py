@@ -17,7 +17,7 @@ from dataclasses import replace
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
 from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
 
-MOST_PASSES = 32
+MAX_PASSES = 32
 PASS_WORK = 3_000
 """Routes that all passes together consider by default; with many jobs there is one pass, to save time."""
 
@@ -29,7 +29,7 @@ def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | N
     """
     goal = exclusive_bound(jobs) if goal is None else goal
     if rounds is None:
-        rounds = max(1, min(MOST_PASSES, PASS_WORK // max(1, sum(len(job.routes) for job in jobs.jobs))))
+        rounds = max(1, min(MAX_PASSES, PASS_WORK // max(1, sum(len(job.routes) for job in jobs.jobs))))
     rng = random.Random(seed)
     lists = ListScheduler(jobs)
     best = lists.run(None)

@@ -15,7 +15,7 @@ from meshweave.algorithms.reshard.order.improve import improve
 from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule
 from meshweave.algorithms.reshard.order.list_greedy import greedy
 
-MOST_FOR_DFS = 20
+MAX_JOBS_FOR_DFS = 20
 IMPROVE_WORK = 120_000
 """Routes of the jobs, and two more for each job, times rounds of improvement; some 0.3 s."""
 
@@ -32,7 +32,7 @@ def best(jobs: JobSet, seed: int = 0) -> Schedule:
             schedule = other
     if schedule.makespan <= goal:
         return replace(schedule, proven=True)
-    if len(jobs.jobs) <= MOST_FOR_DFS:
+    if len(jobs.jobs) <= MAX_JOBS_FOR_DFS:
         searched = dfs(jobs, known=schedule)
         if searched.proven or searched.makespan < schedule.makespan:
             schedule = searched

@@ -1,4 +1,8 @@
-"""Programs on local processes: what every rank is sent, what it does, and the log from which progress is read."""
+"""Runs of programs on local processes, each checked against the dense reference.
+
+A `ProgramRun` goes to every rank as JSON. A rank logs each program that it has completed, so the parent can report
+progress, and can name the program that failed even if all processes died.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,14 @@ from meshweave.ir.program.parse import parse
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """One program to run and check on processes.
+class ProgramRun:
+    """A request to run a program on local processes and to check its outputs.
 
     Attributes:
         program: the text of the program.
-        repeat: measured runs, after one to warm up.
-        seed: seed of the inputs.
-        deadline_s: seconds that a wait for another rank may take.
+        repeat: number of measured runs, after one to warm up.
+        seed: seed of the random inputs.
+        deadline_s: seconds after which a wait for another rank fails.
     """
 
     program: str
@@ -35,21 +39,21 @@ class Rehearsal:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Rehearsal:
-        """Return what `to_json` was called on."""
+    def from_json(cls, data: Mapping[str, Any]) -> ProgramRun:
+        """Return the request whose `to_json` is `data`."""
         return cls(**data)
 
 
-def rehearse(
-    rehearsals: Sequence[Rehearsal], num_ranks: int, timeout_s: float, log: Path | None = None
+def run_on_processes(
+    runs: Sequence[ProgramRun], num_ranks: int, timeout_s: float, log: Path | None = None
 ) -> list[list[dict[str, Any]]]:
     """Run programs one after another on one set of local processes.
 
     Args:
-        log: a folder in which each rank notes every program that it has ended; see `read_log`.
+        log: a folder in which each rank logs every program that it has completed; see `read_log`.
 
     Returns:
-        One list per rank, with {"error", "traces"} for each program; see `rehearse_on_rank`.
+        One list per rank, with {"error", "traces"} for each program; see `run_on_rank`.
 
     Raises:
         UnsupportedError: torch is missing.
@@ -61,20 +65,20 @@ def rehearse(
         from meshweave.execute.ranks.launch import launch
     except ImportError:
         raise UnsupportedError("running needs torch: pip install 'meshweave[torch]'") from None
-    payload: dict[str, Any] = {"rehearsals": [rehearsal.to_json() for rehearsal in rehearsals]}
+    payload: dict[str, Any] = {"runs": [run.to_json() for run in runs]}
     if log is not None:
         payload["log"] = str(log)
-    return launch("meshweave.check.rehearsal:rehearse_on_rank", num_ranks, payload, timeout_s=timeout_s)
+    return launch("meshweave.check.processes:run_on_rank", num_ranks, payload, timeout_s=timeout_s)
 
 
-def rehearse_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run one rank of several programs, one after another in the same process.
 
     Each program is bound, run once to warm up and `repeat` times traced. Every run must write every element of the
     outputs anew: they are filled with NaN before it.
 
     Args:
-        payload: "rehearsals", a list of `Rehearsal.to_json()`, all with the deadline of the first. It may
+        payload: "runs", a list of `ProgramRun.to_json()`, all with the deadline of the first. It may
             hold "log", a folder in which every rank appends a line to `log_path` per program: {"number",
             "error"} when it has ended, or {"number", "failed"} before it raises. So the caller knows which
             program went wrong even where no process lives to return.
@@ -90,15 +94,13 @@ def rehearse_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str,
 
     from meshweave.execute.torch.context import TorchContext
 
-    rehearsals = [Rehearsal.from_json(data) for data in payload["rehearsals"]]
+    runs = [ProgramRun.from_json(data) for data in payload["runs"]]
     torch.set_num_threads(1)
-    shared = TorchContext(
-        liveness=context.liveness, deadline_s=rehearsals[0].deadline_s if rehearsals else 60.0
-    )
+    shared = TorchContext(liveness=context.liveness, deadline_s=runs[0].deadline_s if runs else 60.0)
     results = []
-    for number, rehearsal in enumerate(rehearsals):
+    for number, run in enumerate(runs):
         try:
-            results.append(_rehearse(context, shared, rehearsal))
+            results.append(_run_and_check(context, shared, run))
         except Exception as error:
             _log(payload, context.rank, {"number": number, "failed": " ".join(str(error).split())})
             raise
@@ -107,13 +109,13 @@ def rehearse_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str,
     return results
 
 
-def _rehearse(context: Any, shared: Any, rehearsal: Rehearsal) -> dict[str, Any]:
+def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]:
     import torch
 
     from meshweave.execute.torch.bind import bind
 
-    rank, program = context.rank, parse(rehearsal.program)
-    whole = random_inputs(program, rehearsal.seed)
+    rank, program = context.rank, parse(run.program)
+    whole = random_inputs(program, run.seed)
     outputs = [
         buffer.name
         for buffer in program.buffers
@@ -127,9 +129,9 @@ def _rehearse(context: Any, shared: Any, rehearsal: Rehearsal) -> dict[str, Any]
     del whole
     bound = bind(program, rank, shards, context=shared, trace=True)
     traces, error = [], 0.0
-    for _ in range(rehearsal.repeat + 1):
+    for _ in range(run.repeat + 1):
         for name in outputs:
-            _spoil(bound.outputs[name])
+            _fill_with_invalid(bound.outputs[name])
         with context.liveness.guard("all ranks to start a run"):
             torch.distributed.barrier()
         trace = bound.run()
@@ -139,8 +141,8 @@ def _rehearse(context: Any, shared: Any, rehearsal: Rehearsal) -> dict[str, Any]
     return {"error": error, "traces": [trace.to_json() for trace in traces[1:]]}
 
 
-def _spoil(tensor: Any) -> None:
-    """Fill a tensor with what no result holds."""
+def _fill_with_invalid(tensor: Any) -> None:
+    """Fill a tensor with a value that no result has, so that an element that is not written is seen."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
 
 
@@ -155,7 +157,7 @@ def log_path(folder: str | Path, rank: int) -> Path:
 
 
 def read_log(folder: str | Path, rank: int) -> list[dict[str, Any]]:
-    """Return the complete lines that a rank has logged so far; none where it has not begun."""
+    """Return the complete lines that a rank has logged so far; an empty list if it has not begun."""
     path = log_path(folder, rank)
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
