@@ -109,10 +109,18 @@ def planner_speed() -> str:
 def table() -> str:
     """Return the table in Markdown."""
     rows = [
-        ("bytes received, 256 pairs of placements, beside DTensor", bytes_beside_dtensor(), "universal_bytes"),
+        (
+            "bytes received, 256 pairs of placements, beside DTensor",
+            bytes_beside_dtensor(),
+            "universal_bytes",
+        ),
         ("speed over DTensor, 256 pairs, 2x2 lab", speed_beside_dtensor(), "universal_lab"),
         ("speed over DTensor, one host, defaults", default_beside_dtensor(), "default_transport_1024"),
-        ("speed over ScaLAPACK in its own layouts, one host", speed_beside_scalapack(), "universal_scalapack"),
+        (
+            "speed over ScaLAPACK in its own layouts, one host",
+            speed_beside_scalapack(),
+            "universal_scalapack",
+        ),
         ("MeshSlice on a 4x4 lab, three paces of compute", meshslice_in_the_lab(), "lab_torus_4x4"),
         ("tensors between meshes, AlpaComm's nine cases, lab", reshard_in_the_lab(), "reshard_cases"),
         ("simulator, ring all-gathers on a 16x16 torus", simulator_speed(), "simulator_speed"),
