@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshweave.algorithms.universal import UniversalProblem, choices, universal_program
+from meshweave.algorithms.universal import UniversalProblem, universal_configs, universal_program
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.numpy import run_numpy
@@ -43,7 +43,7 @@ def test_the_product_is_the_same(number: int) -> None:
     for _ in range(6):
         a, b, c = (Layout(MESH, PAIRS[int(rng.integers(len(PAIRS)))]) for _ in "abc")
         problem = UniversalProblem(7, 6, 5, a, b, c, "float64")
-        listed = list(choices(problem))
+        listed = list(universal_configs(problem))
         check(universal_program(problem, listed[int(rng.integers(len(listed)))]), inputs)
 
 
@@ -51,6 +51,6 @@ def test_what_moves_nothing_has_no_fence() -> None:
     rows, copies = Layout(MESH, (Shard(0), Replicate())), Layout(MESH, (Replicate(), Shard(1)))
     problem = UniversalProblem(8, 8, 8, rows, copies, Layout(MESH, (Shard(0), Shard(1))), "float64")
     inputs = {"A": np.arange(64.0).reshape(8, 8), "B": np.ones((8, 8))}
-    program = next(choice for choice in choices(problem) if choice.stationary == "c")
+    program = next(config for config in universal_configs(problem) if config.stationary == "c")
     lowered = check(universal_program(problem, program), inputs)
     assert not exposed_buffers(lowered) and not any(isinstance(op, Fence) for op in lowered.ops())
