@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -91,13 +92,14 @@ def distributed(dense: torch.Tensor, mesh: DeviceMesh, words: str) -> DTensor:
 
 
 def check(tensor: DTensor, dense: torch.Tensor) -> None:
-    """Compare what this rank holds; partial sums have to be summed first."""
-    if any(placement.is_partial() for placement in tensor.placements):
-        assert torch.equal(tensor.full_tensor(), dense)
+    """Compare what this rank holds with its part of a dense tensor; terms of a sum are added up first."""
+    local = tensor.to_local()
+    if all(placement.is_partial() for placement in tensor.placements):
+        total = local.clone()
+        dist.all_reduce(total)
+        assert torch.equal(total, dense)
     else:
-        assert torch.equal(
-            tensor.to_local(), distribute_tensor(dense, tensor.device_mesh, tensor.placements).to_local()
-        )
+        assert torch.equal(local, distribute_tensor(dense, tensor.device_mesh, tensor.placements).to_local())
 
 
 if __name__ == "__main__":
