@@ -228,10 +228,12 @@ def digest() -> str:
 def test_every_process_makes_the_same_plan() -> None:
     """Ranks plan by themselves, each with hashes of its own."""
     code = "import test_reshard_program; print(test_reshard_program.digest())"
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent)])
     found = {
         subprocess.run(
             [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent)},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             check=True,
