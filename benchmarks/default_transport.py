@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from machine import describe  # noqa: E402
+from machine import describe_environment  # noqa: E402
 
 from meshweave.execute.ranks.launch import launch  # noqa: E402
 
@@ -58,14 +58,14 @@ def measure(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from meshweave.execute.torch.context import TorchContext
-    from meshweave.execute.torch.measure import quiet
+    from meshweave.execute.torch.measure import without_garbage_collection
 
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "col"))
     shared = TorchContext(liveness=context.liveness, deadline_s=120.0)
     rows = []
     for number, (words_a, words_b) in enumerate(payload["pairs"]):
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), without_garbage_collection():
             rows.append(_row(mesh, shared, words_a, words_b, payload))
         if context.rank == 0 and number % 16 == 15:
             print(f"{number + 1} of {len(payload['pairs'])} pairs", file=sys.stderr, flush=True)
@@ -263,7 +263,7 @@ def main() -> None:
         print(show(row))
     print(json.dumps(total, indent=1))
     if options.json:
-        record = {"machine": describe(), **payload, "summary": total, "rows": rows}
+        record = {"machine": describe_environment(), **payload, "summary": total, "rows": rows}
         options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 

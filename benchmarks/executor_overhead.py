@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import describe
+from machine import describe_environment
 
-from meshweave.execute.ranks.launch import Context, launch
+from meshweave.execute.ranks.launch import RankContext, launch
 from meshweave.execute.torch.bind import bind
-from meshweave.execute.torch.groups import TorchContext
+from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 
@@ -119,7 +119,7 @@ def local_rows() -> list[dict[str, Any]]:
     ]
 
 
-def ring_rows(context: Context, payload: dict[str, Any]) -> list[dict[str, Any]]:
+def ring_rows(context: RankContext, payload: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of one of two ranks."""
     ours = TorchContext(liveness=context.liveness)
     built = program(RING, NUM_STEPS, 2)
@@ -149,7 +149,7 @@ def main() -> None:
         print(f"{found['ops']:52}" + "".join(f"{found[name]:9.2f}" for name in columns))
     if options.json:
         data = {
-            "machine": describe(),
+            "machine": describe_environment(),
             "num_ops": NUM_OPS,
             "num_steps": NUM_STEPS,
             "repetitions": REPETITIONS,

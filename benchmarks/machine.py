@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshweave.report.provenance import describe
+from meshweave.report.provenance import describe_environment
 
-__all__ = ["RESULTS", "describe", "in_fresh_process", "save"]
+__all__ = ["RESULTS", "describe_environment", "in_fresh_process", "save"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -27,5 +27,5 @@ def save(name: str, rows: Any) -> Path:
     """Writes `results/NAME.json` with the machine beside the rows."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": describe(), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": describe_environment(), "rows": rows}, indent=1) + "\n")
     return path

@@ -22,7 +22,7 @@ from machine import save
 from reshard_rank import problem_of
 
 from meshweave.algorithms.reshard import STRATEGIES, plan_reshard, reshard_program
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.lab import Lab
 from meshweave.report.bars import Bar, Group, bar_chart
@@ -122,7 +122,7 @@ def main() -> None:
         ranks = running.launch(TARGET, payload, timeout_s=options.timeout, env=env)
     rows = []
     cluster = lab.cluster()
-    network = HostNetwork.of(cluster)
+    network = HostTopology.of(cluster)
     for number, setting in enumerate(settings):
         for which, (strategy, order) in enumerate(setting["variants"]):
             parts = [rank["rows"][number] for rank in ranks]

@@ -28,7 +28,7 @@ MAX_SIMULATED_OPS = 600_000
 CODE = """
 import json, sys, time
 from meshweave.algorithms.reshard import ReshardProblem, TensorMove, plan_reshard, reshard_program
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
@@ -39,7 +39,7 @@ model = load_model(name)
 src = Mesh.of("trainer", tuple(trainer), ("fsdp", "tp"))
 dst = Mesh.of("server", tuple(server), ("replica", "tp"), src.num_ranks)
 cluster = load_cluster("dgx-h100").with_chips(-(-(src.num_ranks + dst.num_ranks) // 8) * 8)
-network = HostNetwork.of(cluster)
+network = HostTopology.of(cluster)
 began = time.perf_counter()
 problem = ReshardProblem(
     tuple(

@@ -18,14 +18,14 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     reshard_program,
 )
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
-from meshweave.execute.ranks.launch import Context
+from meshweave.describe.model.state_dict import llama_parameters, server_layout, trainer_layout
+from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.measure import quiet, start_together
+from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.lab.description_file import load_lab
 from meshweave.reproduce.alpacomm.cases import CASES, one_to_many
 
@@ -54,12 +54,12 @@ def llama(width: int) -> ReshardProblem:
     return ReshardProblem(
         tuple(
             TensorMove(one.name, one.shape, "float32", trainer_layout(one, src), server_layout(one, dst))
-            for one in state_dict(small)
+            for one in llama_parameters(small)
         )
     )
 
 
-def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
+def measure(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Runs every variant of every setting once to warm up and then `repeat` times, in turns.
 
     `payload`: lab (its file), settings (see `problem_of`; `variants` lists [strategy, order]), repeat, deadline_s.
@@ -67,7 +67,7 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
     rank without one), whether all that arrived was right, and late_s.
     """
     torch.set_num_threads(1)
-    network = HostNetwork.of(load_lab(payload["lab"]).cluster())
+    network = HostTopology.of(load_lab(payload["lab"]).cluster())
     shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     rows, late_s = [], 0.0
     for number, setting in enumerate(payload["settings"]):
@@ -96,7 +96,7 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
         times: list[list[float]] = [[] for _ in bound]
         right = [True for _ in bound]
         gc.collect()
-        with quiet():
+        with without_garbage_collection():
             for repetition in range(payload["repeat"] + 1):
                 for which in range(len(bound)) if repetition % 2 else reversed(range(len(bound))):
                     for name in expected:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from machine import describe
+from machine import describe_environment
 from universal_rank import placements, words
 
 from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_configs
@@ -75,7 +75,7 @@ def works(sizes: tuple[int, int, int], mesh: Mesh, pair: Pair, out: Sequence[str
     for choice in dict.fromkeys(replace(one, num_slices=1) for one in universal_configs(problem)):
         moved = volume(Slicing(problem, choice))
         received = [sum(phase[rank].received_bytes for phase in moved.phases) for rank in mesh.ranks]
-        found.append(Work(moved.flops, max(received), sum(received)))
+        found.append(Work(moved.max_rank_flops, max(received), sum(received)))
     return found
 
 
@@ -269,7 +269,7 @@ def main() -> None:
     report(rows, total)
     if options.json:
         record = {
-            "machine": describe(),
+            "machine": describe_environment(),
             "ours": options.ours,
             "transport": options.transport,
             "lab": lab.description.name if lab is not None else None,

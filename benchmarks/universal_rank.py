@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.execute.ranks.launch import Context
+from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.measure import quiet, start_together
+from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.lab.bench.dtensor_traffic import from_torch, to_torch
 from meshweave.lab.description_file import load_lab
 from meshweave.lab.pace import paced
@@ -121,7 +121,7 @@ def _ours(payload: Mapping[str, Any], shared: TorchContext) -> Callable[..., DTe
     return partial(matmul, transport=payload["transport"], cluster=cluster, context=shared)
 
 
-def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
+def measure(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Runs both on every pair once to warm up and then `repeat` times, first one then the other first.
 
     `payload`: sizes [m, n, k], mesh_shape, dtype, pairs [[words of a, words of b]], repeat, ours, transport, lab
@@ -153,7 +153,7 @@ def measure(context: Context, payload: Mapping[str, Any]) -> dict[str, Any]:
                 for name, one, size in zip("ab", pair, _shapes(payload["sizes"]), strict=True)
             )
             gc.collect()
-            with quiet():
+            with without_garbage_collection():
                 row, late = _pair(a, b, ours, repeat, matrices, shared)
             rows.append(row)
             late_s = max(late_s, late)

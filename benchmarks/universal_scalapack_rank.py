@@ -13,19 +13,19 @@ import torch
 from meshweave.algorithms.universal import UniversalProblem
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout.grid import ProcessGrid
-from meshweave.execute.ranks.launch import Context
+from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.measure import quiet, start_together
+from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.nn.products import prepare
 from meshweave.tune.universal import tune_universal
 
 
-def measure(context: Context, payload: Mapping[str, Any]) -> list[float]:
+def measure(context: RankContext, payload: Mapping[str, Any]) -> list[float]:
     """Seconds of each of `repeats` products on this rank, after one to warm up that is checked exactly."""
     torch.set_num_threads(1)
     size, nb = int(payload["size"]), int(payload["nb"])
     rows, columns = payload["grid"]
-    layout = ProcessGrid(rows, columns).tiles((nb, nb))
+    layout = ProcessGrid(rows, columns).block_cyclic_layout((nb, nb))
     problem = UniversalProblem(size, size, size, layout, layout, layout, payload["dtype"])
     tuned = tune_universal(problem, RankRates(30e9, 5e9), objective="bytes", slices=(1,))
     shared = TorchContext(liveness=context.liveness, deadline_s=60)
@@ -44,7 +44,7 @@ def measure(context: Context, payload: Mapping[str, Any]) -> list[float]:
     if not torch.equal(mine, expected):
         raise ValueError(f"wrong by {float((mine - expected).abs().max())}")
     times = []
-    with quiet():
+    with without_garbage_collection():
         for _ in range(int(payload["repeats"])):
             start_ns, _ = start_together(shared)
             run(a, b)

@@ -65,7 +65,7 @@ def traditional(num_ranks: int, sizes: tuple[int, int, int]) -> tuple[Layout, La
     m, n, k = sizes
     rows, cols = -(-m // grid.rows), -(-n // grid.cols)
     tile = -(-k // num_ranks)
-    return grid.tiles((rows, tile)), grid.tiles((tile, cols)), grid.blocks()
+    return grid.block_cyclic_layout((rows, tile)), grid.block_cyclic_layout((tile, cols)), grid.block_layout()
 
 
 def cases() -> Iterator[Case]:
@@ -88,7 +88,7 @@ def misaligned(sizes: str, count: int) -> Iterator[Case]:
     first, second, third = (block_2d(count, shape) for shape in shapes)
 
     def off(shape: tuple[int, int], tile: tuple[int, int], by: tuple[int, int]) -> Layout:
-        return ProcessGrid.over(count, shape).tiles(tile, by)
+        return ProcessGrid.over(count, shape).block_cyclic_layout(tile, by)
 
     yield Case("2D block", count, sizes, first, first, first, False)
     yield Case("2D blocks on three grids", count, sizes, first, second, third, False)
@@ -116,7 +116,9 @@ def machine_of(name: str, slicing: Slicing) -> Cluster | None:
     base = load_cluster("h100-node")
     assert isinstance(base.network, SwitchNetwork)
     loads = volume(slicing).during.values()
-    seconds = max(load.moved_bytes for load in loads) / base.network.axis(0, 1, None).link_bytes_per_s
+    seconds = (
+        max(load.busier_direction_bytes for load in loads) / base.network.axis(0, 1, None).link_bytes_per_s
+    )
     if not seconds:
         return None
     chip = replace(

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
 from build import BuildError, build  # noqa: E402
-from machine import describe  # noqa: E402
+from machine import describe_environment  # noqa: E402
 
 _LETTER = {"float64": "d", "float32": "s"}
 _MM = """
@@ -210,7 +210,7 @@ def main() -> None:
     print({key: rows[-1][key] for key in ("openblas", "core", "threads", "mpi", "blas")})
     if options.json:
         record = {
-            "machine": describe(),
+            "machine": describe_environment(),
             "rounds": options.rounds,
             "repeats": options.repeats,
             "rows": rows,

@@ -40,7 +40,9 @@ def end_ps(program: Program, contention: bool) -> int:
 def layered(draw: st.DrawFn) -> Matmul2dProblem:
     size = st.integers(1, 30) | st.sampled_from([24, 36])
     shape = draw(st.sampled_from(LAYERED))
-    return Matmul2dProblem(*draw(st.tuples(size, size, size)), shape, draw(st.sampled_from(["os", "ls", "rs"])))
+    return Matmul2dProblem(
+        *draw(st.tuples(size, size, size)), shape, draw(st.sampled_from(["os", "ls", "rs"]))
+    )
 
 
 @examples(10, suppress_health_check=[HealthCheck.too_slow])
@@ -127,7 +129,9 @@ def test_bytes_of_the_published_comparison() -> None:
 
     weights, out = 2 * 12 * K * 48 * K // 256, 2 * 1024 * K * 12 * K // 1024
     entry = ALGORITHMS["meshslice_dp"]
-    forward = traffic(entry.program(replace(problem, mesh_shape=(32, 8, 4), dataflow="ls"), Matmul2dConfig()), 0)
+    forward = traffic(
+        entry.program(replace(problem, mesh_shape=(32, 8, 4), dataflow="ls"), Matmul2dConfig()), 0
+    )
     assert forward == {"tp.row": 31 * weights, "tp.col": 7 * out}
     # The paper counts (c - 1) w for the gradients. An all-reduce in parts needs 2 (c - 1) w / c.
     gradient = Matmul2dProblem(12 * K, 48 * K, 1024 * K, (32, 8, 4), "rs", "bfloat16")

@@ -126,7 +126,9 @@ def test_slices_beyond_the_end_of_the_dim_are_left_out() -> None:
     entry = ALGORITHMS["meshslice"]
     wide, exact = (entry.program(problem, Matmul2dConfig(widths)) for widths in ((2, 1, 1), (2, 1)))
     assert wide == exact
-    assert entry.skeleton(problem, Matmul2dConfig((2, 1, 1))) == entry.skeleton(problem, Matmul2dConfig((2, 1)))
+    assert entry.skeleton(problem, Matmul2dConfig((2, 1, 1))) == entry.skeleton(
+        problem, Matmul2dConfig((2, 1))
+    )
 
 
 def test_transposed_versions_store_every_matrix_the_other_way_round() -> None:

@@ -48,7 +48,10 @@ def test_turns_are_dealt_the_same_steps_of_both_directions(dataflow: str) -> Non
     program = ring(8, 3, dataflow)
     pair = [CollectiveStep("send_recv", index, 2, num_directions=2) for index in (0, 1)]
     assert [op.step for op in moves(program, "col")] == 2 * pair
-    assert [op.step for op in moves(program, "col_back")] == [*pair, CollectiveStep("send_recv", 0, 1, num_directions=2)]
+    assert [op.step for op in moves(program, "col_back")] == [
+        *pair,
+        CollectiveStep("send_recv", 0, 1, num_directions=2),
+    ]
     assert (
         len({op.shift for op in moves(program, "col")} | {op.shift for op in moves(program, "col_back")}) == 2
     )

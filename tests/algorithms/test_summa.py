@@ -108,4 +108,6 @@ def test_offered_configurations_are_few() -> None:
         offered = list(SUMMA.candidates(Matmul2dProblem(4096, 4096, 4096, shape)))
         assert 1 <= len(offered) <= 40
         assert len(set(offered)) == len(offered)
-    assert {c.packets for c in SUMMA.candidates(Matmul2dProblem(64, 64, 64, (2, 2)))} == {1}  # no hop to pipeline
+    assert {c.packets for c in SUMMA.candidates(Matmul2dProblem(64, 64, 64, (2, 2)))} == {
+        1
+    }  # no hop to pipeline

@@ -86,7 +86,9 @@ def lowered(program: Program, ways: int) -> Program:
     st.integers(0, 2),
     st.integers(0, 10**6),
 )
-def test_runs_equal_the_dense_product(case: tuple[str, Matmul2dProblem, Matmul2dConfig], ways: int, seed: int) -> None:
+def test_runs_equal_the_dense_product(
+    case: tuple[str, Matmul2dProblem, Matmul2dConfig], ways: int, seed: int
+) -> None:
     """At every level of lowering, in program order and in any other legal order, exactly."""
     name, problem, config = case
     program = lowered(ALGORITHMS[name].program(problem, config), ways)
@@ -134,7 +136,9 @@ def scaled(problem: Matmul2dProblem, factor: int) -> Matmul2dProblem:
 
 @quick
 @given(cases(dtypes=("bfloat16", "float32")), st.integers(1, 300))
-def test_skeleton_time_equals_simulated_time(case: tuple[str, Matmul2dProblem, Matmul2dConfig], scale: int) -> None:
+def test_skeleton_time_equals_simulated_time(
+    case: tuple[str, Matmul2dProblem, Matmul2dConfig], scale: int
+) -> None:
     """To the picosecond, on a machine without contention; an upper bound where an entry says so."""
     name, small, config = case
     estimated, simulated, num_ops = times_ps(name, scaled(small, scale), config)
@@ -146,7 +150,10 @@ def test_skeleton_time_equals_simulated_time(case: tuple[str, Matmul2dProblem, M
 
 @quick
 @given(
-    cases(("bfloat16", "float32"), tuple(name for name in NAMES if ALGORITHMS[name].estimate_accuracy == "exact")),
+    cases(
+        ("bfloat16", "float32"),
+        tuple(name for name in NAMES if ALGORITHMS[name].estimate_accuracy == "exact"),
+    ),
     st.integers(1, 30),
 )
 def test_skeleton_time_equals_simulated_time_where_products_stream_through_memory(

@@ -74,7 +74,9 @@ def cases(draw: st.DrawFn) -> tuple[UniversalProblem, UniversalConfig]:
     problem = draw(problems())
     found = draw(st.sampled_from(list(universal_configs(problem))))
     slices, prefetch = draw(st.integers(1, 4)), draw(st.integers(0, 2))
-    return problem, UniversalConfig(found.stationary, found.redundant_axes, found.summed_a, found.summed_b, found.split, slices, prefetch)
+    return problem, UniversalConfig(
+        found.stationary, found.redundant_axes, found.summed_a, found.summed_b, found.split, slices, prefetch
+    )
 
 
 def operands(problem: UniversalProblem) -> dict[str, np.ndarray]:
@@ -135,7 +137,9 @@ def test_placements_on_a_square_mesh(number: int) -> None:
         problem = UniversalProblem(
             5, 3, 7, Layout(SQUARE, a), Layout(SQUARE, b), Layout(SQUARE, out), "float64"
         )
-        configs = [tune_universal(problem, RATES).config] if index % 4 == 0 else list(universal_configs(problem))
+        configs = (
+            [tune_universal(problem, RATES).config] if index % 4 == 0 else list(universal_configs(problem))
+        )
         program = universal_program(problem, configs[(number + index) % len(configs)])
         inputs = operands(problem)
         found = run_numpy(program, inputs).outputs["C"]
@@ -147,7 +151,9 @@ def test_a_block_cyclic_matrix_takes_as_few_products_as_a_block_one() -> None:
 
     def steps(size: int) -> int:
         layout = Layout(SQUARE, (Tile(0, size), Tile(1, size)))
-        slicing = Slicing(UniversalProblem(64, 64, 64, layout, layout, layout), UniversalConfig("c", num_slices=1))
+        slicing = Slicing(
+            UniversalProblem(64, 64, 64, layout, layout, layout), UniversalConfig("c", num_slices=1)
+        )
         return len(slicing.steps(0))
 
     assert steps(4) == steps(32) == 2

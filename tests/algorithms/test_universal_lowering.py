@@ -45,7 +45,8 @@ def ordered(draw: st.DrawFn) -> Ordered:
     for rank in problem.ranks:
         listed = direct_order(slicing.steps(rank), rank)
         parts = (
-            tuple(draw(st.permutations(part))) for part in (listed.fetches, listed.products, listed.accumulates)
+            tuple(draw(st.permutations(part)))
+            for part in (listed.fetches, listed.products, listed.accumulates)
         )
         found[rank] = IssueOrder(*parts)
     return problem, choice, found
@@ -71,7 +72,9 @@ def test_any_order_gives_the_dense_product(case: Ordered) -> None:
 
 @examples(25)
 @given(cases(), st.sampled_from(["greedy", "cost-greedy", "exhaustive"]))
-def test_every_schedule_gives_the_dense_product(case: tuple[UniversalProblem, UniversalConfig], schedule: str) -> None:
+def test_every_schedule_gives_the_dense_product(
+    case: tuple[UniversalProblem, UniversalConfig], schedule: str
+) -> None:
     problem, choice = case
     check(problem, universal_program(problem, replace(choice, schedule=schedule, rates=RATES)))  # type: ignore[arg-type]
 
@@ -93,7 +96,10 @@ def test_the_listed_order_is_direct_execution() -> None:
 
 def test_panels_are_tiles_and_cost_what_they_move() -> None:
     slicing, rank = Slicing(misaligned(), UniversalConfig("c", num_slices=1)), 0
-    steps, found = slicing.steps(rank), schedule_graph(Slicing(misaligned(), UniversalConfig("c", num_slices=1)), rank, RATES)
+    steps, found = (
+        slicing.steps(rank),
+        schedule_graph(Slicing(misaligned(), UniversalConfig("c", num_slices=1)), rank, RATES),
+    )
     assert len(found.products) == len(steps) and len(found.fetches) == len(remote_panels(steps, rank))
     assert {product.accumulate_s for product in found.products} == {0.0}
     for fetch, (number, operand) in zip(found.fetches, remote_panels(steps, rank), strict=True):
@@ -106,7 +112,9 @@ def test_panels_are_tiles_and_cost_what_they_move() -> None:
 
 
 def test_results_that_go_away_take_as_long_as_they_are_added() -> None:
-    slicing = Slicing(UniversalProblem(8, 8, 8, *(row_block(4),) * 3, "float64"), UniversalConfig("b", num_slices=1))
+    slicing = Slicing(
+        UniversalProblem(8, 8, 8, *(row_block(4),) * 3, "float64"), UniversalConfig("b", num_slices=1)
+    )
     found = schedule_graph(slicing, 0, RATES)
     times = sorted(product.accumulate_s for product in found.products)
     assert times == pytest.approx([0.0, *(8 * 16 / rate / 0.8 for rate in (3e9, 1e9, 1e9))])

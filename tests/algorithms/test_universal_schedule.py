@@ -100,7 +100,9 @@ def brute_force(graph: ScheduleGraph, limits: StageLimits) -> float:
 
 @quick
 @given(graphs(), LIMITS)
-def test_every_schedule_is_legal_and_none_beats_the_exhaustive_one(graph: ScheduleGraph, limits: StageLimits) -> None:
+def test_every_schedule_is_legal_and_none_beats_the_exhaustive_one(
+    graph: ScheduleGraph, limits: StageLimits
+) -> None:
     found = exhaustive(graph, limits, max_states=3000)
     check(found.stages, graph, limits)
     assert found.bound_seconds <= found.seconds == staged_s(found.stages, graph)
@@ -122,7 +124,9 @@ def test_the_exhaustive_schedule_is_the_best_there_is(graph: ScheduleGraph, limi
 
 @quick
 @given(graphs(products=5, fetches=4), LIMITS, st.integers(0, 60))
-def test_a_search_cut_short_still_bounds_the_best(graph: ScheduleGraph, limits: StageLimits, states: int) -> None:
+def test_a_search_cut_short_still_bounds_the_best(
+    graph: ScheduleGraph, limits: StageLimits, states: int
+) -> None:
     found = exhaustive(graph, limits, max_states=states)
     best = brute_force(graph, limits)
     assert found.states <= states
@@ -131,7 +135,9 @@ def test_a_search_cut_short_still_bounds_the_best(graph: ScheduleGraph, limits: 
 
 @quick
 @given(graphs(), LIMITS, st.integers(0, 400))
-def test_a_limit_in_states_gives_the_same_twice(graph: ScheduleGraph, limits: StageLimits, states: int) -> None:
+def test_a_limit_in_states_gives_the_same_twice(
+    graph: ScheduleGraph, limits: StageLimits, states: int
+) -> None:
     assert exhaustive(graph, limits, max_states=states) == exhaustive(graph, limits, max_states=states)
 
 
@@ -168,7 +174,9 @@ def test_fetching_further_ahead_only_helps(graph: ScheduleGraph, limits: StageLi
 
 def test_stages_by_hand() -> None:
     """Two products of 3 s, each of its own pair of tiles of 1 s, whose results go away in 2 s."""
-    graph = ScheduleGraph((FetchNode(1.0),) * 4, (ProductNode(3.0, (0, 1), 2.0), ProductNode(3.0, (2, 3), 2.0)))
+    graph = ScheduleGraph(
+        (FetchNode(1.0),) * 4, (ProductNode(3.0, (0, 1), 2.0), ProductNode(3.0, (2, 3), 2.0))
+    )
     stages = direct(graph, StageLimits())
     assert stages == (
         Stage((), (0, 1), ()),

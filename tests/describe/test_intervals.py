@@ -19,10 +19,10 @@ from meshweave.describe.layout.intervals import (
     common_runs,
     even_bounds,
     flattened_box,
+    indices_at,
     merge_adjacent,
     num_common,
     num_indices,
-    indices_at,
     union,
 )
 

@@ -10,7 +10,7 @@ import pytest
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.model.state_dict import Parameter, server_layout, llama_parameters, trainer_layout
+from meshweave.describe.model.state_dict import Parameter, llama_parameters, server_layout, trainer_layout
 
 TRAINER = Mesh.of("trainer", (4, 2), ("fsdp", "tp"))
 SERVER = Mesh.of("server", (2, 2), ("replica", "tp"), 8)
@@ -42,7 +42,10 @@ def test_names_and_shapes() -> None:
     assert by_name["model.layers.0.mlp.down_proj.weight"] == Parameter(
         "model.layers.0.mlp.down_proj.weight", (4096, 14336), "columns"
     )
-    assert by_name["model.norm.weight"].sharding == "whole" and by_name["lm_head.weight"].shape == (128256, 4096)
+    assert by_name["model.norm.weight"].sharding == "whole" and by_name["lm_head.weight"].shape == (
+        128256,
+        4096,
+    )
 
 
 def test_what_is_not_a_llama() -> None:

@@ -113,7 +113,7 @@ def compare(context, payload):
         threads = bind(program, context.rank, mine, context=ours, memory=memory, trace=True)
         linear = bind(program, context.rank, {}, context=ours, memory=memory, mode="linear")
         assert threads.inputs[next(iter(mine))].data_ptr() == next(iter(mine.values())).data_ptr()
-        assert len(threads.run().spans) == len(program.on_rank(context.rank))
+        assert len(threads.run().spans) == len(program.ops_on_rank(context.rank))
         wrong += [(name, "threads", 0, key) for key in differences(threads, results[0])]
         for repetition in range(1, 6):
             seed = repetition % 2

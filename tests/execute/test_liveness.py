@@ -8,7 +8,7 @@ import time
 import pytest
 
 from meshweave.base.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
-from meshweave.execute.ranks.blame import Beat, Watch, judge, ranks_text
+from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, blame, ranks_text
 from meshweave.execute.ranks.liveness import Liveness
 
 INTERVAL_S, STALE_S = 0.02, 0.2
@@ -97,24 +97,24 @@ def feed(watch, *rounds, elapsed_s=0.2):
 
 class TestWatch:
     def watch(self, *others):
-        return Watch(others, interval_s=0.2, stale_s=1.0)
+        return HeartbeatWatch(others, interval_s=0.2, stale_s=1.0)
 
     def test_a_beat_that_was_under_way_is_no_sign_of_life(self):
         watch = self.watch(1)
         feed(watch, {1: Beat(7)}, {1: Beat(8)})
-        assert watch.in_doubt
+        assert watch.is_undecided
         feed(watch, *[{1: Beat(8)}] * 5)
-        assert watch.silent == [1] and not watch.in_doubt
+        assert watch.silent == [1] and not watch.is_undecided
 
     def test_two_more_beats_are(self):
         watch = self.watch(1)
         feed(watch, {1: Beat(7)}, {1: Beat(8)}, {1: Beat(9)})
-        assert not watch.in_doubt and watch.silent == []
+        assert not watch.is_undecided and watch.silent == []
 
     def test_a_rank_that_falls_silent_later_is_in_doubt_again(self):
         watch = self.watch(1)
         feed(watch, {1: Beat(7)}, {1: Beat(9)}, *[{1: Beat(9)}] * 4)
-        assert watch.in_doubt and watch.silent == []
+        assert watch.is_undecided and watch.silent == []
 
     def test_a_paused_observer_blames_nobody(self):
         watch = self.watch(1)
@@ -130,7 +130,7 @@ class TestWatch:
     def test_a_farewell_ends_the_doubt_without_blame(self):
         watch = self.watch(1)
         feed(watch, {1: Beat(7, "done")}, *[{1: Beat(7, "done")}] * 9)
-        assert watch.silent == [] and not watch.in_doubt
+        assert watch.silent == [] and not watch.is_undecided
 
 
 def test_a_beat_survives_the_store():
@@ -158,10 +158,10 @@ def test_a_beat_survives_the_store():
     ],
 )
 def test_who_is_to_blame(states, accused, peers, overdue, missing, reason):
-    watch = Watch(states, interval_s=0.2, stale_s=1.0)
+    watch = HeartbeatWatch(states, interval_s=0.2, stale_s=1.0)
     for count in range(8):
         feed(watch, {r: Beat(count if s == "alive" else 5, s, "why") for r, s in states.items() if s})
-    finding = judge(0, watch, accused, peers, overdue)
+    finding = blame(0, watch, accused, peers, overdue)
     assert finding.missing == missing
     assert reason is None or finding.reason == reason
 

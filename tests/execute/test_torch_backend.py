@@ -21,10 +21,10 @@ from meshweave.execute.torch.bind import bind  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.groups import assign_channels, group_keys  # noqa: E402
 from meshweave.execute.torch.lanes import Streams, cross_lane_waits  # noqa: E402
-from meshweave.execute.torch.views import Staging, Strided, empty, strided  # noqa: E402
+from meshweave.execute.torch.views import Staging, StridedView, bind_view, empty_in_order  # noqa: E402
 from meshweave.execute.torch.wire import wire_orders  # noqa: E402
 from meshweave.ir.analysis.dataflow import analyse  # noqa: E402
-from meshweave.ir.analysis.interpret import index_of  # noqa: E402
+from meshweave.ir.analysis.interpret import numpy_index  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
 from meshweave.ir.program.parse import parse  # noqa: E402
 from meshweave.ir.program.views import Blocked, Range, View  # noqa: E402
@@ -118,7 +118,7 @@ def test_outputs_may_be_given_and_layouts_are_kept():
     bound = rank_0(LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64), "y": y}, calls={"think": lambda x: x})
     bound.run()
     assert (y == 2).all() and bound.outputs["y"].data_ptr() == y.data_ptr()
-    assert empty((3, 5), torch.int8, (1, 0), CPU).stride() == (1, 3)
+    assert empty_in_order((3, 5), torch.int8, (1, 0), CPU).stride() == (1, 3)
 
 
 @pytest.mark.parametrize(
@@ -331,19 +331,19 @@ def selectors(draw, size):
 @given(st.data(), st.integers(1, 20), st.integers(1, 20), st.sampled_from([None, (1, 0)]))
 def test_views_alias_what_numpy_selects(data, rows, columns, order):
     view = View("x", (data.draw(selectors(rows)), data.draw(selectors(columns))))
-    buffer = empty((rows, columns), torch.int64, order, CPU)
+    buffer = empty_in_order((rows, columns), torch.int64, order, CPU)
     buffer.copy_(torch.arange(rows * columns).view(rows, columns))
-    expected = buffer.numpy()[index_of(view)].copy()
-    found, packed, staging = strided(view, buffer), torch.zeros(view.shape, dtype=torch.int64), Staging(CPU)
-    for action in staging.transfer("lane", Strided.of(packed), found):
+    expected = buffer.numpy()[numpy_index(view)].copy()
+    found, packed, staging = bind_view(view, buffer), torch.zeros(view.shape, dtype=torch.int64), Staging(CPU)
+    for action in staging.transfer("lane", StridedView.of(packed), found):
         action()
     np.testing.assert_array_equal(packed.numpy(), expected)
     assert found.direct is None or np.array_equal(found.direct.numpy(), expected)
-    for action in staging.transfer("lane", found, Strided.of(packed), add=True):
+    for action in staging.transfer("lane", found, StridedView.of(packed), add=True):
         action()
-    np.testing.assert_array_equal(buffer.numpy()[index_of(view)], 2 * expected)
+    np.testing.assert_array_equal(buffer.numpy()[numpy_index(view)], 2 * expected)
     rest = buffer.clone()
-    rest.numpy()[index_of(view)] = expected
+    rest.numpy()[numpy_index(view)] = expected
     assert torch.equal(rest, torch.arange(rows * columns).view(rows, columns))
 
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from meshweave.base.errors import MeshweaveError
-from meshweave.execute.ranks.launch import Context, launch
+from meshweave.execute.ranks.launch import RankContext, launch
 from meshweave.execute.torch.context import TorchContext
 
 Made = TypeVar("Made", bound="Findings")
@@ -40,7 +40,7 @@ class Findings:
 
 
 def run(
-    context: Context, payload: Mapping[str, Any], make: Callable[[TorchContext], Made], home: str
+    context: RankContext, payload: Mapping[str, Any], make: Callable[[TorchContext], Made], home: str
 ) -> dict[str, list[str]]:
     """What is wrong in each of the payload's sections, "module:function", or "function" of module `home`."""
     shared = TorchContext(liveness=context.liveness, deadline_s=30)

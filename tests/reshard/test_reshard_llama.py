@@ -20,7 +20,7 @@ from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer, load_model
-from meshweave.describe.model.state_dict import server_layout, llama_parameters, trainer_layout
+from meshweave.describe.model.state_dict import llama_parameters, server_layout, trainer_layout
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import On, Program
 from meshweave.ir.program.ops import Copy, Recv

@@ -153,7 +153,9 @@ def test_no_bound_is_above_the_time(offer: tuple[Matmul2d, Matmul2dProblem, Matm
 
 @examples(200, suppress_health_check=[HealthCheck.too_slow])
 @given(offers())
-def test_closed_forms_of_peak_memory(offer: tuple[Matmul2d, Matmul2dProblem, Matmul2dConfig, Cluster]) -> None:
+def test_closed_forms_of_peak_memory(
+    offer: tuple[Matmul2d, Matmul2dProblem, Matmul2dConfig, Cluster],
+) -> None:
     entry, problem, config, _ = offer
     assert entry.peak_bytes(problem, config) == peak_bytes(entry.program(problem, config), 0)
 
@@ -226,7 +228,8 @@ def test_one_product_can_be_tuned_by_itself() -> None:
     machine = mesh_machine(cluster, (4, 4), AXES[:2], MESH)
     tuned = tune_product(entry, problem, machine)
     times = sorted(
-        estimate_skeleton(entry.skeleton(problem, config), machine).total_s for config in entry.candidates(problem)
+        estimate_skeleton(entry.skeleton(problem, config), machine).total_s
+        for config in entry.candidates(problem)
     )
     assert [tuned.estimate.total_s, tuned.runner_up_s] == times[:2]
     assert tuned.margin_text == f"{tuned.runner_up} is {100 * (times[1] / times[0] - 1):.1f} % slower"

@@ -66,7 +66,9 @@ def test_meshslice_is_never_slower_than_collective(plan: Plan) -> None:
 
 def test_plan_is_ranked_and_explained(plan: Plan) -> None:
     assert [c.block_s for c in plan.candidates] == sorted(c.block_s for c in plan.candidates)
-    with_a_choice = [c for c in plan.candidates if c.entry_name in ("collective", "meshslice", "wang", "summa")]
+    with_a_choice = [
+        c for c in plan.candidates if c.entry_name in ("collective", "meshslice", "wang", "summa")
+    ]
     assert len(with_a_choice) == 6  # two of them also at MeshSlice's slice counts
     assert all("slower" in c.runner_up for c in with_a_choice)
     assert all(layer.reason for layer in plan.best.layers)

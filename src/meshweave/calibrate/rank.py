@@ -39,7 +39,7 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
 
     from meshweave.execute.torch.bind import bind
     from meshweave.execute.torch.context import TorchContext
-    from meshweave.execute.torch.measure import quiet, start_together
+    from meshweave.execute.torch.measure import start_together, without_garbage_collection
 
     torch.set_num_threads(1)
     shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
@@ -56,7 +56,7 @@ def measure(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     shuffle = random.Random(payload["seed"])
     repeat = int(payload["repeat"])
     offset_ns = 0 if payload["is_one_host"] else None
-    with quiet():
+    with without_garbage_collection():
         for repetition in range(repeat + 1):
             began = time.monotonic()
             shuffle.shuffle(order)

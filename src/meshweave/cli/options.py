@@ -133,7 +133,7 @@ def read_grid(text: str, num_ranks: int) -> Layout:
     if math.prod(shape) != num_ranks:
         raise LayoutError(f"grid '{printable(text)}' is not one of {num_ranks} processes, one a rank")
     copies, rows, cols = shape if len(shape) == 3 else (1, *shape)
-    return ProcessGrid(rows, cols, copies).blocks()
+    return ProcessGrid(rows, cols, copies).block_layout()
 
 
 def read_ranks(text: str) -> tuple[int, ...]:

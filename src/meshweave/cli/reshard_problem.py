@@ -18,8 +18,8 @@ from meshweave.describe.model import load_model
 from meshweave.describe.model.state_dict import (
     SERVER_AXES,
     TRAINER_AXES,
+    llama_parameters,
     server_layout,
-    state_dict,
     trainer_layout,
 )
 
@@ -137,7 +137,7 @@ def model_problem(
                 "of these two alone, such as 8x8"
             )
     transformer = load_model(model)
-    parameters = state_dict(transformer)
+    parameters = llama_parameters(transformer)
     fitted, src, dst = _placed_meshes(from_, to, TRAINER_AXES, SERVER_AXES, cluster, positions)
     problem = ReshardProblem(
         tuple(

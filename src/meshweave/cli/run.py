@@ -11,7 +11,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.base.units import format_s
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_names
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.report.timeline import to_svg, to_text, write_chrome, write_text
+from meshweave.report.timeline import timeline_svg, timeline_text, write_chrome, write_text
 from meshweave.trace import Trace
 from meshweave.tune import load_plan
 
@@ -102,7 +102,7 @@ def _write(report: RunReport, trace: Path | None, svg: Path | None, *, quiet: bo
     if trace is not None:
         write_chrome(trace, [Trace(record.program, title, record.spans) for title, record in named])
     if svg is not None:
-        write_text(svg, to_svg(named))
+        write_text(svg, timeline_svg(named))
     for path in (trace, svg):
         if path is not None and not quiet:
             typer.echo(f"written: {path}")
@@ -129,5 +129,5 @@ def _print(product: MeasuredProduct) -> None:
     typer.echo(f"  predicted {format_s(predicted.duration_s)} with uncalibrated constants")
     for title, record in (("measured", measured), ("predicted", predicted)):
         typer.echo(f"  rank 0, {title} (█ product, ▒ copy or add, ━ communication)")
-        for line in to_text(record, 0).splitlines():
+        for line in timeline_text(record, 0).splitlines():
             typer.echo(f"    {line}")

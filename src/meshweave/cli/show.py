@@ -17,7 +17,7 @@ from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.work import traffic
-from meshweave.lower import lower_rings, per_rank
+from meshweave.lower import lower_rings, write_out_per_rank
 
 MAX_SIZE = 2**40
 """More elements along a dim than anything has; a slip of the keyboard."""
@@ -68,7 +68,7 @@ def show(
         program = lower_rings(program, 1 if rings == 1 else 2)
     verdict = _verdict(what, program) if check else "not checked"
     if expand:
-        program = per_rank(program)
+        program = write_out_per_rank(program)
     if rank is not None and rank not in program.ranks:
         raise LayoutError(
             f"program {program.name} has ranks {program.ranks[0]} to {program.ranks[-1]}, not {rank}"
@@ -77,7 +77,7 @@ def show(
         print_json(_to_json(program, verdict, program.ranks if rank is None else (rank,)))
         return
     if rank is not None:
-        for bound in program.on_rank(rank):
+        for bound in program.ops_on_rank(rank):
             typer.echo(f"{'.'.join(map(str, bound.key)):<10} {op_to_text(bound.op)}")
     else:
         typer.echo(to_text(program), nl=False)

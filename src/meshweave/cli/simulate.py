@@ -131,9 +131,9 @@ def simulate(
     for path in (trace, svg, png, report):
         check_writable(path)
     if png is not None:
-        from meshweave.report.png import check_png
+        from meshweave.report.png import require_png
 
-        check_png()
+        require_png()
     shown = read_ranks(ranks)
     if what.endswith(".json"):
         cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh)
@@ -268,10 +268,10 @@ def _print(simulated: SimulatedCase) -> None:
             beside += f" ({100 * simulated.over_closed_form:+.1f} %)"
     console.print(f"  duration {format_s(run.duration_s)}{beside}")
     console.print(f"  {path.verdict}", markup=False)
-    parts = ", ".join(f"{name} {format_s(to_s(ps))}" for name, ps in path.parts_ps.items() if ps)
+    parts = ", ".join(f"{name} {format_s(to_s(ps))}" for name, ps in path.ps_by_category.items() if ps)
     slowed = format_s(to_s(path.slowed_ps))
     console.print(f"  critical path: {parts or 'empty'}; {slowed} of it by sharing and neighbours")
-    bounds = ", ".join(f"{bound.name} {format_s(to_s(bound.ps))}" for bound in path.bounds)
+    bounds = ", ".join(f"{bound.name} {format_s(to_s(bound.time_ps))}" for bound in path.bounds)
     console.print(f"  no order of the same work takes less than: {bounds}")
     console.print(_parts_table(simulated))
     if run.links:

@@ -31,7 +31,7 @@ from meshweave.algorithms.reshard import (
 )
 from meshweave.algorithms.reshard.plan import MAX_MESSAGES, MESSAGE_BYTES
 from meshweave.base.errors import BindError, LayoutError, MeshweaveError
-from meshweave.cost.fabric import HostNetwork
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.execute.ranks.agreement import agree, exchange
@@ -302,12 +302,12 @@ def _check_same_values(digests: Mapping[int, Mapping[str, str]]) -> None:
             )
 
 
-def _host_network(session: ReshardSession, host_names: Mapping[int, str]) -> HostNetwork:
+def _host_network(session: ReshardSession, host_names: Mapping[int, str]) -> HostTopology:
     """Return the network of the hosts that ranks said they are on, with the catalog's rates."""
     node, hosts = (
         load_cluster(name) for name in _MACHINES.get(session.context.device.type, _MACHINES["cpu"])
     )
-    return HostNetwork.of_host_names(host_names, node, hosts)
+    return HostTopology.of_host_names(host_names, node, hosts)
 
 
 # --- plans and programs -----------------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ def program_of(
                 cluster = session.cluster
                 if isinstance(cluster, str):
                     cluster = load_cluster(cluster)
-                network = HostNetwork.of(cluster, ranks[-1] + 1)
+                network = HostTopology.of(cluster, ranks[-1] + 1)
         limit = f"extra_bytes {extra_bytes}" if extra_bytes is not None else ""
         options = filter(None, (note, limit, _cluster_text(session.cluster)))
         descriptions = [*(move.description for move in moves), *options]
@@ -367,7 +367,7 @@ def _cluster_text(cluster: Cluster | str | None) -> str:
     return f"cluster {cluster if isinstance(cluster, str) else cluster.name}"
 
 
-def _plan_within(problem: ReshardProblem, network: HostNetwork, extra_bytes: int | None) -> ReshardPlan:
+def _plan_within(problem: ReshardProblem, network: HostTopology, extra_bytes: int | None) -> ReshardPlan:
     """Return the plan with the largest messages that need no more than `extra_bytes` of scratch on any rank."""
     plan = plan_reshard(problem, network)
     if extra_bytes is None:

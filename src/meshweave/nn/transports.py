@@ -49,7 +49,7 @@ def shared_memory_rates() -> RankRates:
         link_latency_s=10e-6,
         launch_s=5e-6,
         memory_bytes_per_s=10e9,
-        near_bytes_per_s=6e9,
+        package_bytes_per_s=6e9,
     )
 
 

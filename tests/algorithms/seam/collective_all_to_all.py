@@ -1,4 +1,4 @@
-"""Collective, with each reduce-scatter as an all-to-all of the terms and local sums: what CONTRIBUTING asks for, no more."""
+"""Collective, with each reduce-scatter as an all-to-all of the terms and local sums: a trial of the contract."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class CollectiveAllToAll(CollectiveProduct):
                 return View("terms", tuple(ends))
 
             everything = term(0, width * count)
-            sums = [Add(out=op.out, src=term(width * n, width * (n + 1)), lane="compute") for n in range(1, count)]
+            sums = [
+                Add(out=op.out, src=term(width * n, width * (n + 1)), lane="compute") for n in range(1, count)
+            ]
             return (
                 AllToAll(over=op.over, out=everything, src=op.src, lane=op.lane, split_dim=dim, concat_dim=dim,
                          send_sizes=sent, recv_sizes=width),

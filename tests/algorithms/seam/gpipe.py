@@ -18,9 +18,19 @@ class GPipe(PipelineAlgorithm):
         count, (f, h, o) = config.count, (problem.features, problem.hidden, problem.out)
         r = problem.rows // count
         now = f"{r} * m:{r} * m + {r}"
-        first = f"flops={2 * r * f * h}, bytes={4 * (r * f + f * h + r * h)}, stash=\"mb\", args=(m,), lane=compute"
-        last = f"flops={2 * r * h * o}, bytes={4 * (r * h + h * o + r * o)}, stash=\"mb\", args=(m,), lane=compute"
-        tensors = {"X": (problem.rows, f), "W0": (f, h), "W1": (h, o), "Y": (problem.rows, o), "T": (problem.rows, o)}
+        first = (
+            f'flops={2 * r * f * h}, bytes={4 * (r * f + f * h + r * h)}, stash="mb", args=(m,), lane=compute'
+        )
+        last = (
+            f'flops={2 * r * h * o}, bytes={4 * (r * h + h * o + r * o)}, stash="mb", args=(m,), lane=compute'
+        )
+        tensors = {
+            "X": (problem.rows, f),
+            "W0": (f, h),
+            "W1": (h, o),
+            "Y": (problem.rows, o),
+            "T": (problem.rows, o),
+        }
         tensors |= {"DX": tensors["X"], "DW0": tensors["W0"], "DW1": tensors["W1"]}
         declared = "".join(f'{name} = tensor({shape}, "float32")\n' for name, shape in tensors.items())
         return parse(f"""program("GPipe: two stages, {count} micro-batches")
@@ -45,7 +55,8 @@ back = lane()
 with s0:
     zero(dw0, lane=compute)
     for m in range({count}):
-        call(fn="stage", outs=(h0(m % 2),), ins=(x[{now}, :], w0), part="forward", stash_bytes={4 * r * (f + h)}, {first})
+        call(fn="stage", outs=(h0(m % 2),), ins=(x[{now}, :], w0), part="forward",
+             stash_bytes={4 * r * (f + h)}, {first})
         send(h0(m % 2), peer=1, tag=m, lane=net)
     for m in range({count}):
         recv(g0(m % 2), peer=1, tag=m, lane=back)
@@ -55,9 +66,11 @@ with s1:
     zero(dw1, lane=compute)
     for m in range({count}):
         recv(h1(m % 2), peer=0, tag=m, lane=net)
-        call(fn="stage", outs=(y[{now}, :],), ins=(h1(m % 2), w1), part="forward", stash_bytes={4 * r * (h + o)}, {last})
+        call(fn="stage", outs=(y[{now}, :],), ins=(h1(m % 2), w1), part="forward",
+             stash_bytes={4 * r * (h + o)}, {last})
     for m in range({count}):
-        call(fn="loss_grad", outs=(loss(m % 2),), ins=(y[{now}, :], t[{now}, :]), flops={r * o}, bytes={12 * r * o}, lane=compute)
+        call(fn="loss_grad", outs=(loss(m % 2),), ins=(y[{now}, :], t[{now}, :]),
+             flops={r * o}, bytes={12 * r * o}, lane=compute)
         call(fn="stage_input_grad", outs=(g1(m % 2),), ins=(loss(m % 2), w1), part="input_grad", {last})
         send(g1(m % 2), peer=0, tag=m, lane=back)
         call(fn="stage_weight_grad", outs=(dw1,), ins=(loss(m % 2), dw1), part="weight_grad", {last})

@@ -20,7 +20,7 @@ from torch import Tensor
 from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.memory.base import Key, RemoteMemory, Slot, Window
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, empty, natural
+from meshweave.execute.torch.views import Action, empty_in_order, row_major
 from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.expressions import Index
@@ -72,7 +72,7 @@ class InPlaceProgram:
             for slot in range(buffer.slots if buffer.name not in self._place else 0):
                 if (buffer.name, slot) not in self._scratch:
                     shape = program.local_shape(buffer.name, rank)
-                    tensor = empty(shape, getattr(torch, buffer.dtype), buffer.order, context.device)
+                    tensor = empty_in_order(shape, getattr(torch, buffer.dtype), buffer.order, context.device)
                     self._scratch[buffer.name, slot] = tensor
         self._begin: Action | None = None
         self._end: Action | None = None
@@ -107,7 +107,7 @@ class InPlaceProgram:
                 step(given)
             return output
         assert self._memory is not None
-        with self._context.lane_threads.alone():
+        with self._context.lane_threads.reserve():
             if self._memory.is_closed:
                 raise UnsupportedError(f"the memory of program {self._program.name} is closed")
             self._begin()
@@ -124,7 +124,7 @@ class InPlaceProgram:
         for buffer in program.buffers:
             if buffer.name in exposed and self._rank in program.mesh_of[buffer.mesh]:
                 shape = program.local_shape(buffer.name, self._rank)
-                strides = _strides(shape, buffer.order or natural(len(shape)))
+                strides = _strides(shape, buffer.order or row_major(len(shape)))
                 for slot in range(buffer.slots):
                     wanted[buffer.name, slot] = Slot(shape, strides, getattr(torch, buffer.dtype))
         return memory.expose(program.ranks, wanted, {}, [program.ranks], 0, f"program {program.name}")

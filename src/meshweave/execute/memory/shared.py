@@ -37,7 +37,7 @@ from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot
 from meshweave.execute.memory.pool import Segment, aligned, take
 from meshweave.execute.ranks.agreement import lost, waiting
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, chain
+from meshweave.execute.torch.views import Action, chain_actions
 
 _CHUNK_BYTES = 1 << 19  # of a large accumulate under one lock, so that ranks that meet take turns
 _SPINS = 30
@@ -277,10 +277,10 @@ class _SharedWindow(Window):
         first = (
             self.rank * len(steps) // max(self.memory.num_ranks, 1)
         )  # or all would queue at the same chunk
-        return chain(steps[first:] + steps[:first])
+        return chain_actions(steps[first:] + steps[:first])
 
     def fence(self, group: int, what: str) -> Action:
-        return chain([self.arrive(group), self.await_arrivals(group, what)])
+        return chain_actions([self.arrive(group), self.await_arrivals(group, what)])
 
     def arrive(self, group: int) -> Action:
         mine = self.counters[self.rank]

@@ -44,7 +44,7 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
     import torch
 
     from meshweave.execute.torch.context import TorchContext
-    from meshweave.execute.torch.measure import quiet
+    from meshweave.execute.torch.measure import without_garbage_collection
 
     torch.set_num_threads(1)
     # One context for all: every group has threads of gloo's that wake up often, and idle ones disturb too.
@@ -53,7 +53,7 @@ def bench_matmul(context: Any, payload: Mapping[str, Any]) -> list[list[dict[str
     out = []
     for product in payload["products"]:
         rivals = _bind(product, int(payload["seed"]), shared, meshes)
-        with quiet():
+        with without_garbage_collection():
             out.append(
                 [_run_round(round_, rivals, int(payload["repeat"]), shared) for round_ in product["rounds"]]
             )

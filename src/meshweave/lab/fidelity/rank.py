@@ -66,7 +66,7 @@ def _run_case(
     import torch
 
     from meshweave.execute.torch.bind import bind
-    from meshweave.execute.torch.measure import quiet, start_together
+    from meshweave.execute.torch.measure import start_together, without_garbage_collection
     from meshweave.lab.pace import paced
 
     program, rank = parse(case["program"]), shared.rank
@@ -79,7 +79,7 @@ def _run_case(
     }
     del whole
     out, runs, error = bound.outputs["c"], [], 0.0
-    with quiet(), paced(case["flops_per_s"]) as pacer:
+    with without_garbage_collection(), paced(case["flops_per_s"]) as pacer:
         for repetition in range(int(payload["repeat"]) + 1):
             out.fill_(float("nan"))  # a run must write every element
             start_ns, late_ns = start_together(shared, offset_ns)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshweave.algorithms.reshard.broadcast import LEAST_CHUNK_BYTES, MOST_CHUNKS
+from meshweave.algorithms.reshard.broadcast import MAX_CHUNKS, MIN_CHUNK_BYTES
 from meshweave.base.progress import Progress, no_progress
 from meshweave.reproduce.alpacomm.cases import CASES
 from meshweave.reproduce.alpacomm.study import (
@@ -263,8 +263,8 @@ def findings(study: AlpaCommStudy) -> tuple[str, ...]:
         "which the paper says that its rival cannot handle them. Such parts can explain figure 5 at 3, and of "
         f"the nine cases only: {uneven}.",
     ]
-    name, least_kib = study.cluster.name, LEAST_CHUNK_BYTES >> 10
-    chunks = f"a broadcast goes in K = {MOST_CHUNKS} chunks at most, none smaller than {least_kib} KiB"
+    name, least_kib = study.cluster.name, MIN_CHUNK_BYTES >> 10
+    chunks = f"a broadcast goes in K = {MAX_CHUNKS} chunks at most, none smaller than {least_kib} KiB"
     if study.network.nic_latency_s <= 0 and study.network.local_latency_s <= 0:
         out.append(
             f"{name} has no latencies and no launch costs here, for want of a source: small messages cost "

@@ -10,7 +10,7 @@ from meshweave.algorithms.matmul2d import ALGORITHMS
 from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy
 from meshweave.reproduce.meshslice.times import Timer
 from meshweave.tune.meshes import Shape
-from meshweave.tune.unrolled import LEADER
+from meshweave.tune.unrolled import REFERENCE_ALGORITHM
 
 COMPARED = ("meshslice", "wang[S=meshslice]", "collective", "summa[S=meshslice]", "cannon", "tp1d", "fsdp")
 """The algorithms of the MeshSlice paper, unrolled as there."""
@@ -22,7 +22,7 @@ Times = tuple[float, float]
 def mesh_times(study: MeshSliceStudy, block: FcBlock) -> dict[Shape, Times]:
     """Return the times of MeshSlice on every mesh shape, at the slice counts that its tuner takes there."""
     out = {}
-    for shape in study.shapes(block, LEADER):
+    for shape in study.shapes(block, REFERENCE_ALGORITHM):
         chosen = study.on_mesh(block, shape)
         out[shape] = _times(study, chosen)
     return out
@@ -33,7 +33,11 @@ def slice_times(study: MeshSliceStudy, model: str) -> dict[int, Times]:
 
     The counts are those that every product can be cut into.
     """
-    block, shape, entry = study.weak_scaling_block(model), study.experiment.tall_mesh, ALGORITHMS[LEADER]
+    block, shape, entry = (
+        study.weak_scaling_block(model),
+        study.experiment.tall_mesh,
+        ALGORITHMS[REFERENCE_ALGORITHM],
+    )
     problems = study.problems(block, shape)
     offered = [{config.slice_count: config for config in entry.candidates(problem)} for problem in problems]
     out = {}
@@ -48,7 +52,7 @@ def product_slice_times(study: MeshSliceStudy, block: FcBlock) -> Iterator[tuple
 
     The mesh is the one that MeshSlice's tuner takes for the block.
     """
-    chosen = study.chosen(block, LEADER)
+    chosen = study.chosen(block, REFERENCE_ALGORITHM)
     if chosen is None:
         return
     for problem in dict.fromkeys(problem for problem, _ in chosen.products):
@@ -102,11 +106,11 @@ def product_errors(study: MeshSliceStudy, models: tuple[str, ...], timer: Timer)
 
 
 def _everything(study: MeshSliceStudy, models: tuple[str, ...]) -> Iterator[ChosenProducts]:
-    entry = ALGORITHMS[LEADER]
+    entry = ALGORITHMS[REFERENCE_ALGORITHM]
     for model in models:
         for chips in study.experiment.sizes:
             weak = study.weak_scaling_block(model, chips)
-            for shape in study.shapes(weak, LEADER):
+            for shape in study.shapes(weak, REFERENCE_ALGORITHM):
                 yield study.on_mesh(weak, shape)
             for block in (weak, study.strong_scaling_block(model, chips)):
                 for algorithm in COMPARED:

@@ -11,7 +11,7 @@ from meshweave.reproduce.meshslice.agreement import COMPARED, mesh_times, slice_
 from meshweave.reproduce.meshslice.rows import PAPER
 from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, distinct_products
 from meshweave.reproduce.published import MODELS, published_rows
-from meshweave.tune.unrolled import LEADER, UNROLLED
+from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED
 
 TWO_D = tuple(name for name in COMPARED if name not in ("tp1d", "fsdp"))
 
@@ -38,8 +38,8 @@ def weak_scaling(study: MeshSliceStudy, advance: Advance) -> Figure:
         top = _published("utilisation", model)
         first, last = str(study.experiment.sizes[0]), str(study.experiment.sizes[-1])
         known = (
-            (last, title_of(LEADER), top),
-            (first, title_of(LEADER), top / (1 - _published("scaling_loss", model) / 100)),
+            (last, title_of(REFERENCE_ALGORITHM), top),
+            (first, title_of(REFERENCE_ALGORITHM), top / (1 - _published("scaling_loss", model) / 100)),
             (last, "Wang", top / (1 + _published("over_wang", model) / 100)),
         )
         panels.append(_scaling(study, model, study.weak_scaling_block, COMPARED, advance, known))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshweave.describe.model import load_model
 from meshweave.describe.model.attention import ops_besides_fc_layers
 from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, percent_faster
-from meshweave.tune.unrolled import LEADER
+from meshweave.tune.unrolled import REFERENCE_ALGORITHM
 
 
 def other_operations_s(study: MeshSliceStudy, block: FcBlock) -> float:
@@ -24,13 +24,15 @@ def other_operations_s(study: MeshSliceStudy, block: FcBlock) -> float:
 def end_to_end_gain(study: MeshSliceStudy, block: FcBlock, rival: str) -> float:
     """Return by how many percent MeshSlice trains faster than a rival, other layers included."""
     others_s = other_operations_s(study, block)
-    return percent_faster(study.block_s(block, rival) + others_s, study.block_s(block, LEADER) + others_s)
+    return percent_faster(
+        study.block_s(block, rival) + others_s, study.block_s(block, REFERENCE_ALGORITHM) + others_s
+    )
 
 
 def other_operations_percent(study: MeshSliceStudy, block: FcBlock) -> float:
     """Return the percent of a block's time with MeshSlice that its other layers take."""
     others_s = other_operations_s(study, block)
-    return 100 * others_s / (others_s + study.block_s(block, LEADER))
+    return 100 * others_s / (others_s + study.block_s(block, REFERENCE_ALGORITHM))
 
 
 def implied_percent(gain: float, end_to_end: float) -> float:

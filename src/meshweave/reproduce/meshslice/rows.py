@@ -27,7 +27,7 @@ from meshweave.reproduce.meshslice.other_operations import end_to_end_gain, othe
 from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, distinct_products, percent_faster
 from meshweave.reproduce.published import MODELS, PublishedRow, judge_rows
 from meshweave.reproduce.verdict import JudgedRow, OurValue
-from meshweave.tune.unrolled import LEADER
+from meshweave.tune.unrolled import REFERENCE_ALGORITHM
 
 PAPER = "meshslice"
 KIBI = 1024
@@ -66,7 +66,7 @@ def dataflows(study: MeshSliceStudy, model: str) -> OurValue:
 def utilisation(study: MeshSliceStudy, model: str) -> OurValue:
     """Return the FLOP utilisation of MeshSlice in percent, with its mesh and slice counts (table 2)."""
     block = study.weak_scaling_block(model)
-    chosen = study.chosen(block, LEADER)
+    chosen = study.chosen(block, REFERENCE_ALGORITHM)
     assert chosen is not None
     shape = "x".join(map(str, chosen.shape))
     counts = ", ".join(str(config.slice_count) for _, config in chosen.products)
@@ -149,7 +149,7 @@ def never_slower(study: MeshSliceStudy, model: str) -> OurValue:
     blocks += [study.strong_scaling_block(m, chips) for m in MODELS for chips in sizes]
     losses = _slower_than(study, blocks, ("collective",))
     alone = [
-        study.block_s(block, "collective", index) < study.block_s(block, LEADER, index)
+        study.block_s(block, "collective", index) < study.block_s(block, REFERENCE_ALGORITHM, index)
         for block, index in products(study)
     ]
     assert losses.value is not None
@@ -182,7 +182,7 @@ def products(study: MeshSliceStudy) -> Iterator[tuple[FcBlock, int]]:
     """Yield the 16 distinct products of both models: (block, position in it)."""
     for model in MODELS:
         block = study.weak_scaling_block(model)
-        shape = study.shapes(block, LEADER)[0]
+        shape = study.shapes(block, REFERENCE_ALGORITHM)[0]
         for index in distinct_products(study.problems(block, shape)):
             yield block, index
 
@@ -194,7 +194,7 @@ def products_over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
 
     def gain(study: MeshSliceStudy, model: str) -> float:
         return mean(
-            percent_faster(study.block_s(block, rival, i), study.block_s(block, LEADER, i))
+            percent_faster(study.block_s(block, rival, i), study.block_s(block, REFERENCE_ALGORITHM, i))
             for block, i in products(study)
         )
 
@@ -266,7 +266,7 @@ def overlap_gain(study: MeshSliceStudy, model: str) -> float:
     5.3.1).
     """
     real = MeasuredMesh(study)
-    return percent_faster(real.overlapped(model, LEADER), real.serial(model, "collective"))
+    return percent_faster(real.overlapped(model, REFERENCE_ALGORITHM), real.serial(model, "collective"))
 
 
 def moved_bytes(algorithm: str, mesh_shape: tuple[int, ...]) -> float:
@@ -316,8 +316,8 @@ OURS: dict[str, Callable[[MeshSliceStudy, str], float | OurValue]] = {
     "estimate_error": estimate_error,
     "real_collective": lambda study, model: MeasuredMesh(study).serial(model, "collective"),
     "real_wang": lambda study, model: MeasuredMesh(study).serial(model, "wang"),
-    "real_meshslice": lambda study, model: MeasuredMesh(study).serial(model, LEADER),
-    "real_overlap": lambda study, model: MeasuredMesh(study).overlapped(model, LEADER),
+    "real_meshslice": lambda study, model: MeasuredMesh(study).serial(model, REFERENCE_ALGORITHM),
+    "real_overlap": lambda study, model: MeasuredMesh(study).overlapped(model, REFERENCE_ALGORITHM),
     "real_overlap_gain": overlap_gain,
     "real_overhead": lambda study, model: MeasuredMesh(study).overhead(),
     "real_slicing": lambda study, model: MeasuredMesh(study).slicing(),

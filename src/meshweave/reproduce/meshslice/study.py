@@ -18,7 +18,7 @@ from meshweave.reproduce.meshslice.times import Timer, Timing, sum_timings
 from meshweave.tune.dataflow import choose_stationary, choose_transposed
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.product import SearchCounts
-from meshweave.tune.unrolled import LEADER, UNROLLED, ProductSizes, sizes_of, unrolled_entry
+from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED, ProductSizes, sizes_of, unrolled_entry
 
 RING_BASELINES = ("tp1d", "fsdp")
 """They run on a ring: two of the four links of a chip in a 2D torus."""
@@ -147,7 +147,7 @@ class MeshSliceStudy:
         return unrolled_entry(algorithm, self._counts(block, product))
 
     def _counts(self, block: FcBlock, product: int | None) -> dict[ProductSizes, int]:
-        leader = self.chosen(block, LEADER, product)
+        leader = self.chosen(block, REFERENCE_ALGORITHM, product)
         if leader is None:
             return {}
         return {sizes_of(problem): config.slice_count for problem, config in leader.products}
@@ -178,7 +178,7 @@ class MeshSliceStudy:
         ranked = best_meshes(entry, space, shapes, problems, SearchCounts(), lambda: None)
         return _at_best(entry, space.cluster, ranked[0][1])
 
-    def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = LEADER) -> ChosenProducts:
+    def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = REFERENCE_ALGORITHM) -> ChosenProducts:
         """Return an algorithm on a given mesh, with the configurations that its tuner takes there."""
         key = block, algorithm, shape
         if key not in self._on_mesh:
@@ -197,7 +197,9 @@ class MeshSliceStudy:
         chosen = self.chosen(block, algorithm, product)
         return None if chosen is None else chosen.timing(self.timer)
 
-    def block_s(self, block: FcBlock, algorithm: str = LEADER, product: int | None = None) -> float:
+    def block_s(
+        self, block: FcBlock, algorithm: str = REFERENCE_ALGORITHM, product: int | None = None
+    ) -> float:
         """Return the seconds of a block, or of one product of it, by an algorithm that has a mesh."""
         timing = self.timing(block, algorithm, product)
         assert timing is not None, f"{algorithm} has no mesh of {block.chips} chips"
@@ -208,7 +210,7 @@ class MeshSliceStudy:
         peak = self._pod.chip.peak(self.experiment.dtype)
         return 100 * self.flops(block) / block.chips / peak / seconds
 
-    def utilisation(self, block: FcBlock, algorithm: str = LEADER) -> float | None:
+    def utilisation(self, block: FcBlock, algorithm: str = REFERENCE_ALGORITHM) -> float | None:
         """Return the FLOP utilisation in percent of an algorithm at its best; None where it has no mesh."""
         timing = self.timing(block, algorithm)
         return None if timing is None else self.percent_of_peak(block, timing.total_s)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
-from meshweave.algorithms.universal.cosma import Grid, chosen_grid, cosma_program
-from meshweave.algorithms.universal.dtensor import Collectives, chosen_strategy, resharded_program
+from meshweave.algorithms.universal.cosma import Grid, choose_grid, cosma_program
+from meshweave.algorithms.universal.dtensor import Collectives, choose_strategy, resharded_program
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Shard
@@ -215,7 +215,7 @@ class SlicingStudy:
         if key not in self._rivals:
             mesh = Mesh.of("tp", (self.machines[case.machine].num_chips,), ("x",))
             sizes, layout = self.sizes(case, batch), Layout(mesh, (Shard(CUT_BY[cut]),))
-            strategy = chosen_strategy(UniversalProblem(*sizes, layout, layout, layout, DTYPE))
+            strategy = choose_strategy(UniversalProblem(*sizes, layout, layout, layout, DTYPE))
             shard = {"rows": Shard(0), "columns": Shard(1), "outer": Shard(CUT_BY[cut])}[strategy]
             problem = UniversalProblem(*sizes, layout, layout, Layout(mesh, (shard,)), DTYPE)
             times: list[tuple[float, Collectives]] = [
@@ -229,7 +229,7 @@ class SlicingStudy:
     def cosma(self, case: LayerOnMachine, batch: int) -> tuple[float, Grid]:
         """Return the seconds of COSMA, which ends in an all-reduce (section 5.2.1), and its grid."""
         sizes = self.sizes(case, batch)
-        grid = chosen_grid(*sizes, self.machines[case.machine].num_chips)
+        grid = choose_grid(*sizes, self.machines[case.machine].num_chips)
         key = "cosma", case, batch
         if key not in self._rivals:
             program = cosma_program(*sizes, grid, DTYPE, all_reduce=True)
