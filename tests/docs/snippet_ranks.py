@@ -11,6 +11,9 @@ def run_snippets(context: RankContext, payload: dict[str, Any]) -> None:
     """Run blocks of Python one after another, each in a namespace of its own. An error names the block."""
     for place, source in payload["snippets"]:
         try:
-            exec(compile(source, place, "exec"), {"__name__": "snippet", "rank": context.rank})
+            exec(
+                compile(source, place, "exec", dont_inherit=True),
+                {"__name__": "snippet", "rank": context.rank},
+            )
         except Exception as error:
             raise AssertionError(f"{place}: {type(error).__name__}: {error}") from error

@@ -61,7 +61,7 @@ def test_python(blocks: list[pages.Block], in_a_copy: Path) -> None:
     """Blocks of a page share one namespace, as for a reader who types them in."""
     names: dict[str, object] = {"__name__": "snippet"}
     for block in blocks:
-        exec(compile(block.text, block.place, "exec"), names)
+        exec(compile(block.text, block.place, "exec", dont_inherit=True), names)
 
 
 @pytest.mark.gloo
