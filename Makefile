@@ -32,7 +32,7 @@ demo: $(STAMP)
 		--algorithm meshslice,collective \
 		--trace demo-out/trace.json --svg demo-out/timeline.svg
 
-# One worker for all tests that start processes (tests/conftest.py), the others for the rest.
+# One worker a core; labs wait for each other (tests/conftest.py).
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
 
 test: $(STAMP)

@@ -1,9 +1,12 @@
-"""What all tests share: ranks that start in milliseconds, and one worker for the tests that start them."""
+"""What all tests share: ranks that start in milliseconds, and one lab at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -24,8 +27,12 @@ def warm_ranks() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that start processes one after another, in one worker of pytest-xdist."""
-    for item in items:
-        if any(item.get_closest_marker(name) for name in ("gloo", "mpi", "lab")):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+@pytest.fixture(autouse=True)
+def one_lab_at_a_time(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep the labs of all workers apart: each test with a lab checks that nothing is left of it."""
+    if request.node.get_closest_marker("lab") is None:
+        yield
+        return
+    with (Path(tempfile.gettempdir()) / "meshweave-tests-lab.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
