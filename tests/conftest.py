@@ -17,7 +17,7 @@ sampling.register_profiles()
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_ranks() -> Iterator[None]:
-    """Let the ranks of every launch of this session be forks of two processes that have imported torch."""
+    """Let the ranks of every launch in the tests be forks of two processes that have imported torch."""
     if importlib.util.find_spec("torch") is None:
         yield
         return

@@ -30,7 +30,7 @@ def run(function, num_ranks, payload=None, **options):
 
 @pytest.fixture(params=["forked ranks", "new interpreters"])
 def any_start(request, monkeypatch):
-    """Start ranks as the tests of this session do, and as a user does."""
+    """Start ranks as other tests do, and as a user does."""
     if request.param == "new interpreters":
         monkeypatch.setattr(fork_server, "_active", None)
 
