@@ -71,15 +71,20 @@ def swap_events(program: Program, ops: Listed, draw: random.Random) -> Listed:
 
 
 def _change(ops: Listed, draw: random.Random, change: Callable[[Any], Any]) -> Listed:
-    """One op with something changed; calls are left alone, for what they make is taken on trust."""
-    candidates = [at for at, (_, op) in enumerate(ops) if not isinstance(op, Call)]
-    at = draw.choice(candidates)
+    """One op with something changed."""
+    at = draw.randrange(len(ops))
     rank, op = ops[at]
     return [*ops[:at], (rank, change(op)), *ops[at + 1 :]]
 
 
 def _view(op: Any, draw: random.Random, change: Callable[[View], View]) -> Any:
     names = [item.name for item in fields(op) if isinstance(getattr(op, item.name), View)]
+    if isinstance(op, Call) and op.ins:
+        name = draw.choice(["ins", "outs"])
+        views = list(getattr(op, name))
+        at = draw.randrange(len(views))
+        views[at] = change(views[at])
+        return replace(op, **{name: tuple(views)})
     if not names:
         return op
     name = draw.choice(names)
@@ -140,6 +145,12 @@ def other_field(program: Program, ops: Listed, draw: random.Random) -> Listed:
             value = getattr(op, item.name)
             if item.name in ("accumulate", "update"):
                 changes[item.name] = type(value)(not value)
+            elif item.name == "args" and value:
+                changes[item.name] = (max(value[0] + draw.choice([-1, 1]), 0), *value[1:])
+            elif item.name == "stash" and value:
+                changes[item.name] = ""
+            elif item.name == "op":
+                changes[item.name] = "max" if value == "sum" else "sum"
             elif item.name in ("peer", "tag", "root", "shift"):
                 changes[item.name] = value + draw.choice([-1, 1])
             elif item.name == "release" and value is not None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from builders import (
     NAMES,
-    dense,
+    expected,
     golden,
     golden_text,
     numbers_for,
@@ -17,63 +15,31 @@ from builders import (
     run_numbers,
     universal,
 )
+from functions import FUNCTIONS
 
 from meshweave.ir.analysis.lifetimes import lifetimes, peak_bytes
 from meshweave.ir.analysis.validate import validate
-from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 
-Array = Any
 
-
-def stage(stash: dict[str, Array], x: Array, w: Array) -> list[Array]:
-    stash.update(x=x.copy(), squared=x @ w)
-    return [stash["squared"] ** 2]
-
-
-def stage_input_grad(stash: dict[str, Array], grad: Array, w: Array) -> list[Array]:
-    return [2 * grad * stash["squared"] @ w.T]
-
-
-def stage_weight_grad(stash: dict[str, Array], grad: Array, total: Array) -> list[Array]:
-    return [total + stash["x"].T @ (2 * grad * stash["squared"])]
-
-
-FUNCTIONS = {
-    "square": lambda stash, y: [y**2],
-    "stage": stage,
-    "stage_input_grad": stage_input_grad,
-    "stage_weight_grad": stage_weight_grad,
-    "loss_grad": lambda stash, y, t: [y - t],
-}
-
-
-def expected(name: str, program: Program, values: dict[str, Array]) -> dict[str, Array]:
-    """Dense numpy, where calls are in the program written out by hand."""
-    if name == "chunked_atp":
-        values = {**values, "H": (values["X"] @ values["W1"]) ** 2}
-    if name == "one_f_one_b":
-        x, w0, w1, t = (values[key] for key in ("X", "W0", "W1", "T"))
-        h = (x @ w0) ** 2
-        y = (h @ w1) ** 2
-        inner = 2 * (y - t) * (h @ w1)
-        outer = 2 * (inner @ w1.T) * (x @ w0)
-        return {"Y": y, "DW1": h.T @ inner, "DX": outer @ w0.T, "DW0": x.T @ outer}
-    return dense(program, values)
-
-
-def test_there_are_eight_kinds() -> None:
+def test_there_are_these_kinds() -> None:
     assert NAMES == (
+        "batched_products",
         "broadcast_reshard",
         "chunked_atp",
+        "grouped_attention",
+        "micro_batches",
         "one_f_one_b",
         "packetised_summa",
+        "residual_norm",
+        "ring_attention",
         "t3_ring",
         "tapered_meshslice",
         "uneven_wang",
         "universal_b",
         "universal_c",
+        "vocabulary_loss",
     )
 
 

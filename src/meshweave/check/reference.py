@@ -16,7 +16,7 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Partial
 from meshweave.execute.numpy import numpy_dtype
 from meshweave.ir.program import Program
-from meshweave.ir.program.program import Product
+from meshweave.ir.program.meanings import Product, Same, Sum, sources_of
 
 Array = NDArray[Any]
 Tensors = Mapping[str, Array]
@@ -52,16 +52,21 @@ def reference(program: Program, inputs: Tensors) -> dict[str, Array]:
     """
     tensors = dict(inputs)
     for meaning in program.computes:
-        sources = (meaning.a, meaning.b) if isinstance(meaning, Product) else (meaning.src,)
-        if any(source not in tensors for source in sources):
+        if any(source not in tensors for source in sources_of(meaning)):
             continue
-        if isinstance(meaning, Product):
-            left, right = tensors[meaning.a], tensors[meaning.b]
-            left = left.T if meaning.transpose_a else left
-            right = right.T if meaning.transpose_b else right
-            tensors[meaning.out] = np.asarray(left @ right)
-        else:
-            tensors[meaning.out] = tensors[meaning.src]
+        shape = program.tensor_of[meaning.out].shape
+        match meaning:
+            case Product():
+                left, right = tensors[meaning.a], tensors[meaning.b]
+                left = left.swapaxes(-1, -2) if meaning.transpose_a else left
+                right = right.swapaxes(-1, -2) if meaning.transpose_b else right
+                product = np.asarray(left @ right)
+                leading = tuple(range(product.ndim - len(shape)))
+                tensors[meaning.out] = product.sum(axis=leading) if leading else product
+            case Sum():
+                tensors[meaning.out] = np.asarray(sum(tensors[name] for name in meaning.terms))
+            case Same():
+                tensors[meaning.out] = tensors[meaning.src].reshape(shape)
     outputs = {buffer.tensor for buffer in program.buffers if buffer.kind == "output"}
     missing = sorted(str(name) for name in outputs if name not in tensors)
     if missing:
@@ -86,7 +91,9 @@ def expected_shard(program: Program, inputs: Tensors, buffer: str, rank: int) ->
         raise UnsupportedError(f"{buffer} is laid out as partial sums: no rank's share of them is prescribed")
     indices = declared.layout.indices(program.tensor_of[declared.tensor].shape, rank)
     meaning = next((meaning for meaning in program.computes if meaning.out == declared.tensor), None)
-    if isinstance(meaning, Product) and meaning.a in inputs and meaning.b in inputs:
+    if isinstance(meaning, Product) and all(
+        name in inputs and inputs[name].ndim == 2 for name in (meaning.a, meaning.b)
+    ):
         rows, columns = indices
         a, b = inputs[meaning.a], inputs[meaning.b]
         left = a[:, rows].T if meaning.transpose_a else a[rows]

@@ -81,7 +81,16 @@ class Dataflow:
 
 
 def analyse(program: Program) -> Dataflow:
-    """Return the dataflow of a program: partners matched, edges derived.
+    """Return the dataflow of a program with its includes expanded: partners matched, edges derived.
+
+    Raises:
+        ProgramError: partners disagree, or an include does not fit.
+    """
+    return analyse_as_written(program.expanded)
+
+
+def analyse_as_written(program: Program) -> Dataflow:
+    """Return the dataflow of a program in which an include is one collective op of its ranks.
 
     Raises:
         ProgramError: partners disagree.

@@ -48,7 +48,10 @@ class Algebra(Protocol):
     Any method may raise ProgramError; the interpreter adds op and rank.
     """
 
-    def matmul(self, a: Array, b: Array) -> Array: ...
+    def matmul(self, a: Array, b: Array) -> Array:
+        """Return the product of (..., M, K) and (..., K, N), as `numpy.matmul` does."""
+        ...
+
     def add(self, x: Array, y: Array) -> Array: ...
     def reduce(self, op: str, terms: Sequence[Array]) -> Array: ...
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Array: ...
@@ -68,6 +71,19 @@ def numpy_index(view: View) -> tuple[Any, ...]:
     if all(isinstance(selector, Range) for selector in view.selectors):
         return tuple(slice(selector.start, selector.stop) for selector in view.selectors)
     return np.ix_(*(selector_indices(selector) for selector in view.selectors))
+
+
+def product_operands(op: Matmul, a: Array, b: Array) -> tuple[Array, Array]:
+    """Return the operands (..., M, K) and (..., K, N) of a product from those stored.
+
+    Where the product is summed over a batch, the batch is put before k, which then runs over both.
+    """
+    a = a.swapaxes(-1, -2) if op.transpose_a else a
+    b = b.swapaxes(-1, -2) if op.transpose_b else b
+    if a.ndim > 2 and b.ndim > 2 and len(op.out.selectors) == 2:
+        a = np.moveaxis(a, -2, 0).reshape(a.shape[-2], -1)
+        b = b.reshape(-1, b.shape[-1])
+    return a, b
 
 
 class Interpreter:
@@ -145,7 +161,7 @@ class Interpreter:
             case Matmul():
                 a, b = self.read_view(node, op.a), self.read_view(node, op.b)
                 try:
-                    value = self.algebra.matmul(a.T if op.transpose_a else a, b.T if op.transpose_b else b)
+                    value = self.algebra.matmul(*product_operands(op, a, b))
                 except ProgramError as error:
                     raise self._named(error, node, op.out) from None
                 released = op.release is not None and op.release.update

@@ -18,6 +18,7 @@ def lifetimes(program: Program, rank: int) -> dict[tuple[str, int], tuple[int, i
 
     Slots that one-sided ops of other ranks access live throughout, because those accesses may come at any time.
     """
+    program = program.expanded
     return _lifetimes(program, rank, list(program.unbound_ops_on_rank(rank)))
 
 
@@ -40,6 +41,7 @@ def _lifetimes(program: Program, rank: int, ops: Written) -> dict[tuple[str, int
 
 def peak_bytes(program: Program, rank: int) -> int:
     """Return the most bytes that `rank` holds at once in program order, stashes of calls included."""
+    program = program.expanded
     resident = sum(
         buffer.slots * program.buffer_bytes(buffer.name, rank)
         for buffer in program.buffers

@@ -12,16 +12,11 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout, Partial
 from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.interpret import Interpreter
-from meshweave.ir.analysis.labels import (
-    LABEL,
-    UNWRITTEN,
-    LabelAlgebra,
-    Labels,
-    PartialSum,
-    element_labels,
-    partial_term_ranks,
-)
+from meshweave.ir.analysis.labels import LABEL, LabelAlgebra, Labels, element_labels
+from meshweave.ir.analysis.terms import UNWRITTEN, partial_term_ranks
 from meshweave.ir.program import Buffer, Program
+from meshweave.ir.program.meanings import Function
+from meshweave.ir.program.ops import Call
 
 MAX_ELEMENTS = 16_000_000
 """Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
@@ -36,8 +31,10 @@ def num_buffer_elements(program: Program) -> int:
     )
 
 
-def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> None:
+def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
     """Prove that the program computes what it declares, by executing `order` on labels.
+
+    Returns notes on what is taken on trust, because nothing declares it.
 
     Raises:
         ProgramError: it does not; the error names op, rank and buffer.
@@ -57,18 +54,34 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> None:
             assert buffer.layout is not None
             for rank in program.mesh_of[buffer.mesh].ranks:
                 _check_output(algebra, interpreter, buffer, buffer.layout, rank)
+    return undeclared(program)
+
+
+def undeclared(program: Program) -> tuple[str, ...]:
+    """Return notes on what no meaning declares: outputs, and what calls make."""
+    computed = {meaning.out for meaning in program.computes}
+    outputs = [b.tensor for b in program.buffers if b.kind == "output" and b.tensor not in computed]
+    functions = {meaning.fn for meaning in program.computes if isinstance(meaning, Function)}
+    calls = dict.fromkeys(op.fn for op in program.ops() if isinstance(op, Call) and op.fn not in functions)
+    notes = (
+        [f"values of {', '.join(map(str, outputs))}: not declared what they are computed from"]
+        if outputs
+        else []
+    )
+    notes += [f"calls of {', '.join(calls)}: not declared what they make"] if calls else []
+    return tuple(notes)
 
 
 def _input_labels(algebra: LabelAlgebra, buffer: Buffer, rank: int) -> Labels:
-    block = element_labels(algebra, buffer, rank)
+    table = algebra.table
+    block = element_labels(table, buffer, rank)
     assert buffer.layout is not None and buffer.tensor is not None
     axes = [i for i, p in enumerate(buffer.layout.placements) if isinstance(p, Partial)]
     if axes:
         mesh = buffer.layout.mesh
         coords = mesh.coords(rank)
         number = np.ravel_multi_index([coords[i] for i in axes], [mesh.shape[i] for i in axes])
-        counts = tuple(int(i == number) for i in range(algebra.summands[buffer.tensor]))
-        block["term"] = algebra.term_number(PartialSum(buffer.tensor, counts))
+        block["term"] = table.part(buffer.tensor, np.arange(table.arrived[buffer.tensor].count) == number)
     return block
 
 
@@ -80,27 +93,26 @@ def _check_output(
     if rank != holders[0]:
         return
     result = interpreter.memory[rank, buffer.name, 0]
+    op = next((p.op for p in layout.placements if isinstance(p, Partial)), "sum")
     for holder in holders[1:]:
         try:
             term = interpreter.memory[holder, buffer.name, 0]
-            result = algebra.add(algebra.read(result), algebra.read(term))
+            result = algebra.reduce(op, [algebra.read(result), algebra.read(term)])
         except ProgramError as error:
             raise ProgramError(error.message, rank=holder, buffer=buffer.name) from None
-    expected = algebra.finished_labels(buffer, rank)
+    expected = element_labels(algebra.table, buffer, rank)
     tensor = buffer.tensor
-    unwritten = result["term"] == UNWRITTEN
-    declared = tensor in algebra.products or tensor in algebra.same
     wrong = (
         (result["term"] != expected["term"]) | (result["index"] != expected["index"])
-        if declared
-        else unwritten
+        if tensor in algebra.table.meanings
+        else result["term"] == UNWRITTEN
     )
     if not wrong.any():
         return
     at = tuple(int(i) for i in np.argwhere(wrong)[0])
     position = np.unravel_index(int(expected[at]["index"]), algebra.program.tensor_of[tensor].shape)
     raise ProgramError(
-        f"{tensor}{list(map(int, position))} {_fault_of(algebra, result[at], expected[at])} "
+        f"{tensor}{list(map(int, position))} {_fault_of(algebra, result[at], expected[at], tensor)} "
         f"({int(wrong.sum())} such elements)",
         op=algebra.writers[int(result[at]["writer"])],
         rank=rank,
@@ -108,13 +120,20 @@ def _check_output(
     )
 
 
-def _fault_of(algebra: LabelAlgebra, element: Any, expected: Any) -> str:
-    """Return what is wrong with an output element, to follow its name."""
-    term = algebra.terms[int(element["term"])]
-    if element["term"] == UNWRITTEN:
+def _fault_of(algebra: LabelAlgebra, element: Any, expected: Any, tensor: str) -> str:
+    """Return what is wrong with an output element of `tensor`, to follow its name."""
+    number = int(element["term"])
+    term = algebra.table.terms[number]
+    if number == UNWRITTEN:
         return "is never written"
     if term is None:
         return "is zero"
+    if term.is_opaque:
+        return f"holds {term}"
     if element["index"] != expected["index"]:
-        return f"holds another element of {term.basis}"
-    return f"holds {term.basis}" if term.is_complete else algebra.describe_faults(term)
+        return f"holds another element of {algebra.table.goal(number)}"
+    others = algebra.table.tensors_of(number)
+    is_part = term.bases <= algebra.table.bases_of(tensor)
+    if others and not is_part:
+        return f"holds {others[0]}"
+    return algebra.table.describe_faults(number, tensor if is_part else None)

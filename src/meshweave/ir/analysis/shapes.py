@@ -33,6 +33,7 @@ from meshweave.ir.program.ops import (
     Reduce,
     ReduceScatter,
 )
+from meshweave.ir.program.product_shapes import product_shape
 from meshweave.ir.program.views import View
 
 Shape = tuple[int, ...]
@@ -49,9 +50,12 @@ class _Check:
     def __init__(self, program: Program, bound: BoundOp, rank: int) -> None:
         self.program, self.bound, self.rank = program, bound, rank
 
+    def error(self, message: str, buffer: str | None = None) -> ProgramError:
+        return ProgramError(message, op=self.bound.label, rank=self.rank, buffer=buffer)
+
     def require(self, condition: bool, message: str, buffer: str | None = None) -> None:
         if not condition:
-            raise ProgramError(message, op=self.bound.label, rank=self.rank, buffer=buffer)
+            raise self.error(message, buffer)
 
     def shape(self, view: View, expected: Sequence[int]) -> None:
         self.require(
@@ -79,11 +83,13 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
     match op:
         case Matmul():
             for view in (op.out, op.a, op.b):
-                check.require(len(view.selectors) == 2, f"multiplies {view}, which is no matrix", view.buffer)
-            a = op.a.shape[::-1] if op.transpose_a else op.a.shape
-            b = op.b.shape[::-1] if op.transpose_b else op.b.shape
-            check.require(a[1] == b[0], f"multiplies {a} by {b}: the inner sizes differ", op.b.buffer)
-            check.shape(op.out, (a[0], b[1]))
+                check.require(len(view.selectors) >= 2, f"multiplies {view}, which is no matrix", view.buffer)
+            shape = product_shape(
+                op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, len(op.out.selectors)
+            )
+            if isinstance(shape, str):
+                raise check.error(shape, op.b.buffer)
+            check.shape(op.out, shape.out)
         case Copy() | Add():
             check.shape(op.out, op.src.shape)
         case Get() | Put() | Accumulate():

@@ -58,8 +58,7 @@ def validate(program: Program, *, labels: bool = True) -> Validation:
     count = num_buffer_elements(program)
     if count > MAX_ELEMENTS:
         return Validation(flow, order, (*skipped, f"index labels: {count} elements are over {MAX_ELEMENTS}"))
-    prove_outputs(flow, order)
-    return Validation(flow, order, skipped)
+    return Validation(flow, order, (*skipped, *prove_outputs(flow, order)))
 
 
 def _try_ready_lanes(flow: Dataflow) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ statements, `ir.program.views` and `ir.program.expressions` the arithmetic of se
 """
 
 from meshweave.ir.program.expressions import Expr, Index, Var, equal, evaluate, maximum, minimum, select
+from meshweave.ir.program.include import Include, Submesh
+from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.ops import (
     OP_TYPES,
     Accumulate,
@@ -31,7 +33,7 @@ from meshweave.ir.program.ops import (
     Zero,
 )
 from meshweave.ir.program.parse import parse
-from meshweave.ir.program.program import BoundOp, Buffer, Lane, Meaning, Product, Program, Same, Tensor
+from meshweave.ir.program.program import BoundOp, Buffer, Lane, Program, Tensor
 from meshweave.ir.program.statements import On, Repeat, Statement, When, rewrite, statements_of
 from meshweave.ir.program.text import op_to_text, to_text
 from meshweave.ir.program.views import FULL, Blocked, Range, View, view
@@ -54,7 +56,9 @@ __all__ = [
     "Copy",
     "Expr",
     "Fence",
+    "Function",
     "Get",
+    "Include",
     "Index",
     "Lane",
     "Matmul",
@@ -74,7 +78,10 @@ __all__ = [
     "Same",
     "Send",
     "Statement",
+    "Submesh",
+    "Sum",
     "Tensor",
+    "TensorPart",
     "Var",
     "View",
     "When",

@@ -7,8 +7,9 @@ from collections import Counter
 
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
+from meshweave.ir.program.check_meanings import check_meanings
 from meshweave.ir.program.ops import Collective, Op
-from meshweave.ir.program.program import Buffer, Meaning, Product, Program, Same
+from meshweave.ir.program.program import Buffer, Program
 from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
 
 
@@ -23,12 +24,7 @@ def check_declarations(program: Program) -> None:
             raise ProgramError(f"lane {lane.name} has order '{lane.order}' and width {lane.width}")
     for buffer in program.buffers:
         _check_buffer(program, buffer)
-    for meaning in program.computes:
-        _check_meaning(program, meaning)
-    outs = Counter(meaning.out for meaning in program.computes)
-    for name, count in outs.items():
-        if count > 1:
-            raise ProgramError(f"tensor '{name}' is declared to compute {count} things")
+    check_meanings(program)
     for statement in statements_of(program.body):
         _check_statement(program, statement)
 
@@ -71,26 +67,6 @@ def _check_buffer(program: Program, buffer: Buffer) -> None:
     dims = buffer.num_dims(program.tensor_of)
     order = tuple(range(dims)) if buffer.order is None else buffer.order
     require(sorted(order) == list(range(dims)), f"order {order} does not name each of {dims} dims once")
-
-
-def _check_meaning(program: Program, meaning: Meaning) -> None:
-    names = (meaning.out, meaning.src) if isinstance(meaning, Same) else (meaning.out, meaning.a, meaning.b)
-    for name in names:
-        if name not in program.tensor_of:
-            raise ProgramError(f"computes with tensor '{name}'{did_you_mean(name, program.tensor_of)}")
-    shapes = [program.tensor_of[name].shape for name in names]
-    if isinstance(meaning, Product):
-        out, a, b = shapes
-        if any(len(shape) != 2 for shape in shapes):
-            raise ProgramError(f"'{meaning.out}' is a product of tensors that are no matrices")
-        a = a[::-1] if meaning.transpose_a else a
-        b = b[::-1] if meaning.transpose_b else b
-        if a[1] != b[0] or out != (a[0], b[1]):
-            raise ProgramError(f"'{meaning.out}' of shape {out} cannot be the product of {a} and {b}")
-    elif shapes[0] != shapes[1]:
-        raise ProgramError(
-            f"'{meaning.out}' of shape {shapes[0]} cannot be '{meaning.src}' of shape {shapes[1]}"
-        )
 
 
 def _check_statement(program: Program, statement: Statement) -> None:

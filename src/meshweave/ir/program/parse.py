@@ -17,8 +17,10 @@ from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
+from meshweave.ir.program.include_text import read_include
+from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
-from meshweave.ir.program.program import Buffer, Lane, Meaning, Product, Program, Same, Tensor
+from meshweave.ir.program.program import Buffer, Lane, Program, Tensor
 from meshweave.ir.program.statements import On, Repeat, Statement, When
 from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
@@ -50,17 +52,11 @@ def parse(text: str) -> Program:
         raise ProgramError(f"line {node.lineno}: {error}") from None
     except RecursionError:
         raise ProgramError(f"line {node.lineno}: nested too deeply") from None
-    if reader.name is None:
-        raise ProgramError('line 1: a program starts with program("name")')
-    return Program(
-        reader.name,
-        tuple(reader.meshes.values()),
-        tuple(reader.tensors.values()),
-        tuple(reader.buffers.values()),
-        tuple(reader.lanes.values()),
-        tuple(reader.body),
-        tuple(reader.computes),
-    )
+    program = reader.program(1)
+    for name in reader.parts:
+        if name not in program.parts:
+            raise ProgramError(f"'{name}' is defined and never included")
+    return program
 
 
 def _fail(node: ast.AST, message: str) -> ProgramError:
@@ -70,7 +66,10 @@ def _fail(node: ast.AST, message: str) -> ProgramError:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, parts: dict[str, Program] | None = None, defining: tuple[str, ...] = ()) -> None:
+        self.parts: dict[str, Program] = {} if parts is None else parts
+        self.defining = defining
+        self.indices: dict[str, None] = {}
         self.name: str | None = None
         self.meshes: dict[str, Mesh] = {}
         self.tensors: dict[str, Tensor] = {}
@@ -78,6 +77,21 @@ class _Reader:
         self.lanes: dict[str, Lane] = {}
         self.computes: list[Meaning] = []
         self.body: list[Statement] = []
+
+    def program(self, line: int) -> Program:
+        """Return what was read, from line number `line` on. Raises ProgramError where it has no name."""
+        if self.name is None:
+            raise ProgramError(f'line {line}: a program starts with program("name")')
+        return Program(
+            self.name,
+            tuple(self.meshes.values()),
+            tuple(self.tensors.values()),
+            tuple(self.buffers.values()),
+            tuple(self.lanes.values()),
+            tuple(self.body),
+            tuple(self.computes),
+            tuple(self.indices),
+        )
 
     # --- declarations ---------------------------------------------------------------------------------
 
@@ -88,16 +102,32 @@ class _Reader:
             ):
                 self.name = name
             case ast.Expr(
-                value=ast.Call(func=ast.Name(id="computes"), args=[ast.Name(id=out), ast.Call() as call])
+                value=ast.Call(func=ast.Name(id="computes"), args=[out, ast.Call() as call], keywords=[])
             ):
                 self.computes.append(self._meaning(out, call))
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=ast.Name(id=kind)) as call):
                 self._declare(name, kind, call)
+            case ast.FunctionDef(name=name, body=body):
+                self._define(name, node, body)
             case _:
                 self.body.append(self._statement(node))
 
+    def _define(self, name: str, node: ast.FunctionDef, body: Sequence[ast.stmt]) -> None:
+        if self.defining:
+            raise _fail(node, f"'{name}' is defined inside of {self.defining[-1]}; define it before that")
+        if name in self.parts:
+            raise _fail(node, f"'{name}' is defined twice")
+        if ast.unparse(node.args) or node.decorator_list or node.returns:
+            raise _fail(node, f"a program is defined by 'def {name}():', without arguments")
+        reader = _Reader(self.parts, (name,))
+        for statement in body:
+            reader.top_level(statement)
+        self.parts[name] = reader.program(node.lineno)
+
     def _declare(self, name: str, kind: str, call: ast.Call) -> None:
-        if any(name in table for table in (self.meshes, self.tensors, self.buffers, self.lanes)):
+        if any(
+            name in table for table in (self.meshes, self.tensors, self.buffers, self.lanes, self.indices)
+        ):
             raise _fail(call, f"'{name}' is declared twice")
         if kind == "mesh":
             self.meshes[name] = self._mesh(name, call)
@@ -108,21 +138,24 @@ class _Reader:
             self.buffers[name] = self._buffer(name, kind, call)
         elif kind == "lane":
             order, width = self._arguments(call, ("order", "width"), optional=2)
-            order_text = "fifo" if order is None else self._string(order)
+            order_text = "fifo" if order is None else self.read_string(order)
             if order_text not in ("fifo", "ready"):
                 raise _fail(call, f"a lane's order is 'fifo' or 'ready', not '{order_text}'")
             width_value = 1 if width is None else self._int(width)
             if width_value < 1:
                 raise _fail(call, f"a lane's width is at least 1, not {width_value}")
             self.lanes[name] = Lane(name, order_text, width_value)  # type: ignore[arg-type]
+        elif kind == "index":
+            self._arguments(call, ())
+            self.indices[name] = None
         else:
-            known = ("mesh", "tensor", "lane", *_BUFFER_KINDS)
+            known = ("mesh", "tensor", "lane", "index", *_BUFFER_KINDS)
             raise _fail(call, f"'{kind}' declares nothing{did_you_mean(kind, known)}")
 
     def _mesh(self, name: str, call: ast.Call) -> Mesh:
         shape, axes, first, ranks = self._arguments(call, ("shape", "axes", "first", "ranks"), optional=2)
         sizes = self._int_tuple(shape)
-        names = tuple(self._string(item) for item in self._items(axes))
+        names = tuple(self.read_string(item) for item in self._items(axes))
         if ranks is not None:
             return Mesh(name, sizes, names, self._int_tuple(ranks))
         if any(size < 1 for size in sizes) or math.prod(sizes) > 1 << 24:
@@ -173,7 +206,7 @@ class _Reader:
             case ast.Name(id="P"):
                 return Partial()
             case ast.Call(func=ast.Name(id="P"), args=[op]):
-                return Partial(self._string(op))
+                return Partial(self.read_string(op))
             case ast.Call(func=ast.Name(id="S"), args=[dim]):
                 return Shard(self._int(dim))
             case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset]):
@@ -184,15 +217,63 @@ class _Reader:
             node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset), or SS(dim, split_factor)"
         )
 
-    def _meaning(self, out: str, call: ast.Call) -> Meaning:
+    def _meaning(self, out: ast.expr, call: ast.Call) -> Meaning:
+        if isinstance(call.func, ast.Name) and call.func.id == "call":
+            return self._function(out, call)
+        if not isinstance(out, ast.Name):
+            raise _fail(out, "only what a call makes is declared by parts: computes(Y[i, :], call(...))")
         names = [self._known(item, self.tensors, "tensor") for item in call.args]
         flags = {item.arg: self._flag(item.value) for item in call.keywords}
         match call.func:
             case ast.Name(id="product") if len(names) == 2 and set(flags) <= {"transpose_a", "transpose_b"}:
-                return Product(out, names[0], names[1], **flags)  # type: ignore[arg-type]
+                return Product(out.id, names[0], names[1], **flags)  # type: ignore[arg-type]
             case ast.Name(id="same") if len(names) == 1 and not flags:
-                return Same(out, names[0])
-        raise _fail(call, "a tensor computes product(A, B, transpose_a=, transpose_b=) or same(A)")
+                return Same(out.id, names[0])
+            case ast.Name(id="add") if len(names) >= 2 and not flags:
+                return Sum(out.id, tuple(names))
+        raise _fail(
+            call,
+            "a tensor computes product(A, B, transpose_a=, transpose_b=), same(A), add(A, B, ...) or "
+            'call("fn", A[i, :], ..., stash=, reduce=, output=)',
+        )
+
+    def _function(self, out: ast.expr, call: ast.Call) -> Function:
+        values = {item.arg: item.value for item in call.keywords}
+        if not call.args or not set(values) <= {"stash", "reduce", "output"}:
+            raise _fail(call, 'expected call("fn", A[i, :], ..., stash=, reduce=, output=)')
+        stash = self._items(values["stash"]) if "stash" in values else []
+        return Function(
+            self._tensor_part(out),
+            self.read_string(call.args[0]),
+            tuple(map(self._tensor_part, call.args[1:])),
+            tuple(map(self._tensor_part, stash)),
+            self.read_string(values["reduce"]) if "reduce" in values else "",
+            self._int(values["output"]) if "output" in values else 0,
+        )
+
+    def _tensor_part(self, node: ast.expr) -> TensorPart:
+        chosen: list[ast.expr] | None = None
+        match node:
+            case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
+                node, chosen = inner, elts
+            case ast.Subscript(value=inner, slice=selector):
+                node, chosen = inner, [selector]
+        name = self._known(node, self.tensors, "tensor")
+        num_dims = len(self.tensors[name].shape)
+        if chosen is None:
+            return TensorPart(name, (None,) * num_dims)
+        dims: list[str | None] = []
+        for item in chosen:
+            match item:
+                case ast.Name(id=index):
+                    dims.append(index)
+                case ast.Slice(lower=None, upper=None, step=None):
+                    dims.append(None)
+                case _:
+                    raise _fail(item, "a part of a tensor is written X[i, :], a name or ':' per dim")
+        if len(dims) != num_dims:
+            raise _fail(node, f"tensor {name} has {num_dims} dims, its part names {len(dims)}")
+        return TensorPart(name, tuple(dims))
 
     # --- statements -----------------------------------------------------------------------------------
 
@@ -217,9 +298,11 @@ class _Reader:
                 return Repeat(var, from_ast(count), self._block(body))
             case ast.If(test=test, body=body, orelse=[]):
                 return When(from_ast(test), self._block(body))
+            case ast.Expr(value=ast.Call(func=ast.Name(id="include")) as call):
+                return read_include(call, self)
             case ast.Expr(value=ast.Call(func=ast.Name(id=kind)) as call):
                 if kind not in OP_TYPES:
-                    raise _fail(node, f"there is no op '{kind}'{did_you_mean(kind, OP_TYPES)}")
+                    raise _fail(node, f"there is no op '{kind}'{did_you_mean(kind, (*OP_TYPES, 'include'))}")
                 return self._op(OP_TYPES[kind], call)
         raise _fail(
             node, "expected an op, 'with mesh:', 'with ranks(...):', 'for i in range(n):' or 'if condition:'"
@@ -234,7 +317,7 @@ class _Reader:
         if len(call.args) > len(view_names):
             raise _fail(call, f"{kind.kind} takes {len(view_names)} views, not {len(call.args)}")
         values: dict[str, Any] = {
-            name: self._view(node) for name, node in zip(view_names, call.args, strict=False)
+            name: self.read_view(node) for name, node in zip(view_names, call.args, strict=False)
         }
         for keyword in call.keywords:
             name = keyword.arg or "**"
@@ -248,8 +331,8 @@ class _Reader:
 
     def _field(self, name: str, kind: str, node: ast.expr) -> Any:
         readers: dict[str, Callable[[ast.expr], Any]] = {
-            "View": self._view,
-            "tuple[View, ...]": lambda n: tuple(map(self._view, self._items(n))),
+            "View": self.read_view,
+            "tuple[View, ...]": lambda n: tuple(map(self.read_view, self._items(n))),
             "tuple[Index, ...]": lambda n: tuple(map(from_ast, self._items(n))),
             "Index": from_ast,
             "int": self._int,
@@ -261,9 +344,9 @@ class _Reader:
         }
         if name == "lane":
             return self._known(node, self.lanes, "lane")
-        return readers.get(kind, self._string)(node)
+        return readers.get(kind, self.read_string)(node)
 
-    def _view(self, node: ast.expr) -> View:
+    def read_view(self, node: ast.expr) -> View:
         rank: Index | None = None
         match node:
             case ast.Call(func=ast.Name(id="at"), args=[owner, inner]):
@@ -333,7 +416,7 @@ class _Reader:
         return self._int_tuple(node) if isinstance(node, ast.Tuple) else from_ast(node)
 
     def _over(self, node: ast.expr) -> str | tuple[int, ...]:
-        return self._int_tuple(node) if isinstance(node, ast.Tuple) else self._string(node)
+        return self._int_tuple(node) if isinstance(node, ast.Tuple) else self.read_string(node)
 
     def _items(self, node: ast.expr | None) -> list[ast.expr]:
         if isinstance(node, ast.Tuple):
@@ -354,13 +437,13 @@ class _Reader:
             return node.value
         raise _fail(node, "expected True or False")
 
-    def _string(self, node: ast.expr | None) -> str:
+    def read_string(self, node: ast.expr | None) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return node.value
         raise _fail(node or ast.Pass(), "expected a string in quotes")
 
     def _dtype(self, node: ast.expr | None) -> str:
-        name = self._string(node)
+        name = self.read_string(node)
         if name not in DTYPES:
             raise _fail(node or ast.Pass(), f"unknown dtype '{name}'{did_you_mean(name, DTYPES)}")
         return name

@@ -18,10 +18,13 @@ from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.expand import expand, include_error
 from meshweave.ir.program.expressions import Expr, Index, evaluate
+from meshweave.ir.program.include import Include, Submesh
+from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, walk
-from meshweave.ir.program.views import View
+from meshweave.ir.program.views import Range, View
 
 MAX_TURNS = 1 << 20
 """A loop that repeats more often is taken for a mistake."""
@@ -73,28 +76,6 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Product:
-    """`out`[m, n] = sum over k of a[m, k] b[k, n]; a stored (K, M) / b stored (N, K) where transposed."""
-
-    out: str
-    a: str
-    b: str
-    transpose_a: bool = False
-    transpose_b: bool = False
-
-
-@dataclass(frozen=True)
-class Same:
-    """`out` is `src`, element for element: a reshard."""
-
-    out: str
-    src: str
-
-
-Meaning = Product | Same
-
-
-@dataclass(frozen=True)
 class BoundOp:
     """An op of one rank with plain integers. Its `over` lists global ranks."""
 
@@ -116,6 +97,8 @@ class Program:
     Attributes:
         body: the statements.
         computes: the meaning of each output tensor, which `ir.analysis.validate` proves.
+        indices: names that an including program gives a value (a micro-batch, say) and that only the `args` of calls
+            may use. They are 0 where the program is not included.
     """
 
     name: str
@@ -125,6 +108,7 @@ class Program:
     lanes: tuple[Lane, ...]
     body: tuple[Statement, ...]
     computes: tuple[Meaning, ...] = ()
+    indices: tuple[str, ...] = ()
 
     @cached_property
     def mesh_of(self) -> dict[str, Mesh]:
@@ -151,6 +135,36 @@ class Program:
         """Return the global ranks of all meshes, ascending."""
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
+    @cached_property
+    def includes(self) -> tuple[Include, ...]:
+        """Return the includes, as written."""
+        return tuple(op for op in self.ops() if isinstance(op, Include))
+
+    @cached_property
+    def parts(self) -> dict[str, Program]:
+        """Return the sub-programs by name, each after those that it includes itself.
+
+        Raises:
+            ProgramError: two different programs have one name.
+        """
+        parts: dict[str, Program] = {}
+        distinct = {(op.part, id(op.program)): op for op in self.includes}
+        for op in distinct.values():
+            for name, part in {**op.program.parts, op.part: op.program}.items():
+                known = parts.setdefault(name, part)
+                if known is not part and known != part:
+                    raise ProgramError(f"'{name}' names two different programs that are included")
+        return parts
+
+    @cached_property
+    def expanded(self) -> Program:
+        """Return the program with the statements of sub-programs in place of includes; itself if there are none.
+
+        Raises:
+            ProgramError: an include does not fit.
+        """
+        return expand(self) if self.includes else self
+
     def ops(self) -> Iterator[Op]:
         """Yield every op once, as written, whatever repeats it."""
         return ops_of(self.body)
@@ -172,8 +186,8 @@ class Program:
         return self.mesh_of[block.where].ranks if isinstance(block.where, str) else block.where
 
     def environment(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of `rank` in every mesh that it belongs to ("tp.row"), and `rank` itself."""
-        env = {"rank": rank}
+        """Return the coordinates of `rank` in every mesh that it belongs to ("tp.row"), `rank` itself, and indices."""
+        env = {"rank": rank, **dict.fromkeys(self.indices, 0)}
         for mesh in self.meshes:
             if rank in mesh:
                 env.update(
@@ -271,11 +285,32 @@ class Program:
                     return (((*key, turn), {**env, var: turn}) for turn in range(turns))
 
         for key, statement, env in walk(self.body, self.environment(rank), enter):
-            if isinstance(statement, Op):
+            if isinstance(statement, Op) and self._takes_part(statement, env, rank):
                 yield key, statement, env
+
+    def _takes_part(self, op: Op, env: Mapping[str, int], rank: int) -> bool:
+        """Return whether a rank has an op that it comes upon; an include is for the ranks of its meshes alone."""
+        return not isinstance(op, Include) or rank in self._ranks_of_include(op, env)
+
+    def _ranks_of_include(self, op: Include, env: Mapping[str, int]) -> dict[int, None]:
+        """Return the ranks of an include in the order of those of its sub-program."""
+        key = (id(op), *(env.get(name) for name in op.placing_names))
+        if key not in self._include_ranks:
+            try:
+                ranks = op.rank_map(self.mesh_of, env)
+            except ProgramError as error:
+                raise include_error(op.title, error) from None
+            self._include_ranks[key] = dict.fromkeys(ranks.values())
+        return self._include_ranks[key]
+
+    @cached_property
+    def _include_ranks(self) -> dict[tuple[int | None, ...], dict[int, None]]:
+        return {}
 
     def _resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
         changes: dict[str, Any] = {}
+        if isinstance(op, Include):
+            op = replace(op, over=tuple(self._ranks_of_include(op, env)))
         for name in _field_names(type(op)):
             value = getattr(op, name)
             if name == "over":
@@ -303,7 +338,12 @@ class Program:
             return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
         if isinstance(value, CollectiveStep):
             return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
-        if isinstance(value, tuple) and any(isinstance(item, (View, Expr)) for item in value):
+        if isinstance(value, Submesh):
+            return replace(value, coordinates=self._value(value.coordinates, env, rank))
+        if isinstance(value, Range):
+            stop = None if value.stop is None else evaluate(value.stop, env)
+            return Range(evaluate(value.start, env), stop)
+        if isinstance(value, tuple) and any(isinstance(item, _HOLDS_INDICES) for item in value):
             return tuple(self._value(item, env, rank) for item in value)
         return value
 
@@ -320,6 +360,9 @@ class Program:
         if axis and rank not in mesh:
             raise ProgramError(f"runs over '{over}', and mesh {mesh_name} has no rank {rank}")
         return mesh.group(rank, axis) if axis else mesh.ranks
+
+
+_HOLDS_INDICES = (View, Expr, Submesh, Range, tuple)
 
 
 def _evaluate_at(key: Key, index: Index, env: Mapping[str, int], rank: int, statement_kind: str) -> int:

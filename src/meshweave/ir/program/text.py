@@ -1,7 +1,8 @@
 """The text form of a program: printed here, read back by `ir.program.parse`; the two are inverse.
 
 The text is Python syntax (a subset that is parsed, never executed): declarations are assignments, `with`
-says where ops run, `for` and `if` repeat and guard. An op is a call with its fields by name, views first.
+says where ops run, `for` and `if` repeat and guard. An op is a call with its fields by name, views first. A program
+that others include is the body of a `def`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from typing import Any
 
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Expr
+from meshweave.ir.program.include import Include
+from meshweave.ir.program.include_text import include_to_text
+from meshweave.ir.program.meanings import Function, Meaning, Product, Sum, TensorPart
 from meshweave.ir.program.ops import CollectiveStep, Op, Release
-from meshweave.ir.program.program import Buffer, Lane, Meaning, Product, Program
+from meshweave.ir.program.program import Buffer, Lane, Program
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, walk
 from meshweave.ir.program.views import View
 
@@ -24,11 +28,20 @@ WORDS = {"Release": "release", "CollectiveStep": "step", "num_directions": "ways
 
 def to_text(program: Program) -> str:
     """Return the program as text, ending in a newline."""
-    return "\n".join(_lines(program)) + "\n"
+    return "\n".join((f"program({_value(program.name)})", *_definitions(program), *_lines(program))) + "\n"
+
+
+def _definitions(program: Program) -> Iterator[str]:
+    for name, part in program.parts.items():
+        yield f"def {name}():"
+        for line in (f"program({_value(part.name)})", *_lines(part)):
+            yield f"    {line}"
 
 
 def op_to_text(op: Op) -> str:
     """Return one op as it stands in the text form."""
+    if isinstance(op, Include):
+        return include_to_text(op, _value(op.name) if op.name else "")
     views: list[str] = []
     named: list[str] = []
     for item in fields(op):
@@ -46,7 +59,6 @@ def op_to_text(op: Op) -> str:
 
 
 def _lines(program: Program) -> Iterator[str]:
-    yield f"program({_value(program.name)})"
     for mesh in program.meshes:
         yield f"{mesh.name} = {_mesh(mesh)}"
     for tensor in program.tensors:
@@ -57,6 +69,8 @@ def _lines(program: Program) -> Iterator[str]:
         yield f"{buffer.name} = {_buffer(buffer)}"
     for lane in program.lanes:
         yield f"{lane.name} = {_lane(lane)}"
+    for index in program.indices:
+        yield f"{index} = index()"
     yield from _statements(program.body)
 
 
@@ -70,10 +84,27 @@ def _mesh(mesh: Mesh) -> str:
 
 
 def _meaning(meaning: Meaning) -> str:
-    if isinstance(meaning, Product):
-        tail = "".join(f", {name}=True" for name in ("transpose_a", "transpose_b") if getattr(meaning, name))
-        return f"computes({meaning.out}, product({meaning.a}, {meaning.b}{tail}))"
+    match meaning:
+        case Product():
+            flags = (name for name in ("transpose_a", "transpose_b") if getattr(meaning, name))
+            tail = "".join(f", {name}=True" for name in flags)
+            return f"computes({meaning.out}, product({meaning.a}, {meaning.b}{tail}))"
+        case Sum():
+            return f"computes({meaning.out}, add({', '.join(meaning.terms)}))"
+        case Function():
+            return f"computes({meaning.part}, call({', '.join(_function(meaning))}))"
     return f"computes({meaning.out}, same({meaning.src}))"
+
+
+def _function(meaning: Function) -> Iterator[str]:
+    yield _value(meaning.fn)
+    yield from map(str, meaning.ins)
+    if meaning.stash:
+        yield f"stash={_value(meaning.stash)}"
+    if meaning.reduce:
+        yield f"reduce={_value(meaning.reduce)}"
+    if meaning.output:
+        yield f"output={meaning.output}"
 
 
 def _buffer(buffer: Buffer) -> str:
@@ -136,7 +167,7 @@ def _value(value: Any) -> str:
     if isinstance(value, tuple):
         inner = ", ".join(_value(item) for item in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
-    assert isinstance(value, (bool, int, View, Expr)), value
+    assert isinstance(value, (bool, int, View, Expr, TensorPart)), value
     return str(value)
 
 
