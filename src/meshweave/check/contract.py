@@ -77,7 +77,7 @@ def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> Config
         for name, value in expected.items():
             error = max(error, float(np.max(np.abs(outputs[name] - value), initial=0.0)))
     failed = f"numbers differ by {error:g}" if error else _wrong_closed_form(entry, problem, config, program)
-    num_ops = sum(len(ops) for ops in program.ops_by_rank.values())
+    num_ops = sum(len(ops) for ops in program.expanded.ops_by_rank.values())
     return ConfigProof(entry.name, str(config), num_ops, unproved, error, failed)
 
 

@@ -77,7 +77,7 @@ def show(
         print_json(_to_json(program, verdict, program.ranks if rank is None else (rank,)))
         return
     if rank is not None:
-        for bound in program.ops_on_rank(rank):
+        for bound in program.expanded.ops_on_rank(rank):
             typer.echo(f"{'.'.join(map(str, bound.key)):<10} {op_to_text(bound.op)}")
     else:
         typer.echo(to_text(program), nl=False)

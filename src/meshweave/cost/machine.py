@@ -86,8 +86,8 @@ class Machine:
 
     @classmethod
     def of(cls, cluster: Cluster, program: Program, logical: bool = False) -> Machine:
-        """Return the machine of a program: its meshes on `cluster`."""
-        return cls(cluster, program.meshes, logical)
+        """Return the machine of a program: its meshes, and those of what it includes, on `cluster`."""
+        return cls(cluster, program.expanded.meshes, logical)
 
     @cached_property
     def _axes(self) -> dict[str, NetworkAxis]:

@@ -78,6 +78,7 @@ def skeleton_of(program: Program) -> Skeleton:
     Raises:
         UnsupportedError: there are messages from rank to rank, whose partners a skeleton does not hold.
     """
+    program = program.expanded
     ops = program.ops_on_rank(program.ranks[0])
     for bound in ops:
         if isinstance(bound.op, (Send, Recv)) or is_one_sided(bound.op):

@@ -226,6 +226,7 @@ def bytes_moved(program: Program, op: Op, rank: int) -> int:
 def traffic(program: Program, rank: int) -> dict[str, int]:
     """Return the logical bytes that `rank` moves, per mesh axis ("" for point to point); see `bytes_moved`."""
     out: dict[str, int] = {}
+    program = program.expanded
     for bound in program.ops_on_rank(rank):
         moved = bytes_moved(program, bound.op, rank)
         if moved:

@@ -19,6 +19,7 @@ _READERS = (Matmul, Add, Copy)
 
 def read_in_place(program: Program) -> Program:
     """Return the program without the gets whose readers can read the remote view, written out per rank."""
+    program = program.expanded
     kept = {rank: _without_gets(program, ops) for rank, ops in program.ops_by_rank.items()}
     listed = [
         (rank, kept[rank][bound.key])

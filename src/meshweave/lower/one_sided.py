@@ -27,6 +27,7 @@ from meshweave.ir.program.views import Range, View
 
 def write_out_per_rank(program: Program) -> Program:
     """Return the same program with every op written out per rank, in the order of the sequential reading."""
+    program = program.expanded
     return replace(
         program, body=tuple(On((rank,), (bound.op,)) for rank, bound in in_sequential_order(program))
     )
@@ -38,6 +39,7 @@ def lower_one_sided(program: Program) -> Program:
     Raises:
         ProgramError: an op other than get, put, accumulate or a released matmul or copy has a remote view.
     """
+    program = program.expanded
     body: list[Statement] = []
     staging: dict[str, Buffer] = {}
     sender_lanes = _SenderLanes(program)

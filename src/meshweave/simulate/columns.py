@@ -149,6 +149,9 @@ class Columns:
                 column[self._at[mesh.name]] = place
                 self._expressions.slot(f"{mesh.name}.{axis}")
                 self._coords.append(column)
+        for index in self.program.indices:  # 0 where the program is not included
+            self._expressions.slot(index)
+            self._coords.append(np.zeros(len(self.ranks), dtype=np.int64))
 
     def _set(self, where: str | tuple[int, ...]) -> int:
         """Return the number of a set of ranks; -1 for all ranks."""

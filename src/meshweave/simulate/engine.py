@@ -36,6 +36,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
         ProgramError: partners disagree, the program deadlocks, or an expression does not fit.
         UnsupportedError: the machine cannot place a group.
     """
+    program = program.expanded
     try:
         columns = Columns(program)
         core = Core(columns.data)

@@ -325,4 +325,4 @@ def _uncontended_s(program: Program, machine: Machine) -> float:
 
 
 def _num_ops(program: Program) -> int:
-    return len(program.ranks) * sum(1 for _ in program.unbound_ops_on_rank(program.ranks[0]))
+    return len(program.ranks) * sum(1 for _ in program.expanded.unbound_ops_on_rank(program.ranks[0]))

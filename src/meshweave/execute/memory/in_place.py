@@ -55,6 +55,7 @@ class InPlaceProgram:
                 views that are no boxes; inputs or outputs that other ranks reach; no memory for what they reach.
             RankLostError, DeadlineError: see `TorchContext.guard`.
         """
+        program = program.expanded
         self._program, self._rank, self._context, self._memory = program, rank, context, memory
         own = [buffer for buffer in program.buffers if rank in program.mesh_of[buffer.mesh]]
         inputs = [buffer.name for buffer in own if buffer.kind == "input"]

@@ -167,6 +167,7 @@ def bind(
         BindError: tensors, calls, ranks or order do not fit the program; with `memory`, ranks bind different ones.
         UnsupportedError: the program has one-sided ops and there is no `memory` (give one, or lower them first).
     """
+    program = program.expanded
     if context is None:
         context = TorchContext.default(next((tensor.device for tensor in tensors.values()), "cpu"))
     mode = _checked_mode(program, rank, context, mode, order)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshweave.base.errors import ProgramError
@@ -178,14 +178,32 @@ def select(entries: Sequence[Index], index: Index) -> Index:
 
 def substitute(index: Index, name: str, value: Index) -> Index:
     """Return `index` with `value` in place of the variable `name`."""
+    return substitute_all(index, {name: value})
+
+
+def substitute_all(index: Index, values: Mapping[str, Index]) -> Index:
+    """Return `index` with a value in place of each variable that `values` names, all at once."""
     if isinstance(index, Var):
-        return value if index.name == name else index
+        return values.get(index.name, index)
     if isinstance(index, Binary):
-        return binary(index.op, substitute(index.left, name, value), substitute(index.right, name, value))
+        return binary(index.op, substitute_all(index.left, values), substitute_all(index.right, values))
     if isinstance(index, Select):
-        entries = tuple(substitute(entry, name, value) for entry in index.entries)
-        return select(entries, substitute(index.index, name, value))
+        entries = tuple(substitute_all(entry, values) for entry in index.entries)
+        return select(entries, substitute_all(index.index, values))
     return index
+
+
+def names_in(index: Index) -> Iterator[str]:
+    """Yield the name of every variable in an index, as often as it stands there."""
+    if isinstance(index, Var):
+        yield index.name
+    elif isinstance(index, Binary):
+        yield from names_in(index.left)
+        yield from names_in(index.right)
+    elif isinstance(index, Select):
+        yield from names_in(index.index)
+        for entry in index.entries:
+            yield from names_in(entry)
 
 
 def equal(left: Index, right: Index) -> Index:

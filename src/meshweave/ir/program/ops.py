@@ -71,6 +71,11 @@ class Op:
     lane: str
     name: str = ""
 
+    @property
+    def title(self) -> str:
+        """Return what messages call the op: its name, or else its kind."""
+        return self.name or self.kind
+
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
         """Return what the op reads, writes and updates, in that order; remote views included."""
         raise AssertionError(f"{type(self).__name__} declares no accesses")

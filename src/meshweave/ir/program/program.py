@@ -85,7 +85,7 @@ class BoundOp:
     @property
     def label(self) -> str:
         """Return the op's name, or else its kind, with its position: `gather_a 0.2.1`, `matmul 0.3.1`."""
-        return f"{self.op.name or self.op.kind} {'.'.join(map(str, self.key))}"
+        return f"{self.op.title} {'.'.join(map(str, self.key))}"
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Program:
     Attributes:
         body: the statements.
         computes: the meaning of each output tensor, which `ir.analysis.validate` proves.
-        indices: names that an including program gives a value (a micro-batch, say) and that only the `args` of calls
-            may use. They are 0 where the program is not included.
+        indices: names that an including program gives a value (a micro-batch, say) and that only the `args` of
+            calls may use. They are 0 where the program is not included.
     """
 
     name: str
@@ -186,7 +186,7 @@ class Program:
         return self.mesh_of[block.where].ranks if isinstance(block.where, str) else block.where
 
     def environment(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of `rank` in every mesh that it belongs to ("tp.row"), `rank` itself, and indices."""
+        """Return the coordinates of `rank` in every mesh that it belongs to ("tp.row"), `rank`, and indices."""
         env = {"rank": rank, **dict.fromkeys(self.indices, 0)}
         for mesh in self.meshes:
             if rank in mesh:
@@ -261,7 +261,7 @@ class Program:
             except ProgramError as error:
                 raise ProgramError(
                     error.message,
-                    op=error.op or f"{op.name or op.kind} {'.'.join(map(str, key))}",
+                    op=error.op or f"{op.title} {'.'.join(map(str, key))}",
                     rank=rank,
                     buffer=error.buffer,
                 ) from None

@@ -1,8 +1,8 @@
 """The text form of a program: printed here, read back by `ir.program.parse`; the two are inverse.
 
 The text is Python syntax (a subset that is parsed, never executed): declarations are assignments, `with`
-says where ops run, `for` and `if` repeat and guard. An op is a call with its fields by name, views first. A program
-that others include is the body of a `def`.
+says where ops run, `for` and `if` repeat and guard. An op is a call with its fields by name, views first. A
+program that others include is the body of a `def`.
 """
 
 from __future__ import annotations

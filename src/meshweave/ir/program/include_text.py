@@ -1,0 +1,147 @@
+"""The text form of includes: `def block():` gives a sub-program a name, `include(block, x=h(m % 2), ...)` runs it.
+
+Each sub-program is printed once, under the name that includes use, after those that it includes itself.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Protocol
+
+from meshweave.base.errors import ProgramError, did_you_mean
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.expressions import Index, from_ast
+from meshweave.ir.program.include import Include, Submesh
+from meshweave.ir.program.program import Program
+from meshweave.ir.program.views import FULL, Range, View
+
+RESERVED = ("stashes", "copies", "copy", "name")
+"""Arguments of an include that are no formal names."""
+
+
+def include_to_text(op: Include, quoted: str) -> str:
+    """Return an include as it stands in the text form; `quoted` is its name in quotes, or empty."""
+    parts = [op.part]
+    for pairs in (op.meshes, op.buffers, op.indices, op.lanes):
+        parts += [f"{formal}={actual}" for formal, actual in pairs]
+    if op.stashes:
+        shown = ", ".join(f'("{formal}", "{actual}")' for formal, actual in op.stashes)
+        parts.append(f"stashes=({shown},)")
+    if op.copies != 1:
+        parts.append(f"copies={op.copies}")
+    if op.copy != 0:
+        parts.append(f"copy={op.copy}")
+    if quoted:
+        parts.append(f"name={quoted}")
+    return f"include({', '.join(parts)})"
+
+
+class ProgramReader(Protocol):
+    """What reading an include needs of the reader of the program that it stands in."""
+
+    meshes: dict[str, Mesh]
+    lanes: dict[str, object]
+    parts: dict[str, Program]
+    defining: tuple[str, ...]
+
+    def read_view(self, node: ast.expr) -> View: ...
+    def read_string(self, node: ast.expr | None) -> str: ...
+
+
+def read_include(call: ast.Call, reader: ProgramReader) -> Include:
+    """Return the include that a call of the text form describes.
+
+    Raises:
+        ProgramError: it names no program that is defined, or what it gives is no formal of that program.
+    """
+    part = call.args[0].id if len(call.args) == 1 and isinstance(call.args[0], ast.Name) else ""
+    if part in reader.defining:
+        path = " > ".join((*reader.defining[reader.defining.index(part) :], part))
+        raise _fail(call, f"'{part}' includes itself: {path}")
+    if part not in reader.parts:
+        raise _fail(call, f"'{part}' is no program that is defined above{did_you_mean(part, reader.parts)}")
+    program = reader.parts[part]
+    given = {item.arg or "**": item.value for item in call.keywords}
+    formals = {
+        "mesh": program.mesh_of,
+        "buffer": {b.name: b for b in program.buffers if b.kind in ("input", "output")},
+        "index": dict.fromkeys(program.indices),
+        "lane": program.lane_of,
+    }
+    known = {name for table in formals.values() for name in table}
+    for name, value in given.items():
+        if name not in known and name not in RESERVED:
+            raise _fail(value, f"'{part}' has no '{name}' to be given{did_you_mean(name, known)}")
+    nodes = {
+        kind: {name: given[name] for name in table if name in given and name not in RESERVED}
+        for kind, table in formals.items()
+    }
+    return Include(
+        part=part,
+        program=program,
+        meshes=tuple((name, _submesh(node, reader.meshes)) for name, node in nodes["mesh"].items()),
+        buffers=tuple((name, reader.read_view(node)) for name, node in nodes["buffer"].items()),
+        indices=tuple((name, from_ast(node)) for name, node in nodes["index"].items()),
+        lanes=tuple((name, _lane(node, reader)) for name, node in nodes["lane"].items()),
+        stashes=_stashes(given.get("stashes"), reader),
+        copies=_int(given["copies"]) if "copies" in given else 1,
+        copy=from_ast(given["copy"]) if "copy" in given else 0,
+        name=reader.read_string(given["name"]) if "name" in given else "",
+    )
+
+
+def _submesh(node: ast.expr, meshes: dict[str, Mesh]) -> Submesh:
+    order: tuple[int, ...] | None = None
+    match node:
+        case ast.Call(func=ast.Name(id="transpose"), args=[inner, *axes], keywords=[]) if axes:
+            node, order = inner, tuple(map(_int, axes))
+    chosen: list[ast.expr] | None = None
+    match node:
+        case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
+            node, chosen = inner, elts
+        case ast.Subscript(value=inner, slice=at):
+            node, chosen = inner, [at]
+    name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
+    if name not in meshes:
+        raise _fail(node, f"'{name}' is no mesh{did_you_mean(name, meshes)}")
+    if chosen is None:
+        return Submesh(name, (FULL,) * len(meshes[name].shape), order)
+    return Submesh(name, tuple(map(_coordinate, chosen)), order)
+
+
+def _coordinate(node: ast.expr) -> Index | Range:
+    match node:
+        case ast.Slice(lower=lower, upper=upper, step=None):
+            return Range(0 if lower is None else from_ast(lower), None if upper is None else from_ast(upper))
+    return from_ast(node)
+
+
+def _lane(node: ast.expr, reader: ProgramReader) -> str:
+    name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
+    if name not in reader.lanes:
+        raise _fail(node, f"'{name}' is no lane{did_you_mean(name, reader.lanes)}")
+    return name
+
+
+def _stashes(node: ast.expr | None, reader: ProgramReader) -> tuple[tuple[str, str], ...]:
+    pairs: list[tuple[str, str]] = []
+    for item in node.elts if isinstance(node, ast.Tuple) else [] if node is None else [node]:
+        match item:
+            case ast.Tuple(elts=[formal, actual]):
+                pairs.append((reader.read_string(formal), reader.read_string(actual)))
+            case _:
+                raise _fail(item, 'stashes are pairs: (("name in the program", "name here"),)')
+    return tuple(pairs)
+
+
+def _int(node: ast.expr) -> int:
+    value = from_ast(node)
+    if not isinstance(value, int):
+        raise _fail(node, f"expected an integer, not '{value}'")
+    return value
+
+
+def _fail(node: ast.AST, message: str) -> ProgramError:
+    return ProgramError(
+        f"line {getattr(node, 'lineno', '?')}, column {getattr(node, 'col_offset', 0) + 1}: {message}"
+    )
