@@ -250,6 +250,24 @@ class LabelAlgebra:
             self._stashes.pop(key, None)
         return outs
 
+    def apply(
+        self,
+        fn: str,
+        output: int,
+        view: View,
+        given: Sequence[tuple[View, Labels]],
+        stashed: Sequence[tuple[View, Labels]] | None,
+    ) -> Labels:
+        """Return the labels of result number `output` of a function, in the shape of `view`, as a meaning says.
+
+        Raises ProgramError where none is declared, or the inputs are not what it names.
+        """
+        declared = self.table.functions.get((fn, output))
+        if not declared:
+            raise ProgramError(f"calls '{fn}', which no declared meaning does")
+        meaning = self._best(declared, [block for _, block in given])
+        return self._apply(meaning, view, -1, given, stashed)
+
     def _best(self, declared: Sequence[Function], ins: Sequence[Labels]) -> Function:
         """Return the meaning whose inputs are those that a call has, or most of them."""
 
@@ -297,8 +315,7 @@ class LabelAlgebra:
                     continue
             else:
                 self._check_finished(part.tensor, in_view, block)
-            if block.size:
-                places.bind(part, shape, block, in_view.buffer)
+            places.bind(part, shape, block, in_view.buffer)
         made = self._result(meaning, view, rank, places)
         if so_far:
             self._check_alike(so_far)
@@ -421,10 +438,12 @@ class _Places:
 
     def bind(self, part: TensorPart, shape: tuple[int, ...], block: Labels, buffer: str) -> None:
         """Note the positions of an input. Raises ProgramError where it lacks some, or others name other ones."""
-        tensor, lists = part.tensor, positions_of(block["index"], shape)
-        if lists is None or not _merges(block.shape, [len(listed) for listed in lists]):
-            raise ProgramError(f"gives call '{self.fn}' what is no block of {tensor}", buffer=buffer)
-        for dim, (name, size, listed) in enumerate(zip(part.dims, shape, lists, strict=True)):
+        tensor = part.tensor
+        for dim, (name, size, listed) in enumerate(
+            zip(part.dims, shape, self._lists(tensor, shape, block, buffer), strict=True)
+        ):
+            if listed is None:
+                continue
             known = np.arange(size) if name is None else self.of.setdefault(name, listed)
             if np.array_equal(known, listed):
                 continue
@@ -439,6 +458,18 @@ class _Places:
                 "another input",
                 buffer=buffer,
             )
+
+    def _lists(
+        self, tensor: str, shape: tuple[int, ...], block: Labels, buffer: str
+    ) -> Sequence[Positions | None]:
+        """Return the positions of a block per dim of its tensor; of an empty block those that are none."""
+        if not block.size:
+            extents = block.shape if block.ndim == len(shape) else (0,) * len(shape)
+            return [None if extent else np.arange(0) for extent in extents]
+        lists = positions_of(block["index"], shape)
+        if lists is None or not _merges(block.shape, [len(listed) for listed in lists]):
+            raise ProgramError(f"gives call '{self.fn}' what is no block of {tensor}", buffer=buffer)
+        return lists
 
 
 def _span(listed: Positions) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.shapes import check_joint
-from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program import BoundOp, Include, Program
 from meshweave.ir.program.ops import (
     AllGather,
     AllReduce,
@@ -166,6 +166,7 @@ def _signature(program: Program, op: Op) -> tuple[Any, ...]:
         Reduce: ("root", "packets", "op"),
         AllToAll: ("split_dim", "concat_dim"),
         Permute: ("shift", "step"),
+        Include: ("part", "meshes", "lanes"),
     }.get(type(op), ())
     dtype = program.buffer_of[op.src.buffer].dtype if isinstance(op, DataCollective) else ""
     return (op.kind, op.name, dtype, *(getattr(op, name) for name in fields))

@@ -11,6 +11,7 @@ import numpy as np
 from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout, Partial
 from meshweave.ir.analysis.dataflow import Dataflow, Event
+from meshweave.ir.analysis.include_labels import LabelInterpreter
 from meshweave.ir.analysis.interpret import Interpreter
 from meshweave.ir.analysis.labels import LABEL, LabelAlgebra, Labels, element_labels
 from meshweave.ir.analysis.terms import UNWRITTEN, partial_term_ranks
@@ -41,7 +42,7 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
     """
     program = flow.program
     algebra = LabelAlgebra(program, flow)
-    interpreter = Interpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
+    interpreter = LabelInterpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
     algebra.interpreter = interpreter
     for buffer in program.buffers:
         if buffer.kind == "input":
@@ -54,7 +55,7 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
             assert buffer.layout is not None
             for rank in program.mesh_of[buffer.mesh].ranks:
                 _check_output(algebra, interpreter, buffer, buffer.layout, rank)
-    return undeclared(program)
+    return (*undeclared(program), *interpreter.notes)
 
 
 def undeclared(program: Program) -> tuple[str, ...]:

@@ -176,6 +176,27 @@ class TermTable:
             counts = np.minimum(counts, 1)
         return self.number(Term(((basis, counts.astype(np.int32).tobytes()),)))
 
+    def shares(self, number: int, count: int) -> list[int] | None:
+        """Return the numbers of `count` disjoint terms whose sum a term is; None if it has too few summands."""
+        summands = [
+            (basis, place)
+            for basis, counts in self._term(number).parts
+            for place in np.flatnonzero(np.frombuffer(counts, np.int32)).tolist()
+        ]
+        if len(summands) < count:
+            return None
+        have = {basis: np.frombuffer(counts, np.int32) for basis, counts in self._term(number).parts}
+        shares: list[int] = []
+        for share in range(count):
+            own: dict[str, Counts] = {}
+            for basis, place in summands[
+                share * len(summands) // count : (share + 1) * len(summands) // count
+            ]:
+                own.setdefault(basis, np.zeros_like(have[basis]))[place] = have[basis][place]
+            parts = tuple((basis, own[basis].tobytes()) for basis in sorted(own))
+            shares.append(self.number(Term(parts)))
+        return shares
+
     def finished(self, tensor: str) -> int:
         """Return the number of the term of a finished element of `tensor`."""
         number = self._finished.get(tensor)

@@ -7,7 +7,9 @@ from collections import Counter
 
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
+from meshweave.ir.program.check_includes import check_includes
 from meshweave.ir.program.check_meanings import check_meanings
+from meshweave.ir.program.include import Include
 from meshweave.ir.program.ops import Collective, Op
 from meshweave.ir.program.program import Buffer, Program
 from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
@@ -25,13 +27,15 @@ def check_declarations(program: Program) -> None:
     for buffer in program.buffers:
         _check_buffer(program, buffer)
     check_meanings(program)
+    check_includes(program)
     for statement in statements_of(program.body):
-        _check_statement(program, statement)
+        if not isinstance(statement, Include):
+            _check_statement(program, statement)
 
 
 def _check_names(program: Program) -> None:
     tables = (program.meshes, program.tensors, program.buffers, program.lanes)
-    declared = Counter(item.name for table in tables for item in table)
+    declared = Counter([item.name for table in tables for item in table] + list(program.indices))
     axes = {axis for mesh in program.meshes for axis in mesh.axes}
     for name in (*declared, *sorted(axes)):
         # The text form is Python syntax, whose parser also folds some letters outside ASCII into others.

@@ -24,7 +24,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, Var, evaluate
-from meshweave.ir.program.include import Include
+from meshweave.ir.program.include import Include, include_error
 from meshweave.ir.program.ops import Fence, Op
 from meshweave.ir.program.renaming import RankMap, Renaming, placing_loops, region_of
 from meshweave.ir.program.statements import On, Repeat, Statement, When, ops_of, rewrite, statements_of
@@ -41,11 +41,6 @@ def expand(program: Program) -> Program:
         ProgramError: an include does not fit; the message begins with its path.
     """
     return _Expansion(program).run()
-
-
-def include_error(path: str, error: ProgramError) -> ProgramError:
-    """Return an error in an include with its path before the message."""
-    return ProgramError(f"{path}: {error.message}", op=error.op, rank=error.rank, buffer=error.buffer)
 
 
 @dataclass(frozen=True)

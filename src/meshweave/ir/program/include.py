@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,6 +34,21 @@ from meshweave.ir.program.views import Range, View
 
 if TYPE_CHECKING:
     from meshweave.ir.program.program import Program
+
+
+class IncludeError(ProgramError):
+    """An error in an include, whose message begins with the path of includes that leads to it."""
+
+    def __init__(self, path: str, error: ProgramError) -> None:
+        self.path, self.cause = path, error
+        super().__init__(f"{path}: {error.message}", op=error.op, rank=error.rank, buffer=error.buffer)
+
+
+def include_error(path: str, error: ProgramError) -> IncludeError:
+    """Return an error with one more include before its path."""
+    if isinstance(error, IncludeError):
+        return IncludeError(f"{path} > {error.path}", error.cause)
+    return IncludeError(path, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +154,13 @@ class Include(Collective):
         return frozenset(
             name for _, submesh in self.meshes for index in submesh.indices for name in names_in(index)
         )
+
+    def on_rank(self, rank: int, ranks: tuple[int, ...]) -> Include:
+        """Return the op of one of `ranks`, which are in the order of the sub-program's: with its buffers alone."""
+        inner = self.program.ranks[ranks.index(rank)]
+        mesh_of = {buffer.name: self.program.mesh_of[buffer.mesh] for buffer in self.program.buffers}
+        own = tuple((formal, view) for formal, view in self.buffers if inner in mesh_of[formal])
+        return replace(self, over=ranks, buffers=own)
 
     def rank_map(self, mesh_of: Mapping[str, Mesh], env: Mapping[str, int]) -> dict[int, int]:
         """Return the global rank here of each rank of the sub-program, in ascending order of the latter.

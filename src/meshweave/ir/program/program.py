@@ -18,9 +18,9 @@ from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program.expand import expand, include_error
+from meshweave.ir.program.expand import expand
 from meshweave.ir.program.expressions import Expr, Index, evaluate
-from meshweave.ir.program.include import Include, Submesh
+from meshweave.ir.program.include import Include, Submesh, include_error
 from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, walk
@@ -310,7 +310,7 @@ class Program:
     def _resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
         changes: dict[str, Any] = {}
         if isinstance(op, Include):
-            op = replace(op, over=tuple(self._ranks_of_include(op, env)))
+            op = op.on_rank(rank, tuple(self._ranks_of_include(op, env)))
         for name in _field_names(type(op)):
             value = getattr(op, name)
             if name == "over":
