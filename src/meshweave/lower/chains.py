@@ -38,7 +38,7 @@ SUMS = "_sum"
 def lower_chains(
     program: Program, should_lower: Callable[[Broadcast | Reduce], bool] = lambda op: True
 ) -> Program:
-    """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`.
+    """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`, also in what it includes.
 
     Packets are cut along the dim that is outermost in memory; there are at most as many as it has elements.
 
@@ -48,6 +48,7 @@ def lower_chains(
     Raises:
         ProgramError: a reduction is not a sum, or a view is a box along no dim.
     """
+    program = program.with_parts(lambda part: lower_chains(part, should_lower))
     return _ChainLowering(program, should_lower).run()
 
 

@@ -35,7 +35,7 @@ def lower_rings(
     num_directions: Literal[1, 2] = 1,
     should_lower: Callable[[AllGather | ReduceScatter], bool] = lambda op: True,
 ) -> Program:
-    """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`.
+    """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`, also in what it includes.
 
     Args:
         num_directions: 2 for bidirectional rings.
@@ -44,6 +44,7 @@ def lower_rings(
     Raises:
         ProgramError: a collective has no `sizes`, and the sizes of its parts do not follow from its views.
     """
+    program = program.with_parts(lambda part: lower_rings(part, num_directions, should_lower))
     lowering = _RingLowering(program, num_directions, should_lower)
     body = rewrite(program.body, lowering.replacement)
     lanes = program.lanes + tuple(lowering.new_lanes.values())

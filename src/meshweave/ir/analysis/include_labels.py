@@ -2,9 +2,9 @@
 
 The proof of the sub-program says that its outputs are what its meanings say. So an include is not run op by op.
 Its inputs are gathered to whole tensors of labels, and the meanings are applied to these in the algebra of the
-including program, which must declare them as well. Then the outputs are dealt out as their layouts say. One that is
-laid out as partial sums is dealt out in as many disjoint parts as there are terms: which summands the terms really
-are makes no difference to a program that adds them all.
+including program, which must declare them as well. Then the outputs are dealt out as their layouts say. One that
+is laid out as partial sums is dealt out in as many disjoint parts as there are terms: which summands the terms
+really are makes no difference to a program that adds them all.
 
 What the including program declares no meaning of is taken for what the output's buffer is to hold, as with calls.
 """

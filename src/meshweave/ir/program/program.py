@@ -9,7 +9,7 @@ instantiate to the same per-rank list of ops with plain integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from meshweave.ir.program.expressions import Expr, Index, evaluate
 from meshweave.ir.program.include import Include, Submesh, include_error
 from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
-from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, walk
+from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, rewrite, walk
 from meshweave.ir.program.views import Range, View
 
 MAX_TURNS = 1 << 20
@@ -155,6 +155,17 @@ class Program:
                 if known is not part and known != part:
                     raise ProgramError(f"'{name}' names two different programs that are included")
         return parts
+
+    def with_parts(self, change: Callable[[Program], Program]) -> Program:
+        """Return the program with `change` made to each program that it includes, once."""
+        parts = {
+            id(op.program): change(op.program) for op in {id(i.program): i for i in self.includes}.values()
+        }
+
+        def changed(op: Op) -> tuple[Op]:
+            return (replace(op, program=parts[id(op.program)]) if isinstance(op, Include) else op,)
+
+        return replace(self, body=rewrite(self.body, changed)) if parts else self
 
     @cached_property
     def expanded(self) -> Program:
