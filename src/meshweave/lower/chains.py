@@ -38,9 +38,10 @@ SUMS = "_sum"
 def lower_chains(
     program: Program, should_lower: Callable[[Broadcast | Reduce], bool] = lambda op: True
 ) -> Program:
-    """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`, also in what it includes.
+    """Return the program with its broadcasts and reduces over mesh axes as chains of `send` and `recv`.
 
     Packets are cut along the dim that is outermost in memory; there are at most as many as it has elements.
+    Sub-programs that the program includes are lowered likewise.
 
     Args:
         should_lower: selects the collectives to lower; the others stay.

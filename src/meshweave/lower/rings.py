@@ -35,7 +35,9 @@ def lower_rings(
     num_directions: Literal[1, 2] = 1,
     should_lower: Callable[[AllGather | ReduceScatter], bool] = lambda op: True,
 ) -> Program:
-    """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`, also in what it includes.
+    """Return the program with its all-gathers and reduce-scatters over mesh axes as rings of `permute`.
+
+    Sub-programs that it includes are lowered likewise.
 
     Args:
         num_directions: 2 for bidirectional rings.
