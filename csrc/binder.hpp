@@ -172,11 +172,26 @@ class Binder {
   void measure(const OpRow& row, ClassOp& op) {
     switch (row.kind) {
       case Kind::MATMUL: {
-        const Access& out = view(row.out);
-        op.a = out.selectors[0].size();
-        op.b = out.selectors[1].size();
-        op.c = view(row.src).selectors[row.flags & TRANSPOSE_A ? 0 : 1].size();
-        checked_mul(checked_mul(checked_mul(2, op.a), op.b), op.c);
+        const Access &out = view(row.out), &a = view(row.src), &b = view(row.other);
+        const auto size = [](const Access& of, int dim) { return of.selectors[static_cast<size_t>(dim)].size(); };
+        const auto batch = [&](const Access& of) {
+          i64 count = 1;
+          for (int dim = 0; dim + 2 < of.dims; ++dim) count = checked_mul(count, size(of, dim));
+          return count;
+        };
+        op.a = size(out, out.dims - 2);
+        op.b = size(out, out.dims - 1);
+        op.c = size(a, a.dims - (row.flags & TRANSPOSE_A ? 2 : 1));
+        // One operand for the whole batch makes a larger matrix of the other; a sum over the batch, a longer k.
+        if (a.dims > 2 && b.dims > 2) {
+          i64& grown = out.dims == 2 ? op.c : op.num_products;
+          grown = checked_mul(grown, batch(a));
+        } else if (a.dims > 2) {
+          op.a = checked_mul(op.a, batch(a));
+        } else if (b.dims > 2) {
+          op.b = checked_mul(op.b, batch(b));
+        }
+        checked_mul(checked_mul(checked_mul(checked_mul(2, op.a), op.b), op.c), op.num_products);
         break;
       }
       case Kind::COPY: op.a = checked_mul(2, bytes(row.out)); break;
@@ -185,6 +200,10 @@ class Binder {
       case Kind::CALL:
         op.a = row.flops < 0 ? 0 : value(row.flops);
         op.b = row.bytes < 0 ? 0 : value(row.bytes);
+        if (row.flags & VIEW_BYTES)
+          for (size_t at = first_resolved_; at < accesses.all.size(); ++at)
+            op.b = checked_add(op.b, checked_mul(accesses.all[at].elements(),
+                                                 code_.buffers[static_cast<size_t>(accesses.all[at].buffer)].itemsize));
         if (op.a < 0 || op.b < 0) throw ProgramFault("declares a negative cost");
         break;
       case Kind::ALL_GATHER: measure_parts(row, row.out, op); break;

@@ -180,6 +180,7 @@ Template::Template(const Columns& c)
     for (const i64 expr : {row.first, row.second, row.step_index, row.flops, row.bytes})
       check(expr == -1 || is_expr(expr), "an op with a bad expression");
     check(row.price >= -1, "a bad price");
+    check(row.rate >= ((row.kind == Kind::MATMUL || row.kind == Kind::CALL) ? 0 : -1), "a bad rate");
     check(row.comm >= -1 && row.comm < static_cast<i64>(Comm::COUNT), "an unknown kind of communication");
     check(row.step_directions == 1 || row.step_directions == 2, "a step of neither one nor two directions");
     check(row.sizes_mode >= 0 && row.sizes_mode <= 2, "bad sizes");
@@ -202,7 +203,7 @@ Template::Template(const Columns& c)
     check(row.comm == -1 || row.step_index >= 0, "a step without its index");
     if (row.kind == Kind::MATMUL) {
       for (const i64 view : {row.out, row.src, row.other})
-        check(views[static_cast<size_t>(view)].dims == 2, "a product of what is no matrix");
+        check(views[static_cast<size_t>(view)].dims >= 2, "a product of what is no matrix");
     } else if (row.kind == Kind::ALL_GATHER || row.kind == Kind::REDUCE_SCATTER || row.kind == Kind::ALL_TO_ALL) {
       const i64 view = row.kind == Kind::ALL_GATHER ? row.out : row.src;
       check(below(row.dim, static_cast<size_t>(views[static_cast<size_t>(view)].dims)), "a collective along no dim");

@@ -27,7 +27,8 @@ enum class Comm : i64 {
   ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, ALL_TO_ALL, SEND_RECV, ACCUMULATE, COUNT
 };
 
-enum Flag : i64 { TRANSPOSE_A = 1, TRANSPOSE_B = 2, TRACKED = 4, UPDATES = 8 };
+// VIEW_BYTES: a call moves the bytes of its views.
+enum Flag : i64 { TRANSPOSE_A = 1, TRANSPOSE_B = 2, TRACKED = 4, UPDATES = 8, VIEW_BYTES = 16 };
 
 enum class Statement : i64 { OP, ON, REPEAT, WHEN };
 
@@ -59,6 +60,7 @@ struct OpRow {
   i64 comm, step_index, step_directions;  // comm -1: no step of a lowered collective
   i64 price;  // row of constants of an op that is no collective, else -1
   i64 flops, bytes, stash, part, args, num_args;
+  i64 rate;  // of the machine's FLOP rates, for a product or a call; -1 for others
 };
 
 struct AccessRow {

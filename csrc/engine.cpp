@@ -120,14 +120,16 @@ class Engine {
     }
   }
 
+  static i64 product_flops(const ClassOp& of) { return 2 * of.a * of.b * of.c * of.num_products; }
+
   void compute(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
     pending_[op] = 1;
-    if (row.kind == Kind::MATMUL && of.a && of.b && of.c) {
-      const Tiles tiles = machine_.tiles(of.a, of.b, of.c, itemsize(row.src));
+    if (row.kind == Kind::MATMUL && of.a && of.b && of.c && of.num_products) {
+      const Tiles tiles = machine_.tiles(of, itemsize(row.src));
       if (tiles.fill_bytes) {
         begin(machine_.launch_ps, tiles.fill_bytes, machine_.memory_per_s, memory_only(rank), {FILL, op, 0, 0});
       } else {
-        main_stage(op, 2 * of.a * of.b * of.c, tiles.stream_bytes, machine_.launch_ps);
+        main_stage(op, product_flops(of), tiles.stream_bytes, machine_.launch_ps);
       }
     } else if (row.kind == Kind::CALL && of.a) {
       main_stage(op, of.a, of.b, machine_.launch_ps);
@@ -138,8 +140,8 @@ class Engine {
   }
 
   // The products, and beside them what streams through memory, at the pace of the products.
-  void main_stage(u32 op, i64 flops, i64 stream_bytes, i64 after_ps) {
-    const i64 rank = rank_of_[op];
+  void main_stage(u32 op, i64 flops_of_its_kind, i64 stream_bytes, i64 after_ps) {
+    const i64 rank = rank_of_[op], flops = machine_.engine_flops(flops_of_its_kind, row_of(op).rate);
     pending_[op] = stream_bytes ? 2 : 1;
     uses_.assign(1, {machine_.engine(rank), 1});
     begin(after_ps, flops, machine_.flops_per_s, uses_, {MAIN, op, 0, 0});
@@ -153,7 +155,7 @@ class Engine {
   void drain_stage(u32 op) {
     const ClassOp& of = class_op(op);
     const OpRow& row = row_of(op);
-    const i64 bytes = row.kind == Kind::MATMUL ? machine_.tiles(of.a, of.b, of.c, itemsize(row.src)).drain_bytes : 0;
+    const i64 bytes = row.kind == Kind::MATMUL ? machine_.tiles(of, itemsize(row.src)).drain_bytes : 0;
     if (bytes) {
       begin(0, bytes, machine_.memory_per_s, memory_only(rank_of_[op]), {DRAIN, op, 0, 0});
     } else {
@@ -320,8 +322,8 @@ class Engine {
       case FREED_PAIR: part_done(purpose.y); break;
       case FILL: {
         const ClassOp& of = class_op(purpose.x);
-        const Tiles tiles = machine_.tiles(of.a, of.b, of.c, itemsize(row_of(purpose.x).src));
-        main_stage(purpose.x, 2 * of.a * of.b * of.c, tiles.stream_bytes, 0);
+        const Tiles tiles = machine_.tiles(of, itemsize(row_of(purpose.x).src));
+        main_stage(purpose.x, product_flops(of), tiles.stream_bytes, 0);
         break;
       }
       case MAIN:

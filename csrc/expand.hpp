@@ -8,7 +8,7 @@
 namespace meshweave {
 
 // An op as all ranks of a class run it. Its kind defines the meaning of `a`, `b` and `c`:
-//   matmul          m, n, k
+//   matmul          m, n, k of each of `num_products` products
 //   copy, add, zero bytes read and written
 //   call            FLOPs, bytes
 //   all_gather, reduce_scatter, all_to_all   bytes per row of a part; `sizes` holds the rows of each part
@@ -22,6 +22,7 @@ struct ClassOp {
   i64 a = 0, b = 0, c = 0;
   i64 step = -1;       // index of the step of a lowered collective, -1 for none
   i64 sizes = 0, num_sizes = 0;  // in Class::sizes; a single size is that of every member
+  i64 num_products = 1;          // in a batch
 };
 
 struct Class {

@@ -37,6 +37,10 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   send_buffer_bytes = in_range(chip[6], 0, LARGEST_RATE, "send buffer");
   has_rings = chip[7] != 0;
 
+  flop_rates_ = column(c, "flop_rates");
+  for (const i64 rate : flop_rates_) in_range(rate, 1, LARGEST_RATE, "FLOP rate");
+  for (const OpRow& row : program.code.ops)
+    require(row.rate < static_cast<i64>(flop_rates_.size()), "machine: an op without a FLOP rate");
   num_directions_ = column(c, "num_directions");
   for (const i64 count : num_directions_) in_range(count, 1, 2, "num_directions");
   one_link_ = column(c, "one_link");
@@ -88,7 +92,17 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
       }
 }
 
-Tiles Machine::tiles(i64 m, i64 n, i64 k, i64 itemsize) const {
+i64 Machine::engine_flops(i64 flops, i64 rate) const {
+  const i64 own = flop_rates_[static_cast<size_t>(rate)];
+  if (own == flops_per_s) return flops;
+  const u128 scaled = (static_cast<u128>(flops) * static_cast<u128>(flops_per_s) + static_cast<u128>(own) - 1) /
+                      static_cast<u128>(own);
+  if (scaled > (u128{1} << 62)) throw ProgramFault("a number exceeds 64 bits");
+  return static_cast<i64>(scaled);
+}
+
+Tiles Machine::tiles(const ClassOp& product, i64 itemsize) const {
+  const i64 m = product.a, n = product.b, k = product.c;
   Tiles out;
   if (!tile_m_ || !m || !n || !k) return out;
   const i64 tm = std::min(m, tile_m_), tn = std::min(n, tile_n_), tk = std::min(k, tile_k_);
@@ -96,7 +110,7 @@ Tiles Machine::tiles(i64 m, i64 n, i64 k, i64 itemsize) const {
   out.drain_bytes = checked_mul(checked_mul(tm, tn), itemsize);
   const i64 a = checked_mul(checked_mul(m, k), ceil_div(n, tn)), b = checked_mul(checked_mul(k, n), ceil_div(m, tm));
   const i64 c = checked_mul(2, checked_mul(m, n));
-  const i64 total = checked_mul(checked_add(checked_add(a, b), c), itemsize);
+  const i64 total = checked_mul(checked_mul(checked_add(checked_add(a, b), c), itemsize), product.num_products);
   out.stream_bytes = std::max<i64>(total - out.fill_bytes - out.drain_bytes, 0);
   return out;
 }

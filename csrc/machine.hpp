@@ -28,7 +28,9 @@ class Machine {
   i64 num_directions(i64 price) const { return num_directions_[static_cast<size_t>(price)]; }
   // Returns a rate limited to that of one link, for transfers in one direction.
   i64 one_way(i64 price, i64 rate) const { return std::clamp<i64>(rate, 1, one_link_[static_cast<size_t>(price)]); }
-  Tiles tiles(i64 m, i64 n, i64 k, i64 itemsize) const;
+  Tiles tiles(const ClassOp& product, i64 itemsize) const;
+  // FLOPs at `flops_per_s` that take the engine as long as these at a rate of `flop_rates` (`cost/compute.py`).
+  i64 engine_flops(i64 flops, i64 rate) const;
   // Resources: memory of each rank, compute engine of each rank, links.
   std::vector<i64> capacities() const;
   u32 memory(i64 rank) const { return static_cast<u32>(rank); }
@@ -62,7 +64,7 @@ class Machine {
   i64 num_ranks_;
   i64 tile_m_, tile_n_, tile_k_;
   std::vector<Constants> constants_;
-  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_;
+  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_;
   std::unordered_map<u64, Span> routes_;
   std::vector<Span> to_next_[2];
 };

@@ -63,7 +63,7 @@ def base(number: int) -> tuple[Data, Data]:
             break
     columns = Columns(program)
     columns.data["max_ops"][0] = MAX_OPS
-    on = _machine_columns(machine, columns.priced_axes)
+    on = _machine_columns(machine, columns.priced_axes, columns.rated_work)
     with contextlib.suppress(ProgramFault):
         _Routes(machine).add(Core(columns.data).routes(on["num_directions"]), columns, on)
     return dict(columns.data), on

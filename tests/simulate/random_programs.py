@@ -25,6 +25,7 @@ from meshweave.describe.machine.cluster import (
 )
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import Program
+from meshweave.ir.program.ops import CALL_DIMS
 from meshweave.ir.program.parse import parse
 
 SHAPES = ((1,), (2,), (3,), (5,), (1, 4), (2, 2), (3, 2), (2, 3), (4, 1), (2, 1, 3), (2, 2, 2))
@@ -94,7 +95,8 @@ class _Writer:
     def local(self, mesh: _Mesh) -> None:
         same = self.selectors()
         out, src = self.box(mesh, "stro", same), self.box(mesh, "stro", same)
-        match self.draw.choice(["copy", "add", "zero", "matmul", "matmul", "call", "uneven"]):
+        kinds = ["copy", "add", "zero", "matmul", "matmul", "batch", "call", "call", "uneven"]
+        match self.draw.choice(kinds):
             case "zero":
                 self.write(f"zero({out}, {self.lane()})")
             case "matmul":
@@ -109,19 +111,46 @@ class _Writer:
                 extra = ", transpose_a=True, transpose_b=True" if transpose else ""
                 views = f"{out}, {self.box(mesh, 's', ':' + left)}, {self.box(mesh, 't', ':' + right)}"
                 self.write(f"matmul({views}{extra}{accumulate}, {self.lane()})")
+            case "batch":
+                self.batch(mesh)
             case "call":
                 flops, size = (self.draw.choice([0, self.draw.randint(1, 10**6)]) for _ in range(2))
+                work = self.work() if self.draw.random() < 0.5 else ""
                 stash = ""
                 if self.draw.random() < 0.4:
                     part = self.draw.choice(["forward", "input_grad", "weight_grad"])
                     stash = f', stash="{self.draw.choice("pq")}", part="{part}", args=({self.number(0, 2)},)'
                 self.write(
-                    f'call(fn="f", outs=({out},), ins=({src},), flops={flops}, bytes={size}{stash}, {self.lane()})'
+                    f'call(fn="f", outs=({out},), ins=({src},), flops={flops}, bytes={size}{stash}{work}, '
+                    f"{self.lane()})"
                 )
             case "uneven":
                 self.write(f"zero({mesh.name}_u, {self.lane()})")
             case kind:
                 self.write(f"{kind}({out}, {src}, {self.lane()})")
+
+    def batch(self, mesh: _Mesh) -> None:
+        """A product with batch dims, of one matrix for the whole batch, or summed over the batch."""
+        m, n, k = (self.draw.randint(0 if self.draw.random() < 0.1 else 1, 4) for _ in range(3))
+        batch, slot = f":{self.draw.randint(1, 2)}, :{self.draw.randint(1, 3)}, ", self.number(0, 1)
+        a, b = f"{mesh.name}_batch({slot})[{batch}:{m}, :{k}]", f"{mesh.name}_batch(2)[{batch}:{k}, :{n}]"
+        out = f"{mesh.name}_product[{batch}:{m}, :{n}]"
+        match self.draw.choice(["all", "left", "right", "sum"]):
+            case "left":
+                b = f"{mesh.name}_t[:{k}, :{n}]"
+            case "right":
+                a = f"{mesh.name}_s[:{m}, :{k}]"
+            case "sum":
+                out = f"{mesh.name}_r[:{m}, :{n}]"
+        self.write(f"matmul({out}, {a}, {b}, {self.lane()})")
+
+    def work(self) -> str:
+        """The kind, shape and dtype of a call."""
+        kind = self.draw.choice(sorted(CALL_DIMS))
+        sizes = ", ".join(self.number(0, 40) for _ in CALL_DIMS[kind])
+        shape = f", shape=({sizes},)" if self.draw.random() < 0.8 else ""
+        dtype = self.draw.choice(["", ', dtype="bfloat16"', ', dtype="float64"'])
+        return f', work="{kind}"{shape}{dtype}'
 
     def collective(self, mesh: _Mesh) -> None:
         if self.draw.random() < 0.15 and len(mesh.ranks) > 1:
@@ -284,6 +313,8 @@ def program_text(draw: random.Random, num_statements: int = 8) -> str:
             writer.write(
                 f'{name}_{buffer} = scratch(({ROWS * scale}, {COLS}), "{dtype}", on={name}, slots=3)'
             )
+        writer.write(f'{name}_batch = scratch((2, 3, 4, 4), "{dtype}", on={name}, slots=4)')
+        writer.write(f'{name}_product = scratch((2, 3, 4, 4), "{dtype}", on={name})')
         writer.write(
             f'{name}_g = scratch(({ROWS * scale}, {8 * math.prod(mesh.shape)}), "{dtype}", on={name}, slots=2)'
         )
@@ -362,6 +393,10 @@ def random_cluster(draw: random.Random, chips: int) -> Cluster:
     rate, share = draw.choice(RATES), draw.choice([0.0, 0.0, 0.2, 1.0])
     peaks = (("float32", 1e12),)
     chip = Chip("c", peaks, draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), "", tile, share)
+    if draw.random() < 0.4:
+        by_dtype = tuple((dtype, draw.choice(RATES)) for dtype in ("bfloat16", "float64"))
+        by_call = tuple((kind, draw.choice(RATES) // 3) for kind in draw.sample(sorted(CALL_DIMS), 2))
+        chip = replace(chip, dtype_flops_per_s=by_dtype, call_flops_per_s=by_call)
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)
 

@@ -35,6 +35,8 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         f"source = {_text(chip.source)}",
         f"peak_flops_per_s = {{ {peaks} }}",
         f"effective_flops_per_s = {_number(chip.effective_flops_per_s)}",
+        *_rates("dtype_flops_per_s", chip.dtype_flops_per_s),
+        *_rates("call_flops_per_s", chip.call_flops_per_s),
         f"memory_bytes = {chip.memory_bytes}",
         f"memory_bytes_per_s = {_number(chip.memory_bytes_per_s)}",
         f"launch_s = {_number(chip.launch_s)}",
@@ -44,6 +46,11 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         *_network(cluster.network),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rates(key: str, rates: Sequence[tuple[str, float]]) -> list[str]:
+    listed = ", ".join(f"{name} = {_number(rate)}" for name, rate in rates)
+    return [f"{key} = {{ {listed} }}"] if rates else []
 
 
 def _network(network: Network) -> Iterator[str]:

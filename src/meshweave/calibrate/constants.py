@@ -213,9 +213,8 @@ def _cluster(
         ):  # products are float32; where they are not paced, they may beat what is described
             peaks = tuple((d, max(f, rate) if d == "float32" else f) for d, f in chip.peak_flops_per_s)
         chip = replace(
-            chip,
+            chip.with_flops_per_s(rate),
             peak_flops_per_s=peaks,
-            effective_flops_per_s=rate,
             launch_s=_rounded(busy[COMPUTE].launch_s),
             memory_bytes_per_s=_at_least_one(busy[COPIES].rate_per_s),
             source=f"{source}; products: {busy[COMPUTE].quality}; copies: {busy[COPIES].quality}",

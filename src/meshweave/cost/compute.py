@@ -44,7 +44,7 @@ def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
     tile_m, tile_n, tile_k = (min(size, tile) for size, tile in zip(work.dims, chip.gemm_tile, strict=True))
     fill = tile_m * tile_k + tile_k * tile_n
     drain = tile_m * tile_n
-    total = m * k * -(-n // tile_n) + k * n * -(-m // tile_m) + 2 * m * n
+    total = work.num_products * (m * k * -(-n // tile_n) + k * n * -(-m // tile_m) + 2 * m * n)
     return TileTraffic(
         fill * work.item_bytes, max(total - fill - drain, 0) * work.item_bytes, drain * work.item_bytes
     )

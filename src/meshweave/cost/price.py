@@ -1,10 +1,11 @@
 """The time of ONE op on an otherwise idle machine.
 
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
-A local product costs its FLOPs over the chip's effective rate, or its memory traffic where that takes longer
-(`compute`). A copy costs its bytes over memory bandwidth. A chain of D packets (broadcast, reduce) takes
-P + D - 2 steps. Messages and chains travel in one direction, so that their rate is at most that of one link. A
-chain with measured constants of its own may have a higher rate, but takes at least part / link rate.
+A local product costs its FLOPs over the chip's rate for its dtype, or its memory traffic where that takes longer
+(`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A chain of D
+packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so that their rate
+is at most that of one link. A chain with measured constants of its own may have a higher rate, but takes at least
+part / link rate.
 
 A price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.base.units import to_ps, work_ps
+from meshweave.cost.calls import engine_flops, with_counts
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.network import RingNetwork, TorusNetwork
@@ -70,6 +72,7 @@ def price(
     if isinstance(work, Compute):
         chip = machine.cluster.chip
         memory = int(chip.memory_bytes_per_s)
+        work = with_counts(work)
         if not work.flops:
             return Price(0, 0, work.bytes, memory)
         tiles = tile_traffic(work, chip)
@@ -77,7 +80,7 @@ def price(
         return Price(
             to_ps(chip.launch_s),
             0,
-            work.flops,
+            engine_flops(work.flops, chip, work.call, work.dtype),
             int(chip.effective_flops_per_s),
             work_ps(tiles.stream_bytes, memory),
             ends_ps,

@@ -12,16 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshweave.base.errors import BindError, did_you_mean
+from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call
+from meshweave.ir.work import Compute, call_work
 
 Calls = Mapping[str, Callable[..., Any]]
 
+PaceCall = Callable[[Compute, Callable[[], Any]], Any]
+"""Runs a call, given its work and what computes it, in the time that the work would take."""
+
+_pace_call: PaceCall | None = None
+
+
+def set_call_pace(pace: PaceCall | None) -> None:
+    """Have `pace` run every call of this process from now on; None runs them as fast as they are."""
+    global _pace_call
+    _pace_call = pace
+
 
 class CallTable:
-    """The functions of `call` ops, and the stashes of one rank."""
+    """The functions of `call` ops, and the stashes of one rank. Only calls of a known `program` can be paced."""
 
-    def __init__(self, functions: Calls) -> None:
-        self._functions = functions
+    def __init__(self, functions: Calls, program: Program | None = None) -> None:
+        self._functions, self._program = functions, program
         self._stashes: dict[tuple[object, ...], dict[Any, Any]] = {}
 
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
@@ -33,13 +46,19 @@ class CallTable:
             raise BindError(f"no function is bound to call '{op.fn}'{did_you_mean(op.fn, self._functions)}")
         function, args, expected = self._functions[op.fn], op.args, [view.shape for view in op.outs]
         stashes, key = self._stashes, (op.stash, *op.args)
+        work = None if self._program is None else call_work(self._program, op)
 
-        def run(*ins: Any) -> Sequence[Any]:
+        def compute(ins: Sequence[Any]) -> Any:
             if op.stash:
                 stash = stashes.pop(key, {}) if op.part == "weight_grad" else stashes.setdefault(key, {})
-                result = function(stash, *ins, *args)
+                return function(stash, *ins, *args)
+            return function(*ins, *args)
+
+        def run(*ins: Any) -> Sequence[Any]:
+            if _pace_call is None or work is None:
+                result = compute(ins)
             else:
-                result = function(*ins, *args)
+                result = _pace_call(work, lambda: compute(ins))
             if result is None:
                 result = ()
             outs: Sequence[Any] = result if isinstance(result, (tuple, list)) else (result,)

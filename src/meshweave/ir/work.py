@@ -35,13 +35,23 @@ from meshweave.ir.program.ops import (
     Send,
     Zero,
 )
+from meshweave.ir.program.product_shapes import ProductShape, product_shape
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
     """Arithmetic on one rank: `flops` on the compute engine, or `bytes` (read plus written) through memory.
 
-    A call may declare both. `dims` is (m, n, k) of a product, `item_bytes` the size of one of its elements.
+    A call may declare both. `cost.calls` counts the FLOPs of one that declares none, by its `call` and
+    `shape`.
+
+    Attributes:
+        kind: the kind of the op.
+        dims: (m, n, k) of a product, of which there are `num_products` in a batch.
+        item_bytes: the size of one element of a product.
+        dtype: the dtype of the arithmetic, which has a rate of its own; "" where nobody says.
+        call, shape, part: of a call, its `work`, the sizes that it is counted by, and which part of a stage
+            it is.
     """
 
     kind: str
@@ -49,6 +59,11 @@ class Compute:
     bytes: int = 0
     dims: tuple[int, int, int] = (0, 0, 0)
     item_bytes: int = 0
+    num_products: int = 1
+    dtype: str = ""
+    call: str = ""
+    shape: tuple[int, ...] = ()
+    part: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +91,27 @@ class Transfer:
 Work = Compute | Transfer
 
 
-def matmul_work(m: int, n: int, k: int, dtype: str) -> Compute:
-    """Return the work of a product (M, K) x (K, N)."""
-    return Compute("matmul", flops=2 * m * n * k, dims=(m, n, k), item_bytes=dtype_bytes(dtype))
+def matmul_work(m: int, n: int, k: int, dtype: str, num_products: int = 1) -> Compute:
+    """Return the work of a product (M, K) x (K, N), or of a batch of so many."""
+    flops = 2 * m * n * k * num_products
+    item = dtype_bytes(dtype)
+    return Compute("matmul", flops, dims=(m, n, k), item_bytes=item, num_products=num_products, dtype=dtype)
+
+
+def product_work(shape: ProductShape, dtype: str) -> Compute:
+    """Return the work of a product with batch dims.
+
+    Where one operand serves the whole batch, the rows (or columns) of the other form one large matrix. A sum
+    over the batch is one product with the batch in k.
+    """
+    m, n, k, num_products = shape.m, shape.n, shape.k, math.prod(shape.batch)
+    if shape.sums_batch:
+        return matmul_work(m, n, k * num_products, dtype)
+    if not shape.batch_b:
+        return matmul_work(m * num_products, n, k, dtype)
+    if not shape.batch_a:
+        return matmul_work(m, n * num_products, k, dtype)
+    return matmul_work(m, n, k, dtype, num_products)
 
 
 def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
@@ -88,6 +121,37 @@ def move_work(num_elements: int, dtype: str, kind: str = "copy") -> Compute:
     """
     passes = {"copy": 2, "add": 3, "zero": 1}[kind]
     return Compute(kind, bytes=passes * num_elements * dtype_bytes(dtype))
+
+
+def call_dtype(program: Program, op: Call) -> str:
+    """Return the dtype in which a call computes: its own, or that of its first output, or input."""
+    if op.dtype:
+        return op.dtype
+    views = op.outs or op.ins
+    return program.buffer_of[views[0].buffer].dtype if views else ""
+
+
+def counts_view_bytes(op: Call) -> bool:
+    """Return whether a call moves the bytes of its views, because it names its work and declares none."""
+    return bool(op.work) and op.bytes == 0
+
+
+def call_work(program: Program, op: Call) -> Compute:
+    """Return the work of a resolved call."""
+    assert isinstance(op.flops, int) and isinstance(op.bytes, int)
+    num_bytes = op.bytes
+    if counts_view_bytes(op):
+        num_bytes = sum(program.view_bytes(view) for view in (*op.ins, *op.outs))
+    shape = tuple(int(size) for size in op.shape)  # type: ignore[arg-type]
+    return Compute(
+        "call",
+        op.flops,
+        num_bytes,
+        dtype=call_dtype(program, op),
+        call=op.work,
+        shape=shape,
+        part=op.part,
+    )
 
 
 def axis_of(program: Program, group: tuple[int, ...]) -> str:
@@ -123,13 +187,14 @@ def work_of(program: Program, op: Op) -> Work:
     require_local_operands(op)
     match op:
         case Matmul():
-            k = op.a.shape[0 if op.transpose_a else 1]
-            return matmul_work(op.out.shape[0], op.out.shape[1], k, program.buffer_of[op.a.buffer].dtype)
+            dims = len(op.out.selectors)
+            shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
+            assert isinstance(shape, ProductShape), shape
+            return product_work(shape, program.buffer_of[op.a.buffer].dtype)
         case Copy() | Add() | Zero():
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype, op.kind)
         case Call():
-            assert isinstance(op.flops, int) and isinstance(op.bytes, int)
-            return Compute("call", op.flops, op.bytes)
+            return call_work(program, op)
         case Send() | Put() | Get() | Accumulate():
             step = op.step if isinstance(op, Send) else None
             axis = step.axis if step else ""
@@ -191,9 +256,9 @@ def box_bytes(program: Program, shape: tuple[int, ...], dim: int, size: int, buf
 def bytes_moved(program: Program, op: Op, rank: int) -> int:
     """Return the logical bytes that `rank` moves in an op.
 
-    all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter, reduce,
-    put, accumulate and all_to_all count bytes sent to other ranks. all_reduce counts both of its halves,
-    2 (P - 1) / P of its size. A send counts nothing, because its recv does.
+    all_gather, broadcast, recv, get and permute count bytes received from other ranks; reduce_scatter,
+    reduce, put, accumulate and all_to_all count bytes sent to other ranks. all_reduce counts both of its
+    halves, 2 (P - 1) / P of its size. A send counts nothing, because its recv does.
     """
     match op:
         case AllGather():

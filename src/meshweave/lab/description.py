@@ -19,6 +19,7 @@ from meshweave.describe.machine.cluster import (
     SwitchNetwork,
     TorusNetwork,
 )
+from meshweave.lab.pace import paced_chip
 
 MIN_BURST_BYTES = 65536
 """The smallest token bucket. A segmentation-offloaded packet has up to 64 KiB; below it TCP's rate is erratic."""
@@ -174,8 +175,7 @@ class LabDescription:
         The goodput of TCP is 97 to 100 % of these. Without pacing, compute has the rates of `local-cpu`.
         """
         if self.flops_per_s is not None:
-            peaks = tuple((d, self.flops_per_s) for d in ("float32", "float64", "bfloat16", "float16"))
-            chip = Chip("paced rank", peaks, self.flops_per_s, 2 * 10**9, 5e9, source="paced")
+            chip = paced_chip(self.flops_per_s)
         else:
             known = (("float32", 60e9), ("float64", 29e9))
             chip = Chip("one CPU core", known, 60e9, 2 * 10**9, 5e9, source="orientation, as local-cpu")

@@ -3,9 +3,10 @@
 The CPU kernels of torch's matrix products are overridden below autograd and DTensor, so that anybody's code
 is paced. The product really runs and then the thread sleeps until flops / rate has passed: 16 ranks do not
 fight for two cores, as long as the real products are small. A rank has one engine: products of several
-threads queue for it.
+threads queue for it. A `call` of a bound program takes what `cost.calls` says of its FLOPs and bytes; products in it
+are part of it.
 
-What is not paced: everything that is no matrix product (`mv`, convolutions, fused attention, code compiled by
+What is not paced: everything else that is no matrix product (`mv`, convolutions, fused attention, code compiled by
 inductor), `baddbmm_`, and any device but the CPU.
 """
 
@@ -25,6 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
+from meshweave.cost.calls import call_s, with_counts
+from meshweave.describe.machine.chip import Chip
+from meshweave.execute.calls import set_call_pace
+from meshweave.ir.work import Compute
 
 _MAX_DEBT_S = 10e-3
 # Where the two factors of a product stand among its arguments. Not `baddbmm_`: the others are made of it.
@@ -32,6 +37,12 @@ _FIRST_FACTOR = {
     **dict.fromkeys(("mm", "mm.out", "bmm", "bmm.out"), 0),
     **dict.fromkeys(("addmm", "addmm.out", "addmm_", "baddbmm", "baddbmm.out"), 1),
 }
+
+
+def paced_chip(flops_per_s: float) -> Chip:
+    """Return the chip that a paced rank stands for: one FLOP rate, and a memory of 5 GB/s."""
+    peaks = tuple((dtype, flops_per_s) for dtype in ("float32", "float64", "bfloat16", "float16"))
+    return Chip("paced rank", peaks, flops_per_s, 2 * 10**9, 5e9, source="paced")
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Pacer:
         if not (math.isfinite(flops_per_s) and flops_per_s > 0):
             raise DescriptionError(f"a pace of {flops_per_s:g} FLOP/s makes no sense; give a positive number")
         self.flops_per_s = flops_per_s
+        self._chip = paced_chip(flops_per_s)
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._of_thread = threading.local()
@@ -83,8 +95,15 @@ class Pacer:
 
     def product(self, flops: int, work: Callable[[], Any]) -> Any:
         """Run `work` and return its result, `flops / flops_per_s` seconds after the engine was free for it."""
+        return self._timed(flops / self.flops_per_s, flops, work)
+
+    def call(self, work: Compute, run: Callable[[], Any]) -> Any:
+        """Run a call and return its result, after as many seconds as its FLOPs or its bytes take."""
+        duration = call_s(work, self._chip)
+        return self._timed(duration, with_counts(work).flops, run) if duration else run()
+
+    def _timed(self, duration: float, flops: int, work: Callable[[], Any]) -> Any:
         begin, debt = self._clock(), getattr(self._of_thread, "debt_s", 0.0)
-        duration = flops / self.flops_per_s
         with self._lock:
             due = max(begin, self._busy_until) + duration
             # A sleep overshoots by some 0.1 ms; as much sooner does the next product begin.
@@ -149,6 +168,7 @@ def _install() -> None:
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
         raise UnsupportedError("pacing needs torch.library.get_kernel: install a newer torch")
+    set_call_pace(_pace_call)
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are overridden is the point
@@ -156,6 +176,11 @@ def _install() -> None:
             kernel = _kernel(name, get_kernel(f"aten::{name}", "CPU"))
             library.impl(name, kernel, "CPU", with_keyset=True)
     _library = library
+
+
+def _pace_call(work: Compute, run: Callable[[], Any]) -> Any:
+    pacer = _current
+    return run() if pacer is None or pacer.is_inside else pacer.call(work, run)
 
 
 def _kernel(name: str, original: Any) -> Callable[..., Any]:

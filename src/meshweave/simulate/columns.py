@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import dtype_bytes
+from meshweave.cost.calls import call_flops
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import On, Program, Repeat, When
 from meshweave.ir.program.expressions import Index
@@ -44,7 +45,7 @@ from meshweave.ir.program.ops import (
 )
 from meshweave.ir.program.statements import preorder
 from meshweave.ir.program.views import Blocked, View
-from meshweave.ir.work import axis_of, require_local_operands
+from meshweave.ir.work import axis_of, call_dtype, counts_view_bytes, require_local_operands
 from meshweave.simulate.expression_columns import ExpressionColumns
 
 Column = NDArray[np.int64]
@@ -57,7 +58,7 @@ MAX_OPS = 200_000_000
 
 _UNDEFINED = np.iinfo(np.int64).min
 _OP, _ON, _REPEAT, _WHEN = range(4)
-_TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
+_TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES, _VIEW_BYTES = 1, 2, 4, 8, 16
 
 
 class Columns:
@@ -66,6 +67,7 @@ class Columns:
     Attributes:
         data: the columns that the core takes, by name.
         priced_axes: the mesh axes ("tp.row"; "" for none) whose constants the core will ask for, in its order.
+        rated_work: the (kind of work of calls, dtype) whose FLOP rates the core will ask for, in its order.
         has_pair_costs: whether the cost of some ops depends on their two ranks. These are one-sided ops, and
             messages that are no step of a collective.
     """
@@ -74,6 +76,7 @@ class Columns:
         self.program = program
         self.ranks = np.array(program.ranks, dtype=np.int64)
         self.priced_axes: list[str] = []
+        self.rated_work: list[tuple[str, str]] = []
         self.has_pair_costs = False
         self._expressions = ExpressionColumns()
         self._coords: list[Column] = []
@@ -287,14 +290,18 @@ class Columns:
         require_local_operands(op)
         self._note_accesses(op)
         out = src = second_operand = axis = price = first = second = -1
-        dim, flags, sizes, flops, nbytes, stash = 0, 0, (0, 0), -1, -1, -1
+        dim, flags, sizes, flops, nbytes, stash, rate = 0, 0, (0, 0), -1, -1, -1, -1
         args: list[int] = []
         match op:
             case Matmul():
                 out, src, second_operand = self._view(op.out), self._view(op.a), self._view(op.b)
                 flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
+                rate = self._rate("", self.program.buffer_of[op.a.buffer].dtype)
             case Call():
-                flops, nbytes = self._expressions.number(op.flops), self._expressions.number(op.bytes)
+                counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
+                flops, nbytes = self._expressions.number(counted), self._expressions.number(op.bytes)
+                flags = _VIEW_BYTES * counts_view_bytes(op)
+                rate = self._rate(op.work, call_dtype(self.program, op))
                 stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
                 args = [self._expressions.number(arg) for arg in op.args]
             case Collective():
@@ -333,10 +340,15 @@ class Columns:
             (
                 *(KINDS.index(op.kind), self._lanes[op.lane], out, src, second_operand),
                 *(flags, axis, dim, first, second, *sizes, comm, step_index, directions, price),
-                *(flops, nbytes, stash, _part(op), len(self._args), len(args)),
+                *(flops, nbytes, stash, _part(op), len(self._args), len(args), rate),
             )
         )
         self._args += args
+
+    def _rate(self, call: str, dtype: str) -> int:
+        if (call, dtype) not in self.rated_work:
+            self.rated_work.append((call, dtype))
+        return self.rated_work.index((call, dtype))
 
     def _sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
         if sizes is None:

@@ -15,6 +15,7 @@ import numpy as np
 from meshweave._core import Core, ProgramFault
 from meshweave.base.errors import MeshweaveError, ProgramError
 from meshweave.base.units import to_ps
+from meshweave.cost.calls import flops_per_s
 from meshweave.cost.machine import Link, Machine
 from meshweave.describe.machine.network import COMM_KINDS, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
@@ -40,7 +41,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
     try:
         columns = Columns(program)
         core = Core(columns.data)
-        machine_columns = _machine_columns(machine, columns.priced_axes)
+        machine_columns = _machine_columns(machine, columns.priced_axes, columns.rated_work)
         book = _routes(machine)
         book.add(core.routes(machine_columns["num_directions"]), columns, machine_columns)
         outputs = core.run(machine_columns)
@@ -55,7 +56,7 @@ def simulate(program: Program, machine: Machine) -> Simulation:
     return Simulation(program, machine, columns.ranks, core.starts(), core.rows(), outputs, tuple(book.links))
 
 
-def _machine_columns(machine: Machine, names: list[str]) -> dict[str, Column]:
+def _machine_columns(machine: Machine, names: list[str], works: list[tuple[str, str]]) -> dict[str, Column]:
     chip = machine.cluster.chip
     constants = [
         (to_ps(known.launch_s), to_ps(known.sync_s), machine.rate(name, kind))
@@ -72,6 +73,7 @@ def _machine_columns(machine: Machine, names: list[str]) -> dict[str, Column]:
             machine.cluster.send_buffer_bytes,
             int(isinstance(machine.cluster.network, (TorusNetwork, RingNetwork))),
         ),
+        "flop_rates": _column(*(flops_per_s(chip, call, dtype) for call, dtype in works)),
         "num_directions": _column(*(machine.num_directions(name) for name in names)),
         "one_link": _column(*(max(int(machine.axis(name).link_bytes_per_s), 1) for name in names)),
         "constants": _column(*(value for row in constants for value in row)),

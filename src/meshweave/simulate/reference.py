@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from meshweave.cost.calls import engine_flops, with_counts
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
@@ -178,13 +179,15 @@ class _ContendedSimulator(TraceRecorder):
         """
         chip = self.machine.cluster.chip
         flops_per_s, bytes_per_s = int(chip.effective_flops_per_s), int(chip.memory_bytes_per_s)
+        work = with_counts(work)
         memory: dict[Resource, int] = {("memory", rank): 1}
         engine: dict[Resource, int] = {("compute", rank): 1}
         if not work.flops:
             return [[(work.bytes, bytes_per_s, memory)]]
         tiles = tile_traffic(work, chip)
-        pace = max(min(bytes_per_s, -(-tiles.stream_bytes * flops_per_s // work.flops)), 1)
-        product: list[Demand] = [(work.flops, flops_per_s, engine)]
+        flops = engine_flops(work.flops, chip, work.call, work.dtype)
+        pace = max(min(bytes_per_s, -(-tiles.stream_bytes * flops_per_s // flops)), 1)
+        product: list[Demand] = [(flops, flops_per_s, engine)]
         product += [(tiles.stream_bytes, pace, memory)] if tiles.stream_bytes else []
         fill: list[Demand] = [(tiles.fill_bytes, bytes_per_s, memory)]
         drain: list[Demand] = [(tiles.drain_bytes, bytes_per_s, memory)]

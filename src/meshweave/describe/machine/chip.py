@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.machine.links import require_at_least
+
+WORK_KINDS = ("attention", "matmul", "norm", "softmax", "loss", "elementwise", "reduction")
+"""The kinds of work that a `call` may name for its price, and that a chip may have a rate for."""
 
 
 @dataclass(frozen=True)
@@ -14,13 +17,15 @@ class Chip:
 
     Attributes:
         peak_flops_per_s: (dtype, FLOP/s) pairs.
-        effective_flops_per_s: the FLOP/s that large GEMMs reach.
+        effective_flops_per_s: the FLOP/s that large GEMMs reach, in every dtype that `dtype_flops_per_s` lacks.
         memory_bytes, memory_bytes_per_s: size and bandwidth of the chip's main memory.
         launch_s: seconds to start one kernel.
         gemm_tile: (m, n, k) in elements, the tiles in which a GEMM streams through on-chip memory; None if
             GEMMs put no load on the main memory.
         accumulate_share: the share of the FLOP rate, from 0 to 1, that GEMMs lose while an accumulate into
             another chip's memory (a kernel) runs at its full rate. Only simulation uses it.
+        dtype_flops_per_s: (dtype, FLOP/s) that large GEMMs reach in a dtype.
+        call_flops_per_s: (kind of work, FLOP/s) of calls, such as norms, that run at a rate of their own.
 
     Raises:
         DescriptionError: a value is out of range.
@@ -35,6 +40,8 @@ class Chip:
     source: str = ""
     gemm_tile: tuple[int, int, int] | None = None
     accumulate_share: float = 0.0
+    dtype_flops_per_s: tuple[tuple[str, float], ...] = ()
+    call_flops_per_s: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:
@@ -43,6 +50,9 @@ class Chip:
             f"chip {self.name}", 1, **{f"peak_flops_per_s.{d}": f for d, f in self.peak_flops_per_s}
         )
         require_at_least(f"chip {self.name}", 1, effective_flops_per_s=self.effective_flops_per_s)
+        for key in ("dtype_flops_per_s", "call_flops_per_s"):
+            rates = {f"{key}.{name}": rate for name, rate in getattr(self, key)}
+            require_at_least(f"chip {self.name}", 1, **rates)
         require_at_least(
             f"chip {self.name}", 1, memory_bytes=self.memory_bytes, memory_bytes_per_s=self.memory_bytes_per_s
         )
@@ -68,3 +78,17 @@ class Chip:
             f"chip {self.name} has no peak_flops_per_s for '{dtype}'{did_you_mean(dtype, known_dtypes)}; "
             f"it has {', '.join(known_dtypes)}"
         )
+
+    def flops_per_s(self, dtype: str, call: str = "") -> float:
+        """Return the FLOP/s of work in `dtype`: that of GEMMs, or of a kind of call that has its own."""
+        for known, rate in self.call_flops_per_s:
+            if known == call:
+                return rate
+        for known, rate in self.dtype_flops_per_s:
+            if known == dtype:
+                return rate
+        return self.effective_flops_per_s
+
+    def with_flops_per_s(self, rate: float) -> Chip:
+        """Return the chip with one FLOP rate for all dtypes and all kinds of work."""
+        return replace(self, effective_flops_per_s=rate, dtype_flops_per_s=(), call_flops_per_s=())

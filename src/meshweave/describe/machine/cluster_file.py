@@ -24,7 +24,7 @@ from meshweave.describe.files import (
     format_value,
     validate_table,
 )
-from meshweave.describe.machine.chip import Chip
+from meshweave.describe.machine.chip import WORK_KINDS, Chip
 from meshweave.describe.machine.network import (
     COMM_KINDS,
     CommConstants,
@@ -49,7 +49,18 @@ class ChipFile(FileModel):
         description="a table of peak FLOP/s by dtype, each a number of at least 1", min_length=1
     )
     effective_flops_per_s: Rate | None = Field(
-        None, description="FLOP/s that large GeMMs reach (left out: the highest peak), a number of at least 1"
+        None,
+        description="FLOP/s that large GeMMs reach in dtypes without a rate of their own (left out: the peak of "
+        "each dtype, and the highest), a number of at least 1",
+    )
+    dtype_flops_per_s: dict[str, Rate] = Field(
+        default_factory=dict,
+        description="a table of FLOP/s that large GeMMs reach by dtype, each a number of at least 1",
+    )
+    call_flops_per_s: dict[str, Rate] = Field(
+        default_factory=dict,
+        description="a table of FLOP/s of calls by kind of work (attention, norm, softmax, loss, elementwise, "
+        "reduction), each a number of at least 1 (left out: those of GeMMs)",
     )
     memory_bytes: Size = Field(description="the memory of one chip in bytes, a whole number of at least 1")
     memory_bytes_per_s: Rate = Field(description="the memory's bytes per second, a number of at least 1")
@@ -72,6 +83,7 @@ class ChipFile(FileModel):
         """Return the chip that this table describes; `source` stands in if the table names none."""
         peaks = tuple(self.peak_flops_per_s.items())
         effective = self.effective_flops_per_s
+        by_dtype = dict(peaks) if effective is None else {}
         return Chip(
             self.name,
             peaks,
@@ -82,6 +94,8 @@ class ChipFile(FileModel):
             self.source or source,
             (self.gemm_tile[0], self.gemm_tile[1], self.gemm_tile[2]) if self.gemm_tile else None,
             self.accumulate_share,
+            tuple((by_dtype | self.dtype_flops_per_s).items()),
+            tuple(self.call_flops_per_s.items()),
         )
 
 
@@ -289,7 +303,7 @@ def read_cluster_file(data: dict[str, Any], file: str | Path) -> tuple[ClusterFi
         DescriptionError: the error lists every problem of the file.
     """
     top, problems = validate_table(ClusterFile, data)
-    problems += _unknown_dtypes(data)
+    problems += _unknown_names(data)
     network: NetworkFile | None = None
     table = data.get("network")
     if isinstance(table, dict):
@@ -311,14 +325,20 @@ def _wrong_kind(kind: object) -> str:
     return f"{problem}{hint}; give one of {', '.join(NETWORK_FILES)}"
 
 
-def _unknown_dtypes(data: dict[str, Any]) -> list[Problem]:
+def _unknown_names(data: dict[str, Any]) -> list[Problem]:
     chip = data.get("chip")
-    peaks = chip.get("peak_flops_per_s") if isinstance(chip, dict) else None
+    tables = (("peak_flops_per_s", DTYPES, "dtype"), ("dtype_flops_per_s", DTYPES, "dtype"))
     return [
         Problem(
-            f"chip.peak_flops_per_s.{dtype}",
-            f"unknown dtype{did_you_mean(dtype, DTYPES)}; known dtypes: {', '.join(DTYPES)}",
+            f"chip.{key}.{name}",
+            f"unknown {noun}{did_you_mean(name, known)}; known {noun}s: {', '.join(known)}",
         )
-        for dtype in (peaks if isinstance(peaks, dict) else ())
-        if dtype not in DTYPES
+        for key, known, noun in (*tables, ("call_flops_per_s", WORK_KINDS, "work"))
+        for name in _keys(chip, key)
+        if name not in known
     ]
+
+
+def _keys(table: object, key: str) -> list[str]:
+    inner = table.get(key) if isinstance(table, dict) else None
+    return list(inner) if isinstance(inner, dict) else []

@@ -184,7 +184,7 @@ def bind(
     matched = analysis.matched_program
     context.prepare(matched, analysis.channels)
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
-    binder = Binder(rank, buffers.slots, Staging(context.device), CallTable(calls or {}), aliased)
+    binder = Binder(rank, buffers.slots, Staging(context.device), CallTable(calls or {}, program), aliased)
     wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels)
 
     actions = _bind_ops(ops, binder, wire, remote)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.calls import CallTable
+from meshweave.execute.torch.batched import bind_batched
 from meshweave.execute.torch.views import Action, Staging, StridedView, bind_view, chain_actions
 from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import Add, Call, Copy, Matmul, Op, Zero
@@ -82,6 +83,8 @@ class Binder:
         return self.staging.transfer(lane, self.view(out), self.view(src), add=add, apart=apart)
 
     def _matmul(self, op: Matmul) -> Action:
+        if len(op.a.selectors) > 2 or len(op.b.selectors) > 2:
+            return bind_batched(self, op)
         out = self.view(op.out)
         a, before_a = self._operand(op, "a", op.a, out.dtype)
         b, before_b = self._operand(op, "b", op.b, out.dtype)

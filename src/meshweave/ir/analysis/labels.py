@@ -474,7 +474,9 @@ class _Places:
 
 def _span(listed: Positions) -> str:
     """Return positions in words: `4:8`, or the first few."""
-    if len(listed) and (np.diff(listed) == 1).all():
+    if not len(listed):
+        return "nothing"
+    if (np.diff(listed) == 1).all():
         return f"{listed[0]}:{listed[-1] + 1}"
     return ", ".join(map(str, listed[:4].tolist())) + (
         f" and {len(listed) - 4} more" if len(listed) > 4 else ""

@@ -11,10 +11,12 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from meshweave.base.errors import ProgramError
+from meshweave.base.errors import ProgramError, did_you_mean
+from meshweave.base.units import DTYPES
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
+    CALL_DIMS,
     Accumulate,
     Add,
     AllGather,
@@ -100,9 +102,25 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
         case Call():
             parts = ("", "forward", "input_grad", "weight_grad")
             check.require(op.part in parts, f"part is one of {', '.join(parts[1:])}, not '{op.part}'")
+            _check_work(check, op)
     if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
         check.dim(op.release.dim, op.out)
         check.require(int(op.release.tile) >= 1, "releases tiles of no elements", op.out.buffer)  # type: ignore[arg-type]
+
+
+def _check_work(check: _Check, op: Call) -> None:
+    """Raise ProgramError for work of an unknown kind, or in sizes that are not those of its kind."""
+    if not op.work:
+        check.require(not op.shape, f"has a shape {op.shape} and names no work")
+    else:
+        known = ", ".join(CALL_DIMS)
+        check.require(op.work in CALL_DIMS, f"work is one of {known}, not '{op.work}'")
+        dims = CALL_DIMS[op.work]
+        fits = len(op.shape) in (0, len(dims)) and all(int(size) >= 0 for size in op.shape)  # type: ignore[arg-type]
+        check.require(fits, f"shape of {op.work} is ({', '.join(dims)}), not {op.shape}")
+    check.require(
+        not op.dtype or op.dtype in DTYPES, f"unknown dtype '{op.dtype}'{did_you_mean(op.dtype, DTYPES)}"
+    )
 
 
 def _check_remote(check: _Check, op: Op) -> None:

@@ -161,13 +161,32 @@ class Zero(Op):
         return ((WRITE, self.out),)
 
 
+CALL_DIMS: dict[str, tuple[str, ...]] = {
+    "attention": ("batch", "heads", "queries", "keys", "width"),
+    "matmul": ("m", "n", "k"),
+    "norm": ("rows", "features"),
+    "softmax": ("rows", "features"),
+    "loss": ("rows", "classes"),
+    "elementwise": ("elements",),
+    "reduction": ("elements",),
+}
+"""What a call may be for its price: the kinds of work, and the sizes that each is counted by."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call(Op):
-    """outs = fn(*ins): a callable that is bound at execution, with its declared cost (`flops`, `bytes`).
+    """outs = fn(*ins): a callable that is bound at execution, with what its time depends on.
 
     `part` says which part of a differentiable stage this is. `stash_bytes` is what a forward part keeps alive
     until its weight-gradient part ends. `stash` together with `args` (say, the microbatch) names what is kept;
     the gradient parts wait for the forward part of that name.
+
+    Attributes:
+        flops, bytes: FLOPs, and bytes read and written. Where `work` is named, 0 means what `cost.calls` counts for
+            it: FLOPs from `shape`, and the bytes of all views, each once.
+        work: what the call does, a key of `CALL_DIMS`. It chooses the rate and the count of FLOPs.
+        shape: the sizes that `CALL_DIMS` names for this work, of this rank's share.
+        dtype: the dtype in which it computes; "" for that of its first output (or input).
     """
 
     kind: ClassVar[str] = "call"
@@ -180,6 +199,9 @@ class Call(Op):
     stash: str = ""
     part: Literal["", "forward", "input_grad", "weight_grad"] = ""
     args: tuple[Index, ...] = ()
+    work: str = ""
+    shape: tuple[Index, ...] = ()
+    dtype: str = ""
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
         reads: tuple[tuple[Mode, View], ...] = tuple((READ, view) for view in self.ins)

@@ -19,7 +19,7 @@ def ideal_cluster(cluster: Cluster, flops_per_s: float) -> Cluster:
     """Return the cluster without latency, launch cost or copy time: links at their rate, products at
     `flops_per_s`.
     """
-    chip = replace(cluster.chip, effective_flops_per_s=flops_per_s, memory_bytes_per_s=1e15, launch_s=0.0)
+    chip = replace(cluster.chip.with_flops_per_s(flops_per_s), memory_bytes_per_s=1e15, launch_s=0.0)
     network = cluster.network
     if isinstance(network, TorusNetwork):
         network = replace(network, axes=tuple(_without_latency(axis) for axis in network.axes))
@@ -36,7 +36,7 @@ def with_pace(cluster: Cluster, flops_per_s: float) -> Cluster:
     """Return the cluster with products at `flops_per_s` and all else unchanged; 0 keeps the cluster's own rate."""
     if not flops_per_s:
         return cluster
-    return replace(cluster, chip=replace(cluster.chip, effective_flops_per_s=flops_per_s))
+    return replace(cluster, chip=cluster.chip.with_flops_per_s(flops_per_s))
 
 
 def matmul_machine(cluster: Cluster, problem: Matmul2dProblem) -> Machine:

@@ -66,9 +66,7 @@ def with_pace_of_ranks(cluster: Cluster, flops_per_s: float) -> Cluster:
     """Return the cluster with its ranks paced at another rate; products reach the same share of it."""
     peaks = tuple((dtype, flops_per_s) for dtype, _ in cluster.chip.peak_flops_per_s)
     effective = flops_per_s * reached_share_of_pace(cluster)
-    return replace(
-        cluster, chip=replace(cluster.chip, peak_flops_per_s=peaks, effective_flops_per_s=effective)
-    )
+    return replace(cluster, chip=replace(cluster.chip.with_flops_per_s(effective), peak_flops_per_s=peaks))
 
 
 def seeded_cases(

@@ -1,0 +1,84 @@
+"""What a `call` costs, by its kind of work: the place of models of attention, norms, losses, element-wise work.
+
+A call that declares FLOPs and bytes is priced by these. One that declares none is counted here, from its sizes.
+Each is then a roofline: FLOPs at the chip's rate for the kind and dtype beside bytes at the rate of its memory.
+
+Forward counts, in operations per element or per pair of query and key:
+
+    attention    4 width + 5: two products of 2 width, and a softmax (FlashAttention-2, Dao 2023, section 3)
+    matmul       2 per multiply-add
+    softmax      5: greatest, subtract, exponential, sum, divide
+    loss         5: a softmax over classes
+    norm         7: mean, centre, square, sum, scale, gain, bias
+    elementwise  1, reduction 1
+
+The gradient of attention has five products where the forward has two. That of a product is one product for the
+input and one for the weight. That of the others is counted as two forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.machine.chip import Chip
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import CALL_DIMS
+from meshweave.ir.work import Compute
+
+_PER_ELEMENT = {"norm": 7, "softmax": 5, "loss": 5, "elementwise": 1, "reduction": 1}
+
+
+def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
+    """Return the FLOPs of a call that declares none; 0 where it has no shape. `shape` may hold expressions.
+
+    Raises:
+        UnsupportedError: the kind of work or the number of sizes is none of `CALL_DIMS`.
+    """
+    if not work or not shape:
+        return 0
+    dims = CALL_DIMS.get(work)
+    if dims is None or len(shape) != len(dims):
+        known = "; ".join(f"{name} ({', '.join(sizes)})" for name, sizes in CALL_DIMS.items())
+        raise UnsupportedError(f"work '{work}' of {len(shape)} sizes has no price; known are {known}")
+    total: Index = 1
+    for size in shape[:4] if work == "attention" else shape:
+        total = total * size
+    is_gradient = part in ("input_grad", "weight_grad")
+    if work == "attention":
+        width = shape[4]
+        return total * (10 * width + 10) if is_gradient else total * (4 * width + 5)
+    if work == "matmul":
+        return 2 * total
+    return _PER_ELEMENT[work] * (2 if is_gradient else 1) * total
+
+
+def with_counts(work: Compute) -> Compute:
+    """Return the work with the FLOPs that it has: those declared, or else those counted here."""
+    if work.flops or not work.call:
+        return work
+    flops = call_flops(work.call, work.part, work.shape)
+    assert isinstance(flops, int)
+    return replace(work, flops=flops)
+
+
+def flops_per_s(chip: Chip, call: str, dtype: str) -> int:
+    """Return the FLOP/s of a chip for a kind of work ("" and "matmul": products) in a dtype ("": as products)."""
+    return max(int(chip.flops_per_s(dtype, call)), 1)
+
+
+def engine_flops(flops: int, chip: Chip, call: str, dtype: str) -> int:
+    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as `flops` of a kind and dtype.
+
+    A chip has one engine, which works of different rates share. Rounded up.
+    """
+    own, engine = flops_per_s(chip, call, dtype), int(chip.effective_flops_per_s)
+    return flops if own == engine else -(-flops * engine // own)
+
+
+def call_s(work: Compute, chip: Chip) -> float:
+    """Return the seconds of a call on an idle chip, without its launch: FLOPs or bytes, whichever takes longer."""
+    work = with_counts(work)
+    flops = engine_flops(work.flops, chip, work.call, work.dtype)
+    return max(flops / chip.effective_flops_per_s, work.bytes / chip.memory_bytes_per_s)

@@ -1,0 +1,97 @@
+"""Products with batch dims as bound actions: one matrix product where shapes allow, else a batch of them.
+
+Where one operand serves the whole batch and the other is the left one, its rows of all batches form one
+matrix. A sum over the batch is one product with the batch before k. Everything else is `torch.bmm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshweave.execute.torch.views import Action, StridedView, chain_actions
+from meshweave.ir.program.ops import Matmul
+from meshweave.ir.program.product_shapes import ProductShape, product_shape
+from meshweave.ir.program.views import View
+
+if TYPE_CHECKING:
+    from meshweave.execute.torch.compute import Binder
+
+
+def bind_batched(binder: Binder, op: Matmul) -> Action:
+    """Return the action of a product of which an operand has batch dims."""
+    dims = len(op.out.selectors)
+    shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
+    assert isinstance(shape, ProductShape), shape
+    out = binder.view(op.out)
+    actions: list[Action] = []
+    a = _dense(binder, op, "a", op.a, out.dtype, actions)
+    b = _dense(binder, op, "b", op.b, out.dtype, actions)
+    a = a.transpose(-1, -2) if op.transpose_a else a
+    b = b.transpose(-1, -2) if op.transpose_b else b
+    num_products = math.prod(shape.batch)
+    if shape.sums_batch:
+        order = (len(shape.batch), *range(len(shape.batch)), len(shape.batch) + 1)
+        a = _shaped(binder, op, "a rows", a.permute(order), (shape.m, num_products * shape.k), actions)
+        b = _shaped(binder, op, "b rows", b, (num_products * shape.k, shape.n), actions)
+        target_shape: tuple[int, ...] = (shape.m, shape.n)
+    elif not shape.batch_b:
+        a = _shaped(binder, op, "a rows", a, (num_products * shape.m, shape.k), actions)
+        target_shape = (num_products * shape.m, shape.n)
+    else:
+        a = a.expand(num_products, *a.shape) if not shape.batch_a else a
+        a = _shaped(binder, op, "a rows", a, (num_products, shape.m, shape.k), actions)
+        b = _shaped(binder, op, "b rows", b, (num_products, shape.k, shape.n), actions)
+        target_shape = (num_products, shape.m, shape.n)
+    add = bool(op.accumulate) or (op.release is not None and op.release.update)
+    target = None if out.direct is None else _view(out.direct, target_shape)
+    if target is not None:
+        return chain_actions([*actions, _multiply(target, a, b, add)])
+    product = binder.staging.get(op.lane, "product", out.shape, out.dtype)
+    after = binder.staging.transfer(op.lane, out, StridedView.of(product), add=add)
+    return chain_actions([*actions, _multiply(product.view(target_shape), a, b, False), *after])
+
+
+def _multiply(target: Tensor, a: Tensor, b: Tensor, add: bool) -> Action:
+    if target.dim() == 3:
+        return (
+            partial(torch.baddbmm, target, a, b, out=target) if add else partial(torch.bmm, a, b, out=target)
+        )
+    return partial(torch.addmm, target, a, b, out=target) if add else partial(torch.mm, a, b, out=target)
+
+
+def _dense(
+    binder: Binder, op: Matmul, use: str, view: View, dtype: torch.dtype, actions: list[Action]
+) -> Tensor:
+    """Return an operand as one tensor; adds to `actions` what fills it where it is no alias."""
+    bound = binder.view(view)
+    if bound.direct is not None and bound.dtype == dtype:
+        return bound.direct
+    packed = binder.staging.get(op.lane, use, bound.shape, dtype)
+    actions += binder.staging.transfer(op.lane, StridedView.of(packed), bound)
+    return packed
+
+
+def _shaped(
+    binder: Binder, op: Matmul, use: str, tensor: Tensor, shape: Sequence[int], actions: list[Action]
+) -> Tensor:
+    """Return a tensor seen in another shape, or a copy of it where its strides do not allow that."""
+    seen = _view(tensor, shape)
+    if seen is not None:
+        return seen
+    packed = binder.staging.get(op.lane, use, tuple(tensor.shape), tensor.dtype)
+    actions.append(partial(packed.copy_, tensor))
+    return packed.view(tuple(shape))
+
+
+def _view(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return the same memory in another shape; None where strides cannot express it."""
+    try:
+        return tensor.view(tuple(shape))
+    except RuntimeError:
+        return None
