@@ -160,10 +160,12 @@ def _check_overwritten(flow: Dataflow) -> None:
         touching = [bound for bound in ops if any(view.buffer in outputs for _, view in bound.op.accesses())]
         if sum(isinstance(bound.op, Include) for bound in touching) < 2:
             continue
+        written = {view.buffer for bound in touching for view in bound.op.writes}
         for bound, of_op in zip(touching, access_conflicts(touching), strict=True):
             if not isinstance(bound.op, Include):
                 continue
-            for (mode, view), (_, others) in zip(bound.op.accesses(), of_op, strict=False):
+            ordering = [view for _, view in bound.op.accesses() if view.buffer in written]
+            for view, (mode, others) in zip(ordering, of_op, strict=True):
                 if mode != WRITE or view.buffer not in outputs:
                     continue
                 writers = [at for at in others if isinstance(touching[at].op, Include)]
