@@ -11,7 +11,20 @@ from meshweave.base.errors import ProgramError
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard, Tile
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import Buffer, Lane, On, Product, Program, Repeat, Same, Tensor, When
+from meshweave.ir.program import (
+    Buffer,
+    Function,
+    Lane,
+    On,
+    Product,
+    Program,
+    Repeat,
+    Same,
+    Sum,
+    Tensor,
+    TensorPart,
+    When,
+)
 from meshweave.ir.program.expressions import Index, Var, binary, select
 from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
 from meshweave.ir.program.views import Blocked, Range, View
@@ -127,10 +140,25 @@ def buffers(draw: st.DrawFn, name: str) -> Buffer:
 
 
 @st.composite
+def tensor_parts(draw: st.DrawFn) -> TensorPart:
+    name, dims = draw(st.sampled_from(TENSORS))
+    return TensorPart(name, draw(st.tuples(*[st.none() | st.sampled_from(["i", "j", "row"])] * dims)))
+
+
+def functions() -> st.SearchStrategy[Function]:
+    parts = st.lists(tensor_parts(), max_size=3).map(tuple)
+    reduce = st.sampled_from(["", "sum", "max", "softmax so far"])
+    return st.builds(Function, tensor_parts(), words, parts, parts, reduce, st.integers(0, 3))
+
+
+@st.composite
 def programs(draw: st.DrawFn) -> Program:
     names = st.sampled_from([name for name, _ in TENSORS])
-    meaning = st.builds(Product, names, names, names, st.booleans(), st.booleans()) | st.builds(
-        Same, names, names
+    meaning = (
+        st.builds(Product, names, names, names, st.booleans(), st.booleans())
+        | st.builds(Same, names, names)
+        | st.builds(Sum, names, st.lists(names, min_size=2, max_size=3).map(tuple))
+        | functions()
     )
     return Program(
         draw(words),

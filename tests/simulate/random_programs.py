@@ -395,7 +395,7 @@ def random_cluster(draw: random.Random, chips: int) -> Cluster:
     chip = Chip("c", peaks, draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), "", tile, share)
     if draw.random() < 0.4:
         by_dtype = tuple((dtype, draw.choice(RATES)) for dtype in ("bfloat16", "float64"))
-        by_call = tuple((kind, draw.choice(RATES) // 3) for kind in draw.sample(sorted(CALL_DIMS), 2))
+        by_call = tuple((kind, max(draw.choice(RATES) // 3, 1)) for kind in draw.sample(sorted(CALL_DIMS), 2))
         chip = replace(chip, dtype_flops_per_s=by_dtype, call_flops_per_s=by_call)
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)

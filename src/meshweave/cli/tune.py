@@ -90,7 +90,7 @@ def layouts(
             n,
             k,
             target.num_chips,
-            RankRates.of(target),
+            RankRates.of(target, read_dtype(dtype)),
             **kept,
             dtype=read_dtype(dtype),
             memory_bytes=limit,
@@ -151,7 +151,7 @@ def schedule(
     limits = {} if max_states is None else {"max_states": max_states}
     wanted = _schedule_kinds(kinds)
     with progress_bar("simulating schedules", plain_lines=True) as progress:
-        config = tune_universal(problem, RankRates.of(target)).config
+        config = tune_universal(problem, RankRates.of(target, problem.dtype)).config
         results = search_schedule(problem, config, target, kinds=wanted, progress=progress, **limits)
     if json:
         print_json({"config": str(config), "schedules": [_schedule_json(result) for result in results]})

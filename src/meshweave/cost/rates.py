@@ -51,8 +51,8 @@ class RankRates:
         assert self.accumulate_factor > 0 and self.ranks_per_package >= 1
 
     @classmethod
-    def of(cls, cluster: Cluster) -> RankRates:
-        """Return the rates of a cluster whose ranks are its chips in order."""
+    def of(cls, cluster: Cluster, dtype: str = "") -> RankRates:
+        """Return the rates of a cluster whose ranks are its chips in order, for products in `dtype`."""
         machine = Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
         chip, network, axis = cluster.chip, cluster.network, machine.axis("")
         constants = axis.comm("send_recv")
@@ -65,7 +65,7 @@ class RankRates:
         near, far = min(1, cluster.num_chips - 1), ranks_per_package % cluster.num_chips
         copies, accumulates = (machine.one_sided_constants(0, far, adds).rate for adds in (False, True))
         return cls(
-            flops_per_s=chip.effective_flops_per_s,
+            flops_per_s=chip.flops_per_s(dtype),
             link_bytes_per_s=min(constants.bytes_per_s, axis.link_bytes_per_s),
             link_latency_s=constants.launch_s + constants.sync_s,
             launch_s=chip.launch_s,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshweave.base.units import to_s
+from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
 from meshweave.ir.skeleton import Skeleton, Task
@@ -245,7 +246,7 @@ def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
             cost = priced(task.work)
             count = phase.turns * task.times
             if isinstance(task.work, Compute):
-                if task.work.flops:
+                if with_counts(task.work).flops:
                     compute += count * cost.total_ps
                 else:
                     copy += count * cost.total_ps

@@ -10,6 +10,7 @@ import heapq
 from collections import defaultdict
 
 from meshweave.base.units import to_s
+from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.estimate.recorder import TraceRecorder
@@ -123,7 +124,7 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
         cost = price(work, machine)
         if isinstance(work, Transfer):
             launch, sync, transfer = launch + cost.launch_ps, sync + cost.sync_ps, transfer + cost.flow_ps
-        elif work.flops:
+        elif with_counts(work).flops:
             compute += cost.total_ps
         else:
             copy += cost.total_ps

@@ -90,7 +90,7 @@ def schedule_universal(
     max_states: int = MAX_STATES,
 ) -> SimulatedSchedule:
     """Return the order that one schedule kind gives on a cluster, simulated; see `search_schedule`."""
-    slicing, rates = Slicing(problem, config), RankRates.of(cluster)
+    slicing, rates = Slicing(problem, config), RankRates.of(cluster, problem.dtype)
     graphs = {rank: schedule_graph(slicing, rank, rates) for rank in problem.ranks}
     stages = {rank: schedule_stages(kind, graph, max_states) for rank, graph in graphs.items()}
     if kind == "direct":

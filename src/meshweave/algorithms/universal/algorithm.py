@@ -141,7 +141,9 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         """Return the roofline per phase of `estimate.universal`."""
         if not math.prod(problem.sizes):
             return Estimate(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        parts = estimate_universal(volume(Slicing(problem, config)), RankRates.of(machine.cluster))
+        parts = estimate_universal(
+            volume(Slicing(problem, config)), RankRates.of(machine.cluster, problem.dtype)
+        )
         transfer_s = parts.before_s + parts.transfer_s + parts.after_s
         return Estimate(parts.total_s, parts.compute_s, 0.0, 0.0, 0.0, transfer_s)
 
