@@ -264,7 +264,13 @@ def loss_grad(y, t):
     return y - t
 
 
-CALLS = {f.__name__: f for f in (slowly, mix, square, stage, stage_input_grad, stage_weight_grad, loss_grad)}
+def gelu(h, batch):
+    return h**2 + batch
+
+
+CALLS = {
+    f.__name__: f for f in (slowly, mix, square, gelu, stage, stage_input_grad, stage_weight_grad, loss_grad)
+}
 
 
 def golden(name):
@@ -321,6 +327,8 @@ PROGRAMS = {
     "universal_b": lambda: lower_one_sided(golden("universal_b")),
     "universal_c": lambda: lower_one_sided(golden("universal_c")),
     "t3_ring": lambda: lower_one_sided(golden("t3_ring")),
+    "pipeline of includes": lambda: golden("include/pipeline"),
+    "includes in two orientations": lambda: golden("include/feed_forward"),
 }
 
 

@@ -106,6 +106,7 @@ class TorchContext:
 
         Raises BindError where the program has ranks that the world does not have.
         """
+        program = program.expanded
         among_members = self.is_distributed and len(program.ranks) < self.num_ranks
         for key in group_keys(program, self.channels(program) if channels is None else channels):
             channel, ranks = key
