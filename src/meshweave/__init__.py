@@ -43,9 +43,9 @@ _GROUPS = {
     "programs": {
         "ir.program": (
             "FULL Accumulate Add AllGather AllReduce AllToAll Blocked Broadcast Buffer Call Copy Expr "
-            "Fence Function Get Index Lane Matmul Meaning On Op Permute Product Program Put Range Recv Reduce "
-            "ReduceScatter Release Repeat Same Send Statement Sum Tensor TensorPart Var View When Zero maximum "
-            "minimum parse rewrite select to_text view"
+            "Fence Function Get Include Index Lane Matmul Meaning On Op Permute Product Program Put Range Recv "
+            "Reduce ReduceScatter Release Repeat Same Send Statement Submesh Sum Tensor TensorPart Var View When "
+            "Zero maximum minimum parse rewrite select to_text view"
         ),
         "ir.analysis.validate": "validate",
         "lower": "lower_chains lower_one_sided lower_rings read_in_place",
@@ -190,6 +190,7 @@ if TYPE_CHECKING:
     from meshweave.ir.program import Fence as Fence
     from meshweave.ir.program import Function as Function
     from meshweave.ir.program import Get as Get
+    from meshweave.ir.program import Include as Include
     from meshweave.ir.program import Index as Index
     from meshweave.ir.program import Lane as Lane
     from meshweave.ir.program import Matmul as Matmul
@@ -209,6 +210,7 @@ if TYPE_CHECKING:
     from meshweave.ir.program import Same as Same
     from meshweave.ir.program import Send as Send
     from meshweave.ir.program import Statement as Statement
+    from meshweave.ir.program import Submesh as Submesh
     from meshweave.ir.program import Sum as Sum
     from meshweave.ir.program import Tensor as Tensor
     from meshweave.ir.program import TensorPart as TensorPart
