@@ -187,7 +187,9 @@ def test_another_orientation() -> None:
 
 
 def test_replicas_must_agree() -> None:
-    text = text_of("pipeline").replace("\ny = output", '\nodd = scratch((2, 4), "float32", on=s1)\ny = output')
+    text = text_of("pipeline").replace(
+        "\ny = output", '\nodd = scratch((2, 4), "float32", on=s1)\ny = output'
+    )
     copies = """    with s1:
         copy(odd, inbox(m % 2), lane=forward)
         if s1.tp == 1:

@@ -21,8 +21,9 @@ from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
+from meshweave.ir.skeleton import skeleton_of
 from meshweave.ir.work import traffic
-from meshweave.lower import lower_chains, lower_rings
+from meshweave.lower import lower_chains, lower_one_sided, lower_rings, read_in_place, write_out_per_rank
 from meshweave.simulate import simulate
 from meshweave.simulate.reference import simulate as reference_simulate
 
@@ -112,6 +113,29 @@ def test_lowering_reaches_into_includes(name: str) -> None:
         ]
         assert validate(outer).skipped == ()
         assert simulate(outer, machine).duration_s == simulate(lowered, machine).duration_s
+
+
+def test_what_works_rank_by_rank_works_on_the_expanded_program() -> None:
+    entry = ALGORITHMS["universal"]
+    problem = next(entry.examples())
+    program = entry.program(problem, next(entry.candidates(problem)))
+    for lower in (lower_one_sided, write_out_per_rank, read_in_place):
+        outer_ops, ops = (
+            [(rank, bound.op.kind) for rank in p.ranks for bound in p.ops_on_rank(rank)]
+            for p in (lower(wrapped(program)), lower(program))
+        )
+        assert outer_ops == ops
+
+
+def test_skeleton_of_a_wrapped_program_has_the_same_work() -> None:
+    entry = ALGORITHMS["collective"]
+    problem = next(entry.examples())
+    program = entry.program(problem, next(entry.candidates(problem)))
+    works = [
+        [task.work for phase in skeleton_of(p).phases for task in phase.tasks]
+        for p in (program, wrapped(program))
+    ]
+    assert works[0] == works[1] != []
 
 
 @pytest.mark.parametrize(

@@ -189,9 +189,14 @@ class _IncludeOnLabels:
         match meaning:
             case Product():
                 a, b = sources[meaning.a], sources[meaning.b]
-                views = (_whole(shape), _whole(a.shape), _whole(b.shape))
-                flags = {"transpose_a": meaning.transpose_a, "transpose_b": meaning.transpose_b}
-                product = Matmul(lane="", out=views[0], a=views[1], b=views[2], **flags)
+                product = Matmul(
+                    lane="",
+                    out=_whole(shape),
+                    a=_whole(a.shape),
+                    b=_whole(b.shape),
+                    transpose_a=meaning.transpose_a,
+                    transpose_b=meaning.transpose_b,
+                )
                 return self.algebra.matmul(*product_operands(product, a, b))
             case Same():
                 return sources[meaning.src].reshape(shape)

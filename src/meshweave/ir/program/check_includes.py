@@ -10,7 +10,7 @@ from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.ir.program.expressions import Var, names_in
 from meshweave.ir.program.include import Include, include_error
 from meshweave.ir.program.include_text import RESERVED
-from meshweave.ir.program.ops import Call
+from meshweave.ir.program.ops import Call, Op
 from meshweave.ir.program.program import Program
 from meshweave.ir.program.renaming import Renaming
 from meshweave.ir.program.statements import Repeat, Statement, When, statements_of
@@ -97,14 +97,13 @@ def _check_index_uses(program: Program, statement: Statement) -> None:
             used = {var, *names_in(count)} & names.keys()
         case When(condition=condition):
             used = set(names_in(condition)) & names.keys()
-        case Call():
-            bare = replace(statement, args=())
+        case Op():
+            bare = statement
+            if isinstance(bare, Call):
+                bare = replace(bare, args=())
+            elif isinstance(bare, Include):
+                bare = replace(bare, indices=())
             used = set() if Renaming(names).op(bare) == bare else set(names)
-        case Include():
-            bare_include = replace(statement, indices=())
-            used = set() if Renaming(names).op(bare_include) == bare_include else set(names)
-        case _ if not hasattr(statement, "body"):
-            used = set() if Renaming(names).op(statement) == statement else set(names)  # type: ignore[type-var]
     if used:
         raise ProgramError(
             f"index '{min(used)}' may stand in the args of calls only: one proof is for all values of it"

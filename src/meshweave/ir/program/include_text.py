@@ -12,7 +12,7 @@ from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
 from meshweave.ir.program.include import Include, Submesh
-from meshweave.ir.program.program import Program
+from meshweave.ir.program.program import Lane, Program
 from meshweave.ir.program.views import FULL, Range, View
 
 RESERVED = ("stashes", "copies", "copy", "name")
@@ -40,7 +40,7 @@ class ProgramReader(Protocol):
     """What reading an include needs of the reader of the program that it stands in."""
 
     meshes: dict[str, Mesh]
-    lanes: dict[str, object]
+    lanes: dict[str, Lane]
     parts: dict[str, Program]
     defining: tuple[str, ...]
 

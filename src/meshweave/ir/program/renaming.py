@@ -77,10 +77,12 @@ class Renaming:
 
     def _statement(self, statement: Statement) -> Statement:
         match statement:
-            case On(where=str() as where):
-                return On(self.meshes[where][0] if where in self.meshes else where, self.body(statement.body))
             case On(where=where):
-                return On(tuple(self._rank(rank) for rank in where), self.body(statement.body))
+                if isinstance(where, str):
+                    where = self.meshes[where][0] if where in self.meshes else where
+                else:
+                    where = tuple(self._rank(rank) for rank in where)
+                return On(where, self.body(statement.body))
             case Repeat(var=var, count=count):
                 renamed = self.values.get(var)
                 name = renamed.name if isinstance(renamed, Var) else var
