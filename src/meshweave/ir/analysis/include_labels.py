@@ -35,7 +35,7 @@ class LabelInterpreter(Interpreter):
 
     @cached_property
     def notes(self) -> dict[str, None]:
-        """What is taken on trust, in words."""
+        """Return what is taken on trust, in words."""
         return {}
 
     def _event(self, event: Event) -> None:

@@ -44,8 +44,13 @@ class ProgramReader(Protocol):
     parts: dict[str, Program]
     defining: tuple[str, ...]
 
-    def read_view(self, node: ast.expr) -> View: ...
-    def read_string(self, node: ast.expr | None) -> str: ...
+    def read_view(self, node: ast.expr) -> View:
+        """Return the view of a buffer that a node describes."""
+        ...
+
+    def read_string(self, node: ast.expr | None) -> str:
+        """Return the text of a string in quotes."""
+        ...
 
 
 def read_include(call: ast.Call, reader: ProgramReader) -> Include:
