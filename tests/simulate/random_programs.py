@@ -394,8 +394,10 @@ def random_cluster(draw: random.Random, chips: int) -> Cluster:
     peaks = (("float32", 1e12),)
     chip = Chip("c", peaks, draw.choice(RATES) * 7, 1 << 30, rate, _seconds(draw), "", tile, share)
     if draw.random() < 0.4:
-        by_dtype = tuple((dtype, draw.choice(RATES)) for dtype in ("bfloat16", "float64"))
-        by_call = tuple((kind, max(draw.choice(RATES) // 3, 1)) for kind in draw.sample(sorted(CALL_DIMS), 2))
+        least = chip.effective_flops_per_s // 1000 + 1  # FLOPs of the engine's own rate fit in 64 bits
+        by_dtype = tuple((dtype, max(draw.choice(RATES), least)) for dtype in ("bfloat16", "float64"))
+        kinds = draw.sample(sorted(CALL_DIMS), 2)
+        by_call = tuple((kind, max(draw.choice(RATES) // 3, least)) for kind in kinds)
         chip = replace(chip, dtype_flops_per_s=by_dtype, call_flops_per_s=by_call)
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)

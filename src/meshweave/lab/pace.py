@@ -3,8 +3,8 @@
 The CPU kernels of torch's matrix products are overridden below autograd and DTensor, so that anybody's code
 is paced. The product really runs and then the thread sleeps until flops / rate has passed: 16 ranks do not
 fight for two cores, as long as the real products are small. A rank has one engine: products of several
-threads queue for it. A `call` of a bound program takes what `cost.calls` says of its FLOPs and bytes; products in it
-are part of it.
+threads queue for it. A `call` of a bound program takes what `cost.calls` says of its FLOPs and bytes; products in
+it are part of it.
 
 What is not paced: everything else that is no matrix product (`mv`, convolutions, fused attention, code compiled by
 inductor), `baddbmm_`, and any device but the CPU.

@@ -182,8 +182,8 @@ class Call(Op):
     the gradient parts wait for the forward part of that name.
 
     Attributes:
-        flops, bytes: FLOPs, and bytes read and written. Where `work` is named, 0 means what `cost.calls` counts for
-            it: FLOPs from `shape`, and the bytes of all views, each once.
+        flops, bytes: FLOPs, and bytes read and written. Where `work` is named, 0 means what `cost.calls` counts
+            for it: FLOPs from `shape`, and the bytes of all views, each once.
         work: what the call does, a key of `CALL_DIMS`. It chooses the rate and the count of FLOPs.
         shape: the sizes that `CALL_DIMS` names for this work, of this rank's share.
         dtype: the dtype in which it computes; "" for that of its first output (or input).
