@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include "engine.hpp"
+#include "labels.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -123,6 +124,14 @@ NB_MODULE(_core, m) {
       PyErr_SetString(PyExc_ValueError, error.what());
     }
   });
+  m.def(
+      "labels_hold",
+      [](const nb::dict& given) {
+        const meshweave::Columns columns = columns_of(given);
+        nb::gil_scoped_release released;
+        return meshweave::labels_hold(columns);
+      },
+      "columns"_a);
   nb::class_<Core>(m, "Core")
       .def(nb::init<const nb::dict&>(), "columns"_a)
       .def_prop_ro("num_ops", &Core::num_ops)

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 class ProgramFault(Exception):
     """A program that cannot be expanded or run: (message, global rank, op on the rank), -1 for unknown."""
 
+def labels_hold(columns: Mapping[str, NDArray[np.int64]]) -> bool:
+    """Whether a program surely computes what it declares. Raises ValueError for columns that describe none."""
+
 class Core:
     """A program template, expanded. Raises ProgramFault, ValueError for columns that describe none."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_all_readings_price_a_call_alike() -> None:
     assert set(simulate(program, machine).trace().spans) == set(spans)
     serial = parse(PROGRAM.replace("lane=other", "lane=l").replace("tp.x + 1", "2"))
     total = sum(price(work_of(serial, bound.op), machine).total_ps for bound in serial.ops_by_rank[0])
-    assert estimate(serial, machine).duration_ps == total
+    assert round(estimate(serial, machine).total_s * 1e12) == total
 
 
 def test_cluster_files_with_and_without_rates_per_dtype(tmp_path: Path) -> None:
@@ -140,11 +141,8 @@ def test_cluster_files_with_and_without_rates_per_dtype(tmp_path: Path) -> None:
     assert load_cluster(path).chip.flops_per_s("float32") == 1e12
     path.write_text(to_toml(CLUSTER))
     assert load_cluster(path).chip == CHIP
-    path.write_text(
-        text.replace("effective_flops_per_s = 1e+12", "").replace(
-            "bfloat16 = 1e+12", "bfloat16 = 1e12, float32 = 2e11"
-        )
-    )
+    without = re.sub(r"(?m)^effective_flops_per_s.*\n", "", text)
+    path.write_text(re.sub(r"\{ bfloat16 = \S+ \}", "{ bfloat16 = 1e12, float32 = 2e11 }", without))
     peaks = load_cluster(path).chip
     assert peaks.flops_per_s("float32") == 2e11 and peaks.flops_per_s("float64") == 1e12
     for line, message in [

@@ -147,7 +147,7 @@ class _Writer:
     def work(self) -> str:
         """The kind, shape and dtype of a call."""
         kind = self.draw.choice(sorted(CALL_DIMS))
-        sizes = ", ".join(self.number(0, 40) for _ in CALL_DIMS[kind])
+        sizes = ", ".join(self.number(0, 5) for _ in CALL_DIMS[kind])
         shape = f", shape=({sizes},)" if self.draw.random() < 0.8 else ""
         dtype = self.draw.choice(["", ', dtype="bfloat16"', ', dtype="float64"'])
         return f', work="{kind}"{shape}{dtype}'

@@ -97,7 +97,14 @@ def analyse_as_written(program: Program) -> Dataflow:
     """
     matched = match(program)
     exposed = exposed_buffers(program)
-    before = {rank: local_edges(ops, exposed) for rank, ops in matched.ops.items()}
+    forms = program.resolved_ops.form
+    known: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}
+    before = {}
+    for rank, ops in matched.ops.items():
+        form = tuple(forms(bound.op) for bound in ops)
+        if form not in known:
+            known[form] = local_edges(ops, exposed)
+        before[rank] = known[form]
     return Dataflow(matched, before, tracked_edges(matched))
 
 

@@ -403,7 +403,8 @@ class LabelAlgebra:
     def _trusted(self, view: View, rank: int) -> Labels:
         buffer = self.program.buffer_of[view.buffer]
         if buffer.tensor is not None:
-            return element_labels(self.table, buffer, rank)[numpy_index(view)].copy()
+            labels: Labels = element_labels(self.table, buffer, rank)[numpy_index(view)]
+            return labels.copy()
         block = np.zeros(view.shape, LABEL)
         block["term"] = self.table.number(OPAQUE)
         block["index"] = np.arange(block.size).reshape(block.shape)

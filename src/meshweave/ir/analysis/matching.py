@@ -96,10 +96,11 @@ def match(program: Program) -> MatchedProgram:
                 sends[op.lane, rank, _peer(program, op.peer, bound, rank), _int(op.tag)].append((rank, index))
             elif isinstance(op, Recv):
                 recvs[op.lane, _peer(program, op.peer, bound, rank), rank, _int(op.tag)].append((rank, index))
+    agreed: set[tuple[int, ...]] = set()
     joints = [
         joint
         for (_, over), members in collectives.items()
-        for joint in _match_collectives(program, ops, over, members)
+        for joint in _match_collectives(program, ops, over, members, agreed)
     ]
     joints += _match_messages(program, ops, sends, recvs)
     joint_of = {node: number for number, joint in enumerate(joints) for node in joint.members}
@@ -122,7 +123,9 @@ def _match_collectives(
     ops: Mapping[int, Sequence[BoundOp]],
     over: tuple[int, ...],
     members: Mapping[int, list[int]],
+    agreed: set[tuple[int, ...]],
 ) -> list[Joint]:
+    form = program.resolved_ops.form
     joints = []
     for number in range(max(map(len, members.values()))):
         nodes = []
@@ -135,8 +138,12 @@ def _match_collectives(
                     rank=other_rank,
                 )
             nodes.append((rank, members[rank][number]))
-        _agree(program, ops, nodes)
-        joints.append(Joint(ops[nodes[0][0]][nodes[0][1]].op.kind, tuple(nodes)))
+        bound = [ops[rank][index].op for rank, index in nodes]
+        forms = tuple(map(form, bound))
+        if forms not in agreed:
+            _agree(program, ops, nodes)
+            agreed.add(forms)
+        joints.append(Joint(bound[0].kind, tuple(nodes)))
     return joints
 
 

@@ -23,7 +23,8 @@ from meshweave.ir.analysis.include import (
     summarise,
     with_include_lane,
 )
-from meshweave.ir.analysis.proof import MAX_ELEMENTS, num_buffer_elements, prove_outputs
+from meshweave.ir.analysis.native_labels import labels_hold
+from meshweave.ir.analysis.proof import MAX_ELEMENTS, num_buffer_elements, prove_outputs, undeclared
 from meshweave.ir.analysis.races import check_races
 from meshweave.ir.analysis.shapes import check_op
 from meshweave.ir.program import Include, Program
@@ -49,11 +50,12 @@ class Validation:
     skipped: tuple[str, ...] = ()
 
 
-def validate(program: Program, *, labels: bool = True) -> Validation:
+def validate(program: Program, *, labels: bool = True, native: bool = True) -> Validation:
     """Return the proof that a program is sound.
 
     With `labels` False the proof of what is computed is left out. It is also left out, and listed in `skipped`,
-    for a program whose buffers hold over `ir.analysis.proof.MAX_ELEMENTS` elements.
+    for a program whose buffers hold over `ir.analysis.proof.MAX_ELEMENTS` elements. With `native` False it is made
+    in Python alone, which says the same and takes longer.
 
     Raises:
         ProgramError: at the first fault.
@@ -61,22 +63,26 @@ def validate(program: Program, *, labels: bool = True) -> Validation:
     parts: dict[str, PartSummary] = {}
     for name, part in program.parts.items():
         try:
-            proof = _validate(part, parts, labels)
+            proof = _validate(part, parts, labels, native)
         except ProgramError as error:
             raise include_error(name, error) from None
         parts[name] = summarise(proof.flow, parts, proof.skipped if labels else ())
-    proof = _validate(program, parts, labels)
+    proof = _validate(program, parts, labels, native)
     return replace(proof, skipped=(*proof.skipped, *part_notes(parts)))
 
 
-def _validate(program: Program, parts: Summaries, labels: bool) -> Validation:
+def _validate(program: Program, parts: Summaries, labels: bool, native: bool) -> Validation:
     """Return the proof of a program, given those of the programs that it includes."""
     check_declarations(program)
     flow = analyse_as_written(with_include_lane(program))
+    checked: set[int] = set()
     for rank, ops in flow.matched.ops.items():
         for bound in ops:
-            if not isinstance(bound.op, Include):
-                check_op(program, bound, rank)
+            if id(bound.op) in checked or isinstance(bound.op, Include):
+                continue
+            check_op(program, bound, rank)
+            if all(view.rank is None for _, view in bound.op.accesses()):
+                checked.add(id(bound.op))
     order = _order(check_include_uses(flow, parts)) if program.includes else untimed_order(flow)
     skipped = _try_ready_lanes(flow)
     check_races(flow, order)
@@ -85,6 +91,8 @@ def _validate(program: Program, parts: Summaries, labels: bool) -> Validation:
     count = num_buffer_elements(program)
     if count > MAX_ELEMENTS:
         return Validation(flow, order, (*skipped, f"index labels: {count} elements are over {MAX_ELEMENTS}"))
+    if native and not program.includes and labels_hold(flow, order):
+        return Validation(flow, order, (*skipped, *undeclared(program)))
     return Validation(flow, order, (*skipped, *prove_outputs(flow, order)))
 
 

@@ -23,6 +23,7 @@ from meshweave.ir.program.expressions import Expr, Index, evaluate
 from meshweave.ir.program.include import Include, Submesh, include_error
 from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
+from meshweave.ir.program.resolved_ops import ResolvedOps
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, rewrite, walk
 from meshweave.ir.program.views import Range, View
 
@@ -265,10 +266,15 @@ class Program:
         """Return the ops of every rank. Raises ProgramError as `ops_on_rank` does."""
         return {rank: self.ops_on_rank(rank) for rank in self.ranks}
 
+    @cached_property
+    def resolved_ops(self) -> ResolvedOps:
+        """Return the ops with plain integers that ranks and turns share."""
+        return ResolvedOps(self._resolve, self.local_shape, self.group)
+
     def _bind(self, rank: int) -> Iterator[BoundOp]:
         for key, op, env in self._unrolled(rank):
             try:
-                yield BoundOp(key, self._resolve(op, env, rank))
+                yield BoundOp(key, self.resolved_ops.get(op, env, rank))
             except ProgramError as error:
                 raise ProgramError(
                     error.message,
