@@ -90,8 +90,8 @@ def main() -> None:
         runs = [in_fresh_process(CODE, json.dumps(case), timeout_s=600) for _ in range(REPETITIONS)]
         row = rows[name] = {**runs[0], "goal_us": GOAL_US}
         for key in ("us", "python_us"):
-            row[key] = statistics.median(found[key] for found in runs)
-            row[f"{key}_range"] = [min(found[key] for found in runs), max(found[key] for found in runs)]
+            row[key] = statistics.median(run[key] for run in runs)
+            row[f"{key}_range"] = [min(run[key] for run in runs), max(found[key] for found in runs)]
         low, high = row["us_range"]
         goal = "met" if row["us"] <= GOAL_US else "missed"
         print(

@@ -81,12 +81,12 @@ def test_the_core_refuses_what_the_reference_refuses(name: str, changes: list[in
 
 def test_an_error_is_told_in_the_words_of_the_reference() -> None:
     program = with_ops(PROGRAMS["tapered_meshslice"], LISTED["tapered_meshslice"][:-1])
-    told = []
+    messages = []
     for native in (True, False):
         with pytest.raises(ProgramError) as caught:
             validate(program, native=native)
-        told.append(str(caught.value))
-    assert told[0] == told[1]
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
 
 
 @examples(200)

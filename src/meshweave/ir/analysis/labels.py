@@ -18,20 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.interpret import Interpreter, numpy_index
+from meshweave.ir.analysis.positions import CallPositions, Labels, Positions, merges, positions_of
 from meshweave.ir.analysis.terms import OPAQUE, UNWRITTEN, ZERO, Counts, Term, TermTable
 from meshweave.ir.program import Buffer, Program
-from meshweave.ir.program.meanings import Function, Product, TensorPart
+from meshweave.ir.program.meanings import Function, Product
 from meshweave.ir.program.ops import Call
 from meshweave.ir.program.views import View
 
 LABEL = np.dtype([("term", np.int32), ("index", np.int64), ("writer", np.int32)])
-Labels = NDArray[Any]
-Positions = NDArray[np.int64]
 
 
 @dataclass
@@ -305,7 +303,7 @@ class LabelAlgebra:
                 )
             read += zip(meaning.stash, stashed, strict=True)
         running = self.table.running[meaning.out]
-        places = _Places(meaning.fn)
+        places = CallPositions(meaning.fn)
         so_far: list[tuple[str, View, Labels]] = []
         for part, (in_view, block) in read:
             shape = self.program.tensor_of[part.tensor].shape
@@ -348,7 +346,7 @@ class LabelAlgebra:
             names = ", ".join(dict.fromkeys(tensor for tensor, _, _ in so_far))
             raise ProgramError(f"continues different reductions of {names}", buffer=so_far[0][1].buffer)
 
-    def _result(self, meaning: Function, view: View, rank: int, places: _Places) -> Labels:
+    def _result(self, meaning: Function, view: View, rank: int, places: CallPositions) -> Labels:
         """Return the labels of what a call makes of the positions of its inputs, in the shape of `view`."""
         shape = self.program.tensor_of[meaning.out].shape
         block = np.zeros(view.shape, LABEL)
@@ -359,7 +357,7 @@ class LabelAlgebra:
             known = np.arange(size) if name is None else places.of.get(name)
             lists.append(self._own_positions(meaning, view, rank, dim) if known is None else known)
         flat = np.ravel_multi_index(np.ix_(*lists), shape) if lists else np.zeros((), np.int64)
-        if not _merges(view.shape, flat.shape):
+        if not merges(view.shape, flat.shape):
             made = "x".join(str(len(listed)) for listed in lists)
             raise ProgramError(
                 f"makes {made} elements of {meaning.out}, {view} has {view.shape}", buffer=view.buffer
@@ -428,94 +426,6 @@ class LabelAlgebra:
                 story = f"what is not {buffer.tensor}, first at {at} of the view"
         if story:
             raise ProgramError(f"gives a call {story}", op=self._label(), rank=rank, buffer=view.buffer)
-
-
-class _Places:
-    """The positions that the names of a call's meaning stand for, as its inputs tell."""
-
-    def __init__(self, fn: str) -> None:
-        self.fn = fn
-        self.of: dict[str, Positions] = {}
-
-    def bind(self, part: TensorPart, shape: tuple[int, ...], block: Labels, buffer: str) -> None:
-        """Note the positions of an input. Raises ProgramError where it lacks some, or others name other ones."""
-        tensor = part.tensor
-        for dim, (name, size, listed) in enumerate(
-            zip(part.dims, shape, self._lists(tensor, shape, block, buffer), strict=True)
-        ):
-            if listed is None:
-                continue
-            known = np.arange(size) if name is None else self.of.setdefault(name, listed)
-            if np.array_equal(known, listed):
-                continue
-            if name is None:
-                raise ProgramError(
-                    f"gives call '{self.fn}' {_span(listed)} along dim {dim} of {tensor}, and it needs all of "
-                    f"0:{size}",
-                    buffer=buffer,
-                )
-            raise ProgramError(
-                f"gives call '{self.fn}' {name} = {_span(listed)} of {tensor} with {name} = {_span(known)} of "
-                "another input",
-                buffer=buffer,
-            )
-
-    def _lists(
-        self, tensor: str, shape: tuple[int, ...], block: Labels, buffer: str
-    ) -> Sequence[Positions | None]:
-        """Return the positions of a block per dim of its tensor; of an empty block those that are none."""
-        if not block.size:
-            extents = block.shape if block.ndim == len(shape) else (0,) * len(shape)
-            return [None if extent else np.arange(0) for extent in extents]
-        lists = positions_of(block["index"], shape)
-        if lists is None or not _merges(block.shape, [len(listed) for listed in lists]):
-            raise ProgramError(f"gives call '{self.fn}' what is no block of {tensor}", buffer=buffer)
-        return lists
-
-
-def _span(listed: Positions) -> str:
-    """Return positions in words: `4:8`, or the first few."""
-    if not len(listed):
-        return "nothing"
-    if (np.diff(listed) == 1).all():
-        return f"{listed[0]}:{listed[-1] + 1}"
-    return ", ".join(map(str, listed[:4].tolist())) + (
-        f" and {len(listed) - 4} more" if len(listed) > 4 else ""
-    )
-
-
-def positions_of(index: Positions, shape: tuple[int, ...]) -> list[Positions] | None:
-    """Return, per dim of a tensor of `shape`, the positions whose row-major product is what a block lists.
-
-    `index` holds the numbers of the block's elements; its own shape does not matter, so that rows of a matrix
-    can be read as rows of heads. Returns None for elements in any other order.
-    """
-    flat = index.reshape(-1)
-    coords = np.unravel_index(flat, shape) if shape else ()
-    lists: list[Positions] = []
-    stride = 1
-    for dim in range(len(shape) - 1, -1, -1):
-        outer = [coords[other][::stride] for other in range(dim)]
-        changes = [np.flatnonzero(other != other[0])[:1] for other in outer]
-        own = coords[dim][::stride]
-        length = min((int(at[0]) for at in changes if len(at)), default=len(own))
-        lists.append(own[:length])
-        stride *= length
-    lists.reverse()
-    product = np.ravel_multi_index(np.ix_(*lists), shape).reshape(-1) if lists else np.zeros(1, np.int64)
-    return lists if np.array_equal(product, flat) else None
-
-
-def _merges(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether `shape` is `sizes` with some neighbours taken as one dim: a function sees no other blocks."""
-    left = list(sizes)
-    for extent in shape:
-        merged = 1
-        while merged < extent and left:
-            merged *= left.pop(0)
-        if merged != extent:
-            return False
-    return all(size == 1 for size in left)
 
 
 def _all_are(block: Labels, term: int) -> bool:

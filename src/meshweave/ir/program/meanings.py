@@ -28,7 +28,7 @@ class Product:
     """`out`[m, n] = sum over k of a[m, k] b[k, n]; a stored (K, M) / b stored (N, K) where transposed.
 
     With leading batch dims `out`[..., m, n] is the product of a[..., m, k] and b[..., k, n], or of a[..., m,
-    k] and one matrix b for the whole batch (or the other way round). Where a and b have batch dims and `out`
+    k] and one matrix b for the whole batch (or the reverse). Where a and b have batch dims and `out`
     has none, `out` is the sum of the products over the batch, as a weight gradient is.
     """
 

@@ -62,7 +62,7 @@ class ResolvedOps:
         listed = self._reads.get(id(op))
         if listed is None:
             first = self._first.pop(id(op), None)
-            if first is None:  # what an op reads is found out when it turns up again
+            if first is None:  # what an op reads matters only when it turns up again
                 resolved = self._resolve(op, env, rank)
                 self._first[id(op)] = (op, env, rank, resolved)
                 return resolved
