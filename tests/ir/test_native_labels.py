@@ -99,7 +99,7 @@ def test_damaged_columns_are_refused_or_judged(name: str, seed: int) -> None:
         column = columns[draw.choice(sorted(columns))]
         if len(column):
             at = draw.randrange(len(column))
-            column[at] = draw.choice([0, 1, -1, 7, column[at] + 1, column[at] - 1, 2**40, 2**62, -(2**63)])
+            column[at] = draw.choice([0, 1, -1, 7, column[at] ^ 1, column[at] ^ 2, 2**40, 2**62, -(2**63)])
     if draw.random() < 0.2:
         name = draw.choice(sorted(columns))
         columns[name] = np.ascontiguousarray(columns[name][: draw.randint(0, len(columns[name]))])
