@@ -202,14 +202,17 @@ class RunningLab:
         from meshweave.execute.ranks.launch import RankPlace, launch
 
         options = {"interval_s": 0.5, "stale_s": 5.0, **options}
+        self._check_up()
         with inside(f"{self._prefix}{FABRIC}"):
             # Through its loopback: torch warns about an address of its own that has no name.
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        is_paced = self.description.flops_per_s is not None
         places = [
             RankPlace(
-                self._enter(rank),
-                {k: v for k, v in self.environment(rank).items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
+                env={k: v for k, v in self.environment(rank).items() if k != "MASTER_PORT"}
                 | {"MASTER_ADDR": STORE_ADDRESS},
+                network_namespace=self.namespace(rank),
+                fork_startup=("meshweave.lab.pace:pace_from_environment",) if is_paced else (),
             )
             for rank in range(self.num_ranks)
         ]
@@ -226,9 +229,12 @@ class RunningLab:
             )
 
     def _enter(self, rank: int) -> tuple[str, ...]:
+        self._check_up()
+        return ("ip", "netns", "exec", self.namespace(rank))
+
+    def _check_up(self) -> None:
         if not self._prefix:
             raise UnsupportedError("the lab is not up; enter it with `with`")
-        return ("ip", "netns", "exec", self.namespace(rank))
 
     @contextmanager
     def _one_run(self, env: Mapping[str, str]) -> Iterator[dict[str, str]]:

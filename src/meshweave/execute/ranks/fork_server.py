@@ -34,7 +34,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-_PRELOADED = ("torch.distributed", "meshweave.nn", "meshweave.execute.torch.bind")
+from meshweave.execute.ranks.namespaces import live_in_named_namespace
+
+_PRELOADED = (
+    "torch.distributed.tensor",
+    "torch._dynamo",  # torch imports it at the first DTensor
+    "meshweave.nn.linear",
+    "meshweave.nn.matmul2d",
+    "meshweave.nn.reshard_state",
+)
 _IMPORTED_WITH = (
     "OMP_NUM_THREADS",
 )  # variables that are read when torch is imported, so no rank can change them
@@ -51,12 +59,16 @@ class ForkRequest:
         environment: all environment variables of the rank.
         working_directory: the folder that the rank starts in.
         is_ours: whether the rank runs a function of this package, and imports nothing from the working directory.
+        network_namespace: the name of the network namespace that the rank enters; empty for that of the server.
+        startup: functions to call before the rank's own, as "module:function".
     """
 
     folder: str
     environment: dict[str, str]
     working_directory: str
     is_ours: bool
+    network_namespace: str = ""
+    startup: Sequence[str] = ()
 
 
 class ForkedRank:
@@ -103,7 +115,12 @@ class ForkServer:
             command = [sys.executable, "-P", "-m", "meshweave.execute.ranks.fork_server"]
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), *preload],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                },
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -292,11 +309,16 @@ def _become_rank(request: ForkRequest, fds: Sequence[int]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request.environment)
+    if request.network_namespace:
+        live_in_named_namespace(request.network_namespace)
     with suppress(FileNotFoundError):
         os.chdir(request.working_directory)
     first = [] if request.is_ours else [request.working_directory]
     path = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = dict.fromkeys([*first, *filter(None, path), *sys.path])
+    for name in request.startup:
+        module, _, function = name.partition(":")
+        getattr(importlib.import_module(module), function)()
     run_rank(Path(request.folder), int(os.environ["RANK"]), os.getppid())
     sys.exit(0)
 

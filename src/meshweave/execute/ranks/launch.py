@@ -61,10 +61,15 @@ class RankPlace:
     Attributes:
         prefix: a command, such as `taskset -c 3`, to which the command of the rank is appended.
         env: environment variables on top of those of `launch`.
+        network_namespace: the name of a network namespace that the rank runs in, as `ip netns` lists it.
+        fork_startup: functions, as "module:function", that a forked rank calls at its start: they do what the
+            environment makes a new interpreter do (a `sitecustomize`).
     """
 
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    network_namespace: str = ""
+    fork_startup: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -233,17 +238,33 @@ class _LaunchedRanks:
     def start_all(self, places: Sequence[RankPlace], port: int, env: Mapping[str, str]) -> None:
         for rank, place in enumerate(places):
             environment = {**_environment(rank, self.num_ranks, port, env), **place.env}
-            self._start(rank, environment, place.prefix)
+            self._start(rank, environment, place)
 
-    def _start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
-        servers = active_fork_servers()
-        if servers is not None and not prefix and servers.can_start(environment):
-            request = ForkRequest(str(self.folder), environment, str(Path.cwd()), self.is_ours)
+    def _start(self, rank: int, environment: dict[str, str], place: RankPlace) -> None:
+        servers, namespace = active_fork_servers(), place.network_namespace
+        if servers is not None and not place.prefix and servers.can_start(environment):
+            request = ForkRequest(
+                str(self.folder),
+                environment,
+                str(Path.cwd()),
+                self.is_ours,
+                network_namespace=namespace,
+                startup=place.fork_startup,
+            )
             self.running[rank] = servers.start(rank, request)
             return
         # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
         safe = ["-P"] if self.is_ours else []
-        command = [*prefix, sys.executable, *safe, "-m", "meshweave.execute.ranks.worker", str(self.folder)]
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        command = [
+            *place.prefix,
+            *inside,
+            sys.executable,
+            *safe,
+            "-m",
+            "meshweave.execute.ranks.worker",
+            str(self.folder),
+        ]
         self.running[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     @property
