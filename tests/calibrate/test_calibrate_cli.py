@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capfd, monkeypatch):
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_under_torchrun(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")

@@ -99,3 +99,15 @@ def kill_parent(context, payload):
     if context.rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
+
+
+def imports_of_a_dtensor(context, payload):
+    """The modules of torch that a first product of DTensors imports in this rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    before = set(sys.modules)
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensor = distribute_tensor(torch.ones(4, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+    _ = tensor @ tensor
+    return sorted(name for name in set(sys.modules) - before if name.startswith("torch"))

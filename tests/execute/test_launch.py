@@ -42,7 +42,7 @@ def test_results_come_back_in_order_and_a_slow_rank_is_not_lost(any_start):
     assert results == [{"rank": rank, **common} for rank in range(2)]
 
 
-def test_all_survivors_name_the_killed_rank_and_no_other(any_start):
+def test_all_survivors_name_the_killed_rank_and_no_other():
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
         run("ring", 4, {"victim": 2, "unguarded": 1})
     assert caught.value.missing == (2,)

@@ -17,6 +17,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.layouts import grid_layouts, layout_words, table, tune_layouts
 from meshweave.tune.universal import extra_bytes, tune_universal
+from sampling import scaled
 
 SLOW = RankRates(1e9, 2e8, 1e-6, 1e-6, 5e9)
 FREE = RankRates(1e9, 1e9)
@@ -92,7 +93,7 @@ def test_no_estimate_is_below_its_bound(sizes: tuple[int, int, int], count: int,
     free = (*grid_layouts(range(count)), block_cyclic((3, 2), count))
     seconds, moved = LayoutBounds(sizes, {"a": free, "b": free, "c": free}, rates).least()
     places = list(itertools.product(range(len(free)), repeat=3))
-    for place in places[:: max(len(places) // 60, 1)]:
+    for place in places[:: max(len(places) // scaled(20), 1)]:
         found = tune_universal(UniversalProblem(*sizes, *(free[at] for at in place)), rates)
         assert seconds[place] <= found.estimate.total_s * (1 + 1e-9)
         assert moved[place] <= found.moved_bytes * (1 + 1e-9)

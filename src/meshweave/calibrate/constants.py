@@ -236,9 +236,9 @@ def _cluster(
                 fit.rate_per_s
                 for fits in (busy, alone)
                 for (name, _), fit in fits.items()
-                if name == axis.name
+                if name == axis.name and math.isfinite(fit.rate_per_s)
             ]
-            link = _at_least_one(max(rate for rate in rates if math.isfinite(rate)) if rates else math.inf)
+            link = _at_least_one(max(rates, default=math.inf))
             latency_s = _rounded(fits["send_recv"].sync_s)
             axis = replace(axis, link_bytes_per_s=link, link_latency_s=latency_s)
         return replace(axis, constants=constants, source=f"{source}; {said}")

@@ -37,8 +37,7 @@ from typing import NoReturn
 from meshweave.execute.ranks.namespaces import live_in_named_namespace
 
 _PRELOADED = (
-    "torch.distributed.tensor",
-    "torch._dynamo",  # torch imports it at the first DTensor
+    "meshweave.execute.torch.compat:import_all_of_dtensor",
     "meshweave.nn.linear",
     "meshweave.nn.matmul2d",
     "meshweave.nn.reshard_state",
@@ -238,7 +237,8 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
     prefix of their command, start new interpreters as before.
 
     Args:
-        preload: the modules to import before forking; none may start a thread or touch a GPU.
+        preload: the modules to import and functions to call ("module:function") before forking; none may start a
+            thread or touch a GPU.
         num_servers: how many servers share the ranks of a launch.
     """
     global _active
@@ -256,8 +256,8 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
 
 def serve(connection: socket.socket, preload: Sequence[str]) -> None:
     """Fork a rank for every request until the owner closes its end."""
-    for module in preload:
-        importlib.import_module(module)
+    for name in preload:
+        _import_or_call(name)
     gc.collect()
     gc.freeze()  # so that no collection in a rank copies the pages that it shares
     reader, writer = os.pipe()
@@ -282,6 +282,14 @@ def serve(connection: socket.socket, preload: Sequence[str]) -> None:
         if reader in readable:
             os.read(reader, 4096)
             _report_ended(connection)
+
+
+def _import_or_call(name: str) -> None:
+    """Import "module", or call "module:function" without arguments."""
+    module, _, function = name.partition(":")
+    imported = importlib.import_module(module)
+    if function:
+        getattr(imported, function)()
 
 
 def _report_ended(connection: socket.socket) -> None:
@@ -317,8 +325,7 @@ def _become_rank(request: ForkRequest, fds: Sequence[int]) -> NoReturn:
     path = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = dict.fromkeys([*first, *filter(None, path), *sys.path])
     for name in request.startup:
-        module, _, function = name.partition(":")
-        getattr(importlib.import_module(module), function)()
+        _import_or_call(name)
     run_rank(Path(request.folder), int(os.environ["RANK"]), os.getppid())
     sys.exit(0)
 
