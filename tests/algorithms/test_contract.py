@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshweave.algorithms.contract import Algorithm, Array, Gradient
@@ -25,7 +25,7 @@ from meshweave.ir.work import traffic
 from meshweave.simulate.reference import simulate
 from sampling import examples
 
-MOST_CANDIDATES = 5
+MOST_CANDIDATES = 3 if settings().max_examples <= 100 else 8
 """Of an example's candidates the first, the last and some between are taken."""
 
 

@@ -133,6 +133,7 @@ def test_every_grid_and_replication_factor_is_there() -> None:
     assert set(row) == {"a", "b", "c", "way", "seconds", "moved_bytes", "rank_bytes"}
 
 
+@pytest.mark.slow
 def test_twelve_ranks() -> None:
     found = tune_layouts(
         6144, 49152, 12288, 12, RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000
