@@ -96,7 +96,7 @@ def fit_calibration(
         source: machine, versions and date, for the `source` of every number.
         has_nominal_links: whether the sweep's cluster has the true rates of its links and its chip's peak; if not,
             these are taken from the measurement too.
-        most_flops_per_s: the pace, where products are paced.
+        max_flops_per_s: the pace, where products are paced.
         send_buffer_bytes: what the cluster gets as `send_buffer_bytes`.
 
     Fits of broadcasts and reduces never count as problems, they only get a remark: see `CHAIN_LIMITS`.
