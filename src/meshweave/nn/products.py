@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_program
-from meshweave.algorithms.universal.issue_order import common_order
+from meshweave.algorithms.universal import UniversalProblem, universal_program
 from meshweave.algorithms.universal.problem import Operand, transposed_layout
 from meshweave.base.errors import BindError
 from meshweave.cost.rates import RankRates
@@ -139,9 +138,7 @@ def prepare(
         )
         in_place = not moves or resolved == "shared"
         config = replace(tuned.config, num_slices=1) if in_place else tuned.config
-        slicing = Slicing(problem, config)
-        orders = {rank: common_order(slicing, rank) for rank in problem.ranks} if in_place else None
-        program = universal_program(problem, config, orders=orders)
+        program = universal_program(problem, config)
         # Before any of them sets up what the others may not want, and where nothing moves, too: they may.
         agree(context, replace(program, name=f"{program.name}, {transport}"))
         with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
