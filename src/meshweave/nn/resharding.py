@@ -242,7 +242,7 @@ def _agreed_hosts(
     """
     digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
     message = json.dumps({"asks": digest, "host": socket.gethostname(), "digests": dict(digests)})
-    messages = exchange(session.context, ranks, message, _WHAT)
+    messages = exchange(session.context, ranks, message, _WHAT, topic="a reshard")
     answers = {rank: json.loads(text) for rank, text in messages.items()}
     if len({answer["asks"] for answer in answers.values()}) > 1:
         lists = exchange(session.context, ranks, json.dumps(list(descriptions)), _WHAT)

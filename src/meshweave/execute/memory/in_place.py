@@ -12,6 +12,7 @@ before, which they usually have done long ago, and in each fence of the program,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -112,8 +113,8 @@ class InPlaceProgram:
             for step in self._steps:
                 step(given)
             return output
-        assert self._memory is not None and self._call is not None
-        with self._call, self._context.lane_threads.reserve():
+        assert self._memory is not None
+        with self._call or nullcontext(), self._context.lane_threads.reserve():
             if self._memory.is_closed:
                 raise UnsupportedError(f"the memory of program {self._program.name} is closed")
             self._begin()

@@ -39,7 +39,7 @@ def exchange(
     Args:
         words: what this rank says.
         what: completes "waiting for ..." in errors.
-        topic: what it is about, equal on all ranks that agree on the same; by default `what`.
+        topic: what it is about, which must be equal on all ranks.
 
     Raises:
         BindError: there is no process group; another rank is in another call, refuses this one, or waits for other
@@ -54,14 +54,13 @@ def exchange(
     order = call_order(context)
     sequence = order.sequence(ranks)
     with sequence.talk(what) as number:
-        spoken = {"topic": topic or what, "title": order.title, "token": order.token, "words": words}
+        spoken = {"topic": topic, "title": order.title or what, "token": order.token, "words": words}
         said = _said_by_all(context, sequence, number, json.dumps(spoken), what)
         parties: dict[tuple[str, str], list[int]] = {}
         for rank, answer in said.items():
             if "refuses" in answer:
                 raise BindError(f"rank {rank} refuses {answer['title']}: {answer['refuses']}")
-            title = answer["title"] or answer["topic"]
-            parties.setdefault((answer["topic"], title), []).append(rank)
+            parties.setdefault((answer["topic"], answer["title"]), []).append(rank)
         if len({topic for topic, _ in parties}) > 1:
             raise BindError(out_of_order(parties, number))
     sequence.tokens = {rank: answer["token"] for rank, answer in said.items()}

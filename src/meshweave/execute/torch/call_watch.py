@@ -60,14 +60,15 @@ class CallWatch:
         self._watched: weakref.WeakSet[WatchedCalls] = weakref.WeakSet()
         self._requests: list[tuple[WatchedCalls, threading.Event]] = []
         self._lock, self._wake = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._thread: threading.Thread | None = None  # the last one
+        self._is_running = self._is_closed = False
 
     @classmethod
     def of_world(cls, world: Any) -> CallWatch:
         """Return the watch of a default process group, the present one."""
         global _watch
         if _watch is None or _watch._world() is not world:
+            _close()
             _watch = cls(world)
         return _watch
 
@@ -75,12 +76,13 @@ class CallWatch:
         """Look after the calls of a context from here on."""
         with self._lock:
             self._watched.add(watched)
-            if self._thread is None:
+            if not self._is_running:
                 # All traffic with the store is the thread's: where its host is stopped, only the thread is stuck.
                 store = signed_store()
                 self._thread = threading.Thread(
                     target=self._run, args=(store,), name="meshweave-calls", daemon=True
                 )
+                self._is_running = True
                 self._thread.start()
 
     def remove(self, watched: WatchedCalls) -> None:
@@ -93,7 +95,7 @@ class CallWatch:
         """Compare the call of a context with those of the others now, and wait for that for a second at most."""
         done = threading.Event()
         with self._lock:
-            if self._thread is None:
+            if not self._is_running:
                 return
             self._requests.append((watched, done))
         self._wake.set()
@@ -103,8 +105,8 @@ class CallWatch:
         """End the thread."""
         self._is_closed = True
         self._wake.set()
-        if (thread := self._thread) is not None:
-            thread.join(1.0)
+        if self._thread is not None:  # also where it has just nothing left to do: it has a store to let go of
+            self._thread.join(1.0)
 
     def _run(self, store: SignedStore) -> None:
         try:
@@ -127,7 +129,7 @@ class CallWatch:
         finally:
             with self._lock:
                 if self._thread is threading.current_thread():
-                    self._thread = None
+                    self._is_running = False
                 for _, done in self._requests:
                     done.set()
 
@@ -137,7 +139,7 @@ class CallWatch:
             return True
         with self._lock:
             if not self._watched and not self._requests:
-                self._thread = None
+                self._is_running = False
                 return True
         return False
 
@@ -295,7 +297,7 @@ class WatchedCalls:
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
     """Return in words that ranks did different things in call `number`; parties by (key, title) of what it was."""
     titles = [title for _, title in parties]
-    sides = []
+    sides: list[str] = []
     for (key, title), ranks in sorted(parties.items(), key=lambda party: min(party[1])):
         text = f"{title}, bound as {key}" if titles.count(title) > 1 else title
         verb = ("is" if len(ranks) == 1 else "are") + " in" if not sides else "in"

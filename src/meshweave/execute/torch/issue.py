@@ -28,7 +28,7 @@ def _lanes(ops: Sequence[BoundOp]) -> list[str]:
 def thread_per_lane(
     context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
 ) -> Execute:
-    """Return what runs each lane in a thread of its own in program order, that with most compute in the caller's."""
+    """Return what runs each lane in a thread of its own, in program order; most compute is the caller's."""
     ops = analysis.ops
     names = _lanes(ops)
     lane_of = [names.index(bound.op.lane) for bound in ops]
