@@ -38,7 +38,7 @@ from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.interpret import Interpreter
 from meshweave.ir.program import Buffer, Program
 from meshweave.ir.program.ops import Call, Matmul
-from meshweave.ir.program.views import Range, View
+from meshweave.ir.program.views import Range, View, dense_strides
 
 ReplicaKind = Literal["single", "copied", "recomputed", "may differ"]
 
@@ -238,17 +238,8 @@ class _SymbolAlgebra:
         key = buffer.name, rank
         if key not in self._strides:
             shape = self.program.local_shape(buffer.name, rank)
-            self._strides[key] = _strides(shape, buffer.order or tuple(range(len(shape))))
+            self._strides[key] = dense_strides(shape, buffer.order)
         return self._strides[key]
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dims lie in memory in `order`, outermost first."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------
