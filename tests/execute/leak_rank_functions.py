@@ -21,9 +21,9 @@ def counts():
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {
-        "threads": len(os.listdir("/proc/self/task")),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
         "python_threads": threading.active_count(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "resident": resident,
     }
 
@@ -40,7 +40,7 @@ def settled(before, patience_s=30.0):
 
 
 def contexts(context, payload):
-    """Make and drop contexts that have multiplied over messages and in shared memory; return what is left of them."""
+    """Make and drop contexts that have multiplied over messages and in shared memory; return what is left."""
     mesh = init_device_mesh("cpu", (context.num_ranks,))
     a = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
     b = distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)])
@@ -63,7 +63,7 @@ def contexts(context, payload):
 
 
 def sizes(context, payload):
-    """Multiply and reshard ever new sizes; return what this process holds every now and then, and the results' errors."""
+    """Multiply and reshard ever new sizes; return what is held now and then, and how many were wrong."""
     ours = TorchContext(deadline_s=60.0, cache_bytes=payload["cache_bytes"])
     mesh = init_device_mesh("cpu", (2, 2))
     listed, errors = [], 0
@@ -80,8 +80,7 @@ def sizes(context, payload):
             c = mw.matmul(a, b, [Shard(0), Shard(1)], transport=transport, context=ours)
             errors += int((c.to_local() != k).any())
         if number % payload["every"] == payload["every"] - 1:
-            listed.append(
-                {**counts(), "programs": len(ours.programs), "counted": ours.programs.num_bytes(range(4))}
-            )
+            programs = ours.programs
+            listed.append({**counts(), "programs": len(programs), "counted": programs.num_bytes(range(4))})
     ours.close()
     return {"counts": listed, "errors": errors}

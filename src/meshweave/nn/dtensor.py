@@ -315,7 +315,7 @@ def _folds(shape: tuple[int, ...], side: Side) -> tuple[tuple[int, ...], tuple[i
     return shape[:-1], shape[-1:]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _layout(
     mesh: Mesh,
     placements: tuple[Placement, ...],

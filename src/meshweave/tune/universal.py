@@ -46,7 +46,7 @@ class TunedUniversal:
     moved_bytes: int
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def tune_universal(
     problem: UniversalProblem,
     rates: RankRates,

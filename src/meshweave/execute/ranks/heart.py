@@ -49,7 +49,7 @@ class Heart:
         round: notified after each beat.
         news: ours and everybody's.
         store_gone: whether the store has ended, or this heart has stopped without being told to.
-        paused_s: the longest that this process seems to have been stopped, in seconds.
+        paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
     """
 
     def __init__(
@@ -72,9 +72,8 @@ class Heart:
         self._last_beats: dict[int, Beat] = {}  # of others that have beaten: reading them cannot block
         self._state: State = "alive"
         self._detail = ""
-        self._version = self._stored_version = (
-            0  # of our state and news: the current, and the last in the store
-        )
+        # Of our state and news: the current, and the last in the store.
+        self._version = self._stored_version = 0
         self._closing = False
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="meshweave-liveness", daemon=True
@@ -159,7 +158,7 @@ class Heart:
             with self.round:
                 is_new = news.merge(self.news) != self.news
                 self.news = self.news.merge(news)
-                self._stored_version = version
+                self._stored_version, self.paused_s = version, 0.0
                 for watch in self._watches if watched else ():
                     watch.feed(now - last, beats, unreadable)
                 self.round.notify_all()
@@ -170,7 +169,7 @@ class Heart:
                 self._wake.wait(self._interval_s)
                 slept_s = time.monotonic() - now
                 if slept_s > self._interval_s + self._stale_s:  # a signal has stopped this process, perhaps
-                    self.paused_s = max(self.paused_s, slept_s)
+                    self.paused_s = slept_s
 
     def _read_beats(self, store: Store) -> tuple[dict[int, Beat | None], set[int]]:
         """The last heartbeat of each other rank, and the ranks whose value is none of this run, or an old one."""
