@@ -98,7 +98,7 @@ class _without_order:
         self._before = self._sequence.begin, self._sequence.end
         self._sequence.begin = lambda sequence, kind: 0  # type: ignore[method-assign]
         self._sequence.end = lambda sequence, error=None: None  # type: ignore[method-assign]
-        self._order.close()  # the watch ends where nothing is left to look after
+        self._order.unwatch()  # the watch ends where nothing is left to look after
 
     def __exit__(self, *_: object) -> None:
         if self._is_off:

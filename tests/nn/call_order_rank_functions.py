@@ -6,7 +6,6 @@ Each case has a context of its own: a call out of order ends that, and the defau
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +24,6 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program.parse import parse
 
 DEADLINE_S = 25.0
-SOON_S = 10.0
-"""Seconds that a loaded machine may take for what takes 0.3; far from the deadline."""
 
 RING = """
 program("ring of SIZE")
@@ -51,7 +48,7 @@ GATHER = (
 class Calls:
     """Calls of many kinds in one context, each of which returns what came of it on this rank.
 
-    Operands are laid out anew in each call. `wrong_rank` gives a local part with a row too many.
+    `wrong_rank` gives a local part with a row too many.
     """
 
     def __init__(self, context: TorchContext, transport: str = "messages") -> None:
@@ -60,16 +57,17 @@ class Calls:
         self.mesh = init_device_mesh("cpu", (2, 2))
         self.wrong_rank: int | None = None
         self._bound: dict[str, BoundProgram] = {}
+        self._made: dict[tuple[tuple[int, int], int, torch.dtype], DTensor] = {}
 
     def matmul(self, size: int = 8, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-        a = self._laid(integers((size, size), seed, dtype), (S0, S1), may_be_wrong=True)
-        b = self._laid(integers((size, size), 2, dtype), (S0, S1))
+        a = self._laid((size, size), seed, dtype=dtype, may_be_wrong=True)
+        b = self._laid((size, size), 2, dtype=dtype)
         out = meshweave.matmul(a, b, (S0, S1), transport=self.transport, context=self.context)
         return out.to_local()
 
     def linear(self, size: int = 8) -> Tensor:
-        x = self._laid(integers((size, size), 1), (S0, S1), may_be_wrong=True)
-        weight = self._laid(integers((size, size), 2), (S0, S1))
+        x = self._laid((size, size), 1, may_be_wrong=True)
+        weight = self._laid((size, size), 2)
         with meshweave.universal_linear((S0, S1), transport=self.transport, context=self.context):
             local: Tensor = linear(x, weight).to_local()
         return local
@@ -84,11 +82,11 @@ class Calls:
         )
 
     def reshard(self, rows: int = 8) -> Tensor:
-        x = self._laid(integers((rows, 6), 3), (S0, S1), may_be_wrong=True)
+        x = self._laid((rows, 6), 3, may_be_wrong=True)
         return meshweave.reshard(x, self.mesh, (R, R), context=self.context).to_local()
 
     def state(self, rows: int = 8) -> Tensor:
-        x = self._laid(integers((rows, 6), 3), (S0, S1), may_be_wrong=True)
+        x = self._laid((rows, 6), 3, may_be_wrong=True)
         moved = meshweave.reshard_state_dict({"w": x}, self.mesh, {"w": (R, R)}, context=self.context)
         local: Tensor = moved["w"].to_local()
         return local
@@ -108,13 +106,25 @@ class Calls:
         self._bound[key].run({"x": torch.full((rows, size), value + self.rank, dtype=torch.float64)})
         return self._bound[key].outputs["y"].clone()
 
-    def _laid(self, whole: Tensor, placements: Any, *, may_be_wrong: bool = False) -> DTensor:
-        laid = placed(whole, self.mesh, placements)
+    def _laid(
+        self,
+        shape: tuple[int, int],
+        seed: int,
+        *,
+        dtype: torch.dtype = torch.float64,
+        may_be_wrong: bool = False,
+    ) -> DTensor:
+        """Return a matrix cut over both dims of the mesh, the same one at each call."""
+        key = shape, seed, dtype
+        if key not in self._made:
+            self._made[key] = placed(integers(shape, seed, dtype), self.mesh, (S0, S1))
+        laid = self._made[key]
         if not may_be_wrong or self.rank != self.wrong_rank:
             return laid
         local = torch.cat([laid.to_local(), laid.to_local()[:1]])
-        shape, stride = whole.shape, whole.stride()
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local, self.mesh, (S0, S1), run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        )
 
 
 Call = Callable[[Calls], Tensor]
@@ -168,12 +178,6 @@ def attempt(call: Callable[[], object]) -> str:
     return ""
 
 
-def timed(call: Callable[[], object]) -> list[Any]:
-    """Return [error or "", seconds] of a call."""
-    start = time.monotonic()
-    return [attempt(call), time.monotonic() - start]
-
-
 def swapped(context: Any) -> dict[str, Any]:
     """Return what comes of two calls that are in order on all ranks once, and then swapped on rank 2."""
     answers: dict[str, Any] = {}
@@ -189,9 +193,9 @@ def swapped(context: Any) -> dict[str, Any]:
                     for which in (0, 1) if context.rank != 2 else (1, 0):
                         values[which] = pair[which](calls)
 
-                answer = timed(both)
+                said = attempt(both)
                 wrong = [which for which, value in values.items() if not torch.equal(value, expected[which])]
-                answers[f"{transport}: {name}"] = [*answer, wrong]
+                answers[f"{transport}: {name}"] = [said, wrong]
     return answers
 
 
@@ -208,7 +212,7 @@ def refused(context: Any) -> dict[str, Any]:
                         call(calls)
                     calls.wrong_rank = 3
                     case = f"{transport}: {name}, {'first' if is_first else 'later'}"
-                    answers[case] = timed(lambda c=calls, one=call: one(c))
+                    answers[case] = attempt(lambda c=calls, one=call: one(c))
     return answers
 
 
@@ -221,7 +225,7 @@ def first_calls(context: Any) -> dict[str, Any]:
         ("dtypes", lambda c: c.matmul(dtype=torch.float32), Calls.matmul),
     ):
         with FreshCalls(context, "auto") as calls:
-            answers[name] = timed(lambda c=calls, m=mine, o=others: (m if c.rank == 3 else o)(c))
+            answers[name] = attempt(lambda c=calls, m=mine, o=others: (m if c.rank == 3 else o)(c))
     with FreshCalls(context) as calls:
         sets = [(0, 1), (1, 2), (0, 2)]
         for ranks in sets:
@@ -236,7 +240,13 @@ def first_calls(context: Any) -> dict[str, Any]:
             for ranks in mine:
                 calls.program(RING, 4, ranks=ranks)
 
-        answers["circle"] = timed(go)
+        answers["circle"] = attempt(go)
+    with FreshCalls(context) as calls:
+        calls.program(RING, 4)
+        steps = [lambda: calls.program(RING, 4), lambda: calls.program(RING, 6, ranks=(2, 3))]
+        if context.rank == 3:
+            steps.reverse()
+        answers["circle with a first call"] = attempt(lambda: [step() for step in steps])
     return answers
 
 
@@ -335,16 +345,14 @@ def without_group(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     dist.destroy_process_group()
     answers = {}
     for name, each in calls.items():
-        mesh = each.mesh
         for what, call in REFUSED.items():
-            each.mesh = mesh
-            answers[f"{name}, {what}"] = timed(lambda c=each, one=call: one(c))
+            answers[f"{name}, {what}"] = attempt(lambda c=each, one=call: one(c))
     again = dist.PrefixStore("again", context.store)
     dist.init_process_group("gloo", store=again, rank=context.rank, world_size=context.num_ranks)
     kept = Calls(old)
-    answers["old context in a new group"] = timed(kept.matmul)
-    answers["new context"] = timed(Calls(TorchContext(deadline_s=DEADLINE_S)).matmul)
-    answers["default context in a new group"] = timed(Calls(None).matmul)
+    answers["old context in a new group"] = attempt(kept.matmul)
+    answers["new context"] = attempt(Calls(TorchContext(deadline_s=DEADLINE_S)).matmul)
+    answers["default context in a new group"] = attempt(Calls(None).matmul)
     dist.barrier()
     return answers
 
@@ -372,7 +380,7 @@ def by_lot(context: Any, payload: Mapping[str, Any]) -> list[list[Any]]:
     """Run random sequences of calls with a random fault on one rank each, and end each with a call of all ranks.
 
     Returns a row per sequence: what was done, the errors of this rank, the calls whose result was not that of the
-    same call alone, and the seconds it took.
+    same call alone.
     """
     rows = []
     for number in range(payload["count"]):
@@ -385,7 +393,6 @@ def by_lot(context: Any, payload: Mapping[str, Any]) -> list[list[Any]]:
             _spoil(done, fault, at, lots)
         with FreshCalls(context, transport) as calls:
             expected = {name: BY_LOT[name](calls) for name in dict.fromkeys(names)} if warm else {}
-            start = time.monotonic()
             said, wrong = "", []
             for place, name in enumerate([*done, "matmul 8"]):
                 calls.wrong_rank = culprit if fault == "wrong shape" and place == at else None
@@ -396,9 +403,8 @@ def by_lot(context: Any, payload: Mapping[str, Any]) -> list[list[Any]]:
                     break
                 if name in expected and not torch.equal(value, expected[name]):
                     wrong.append(name)
-            took_s = time.monotonic() - start
         plan = f"{fault} on {culprit} at {at} of {names}, {transport}, {'warm' if warm else 'cold'}"
-        rows.append([plan, said, wrong, took_s])
+        rows.append([plan, said, wrong])
     return rows
 
 

@@ -1,6 +1,7 @@
 """Calls out of order, refused calls, and calls without a process group end in errors that say so, at once.
 
 Data of one call never serves another: where there is an error no rank has a wrong result, and no rank is killed.
+An error at the deadline would be a DeadlineError.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-from call_order_rank_functions import REFUSED, SOON_S, SWAPPED, SWAPPED_IN_MEMORY
+from call_order_rank_functions import REFUSED, SWAPPED, SWAPPED_IN_MEMORY
 
 from meshweave.execute.memory.shared import lacks
 from meshweave.execute.ranks.launch import launch
@@ -45,9 +46,8 @@ def answers() -> list[dict[str, Any]]:
 def test_swapped_calls_name_the_ranks_and_both_calls(answers: list[dict[str, Any]], case: str) -> None:
     heard = []
     for rank, answer in enumerate(answers):
-        said, took_s, wrong = answer["swapped"][case]
+        said, wrong = answer["swapped"][case]
         assert wrong == [], "data of one call was taken for another's"
-        assert took_s < SOON_S
         # A rank that needs nothing of the others may be through before they find out.
         heard += [rank] if said else []
         if said:
@@ -69,8 +69,9 @@ def test_a_wrong_local_shape_on_one_rank_is_told_to_all(
     answers: list[dict[str, Any]], case: str, when: str
 ) -> None:
     for rank, answer in enumerate(answers):
-        said, took_s = answer["refused"][f"{case}, {when}"]
-        assert took_s < SOON_S
+        said = answer["refused"][f"{case}, {when}"]
+        if not said and rank == 0:  # needs nothing of rank 3 in a product on 2x2 ranks
+            continue
         shapes = r"(BindError|LayoutError): .*\(\d+, \d+\).*\(\d+, \d+\)"
         start = "" if rank == 3 else r"BindError: rank 3 refuses .*: "
         assert re.match(f"{start}{shapes}", said), said
@@ -79,23 +80,24 @@ def test_a_wrong_local_shape_on_one_rank_is_told_to_all(
 def test_different_first_calls_are_out_of_order(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         for case in ("matmul, state dict", "matmul, matmul2d"):
-            said, took_s = answer["first_calls"][case]
-            assert took_s < SOON_S
+            said = answer["first_calls"][case]
             assert said.startswith("BindError: calls are out of order: ranks 0, 1 and 2 are in "), said
             assert "rank 3 in matmul 8x8 @ 8x8" in said
-        said, _ = answer["first_calls"]["dtypes"]
+        said = answer["first_calls"]["dtypes"]
         assert said.startswith("BindError: ranks are about to run different programs: "), said
 
 
 def test_ranks_that_wait_for_each_other_in_a_circle_are_named(answers: list[dict[str, Any]]) -> None:
     for rank, answer in enumerate(answers):
-        said, took_s = answer["first_calls"]["circle"]
-        assert took_s < SOON_S
+        said = answer["first_calls"]["circle"]
         if rank == 3:
             assert said == ""
             continue
         assert said.startswith("BindError: calls are out of order, and ranks wait for each other: "), said
         assert all(f"rank {other} is in program ring of 4 with " in said for other in (0, 1, 2)), said
+        said = answer["first_calls"]["circle with a first call"]
+        assert said.startswith("BindError: calls are out of order, and ranks wait for each other: "), said
+        assert "rank 3 is in program ring of 6 with rank 2 (call 1)" in said, said
 
 
 def test_dims_that_a_tensor_does_not_have_are_refused(answers: list[dict[str, Any]]) -> None:
@@ -116,11 +118,10 @@ def test_what_is_bound_under_inference_mode_trains_later(answers: list[dict[str,
 def test_calls_without_a_process_group_say_so() -> None:
     answers: list[Any] = launch("call_order_rank_functions:without_group", 4, {}, timeout_s=100, env=HERE)
     for answer in answers:
-        assert answer.pop("new context")[0] == ""
-        assert answer.pop("default context in a new group")[0] == ""
+        assert answer.pop("new context") == ""
+        assert answer.pop("default context in a new group") == ""
         assert len(answer) == 2 * len(REFUSED) + 1
-        for case, (said, took_s) in answer.items():
-            assert took_s < SOON_S
+        for case, said in answer.items():
             assert re.match(r"BindError: .*destroy_process_group\(\)", said), (case, said)
 
 
@@ -133,7 +134,6 @@ def test_random_faults_end_in_errors_or_not_at_all(seed: int) -> None:
     for rows in zip(*answers, strict=True):
         plan = rows[0][0]
         said = [row[1] for row in rows]
-        assert all(row[3] < SOON_S for row in rows), (plan, rows)
         assert [row[2] for row in rows] == [[]] * 4, plan
         assert all(said) or not any(said), (plan, said)
         for words in filter(None, said):

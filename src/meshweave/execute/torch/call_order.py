@@ -244,7 +244,12 @@ class CallOrder:
         self._watch.add(self._watched)
 
     def close(self) -> None:
-        """Look after the calls no more."""
+        """Look after the calls no more; the context's groups are about to be destroyed."""
+        self._watched.close()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Look after the calls no more, until `watch`."""
         if self._watch is not None:
             self._watch.remove(self._watched)
 

@@ -163,7 +163,7 @@ class _Seen:
 
 
 class WatchedCalls:
-    """The calls of a context as the watch sees them. All but `record` is the watch's thread's."""
+    """The calls of a context as the watch sees them. All but `record` and `close` is the watch's thread's."""
 
     def __init__(self, order: CallOrder, context: TorchContext) -> None:
         self._order, self._context = order, weakref.ref(context)
@@ -172,6 +172,7 @@ class WatchedCalls:
         self._due = self._pause_s = 0.0
         self._is_listed = False  # whether the record in the store says that this rank waits
         self._next_peer = 0
+        self._abort_lock, self._is_closed = threading.Lock(), False
         self._circle: tuple[_Seen, ...] = ()
 
     def record(self) -> Record:
@@ -198,8 +199,16 @@ class WatchedCalls:
 
     def _call(self, sequence: CallSequence) -> dict[str, Any]:
         number, kind = sequence.recent[-1]
-        tokens = {str(rank): token for rank, token in sequence.tokens.items()}
+        tokens = {str(rank): token for rank, token in self._tokens(sequence).items()}
         return {"ranks": list(sequence.ranks), "number": number, "title": kind.title, "tokens": tokens}
+
+    def _tokens(self, sequence: CallSequence) -> dict[int, str]:
+        """Return the tokens of the ranks of a sequence, from other sequences where they have yet to agree."""
+        known: dict[int, str] = {}
+        for other in list(self._order.sequences.values()):
+            known.update(other.tokens)
+        known.update(sequence.tokens)
+        return {rank: known[rank] for rank in sequence.ranks if rank in known}
 
     def look(self, store: Any, *, is_urgent: bool = False) -> None:
         """See whether the call under way waits, and if so compare it with those of the other ranks.
@@ -257,7 +266,7 @@ class WatchedCalls:
 
     def _peers(self, sequence: CallSequence) -> list[tuple[int, str]]:
         """Return the ranks to look at now with the tokens of their records, others at the next look."""
-        others = sorted((r, token) for r, token in sequence.tokens.items() if r != self._order.rank)
+        others = sorted((r, token) for r, token in self._tokens(sequence).items() if r != self._order.rank)
         if len(others) <= _NUM_PEERS:
             return others
         start = self._next_peer % len(others)
@@ -280,6 +289,11 @@ class WatchedCalls:
         )
         return f"calls are out of order, and ranks wait for each other: {waits}"
 
+    def close(self) -> None:
+        """Leave the groups of the context alone from here on: they are about to be destroyed."""
+        with self._abort_lock:
+            self._is_closed = True
+
     def _abort_waits(self) -> None:
         """End the waits of this rank: close the connections of the context's groups, as a timeout of gloo does."""
         context = self._context()
@@ -287,11 +301,12 @@ class WatchedCalls:
             return
         for ranks, group in context.groups():
             peer = next((rank for rank in ranks if rank != self._order.rank), None)
-            if peer is None or self._order.rank not in ranks or dist.get_backend(group) != "gloo":
+            if peer is None or self._order.rank not in ranks:
                 continue
-            with contextlib.suppress(RuntimeError, ValueError):
-                work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
-                work.wait(timedelta(milliseconds=1))
+            with self._abort_lock, contextlib.suppress(RuntimeError, ValueError):
+                if not self._is_closed and dist.get_backend(group) == "gloo":
+                    work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
+                    work.wait(timedelta(milliseconds=1))
 
 
 def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
@@ -345,14 +360,15 @@ def _circles(
     if current is None:
         return
     first = path[0][1]
-    for rank, token in current["tokens"].items():
-        if int(rank) == record["rank"]:
+    for rank in current["ranks"]:
+        if rank == record["rank"]:
             continue
-        if len(path) > 1 and int(rank) == first["rank"]:
+        if len(path) > 1 and rank == first["rank"]:
             if _count(first, current["ranks"]) < current["number"]:
                 yield path
             continue
-        if token in visited or len(visited) > _NUM_PEERS:
+        token = current["tokens"].get(str(rank))
+        if token is None or token in visited or len(visited) > _NUM_PEERS:
             continue
         visited.add(token)
         other = _read(store, token)
