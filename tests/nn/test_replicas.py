@@ -47,7 +47,7 @@ def check(payload: dict[str, Any], num_ranks: int = 4, timeout_s: float = 60.0) 
 
 @pytest.mark.gloo
 def test_copies_of_results_have_the_same_bits() -> None:
-    assert check({"step": 53, "reshards": 8}) > 30
+    assert check({"step": 149, "reshards": 6}) > 10
 
 
 @pytest.mark.slow

@@ -112,10 +112,10 @@ def matmul(
         context: process groups, deadline and liveness; by default those of the default process group.
 
     Returns:
-        A DTensor on a's device mesh of the operands' dtype. Over messages and in shared memory the same call gives
-        the same bits each time. Once differentiable in a and b: gradients have the placements of what they are
-        gradients of, with Replicate where that is partial. Whether each needs a gradient must be the same on all
-        ranks.
+        A DTensor on a's device mesh of the operands' dtype. Its copies on several ranks have the same bits, and so
+        have those of gradients. Over messages and in shared memory the same call gives the same bits each time.
+        Once differentiable in a and b: gradients have the placements of what they are gradients of, with Replicate
+        where that is partial. Whether each needs a gradient must be the same on all ranks.
 
     Raises:
         LayoutError: shapes, meshes or placements that do not fit each other.

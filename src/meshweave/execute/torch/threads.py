@@ -1,9 +1,9 @@
 """How many threads a product has that several ranks compute, each for itself: the same number on all of them.
 
-A BLAS cuts a product up for its threads, and the cuts decide how sums are rounded: in float32, float64 and
-bfloat16 on MKL 2024.2 and oneDNN 3.12, 1 to 8 % of all products have other bits with 2 threads than with 1,
-or with 3 than with 2. Ranks that copy results need not care. Ranks that recompute them use as many threads as
-the one that has the fewest (`torch.set_num_threads`, OMP_NUM_THREADS), for as long as such a product runs.
+A BLAS cuts a product up for its threads, and the cuts decide how sums are rounded: with MKL 2024.2 and oneDNN
+3.12, up to 10 % of products have other bits with 2 threads than with 1, or with 3 than with 2, in float32, float64
+and bfloat16. Ranks that copy results need not care. Ranks that recompute them use as many threads as the one that
+has the fewest (`torch.set_num_threads`, OMP_NUM_THREADS), for as long as such a product runs.
 """
 
 from __future__ import annotations

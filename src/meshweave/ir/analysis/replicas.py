@@ -17,9 +17,9 @@ members, as gloo's and NCCL's rings and trees do, which copy each reduced part a
 commutes; functions of calls depend on their inputs alone; updates of one element by several ranks come in the
 order of `ir.analysis.dataflow.untimed_order`, in which `bind` runs them unless it is told otherwise.
 
-Which of these properties a product's bits depend on was found by trying: 13,000 products of MKL 2024.2 and oneDNN
-3.12 on an AVX-512 processor, in float32, float64 and bfloat16. Strides matter where a dim is 1, alignment to 64
-bytes where such a product has several threads, and the number of threads in 1 to 8 % of all products.
+Which of these properties a product's bits depend on was found by trying: 5,300 products by MKL 2024.2 and oneDNN
+3.12 on an AVX-512 processor, in float32, float64 and bfloat16, each in 7 to 12 variants. Strides matter where a dim
+is 1, alignment to 64 bytes where such a product has several threads, the number of threads in up to 10 %.
 """
 
 from __future__ import annotations
