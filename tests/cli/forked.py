@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshweave.base.errors import MAX_LINE
@@ -29,7 +30,7 @@ _CRASHED = 70
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one command line did: its status (negative: the signal that ended it), output, seconds and bytes."""
+    """What one command line did: its status (negative: a signal), output, seconds, and bytes of its own."""
 
     status: int
     out: str
@@ -54,7 +55,7 @@ class Outcome:
     def _fault_of_words(self) -> str:
         """Return what is wrong with an error: it is one line, or in a description file one for each problem."""
         lines = self.err.splitlines()
-        problems = re.search(r": (\d+) problems$", lines[0]) if lines else None
+        problems = re.search(r"\d+ problems$", lines[0]) if lines else None
         if not self.err.startswith("error: ") or len(lines) > (23 if problems else 1):
             return f"{len(lines)} lines: {self.err[:500]}"
         if any(len(line) > MAX_LINE + len("error: ") or not line.isprintable() for line in lines):
@@ -67,6 +68,7 @@ def run_forked(action: Callable[[], Any]) -> Outcome:
     out, err = os.memfd_create("out"), os.memfd_create("err")
     sys.stdout.flush()
     sys.stderr.flush()
+    base_bytes = _memory_bytes(1)
     pid = os.fork()
     if pid == 0:
         _be_case(action, out, err)
@@ -77,7 +79,13 @@ def run_forked(action: Callable[[], Any]) -> Outcome:
         texts.append(os.read(fd, 1 << 16).decode(errors="replace"))
         os.close(fd)
     code = os.waitstatus_to_exitcode(status)
-    return Outcome(code, texts[0], texts[1], used.ru_utime + used.ru_stime, used.ru_maxrss << 10)
+    own_bytes = max((used.ru_maxrss << 10) - base_bytes, 0)
+    return Outcome(code, texts[0], texts[1], used.ru_utime + used.ru_stime, own_bytes)
+
+
+def _memory_bytes(field: int) -> int:
+    """Return this process's virtual (0) or resident (1) memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field]) * resource.getpagesize()
 
 
 def _be_case(action: Callable[[], Any], out: int, err: int) -> None:
@@ -98,8 +106,7 @@ def _be_case(action: Callable[[], Any], out: int, err: int) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = CPU_S + 1 + int(used.ru_utime + used.ru_stime)  # 0 in a fork
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123
-            size = int(statm.read().split()[0]) * resource.getpagesize()
+        size = _memory_bytes(0)
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY_BYTES, size + MEMORY_BYTES))
         status = action()
     except BaseException:

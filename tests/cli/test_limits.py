@@ -93,7 +93,7 @@ PROGRAMS: list[tuple[list[str], str, str]] = [
         PROGRAM.replace("tp[S(0), S(1)]", "tp[T(0, 1, 0), S(1)]").replace("(8, 8)", "(9000000, 2)"),
         "separate ranges of indices, over the limit of 32,768",
     ),
-    (["show", "FILE"], PROGRAM.replace("tp", "t" * 100_000), "is no coordinate expression"),
+    (["show", "FILE"], PROGRAM.replace("tp", "t" * 100_000), "' declares nothing"),
 ]
 
 
@@ -109,7 +109,7 @@ def test_a_small_program_that_asks_for_much(tmp_path: Path, args: list[str], tex
         (LOOPS, "not checked"),
         (nested([300_000]), "not checked"),
         (mesh_of("(240, 250)"), "not checked"),
-        (nested([3000], "zero(big[i1:i1 + 1, :], lane=compute)"), "valid"),
+        (nested([1500], "zero(big[i1:i1 + 1, :], lane=compute)"), "valid"),
         (nested([300]).replace("(8, 8)", "(4000, 4000)"), "index labels"),
         (nested([900], 'all_reduce(b, a, over="tp", lane=l)', 'l = lane(order="ready")\n'), "orders tried"),
         (PROGRAM.replace('"small"', '"' + "n" * 100_000 + '"'), "orders tried"),
@@ -130,7 +130,7 @@ PLAN_ON = ["plan", "gpt3", "--cluster", "FILE", "--algorithms", "collective"]
 RESHARD = ["reshard", "FILE", "--from", "2x2", "--to", "1x4", "--cluster", "p3.8xlarge"]
 MANY = MODEL.replace("num_layers = 2", "num_layers = 10_000_000")
 DESCRIPTIONS: list[tuple[list[str], str, str | bytes, str]] = [
-    (RESHARD, "model.toml", MANY, "90,000,003 tensors, over the limit of 16,384"),
+    (RESHARD, "model.toml", MANY, "90,000,003 tensors, over the limit of 8,192"),
     (PLAN, "model.toml", MODEL + "x" + ".x" * 20_000 + " = 1\n", "20,001 parts of a dotted key"),
     (PLAN, "model.toml", MODEL + "[" + ".".join(["x"] * 20_000) + "]\n", "20,000 parts of a dotted key"),
     (PLAN, "model.toml", MODEL + f"x = {deep(100)}\n", "more than 64 levels of nested tables"),
@@ -152,10 +152,10 @@ DESCRIPTIONS: list[tuple[list[str], str, str | bytes, str]] = [
         PLAN_ON,
         "cluster.toml",
         CLUSTER.replace("[2, 2]", "[16777216, 16777216]"),
-        "over the limit of 1,048,576",
+        "over the limit of 65,536",
     ),
-    (PLAN_ON, "cluster.toml", RING.replace("size = 4", "size = 16777216"), "over the limit of 1,048,576"),
-    (["plan", "gpt3", "--cluster", "FILE:99999999"], "cluster.toml", RING, "over the limit of 1,048,576"),
+    (PLAN_ON, "cluster.toml", RING.replace("size = 4", "size = 16777216"), "over the limit of 65,536"),
+    (["plan", "gpt3", "--cluster", "FILE:99999999"], "cluster.toml", RING, "over the limit of 65,536"),
 ]
 
 
@@ -240,7 +240,7 @@ def test_errors_are_shortened_in_one_place() -> None:
         assert all(len(line) <= MAX_LINE and line.isprintable() for line in lines), message
         assert all(line.startswith("  ") for line in lines[1:]), message
         assert max(map(len, re.split(r"\s", said))) <= MAX_QUOTED, message
-        assert shortened(said) == said and printable(message).isprintable()
+        assert printable(message).isprintable()
     assert shortened("short 'x'") == "short 'x'" and listed("abc") == "a, b, c"
     assert listed(range(1000)).endswith(" and 988 more")
 

@@ -115,7 +115,7 @@ def test_what_a_tree_cannot_be() -> None:
     for fanout, links in ((0, 1), (2, 0)):
         with pytest.raises(DescriptionError, match=r"tree level: .* of at least 1"):
             TreeLevel(fanout, LEAF, links)
-    with pytest.raises(DescriptionError, match="product of at most 16777216"):
+    with pytest.raises(DescriptionError, match="over the limit of 65,536"):
         TreeNetwork((TreeLevel(2**20, LEAF),) * 2)
 
 

@@ -42,8 +42,8 @@ KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")
 
 # --- descriptions ---------------------------------------------------------------------------------------
 
-CHIPS = Limit(1 << 20, "chips", "a cluster")
-MODEL_TENSORS = Limit(1 << 14, "tensors", "the state dict of a model that is resharded")
+CHIPS = Limit(1 << 16, "chips", "a cluster")
+MODEL_TENSORS = Limit(1 << 13, "tensors", "the state dict of a model that is resharded")
 
 # --- programs -------------------------------------------------------------------------------------------
 

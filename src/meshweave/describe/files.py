@@ -80,7 +80,8 @@ def fail_with_all(file: str | Path, problems: Sequence[Problem]) -> NoReturn:
     """Raise one DescriptionError with every problem of a file: one line, or a headline and a line each."""
     if len(problems) == 1:
         fail(file, *problems[0])
-    lines = [f"{printable(file)}: {len(problems)} problems", *map(_line, problems[:MAX_PROBLEMS])]
+    count = f"{'at least ' if len(problems) >= MAX_JUDGED else ''}{len(problems)}"
+    lines = [f"{printable(file)}: {count} problems", *map(_line, problems[:MAX_PROBLEMS])]
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     raise DescriptionError("\n  ".join(lines))
@@ -185,16 +186,17 @@ def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
 _KEY = re.compile(
     r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')(?:[ \t]*+\.[ \t]*+(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+'))*+"""
 )
+_QUOTED_PART = re.compile(r"""\"[^"\n]*+\"|'[^'\n]*+'""")
 _AFTER_KEY = re.compile(r"[ \t]*+[=\]]")
 
 
 def _longest_key(text: str) -> int:
     """Return the number of parts of the longest dotted key of a TOML text; tomllib takes its square in time.
 
-    Words with dots between them count wherever `=` or `]` follows, in strings too.
+    Words with dots between them count wherever `=` or `]` follows, in comments and longer strings too.
     """
-    keys = (match for match in _KEY.finditer(text) if _AFTER_KEY.match(text, match.end()))
-    return max((match[0].count(".") + 1 for match in keys), default=0)
+    keys = (match[0] for match in _KEY.finditer(text) if _AFTER_KEY.match(text, match.end()))
+    return max((_QUOTED_PART.sub("", key).count(".") + 1 for key in keys), default=0)
 
 
 def _check_extent(data: dict[str, Any], file: str | Path) -> None:
