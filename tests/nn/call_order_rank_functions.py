@@ -377,7 +377,7 @@ FAULTS = ("none", "swap", "skip", "repeat", "other kind", "wrong shape")
 
 
 def by_lot(context: Any, payload: Mapping[str, Any]) -> list[list[Any]]:
-    """Run random sequences of calls with a random fault on one rank each, and end each with a call of all ranks.
+    """Run random sequences of calls with a random fault on one rank; each ends with a call that needs all ranks.
 
     Returns a row per sequence: what was done, the errors of this rank, the calls whose result was not that of the
     same call alone.
@@ -392,12 +392,15 @@ def by_lot(context: Any, payload: Mapping[str, Any]) -> list[list[Any]]:
         if context.rank == culprit:
             _spoil(done, fault, at, lots)
         with FreshCalls(context, transport) as calls:
-            expected = {name: BY_LOT[name](calls) for name in dict.fromkeys(names)} if warm else {}
+            expected = {name: BY_LOT[name](calls) for name in dict.fromkeys(names)}
+        with FreshCalls(context, transport) as calls:
+            for name in dict.fromkeys(names) if warm else ():
+                BY_LOT[name](calls)
             said, wrong = "", []
-            for place, name in enumerate([*done, "matmul 8"]):
+            for place, name in enumerate([*done, "end"]):
                 calls.wrong_rank = culprit if fault == "wrong shape" and place == at else None
                 try:
-                    value = BY_LOT[name](calls)
+                    value = BY_LOT[name](calls) if name != "end" else calls.program(GATHER, 10)
                 except MeshweaveError as error:
                     said = f"{type(error).__name__}: {error}"
                     break
