@@ -105,6 +105,11 @@ def kill_parent(context, payload):
     time.sleep(1000)
 
 
+def sleeping(context, payload):
+    """Every rank sleeps for ever."""
+    time.sleep(1000)
+
+
 def stopping(context, payload):
     """Rank 1 is stopped by a signal, and the others wait for it."""
     dist.barrier()
@@ -116,7 +121,7 @@ def stopping(context, payload):
 
 def stopped_while_forming(context, payload):
     """Rank 2 has told its address to a group that the others come to later, and is stopped meanwhile."""
-    ours = TorchContext(deadline_s=1.0)
+    ours = TorchContext(deadline_s=1.0 if context.rank < 2 else 60.0)
     if context.rank < 2:
         context.store.wait(["stopped"])
     else:

@@ -95,6 +95,11 @@ def test_the_time_is_up():
         run("hanging", 1, timeout_s=0.5, deadline_s=50.0)
 
 
+def test_no_rank_is_lost_where_all_are_ended_at_the_same_time():
+    with pytest.raises(DeadlineError, match=r"^ranks 0, 1 and 2 had not finished after 1 s"):
+        run("sleeping", 3, timeout_s=1.0, deadline_s=50.0)
+
+
 def test_the_time_is_up_because_a_rank_was_stopped():
     with pytest.raises(
         RankLostError, match=r"^rank 1 was stopped by a signal; .* had not finished"
@@ -107,7 +112,7 @@ def test_the_time_is_up_because_a_rank_was_stopped():
 def test_forming_a_group_ends_at_the_deadline_and_names_the_rank_that_was_stopped():
     """gloo waits 30 s for a connection to a process that was stopped when it had told its address."""
     with pytest.raises(
-        RankLostError, match=r"^rank 0: rank 2 stopped answering while waiting for ranks"
+        RankLostError, match=r"^rank [01]: rank 2 stopped answering while waiting for ranks"
     ) as caught:
         run("stopped_while_forming", 3, timeout_s=30.0, grace_s=0.0)
     assert caught.value.missing == (2,)

@@ -69,8 +69,8 @@ def drawn(number, rng):
 
 
 def test_survivors_name_the_rank_that_got_a_signal():
-    # The host of the store, and one that is not; in steady state and while programs are bound.
-    cases = [["messages", "SIGKILL", 2, 0.1], ["binding", "SIGSTOP", 1, 0.3], ["shared", "SIGTERM", 0, 0.1]]
+    # One that hosts the store, and one that does not: rank 0 may then be the first to leave.
+    cases = [["shared", "SIGTERM", 0, 0.1], ["binding", "SIGSTOP", 1, 0.3]]
     assert judge(cases, 300.0) == []
 
 
@@ -135,6 +135,7 @@ def signal_a_command(plan_path, verb, signum, victim, delay_s):
     return ""
 
 
+@pytest.mark.slow
 def test_run_names_the_rank_that_was_stopped(plan_path):
     assert signal_a_command(plan_path, "run", signal.SIGSTOP, 2, 0.5) == ""
 

@@ -29,6 +29,7 @@ Talk = Callable[[Sequence[int], str, str], dict[int, str]]
 """(ranks, own words, what for) -> the words of each rank, as `exchange` with its context."""
 
 _FIRST_S, _LONGEST_S = 0.0005, 0.01
+_UNHEARD_S = 1.0  # for a look at who has not spoken
 
 
 def exchange(
@@ -79,7 +80,8 @@ def _said_by_all(
     keys = [sequence.words_key(number, rank) for rank in others]
 
     def unheard() -> list[int]:
-        return [rank for rank, key in zip(others, keys, strict=True) if not store.check([key])]
+        quick = signed_store(_UNHEARD_S)
+        return [rank for rank, key in zip(others, keys, strict=True) if not quick.check([key])]
 
     with waiting(context, what, others, unheard) as overdue:
         store.set(_now(me), json.dumps([ranks, sequence.session, number, what]))
@@ -158,7 +160,8 @@ def waiting(
             order.check_verdict()
             context.lane_threads.check()
             if time.monotonic() >= until:
-                wait.unheard = tuple(unheard())
+                with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
+                    wait.unheard = tuple(unheard())
                 raise RuntimeError(f"timed out waiting for {what}")
 
         yield overdue

@@ -149,11 +149,13 @@ class BlamedRanks:
         missing: the ranks to blame, none if all may still work.
         reason: what they did, in words.
         given_up: words for a rank that ran into its own deadline first; "" if there is none.
+        has_left: whether the ranks to blame said farewell: they were told to stop, or left early.
     """
 
     missing: tuple[int, ...]
     reason: str
     given_up: str = ""
+    has_left: bool = False
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -196,6 +198,7 @@ def blame(
     if not blamed and gave_up:
         beat = watch.beats[gave_up[0]]
         return BlamedRanks((), "", f"{ranks_text(gave_up)} gave up first ({beat.detail if beat else ''})")
+    has_left = not blamed
     blamed = blamed or watch.in_state("stopped")
     # An overdue wait may well be for a rank that still works; a broken connection was somebody's who left.
     if peers is None and not overdue:
@@ -203,9 +206,8 @@ def blame(
     by_reason: dict[str, list[int]] = {}
     for culprit in blamed:
         by_reason.setdefault(_reason(watch.beats.get(culprit)), []).append(culprit)
-    return BlamedRanks(
-        tuple(blamed), ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items())
-    )
+    reason_text = ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items())
+    return BlamedRanks(tuple(blamed), reason_text, has_left=has_left)
 
 
 def _reason(beat: Beat | None) -> str:

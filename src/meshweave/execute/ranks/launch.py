@@ -334,11 +334,6 @@ class _LaunchedRanks:
         dead = [rank for rank, report in unasked.items() if report is None or report.kind == STOPPED]
         victims = (RankLostError.__name__, DeadlineError.__name__)
         late = f"had not finished after {timeout_s:g} s and had to be ended"
-        if self.suspended:
-            stopped = (
-                f"{ranks_text(self.suspended)} {'were' if self.suspended[1:] else 'was'} stopped by a signal"
-            )
-            return RankLostError(f"{stopped}; {ranks_text(self.ended_by_us)} {late}", self.suspended)
         for rank, report in unasked.items():  # in the order of their ends
             if rank in dead:
                 causes = ", ".join(f"rank {r} {_cause(self.ended[r])}" for r in sorted(dead))
@@ -352,6 +347,11 @@ class _LaunchedRanks:
                 if report.kind == kind:
                     words = f"rank {rank}: {report.message}"
                     return RankLostError(words, lost) if report.kind == victims[0] else DeadlineError(words)
+        if self.suspended:
+            stopped = (
+                f"{ranks_text(self.suspended)} {'were' if self.suspended[1:] else 'was'} stopped by a signal"
+            )
+            return RankLostError(f"{stopped}; {ranks_text(self.ended_by_us)} {late}", self.suspended)
         if lost:  # by the reports of ranks that were told to end
             words = f"{ranks_text(lost)} stopped answering; {ranks_text(self.ended_by_us)} {late}"
             return RankLostError(words, lost)

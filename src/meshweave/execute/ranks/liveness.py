@@ -273,14 +273,15 @@ class Liveness:
         return late
 
     def _signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
-        """What to say on a signal, and the ranks that it blames; unless ignored, it is a farewell too."""
+        """What to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
         if not ignored:
             self._announce("stopped", signum.name)
         finding = self._look(patient=False, overdue=True, peers=None)
         waits = " and ".join(sorted(set(self._waits.values())))
         while_ = f" while waiting for {waits}" if waits else ""
         why = finding.reason or finding.given_up or "every other rank still answers"
-        return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}", finding.missing
+        missing = () if finding.has_left else finding.missing
+        return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}", missing
 
     def _look(self, *, patient: bool, overdue: bool, peers: Iterable[int] | None) -> BlamedRanks:
         """Listen until nobody is in doubt, then judge.
