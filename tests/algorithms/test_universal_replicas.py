@@ -38,8 +38,8 @@ RATES = RankRates.of(load_cluster("local-cpu"))
 
 def agreement(program: Program) -> ReplicaAgreement:
     flow = analyse(program)
-    (found,) = replica_agreements(flow, untimed_order(flow))
-    return found
+    (agreed,) = replica_agreements(flow, untimed_order(flow))
+    return agreed
 
 
 @st.composite
@@ -96,9 +96,9 @@ def tuned_programs(mesh: Mesh, sizes: tuple[int, int, int], step: int) -> Iterat
 def check_tuned(mesh: Mesh, sizes: tuple[int, int, int], step: int) -> Counter[str]:
     kinds: Counter[str] = Counter()
     for case, program in tuned_programs(mesh, sizes, step):
-        found = agreement(program)
-        assert found.is_certain, f"{case}: {found}"
-        kinds[found.kind] += 1
+        agreed = agreement(program)
+        assert agreed.is_certain, f"{case}: {agreed}"
+        kinds[agreed.kind] += 1
     return kinds
 
 

@@ -37,8 +37,8 @@ OTHER_PLACE = "copy(part, b, lane=l)\n    matmul(c, a, part, lane=l)"
 
 
 def agreement(body: str) -> ReplicaAgreement:
-    (found,) = validate(parse(HEAD + body)).replicas
-    return found
+    (agreed,) = validate(parse(HEAD + body)).replicas
+    return agreed
 
 
 def on_two_sides(first: str, other: str) -> ReplicaAgreement:
@@ -48,9 +48,9 @@ def on_two_sides(first: str, other: str) -> ReplicaAgreement:
 
 @pytest.mark.parametrize("body", [ALIKE, IN_TWO, IN_TWO_BACKWARDS, BY_ROWS, OTHER_STRIDES, OTHER_ALIGNMENT])
 def test_ranks_that_do_the_same_recompute_the_same(body: str) -> None:
-    found = agreement(f"with tp:\n    {body}\n")
-    assert found.kind == "recomputed" and found.is_certain
-    assert str(found) == "copies of c are recomputed"
+    agreed = agreement(f"with tp:\n    {body}\n")
+    assert agreed.kind == "recomputed" and agreed.is_certain
+    assert str(agreed) == "copies of c are recomputed"
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_ranks_that_do_the_same_recompute_the_same(body: str) -> None:
     ],
 )
 def test_products_of_other_shapes_strides_or_orders_may_differ(first: str, other: str) -> None:
-    found = on_two_sides(first, other)
-    assert found.kind == "may differ" and not found.is_certain
-    assert str(found) == "copies of c may differ: C[0, 0] on ranks 0 and 2"
+    agreed = on_two_sides(first, other)
+    assert agreed.kind == "may differ" and not agreed.is_certain
+    assert str(agreed) == "copies of c may differ: C[0, 0] on ranks 0 and 2"
 
 
 @pytest.mark.parametrize(("first", "other"), [(ALIKE, OTHER_PLACE), (OTHER_STRIDES, ALIGNED_ALIKE)])
@@ -106,8 +106,8 @@ def summed(orders: dict[int, tuple[int, int, int]]) -> str:
         views = [f"got_all[{4 * term}:{4 * term + 4}, :]" for term in order]
         text += f"with ranks({rank}):\n    copy(y, {views[0]}, lane=l)\n"
         text += "".join(f"    add(y, {view}, lane=l)\n" for view in views[1:])
-    (found,) = validate(parse(text)).replicas
-    return found.kind
+    (agreed,) = validate(parse(text)).replicas
+    return agreed.kind
 
 
 def test_sums_depend_on_the_order_of_their_terms_but_for_the_first_two() -> None:
@@ -123,5 +123,5 @@ def test_terms_of_a_partial_sum_are_no_copies_of_each_other() -> None:
         f"with ranks({rank}):\n    matmul(c, a[:, {lo}:{hi}], b[{lo}:{hi}, :], lane=l)\n"
         for rank, (lo, hi) in enumerate([(0, 2), (2, 5), (5, 8)])
     )
-    (found,) = validate(parse(text + shares)).replicas
-    assert found.kind == "single" and str(found) == "c has no copies"
+    (agreed,) = validate(parse(text + shares)).replicas
+    assert agreed.kind == "single" and str(agreed) == "c has no copies"

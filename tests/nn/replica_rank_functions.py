@@ -27,7 +27,7 @@ from meshweave.nn.dtensor import ShardSpec, layout_of
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Placements = tuple[Placement, ...]
-Told = list[tuple[str, str, str]]
+Reports = list[tuple[str, str, str]]
 """(case, what of a tensor a rank has, digest of its bits)."""
 
 
@@ -60,7 +60,7 @@ class Replicas:
         self.context = TorchContext(liveness=context.liveness, deadline_s=60)
         shapes = [(2, 2), (4,), (4, 1)] if context.num_ranks == 4 else [(2, 3), (6,), (3, 2)]
         self.meshes = [init_device_mesh("cpu", shape) for shape in shapes]
-        self.told: Told = []
+        self.reports: Reports = []
         self.wrong: list[str] = []
 
     # --- operands -------------------------------------------------------------------------------------------
@@ -104,8 +104,8 @@ class Replicas:
         coords = layout.mesh.coords(self.rank) if self.rank in layout.mesh else ()
         terms = [at for at, one in zip(coords, tensor.placements, strict=True) if isinstance(one, Partial)]
         shape = (math.prod(tensor.shape[:-1]), tensor.shape[-1])
-        held = [index.tolist() for index in layout.indices(shape, self.rank)]
-        self.told.append((case, _digest(repr((held, terms)).encode()), _bits(local)))
+        indices = [index.tolist() for index in layout.indices(shape, self.rank)]
+        self.reports.append((case, _digest(repr((indices, terms)).encode()), _bits(local)))
 
     def close(self, case: str, tensor: DTensor, exact: Tensor, bound: Tensor) -> None:
         """Compare a result with what it is exactly, and how far that may be off."""
@@ -158,11 +158,11 @@ class Replicas:
             y = torch.nn.functional.linear(*leaves)
             placements = tuple(Replicate() if isinstance(p, Partial) else p for p in y.placements)
             grad, _, _ = self.operand(tuple(y.shape), mesh, placements, case.dtype, case.seed + 2)
-            found = [y, *torch.autograd.grad(y, leaves, grad)]
-        for number, one in enumerate(found[:3]):
+            results = [y, *torch.autograd.grad(y, leaves, grad)]
+        for number, one in enumerate(results[:3]):
             self.tell(f"layer {case} [{number}]", one)
-        if all(isinstance(placement, Replicate) for placement in found[3].placements):
-            self.told.append((f"layer {case} [bias]", "", _bits(found[3].to_local())))
+        if all(isinstance(placement, Replicate) for placement in results[3].placements):
+            self.reports.append((f"layer {case} [bias]", "", _bits(results[3].to_local())))
 
     # --- reshards -------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ def every_case(step: int, transports: Sequence[str]) -> Iterator[Case]:
         yield Case(0, a, b, out, sizes, dtype, transport, number, True, number % 5 == 0)
 
 
-def run(context: Any, payload: Mapping[str, Any]) -> tuple[Told, list[str]]:
+def run(context: Any, payload: Mapping[str, Any]) -> tuple[Reports, list[str]]:
     """Run the cases of a payload: "seed", "products" and "reshards" by lot, or every "step"-th of all pairs."""
     replicas = Replicas(context)
     transports = payload["transports"]
@@ -254,4 +254,4 @@ def run(context: Any, payload: Mapping[str, Any]) -> tuple[Told, list[str]]:
     for number in range(payload.get("reshards", 0)):
         replicas.reshard(number, chooser)
     replicas.context.close()
-    return replicas.told, replicas.wrong
+    return replicas.reports, replicas.wrong
