@@ -238,11 +238,16 @@ def every_case(step: int, transports: Sequence[str]) -> Iterator[Case]:
 
 
 def run(context: Any, payload: Mapping[str, Any]) -> tuple[Reports, list[str]]:
-    """Run the cases of a payload: "seed", "products" and "reshards" by lot, or every "step"-th of all pairs."""
+    """Run the cases of a payload: "products" and "reshards" by lot from a "seed", or every "step"-th of all pairs.
+
+    "only" lists the numbers of those to run; None means all of them.
+    """
     replicas = Replicas(context)
     transports = payload["transports"]
     if "step" in payload:
-        cases: Iterator[Case] = every_case(payload["step"], transports)
+        only = payload.get("only")
+        listed = enumerate(every_case(payload["step"], transports))
+        cases = (case for number, case in listed if only is None or number in only)
     else:
         cases = drawn_cases(payload["seed"], payload["products"], replicas.meshes)
     for case in cases:

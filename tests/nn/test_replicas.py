@@ -47,7 +47,8 @@ def check(payload: dict[str, Any], num_ranks: int = 4, timeout_s: float = 60.0) 
 
 @pytest.mark.gloo
 def test_copies_of_results_have_the_same_bits() -> None:
-    assert check({"step": 299, "reshards": 4}) > 5
+    """A sample in which copies once differed: sums in other orders, other strides, other numbers of threads."""
+    assert check({"step": 149, "only": [3, 8, 12], "reshards": 3}) > 5
 
 
 @pytest.mark.slow
