@@ -149,7 +149,7 @@ REFUSED: dict[str, Call] = {
     "matmul2d": Calls.matmul2d,
     "reshard": Calls.reshard,
     "state dict": Calls.state,
-    "bare program": lambda c: c.program(RING, 4),
+    "bare program": lambda c: c.program(GATHER, 4),
 }
 
 
@@ -242,8 +242,8 @@ def first_calls(context: Any) -> dict[str, Any]:
 
         answers["circle"] = attempt(go)
     with FreshCalls(context) as calls:
-        calls.program(RING, 4)
-        steps = [lambda: calls.program(RING, 4), lambda: calls.program(RING, 6, ranks=(2, 3))]
+        calls.program(GATHER, 4)  # in which each rank needs all
+        steps = [lambda: calls.program(GATHER, 4), lambda: calls.program(RING, 6, ranks=(2, 3))]
         if context.rank == 3:
             steps.reverse()
         answers["circle with a first call"] = attempt(lambda: [step() for step in steps])
@@ -280,7 +280,7 @@ def inference(context: Any) -> list[str]:
     """Return what is wrong where a kind of call is first met under inference mode, and trained with later."""
     wrong: list[str] = []
     for transport in ("messages", "shared"):
-        for name, call in (REFUSED | {"bare collective": lambda c: c.program(GATHER, 4)}).items():
+        for name, call in (REFUSED | {"ring": lambda c: c.program(RING, 4)}).items():
             if transport == "shared" and name not in ("matmul", "linear"):
                 continue
             with FreshCalls(context, transport) as calls:
