@@ -26,7 +26,7 @@ import meshweave as mw
 
 NUM_RANKS = 4
 DEADLINE_S, SLACK_S = 3.0, 5.0
-NUM_AT_ONCE = 3
+NUM_AT_ONCE = 2
 START_S = 120.0  # for imports and for torch's own groups, on a loaded machine
 
 

@@ -28,6 +28,7 @@ def use(cache, ranks, key, num_bytes):
     return True
 
 
+@pytest.mark.filterwarnings("ignore:a program of:RuntimeWarning")
 @examples(60)
 @given(
     st.lists(st.tuples(st.sampled_from(SETS), st.integers(0, 9)), max_size=80),

@@ -325,6 +325,15 @@ def test_a_rank_that_was_stopped_is_told_so_even_without_a_store(world):
     assert "the other ranks gave rank 0 (this one) up: it did not answer for 7 s" in str(error)
 
 
+def test_a_store_host_that_was_stopped_blames_itself(world):
+    ranks, handles = world(2, store_rank=0)
+    handles[1].plugged = False  # it left, and could not say why
+    with pytest.raises(RankLostError, match="this one") as caught, ranks[0].guard("the halo"):
+        ranks[0]._heart.last_pause = (time.monotonic(), 9.0)
+        raise RuntimeError(CLOSED)
+    assert caught.value.missing == (0,)
+
+
 def test_a_missed_deadline_names_the_ranks_that_did_not_come(world):
     ranks, _ = world(3)
     with (

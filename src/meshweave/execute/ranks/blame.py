@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -158,7 +158,7 @@ class BlamedRanks:
     has_left: bool = False
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Collection[int]) -> str:
     """Return ranks in words: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:

@@ -50,6 +50,7 @@ class Heart:
         news: ours and everybody's.
         store_gone: whether the store has ended, or this heart has stopped without being told to.
         paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
+        last_pause: when it last went on after a stop (monotonic seconds; 0 if never), and how long that was.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Heart:
         self._interval_s, self._stale_s, self._is_wanted = interval_s, stale_s, is_wanted
         self.round = threading.Condition()
         self.news, self.store_gone, self.paused_s = news, False, 0.0
+        self.last_pause = (0.0, 0.0)
         self._wake = threading.Event()
         self._watches: list[HeartbeatWatch] = []
         self._last_beats: dict[int, Beat] = {}  # of others that have beaten: reading them cannot block
@@ -74,6 +76,7 @@ class Heart:
         self._detail = ""
         # Of our state and news: the current, and the last in the store.
         self._version = self._stored_version = 0
+        self._last_round = time.monotonic()
         self._closing = False
         self._thread = threading.Thread(
             target=self._run, args=(store,), name="meshweave-liveness", daemon=True
@@ -98,8 +101,14 @@ class Heart:
 
     @property
     def is_beating(self) -> bool:
-        """Whether the thread runs and has its store."""
-        return not self.store_gone and self._thread.is_alive()
+        """Whether the thread runs, and its store has answered in the last `stale_s` seconds."""
+        is_stuck = time.monotonic() - self._last_round > self._stale_s
+        return not (self.store_gone or is_stuck) and self._thread.is_alive()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has said farewell."""
+        return self._state != "alive"
 
     def announce(self, state: State, detail: str, news: News, limit_s: float) -> bool:
         """Put a farewell (the first stays) and news into the store, and wait for that, `limit_s` at most.
@@ -158,7 +167,7 @@ class Heart:
             with self.round:
                 is_new = news.merge(self.news) != self.news
                 self.news = self.news.merge(news)
-                self._stored_version, self.paused_s = version, 0.0
+                self._stored_version, self.paused_s, self._last_round = version, 0.0, now
                 for watch in self._watches if watched else ():
                     watch.feed(now - last, beats, unreadable)
                 self.round.notify_all()
@@ -169,7 +178,7 @@ class Heart:
                 self._wake.wait(self._interval_s)
                 slept_s = time.monotonic() - now
                 if slept_s > self._interval_s + self._stale_s:  # a signal has stopped this process, perhaps
-                    self.paused_s = slept_s
+                    self.paused_s, self.last_pause = slept_s, (time.monotonic(), slept_s)
 
     def _read_beats(self, store: Store) -> tuple[dict[int, Beat | None], set[int]]:
         """The last heartbeat of each other rank, and the ranks whose value is none of this run, or an old one."""

@@ -126,7 +126,8 @@ class Liveness:
     ) -> None:
         assert 0 < interval_s < stale_s, (interval_s, stale_s)
         self.rank, self.deadline_s, self._is_wanted = rank, deadline_s, is_wanted
-        # Longest wait for the heartbeats to settle while nobody is in doubt; twice that in any case.
+        self._stale_s = stale_s
+        # Longest wait for the heartbeats to settle while nobody is in doubt.
         self._settle_s = stale_s + max(5 * interval_s, stale_s / 2)
         if store_rank is None and hosts_store(store):
             store_rank = rank
@@ -226,7 +227,9 @@ class Liveness:
             return
         if isinstance(error, SystemExit) and not error.code:
             error = None
-        if isinstance(error, RankLostError):
+        if self._heart.has_left and not isinstance(error, RankLostError):
+            pass  # the first farewell stays
+        elif isinstance(error, RankLostError):
             self._announce("lost", _one_line(error), error.missing)
         elif isinstance(error, DeadlineError):
             self._announce("overdue", _one_line(error))
@@ -234,9 +237,9 @@ class Liveness:
             self._announce("failed", f"{type(error).__name__}: {_one_line(error)}")
         else:
             self._announce("done")
-        if self._hosts_store:
-            self._wait_for_others(lambda beat: False)
-        self._heart.stop(self._settle_s)
+        if self._hosts_store:  # whatever else it leaves for, the others have heard
+            self._wait_for_others(lambda beat: False, self._settle_s if error is None else self._stale_s / 2)
+        self._heart.stop(self._settle_s if self._heart.is_beating else 0.0)
         if self._signals is not None:
             self._signals.uninstall()
 
@@ -259,6 +262,10 @@ class Liveness:
             return None
         waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
+        resumed_at, paused_s = self._heart.last_pause
+        if finding.missing and self._hosts_store and resumed_at >= time.monotonic() - wait.waited_s:
+            # The store was stopped with this rank, and the others could not say that they left because of it.
+            finding = BlamedRanks((self.rank,), f"{given_up_text(self.rank)} for {paused_s:.0f} s")
         if finding.reason:
             lost = RankLostError(f"{finding.reason} while waiting for {wait.what}", finding.missing)
             self._announce("lost", _one_line(lost), finding.missing)
@@ -319,7 +326,7 @@ class Liveness:
             if not watch.is_undecided and (blamed or not patient or waited_s >= self._settle_s):
                 return
             # On a loaded machine the rounds come slowly, but not a single one means that the store hangs.
-            if waited_s >= (2 * self._settle_s if watch.num_rounds else self._settle_s):
+            if waited_s >= 2 * self._stale_s or (waited_s >= self._stale_s and not watch.num_rounds):
                 return
             heart.wait_for_beat()
 
@@ -331,12 +338,12 @@ class Liveness:
         """Put our state (the first farewell stays) and whom we accuse into the store, until all have heard it."""
         heart = self._heart
         farewell = f"{state} {detail}" if self._hosts_store and state != "done" else ""
-        if heart.announce(state, detail, News(frozenset(accused), farewell=farewell), self._settle_s):
-            self._wait_for_others(lambda beat: beat.heard == heart.news.digest)
+        if heart.announce(state, detail, News(frozenset(accused), farewell=farewell), self._stale_s):
+            self._wait_for_others(lambda beat: beat.heard == heart.news.digest, self._stale_s / 2)
 
-    def _wait_for_others(self, is_enough: Callable[[Beat], bool]) -> None:
+    def _wait_for_others(self, is_enough: Callable[[Beat], bool], limit_s: float) -> None:
         """Wait until each rank that still answers has beaten with a beat that is enough, or has left."""
-        heart, until = self._heart, time.monotonic() + self._settle_s
+        heart, until = self._heart, time.monotonic() + limit_s
         with heart.watch() as watch:
             while heart.is_beating and time.monotonic() < until:
                 lost = heart.news.lost.union(watch.silent)

@@ -99,7 +99,8 @@ class ProgramCache:
 
     def get(self, ranks: Sequence[int], key: Hashable) -> CachedProgram[Any] | None:
         """Return the program of a key, now the most recently used; None without. All of `ranks` call this."""
-        program = self._programs.get(tuple(ranks), {}).get(key)
+        recency = self._programs.get(tuple(ranks))
+        program = None if recency is None else recency.get(key)
         if program is not None:
             program.touch()
         return program
