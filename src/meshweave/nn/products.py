@@ -200,10 +200,10 @@ def _recomputing(run: LocalProduct, program: Program, rank: int, num_threads: in
 
 def _laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Return a tensor of equal values with these strides at an aligned address; itself where it is one."""
-    if tensor.shape != shape:
-        return tensor  # the product refuses it
     if tensor.stride() == strides and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
         return tensor
+    if tensor.shape != shape:
+        return tensor  # the product refuses it
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
