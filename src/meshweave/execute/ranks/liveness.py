@@ -263,7 +263,8 @@ class Liveness:
         waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
         resumed_at, paused_s = self._heart.last_pause
-        if finding.missing and self._hosts_store and resumed_at >= time.monotonic() - wait.waited_s:
+        since = time.monotonic() - wait.waited_s - wait.deadline_s  # an earlier wait may have had its answers
+        if finding.missing and self._hosts_store and paused_s and resumed_at >= since:
             # The store was stopped with this rank, and the others could not say that they left because of it.
             finding = BlamedRanks((self.rank,), f"{given_up_text(self.rank)} for {paused_s:.0f} s")
         if finding.reason:
