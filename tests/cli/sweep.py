@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from damage import CLUSTER, CONFIG, HOSTS, MODEL, TREE
+from file_mutations import NUMBERS, SIGNS, STRINGS, mutated
 from forked import Outcome, run_forked
-from mutations import NUMBERS, SIGNS, STRINGS, mutated
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.check import runner, verifier

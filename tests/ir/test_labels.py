@@ -300,5 +300,5 @@ with tp:
     for i in range(10000000000):
         zero(c, lane=compute)
 """
-    with pytest.raises(ProgramError, match="over the limit"):
+    with pytest.raises(ProgramError, match="which is the limit"):
         validate(parse(text))
