@@ -269,7 +269,7 @@ def refusals(check: Check) -> None:
         ("symmetric", "UnsupportedError", "needs CUDA", call(a, b, out=(S1, S0), transport="symmetric")),
         ("one placement", "LayoutError", "out is Shard(dim=0); it must be a sequence", call(a, b, S0)),
         ("too few", "LayoutError", "1 placements for the 2 dims", call(a, b, [S0])),
-        ("no such dim", "LayoutError", "names a dim that a 2-dim tensor has not", call(a, b, (S2, R))),
+        ("no such dim", "LayoutError", "names dim 2 of a tensor of 2 dims", call(a, b, (S2, R))),
         ("no placements", "LayoutError", "has no counterpart", call(a, b, ("S0", "R"))),
         ("cluster", "DescriptionError", "cray", call(a, b, cluster="cray-1")),
     ):

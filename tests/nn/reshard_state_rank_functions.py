@@ -358,7 +358,7 @@ def refusals(check: Check) -> None:
             call(x, last, S0),
         ),
         ("too many", "LayoutError", "2 placements for the 1 dims", call(x, last, [S0, R])),
-        ("no such dim", "LayoutError", "names a dim that a 2-dim tensor has not", call(x, last, [S2])),
+        ("no such dim", "LayoutError", "names dim 2 of a tensor of 2 dims", call(x, last, [S2])),
         ("no such negative dim", "LayoutError", "names a dim", call(x, last, [Shard(-3)])),
         ("no placement", "LayoutError", "has no counterpart", call(x, last, ["S0"])),
         ("a sum", "LayoutError", "is a sum yet to be made", call(x, last, [P])),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.base.owner import temporary_folder
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.lab import startup
 from meshweave.lab.description import LabDescription
@@ -256,7 +256,7 @@ class RunningLab:
         if rate is None:
             yield dict(env)
             return
-        with tempfile.TemporaryDirectory(prefix="meshweave-pace-") as folder:
+        with temporary_folder("pace") as folder:
             path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
             python_path = os.pathsep.join(filter(None, [str(Path(startup.__file__).parent), path]))
             pacing = {"MESHWEAVE_PACE_FLOPS_PER_S": repr(rate), "MESHWEAVE_PACE_REPORT": folder}

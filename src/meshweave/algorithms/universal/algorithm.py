@@ -18,6 +18,7 @@ from meshweave.algorithms.universal.dtensor import (
 )
 from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
 from meshweave.algorithms.universal.program import universal_program
+from meshweave.algorithms.universal.reduction import replicas_have_same_bits
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import LayoutError
@@ -131,8 +132,15 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     def candidates(
         self, problem: UniversalProblem, cluster: Cluster | None = None
     ) -> Iterator[UniversalConfig]:
-        """Yield the configs whose replicas of C agree; a tuner varies slices and prefetch besides."""
-        return (config for config in universal_configs(problem) if Slicing(problem, config).replicas_agree)
+        """Yield the configs whose copies of C surely have the same bits.
+
+        A tuner varies slices and prefetch besides.
+        """
+        return (
+            config
+            for config in universal_configs(problem)
+            if replicas_have_same_bits(Slicing(problem, config))
+        )
 
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
         return universal_program(problem, config)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.limits import PROOF_ELEMENTS, PROOF_WORK
 from meshweave.describe.layout import Layout, Partial
 from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.interpret import Interpreter
@@ -21,10 +22,7 @@ from meshweave.ir.analysis.labels import (
     element_labels,
     partial_term_ranks,
 )
-from meshweave.ir.program import Buffer, Program
-
-MAX_ELEMENTS = 16_000_000
-"""Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
+from meshweave.ir.program import Buffer, Product, Program
 
 
 def num_buffer_elements(program: Program) -> int:
@@ -33,6 +31,43 @@ def num_buffer_elements(program: Program) -> int:
         buffer.slots * math.prod(program.local_shape(buffer.name, rank))
         for buffer in program.buffers
         for rank in program.mesh_of[buffer.mesh].ranks
+    )
+
+
+def unproved(flow: Dataflow) -> str:
+    """Return in words why a program is too large for the proof, which callers then give of a smaller one, or "".
+
+    Elements in buffers take memory; the elements that ops read and write, and the summands that products and sums
+    count, take time.
+    """
+    program = flow.program
+    if (count := num_buffer_elements(program)) > PROOF_ELEMENTS.most:
+        return PROOF_ELEMENTS.refusal(count)
+    summands = work = _most_summands(program)
+    for ops in flow.matched.ops.values():
+        for bound in ops:
+            work += summands + sum(view.num_elements for _, view in bound.op.accesses())
+            if work > PROOF_WORK.most:
+                return PROOF_WORK.refusal()
+    return ""
+
+
+def _most_summands(program: Program) -> int:
+    """Return a number that no product has more summands than: its inner size, times the terms of its operands."""
+    terms = dict.fromkeys(program.tensor_of, 1)
+    for buffer in program.buffers:
+        layout = buffer.layout
+        if buffer.kind == "input" and layout is not None and buffer.tensor is not None:
+            terms[buffer.tensor] *= math.prod(layout.mesh.size(axis) for axis in layout.partial_axes)
+    return max(
+        (
+            program.tensor_of[meaning.a].shape[0 if meaning.transpose_a else 1]
+            * terms[meaning.a]
+            * terms[meaning.b]
+            for meaning in program.computes
+            if isinstance(meaning, Product)
+        ),
+        default=0,
     )
 
 

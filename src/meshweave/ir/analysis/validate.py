@@ -4,21 +4,29 @@ In this order, each naming op, rank and buffer where it fails: what is declared 
 its buffer; ranks agree on the order of collectives in each group; each send has its recv; shapes fit; it
 cannot deadlock (it is run untimed, with lanes); no one-sided accesses race; and, run on index labels, every
 element that is read was written and every output element is the sum over exactly the right k, each once.
+
+Copies of an output whose bits may differ between ranks are no fault of a program. `Validation.replicas` says how the
+copies of each output come about.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from meshweave.base.errors import listed
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, untimed_order
-from meshweave.ir.analysis.proof import MAX_ELEMENTS, num_buffer_elements, prove_outputs
+from meshweave.ir.analysis.proof import prove_outputs, unproved
 from meshweave.ir.analysis.races import check_races
+from meshweave.ir.analysis.replicas import ReplicaAgreement, replica_agreements
 from meshweave.ir.analysis.shapes import check_op
 from meshweave.ir.program import Program
 from meshweave.ir.program.declarations import check_declarations
 
 ORDERS_TRIED = 20
 """Random legal orders in which a program is run whose deadlocks may depend on timing."""
+OPS_TRIED = 20_000
+"""Ops of all these orders together; of a program of more ops one order is tried."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,22 @@ class Validation:
     order: list[Event]
     skipped: tuple[str, ...] = ()
 
+    @cached_property
+    def replicas(self) -> tuple[ReplicaAgreement, ...]:
+        """Return how the copies of each output buffer agree; () for a program too large to be run on symbols."""
+        return () if unproved(self.flow) else replica_agreements(self.flow, self.order)
+
+    @property
+    def replicas_text(self) -> str:
+        """Return that in words, such as `copies of c are copied`; "" where no element has copies."""
+        return "; ".join(str(agreement) for agreement in self.replicas if agreement.kind != "single")
+
 
 def validate(program: Program, *, labels: bool = True) -> Validation:
     """Return the proof that a program is sound.
 
     With `labels` False the proof of what is computed is left out. It is also left out, and listed in `skipped`,
-    for a program whose buffers hold over `ir.analysis.proof.MAX_ELEMENTS` elements.
+    for a program that is over `base.limits.PROOF_ELEMENTS` or `base.limits.PROOF_WORK`.
 
     Raises:
         ProgramError: at the first fault.
@@ -55,9 +73,8 @@ def validate(program: Program, *, labels: bool = True) -> Validation:
     check_races(flow, order)
     if not labels:
         return Validation(flow, order, (*skipped, "index labels: not asked for"))
-    count = num_buffer_elements(program)
-    if count > MAX_ELEMENTS:
-        return Validation(flow, order, (*skipped, f"index labels: {count} elements are over {MAX_ELEMENTS}"))
+    if reason := unproved(flow):
+        return Validation(flow, order, (*skipped, f"index labels: the program {reason}"))
     prove_outputs(flow, order)
     return Validation(flow, order, skipped)
 
@@ -73,6 +90,8 @@ def _try_ready_lanes(flow: Dataflow) -> tuple[str, ...]:
     names = {name for name in names if lanes[name].order == "ready"}
     if not names:
         return ()
-    for seed in range(ORDERS_TRIED):
+    num_ops = sum(map(len, flow.matched.ops.values()))
+    num_orders = min(ORDERS_TRIED, max(OPS_TRIED // num_ops, 1))
+    for seed in range(num_orders):
         untimed_order(flow, seed)
-    return (f"deadlocks of ready-first lanes {', '.join(sorted(names))}: {ORDERS_TRIED} orders tried",)
+    return (f"deadlocks of ready-first lanes {listed(sorted(names))}: {num_orders} orders tried",)

@@ -16,10 +16,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.owner import Owner
 from meshweave.execute.ranks.namespaces import (
     NAMED_NAMESPACES,
     enter_named_namespace,
@@ -31,41 +31,9 @@ _COMMAND_TIMEOUT_S = 60.0
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A process: its pid, when it started (clock ticks since boot), and the pid namespace it counts in."""
-
-    pid_space: str
-    pid: int
-    start: int
-
-    @classmethod
-    def current(cls) -> Owner:
-        """Return the owner that stands for this process."""
-        return cls(_pid_space(), os.getpid(), _start_of(os.getpid()) or 0)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it surely ended: a process of another pid namespace is never taken to have."""
-        return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
-
-
-def _pid_space() -> str:
-    return f"{int(str(Path('/proc/self/ns/pid').readlink()).strip('pid:[]')):x}"
-
-
-def _start_of(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def new_prefix() -> str:
     """Return the prefix of the namespaces of a new lab of this process."""
-    owner = Owner.current()
-    return f"meshweave-{owner.pid_space}-{owner.pid}-{owner.start}-{next(_numbers)}-"
+    return f"meshweave-{Owner.current()}-{next(_numbers)}-"
 
 
 def lab_namespaces() -> list[str]:
