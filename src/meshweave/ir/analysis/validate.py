@@ -5,8 +5,8 @@ its buffer; ranks agree on the order of collectives in each group; each send has
 cannot deadlock (it is run untimed, with lanes); no one-sided accesses race; and, run on index labels, every
 element that is read was written and every output element is the sum over exactly the right k, each once.
 
-Copies of an output whose bits may differ between ranks are no fault of a program. `Validation.replicas` says how the
-copies of each output come about.
+Copies of an output whose bits may differ between ranks are no fault of a program. `Validation.replicas` says how
+the copies of each output come about.
 """
 
 from __future__ import annotations
