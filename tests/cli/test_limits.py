@@ -214,7 +214,7 @@ def test_stdin_is_read_up_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "program.txt").write_text(PROGRAM)
     (tmp_path / "broken.txt").write_bytes(b"\xff" * 100)
     for source, message in (
-        ("/dev/zero", "stdin: has more than 8,000,000 bytes"),
+        ("/dev/zero", "stdin: has more than 32,000,000 bytes"),
         (str(tmp_path / "broken.txt"), "stdin: is not UTF-8 text (byte 0)"),
     ):
         outcome = run_forked(stdin_of(source))

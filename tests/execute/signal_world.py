@@ -224,7 +224,11 @@ def main():
 
 
 if __name__ == "__main__":
-    import meshweave.nn  # before forking, so that ranks share its pages
+    # Before forking: what a rank imports after the signal would count as lateness of its waits.
+    import meshweave.nn.linear
+    import meshweave.nn.reshard_state
+    from meshweave.execute.torch.compat import import_all_of_dtensor
 
+    import_all_of_dtensor()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     main()

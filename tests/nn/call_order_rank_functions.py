@@ -142,6 +142,7 @@ SWAPPED: dict[str, tuple[Call, Call]] = {
     "collectives of one kind": (lambda c: c.program(GATHER, 4), lambda c: c.program(GATHER, 4, 9, "b")),
 }
 SWAPPED_IN_MEMORY = ("matmul and reshard_state_dict", "matmul of two sizes", "linear and reshard")
+"""Those that run in shared memory, too."""
 
 REFUSED: dict[str, Call] = {
     "matmul": Calls.matmul,
@@ -178,41 +179,50 @@ def attempt(call: Callable[[], object]) -> str:
     return ""
 
 
-def swapped(context: Any) -> dict[str, Any]:
+def swapped_cases(thorough: bool) -> list[str]:
+    """Return the cases of `swapped`, as "transport: names": all of them, or every fourth."""
+    cases = [f"messages: {name}" for name in SWAPPED] + [f"shared: {name}" for name in SWAPPED_IN_MEMORY]
+    return cases if thorough else cases[::4]
+
+
+def refused_cases(thorough: bool) -> list[str]:
+    """Return the cases of `refused`, as "transport: name, when": all of them, or every fifth."""
+    names = [f"messages: {name}" for name in REFUSED] + ["shared: matmul", "shared: linear"]
+    cases = [f"{name}, {when}" for name in names for when in ("first", "later")]
+    return cases if thorough else cases[::5]
+
+
+def swapped(context: Any, thorough: bool) -> dict[str, Any]:
     """Return what comes of two calls that are in order on all ranks once, and then swapped on rank 2."""
     answers: dict[str, Any] = {}
-    for transport in ("messages", "shared"):
-        for name, pair in SWAPPED.items():
-            if transport == "shared" and name not in SWAPPED_IN_MEMORY:
-                continue
-            with FreshCalls(context, transport) as calls:
-                expected = [call(calls) for call in pair]
-                values: dict[int, Tensor] = {}
+    for case in swapped_cases(thorough):
+        transport, _, name = case.partition(": ")
+        pair = SWAPPED[name]
+        with FreshCalls(context, transport) as calls:
+            expected = [call(calls) for call in pair]
+            values: dict[int, Tensor] = {}
 
-                def both(values: dict[int, Tensor] = values, pair: Any = pair, calls: Calls = calls) -> None:
-                    for which in (0, 1) if context.rank != 2 else (1, 0):
-                        values[which] = pair[which](calls)
+            def both(values: dict[int, Tensor] = values, pair: Any = pair, calls: Calls = calls) -> None:
+                for which in (0, 1) if context.rank != 2 else (1, 0):
+                    values[which] = pair[which](calls)
 
-                said = attempt(both)
-                wrong = [which for which, value in values.items() if not torch.equal(value, expected[which])]
-                answers[f"{transport}: {name}"] = [said, wrong]
+            said = attempt(both)
+            wrong = [which for which, value in values.items() if not torch.equal(value, expected[which])]
+            answers[case] = [said, wrong]
     return answers
 
 
-def refused(context: Any) -> dict[str, Any]:
+def refused(context: Any, thorough: bool) -> dict[str, Any]:
     """Return what comes of a wrong local shape on rank 3, at the first call of a kind and at a later one."""
     answers: dict[str, Any] = {}
-    for transport in ("messages", "shared"):
-        for name, call in REFUSED.items():
-            if transport == "shared" and name not in ("matmul", "linear"):
-                continue
-            for is_first in (True, False):
-                with FreshCalls(context, transport) as calls:
-                    if not is_first:
-                        call(calls)
-                    calls.wrong_rank = 3
-                    case = f"{transport}: {name}, {'first' if is_first else 'later'}"
-                    answers[case] = attempt(lambda c=calls, one=call: one(c))
+    for case in refused_cases(thorough):
+        transport, _, rest = case.partition(": ")
+        name, _, when = rest.partition(", ")
+        with FreshCalls(context, transport) as calls:
+            if when == "later":
+                REFUSED[name](calls)
+            calls.wrong_rank = 3
+            answers[case] = attempt(lambda c=calls, one=REFUSED[name]: one(c))
     return answers
 
 
@@ -329,7 +339,11 @@ def _given_in_inference_mode(context: Any) -> list[str]:
 
 def cases(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Return what comes of each of the payload's cases, functions of this module."""
-    return {name: globals()[name](context) for name in payload["cases"]}
+    sampled = {"swapped": swapped, "refused": refused}
+    return {
+        name: sampled[name](context, payload["thorough"]) if name in sampled else globals()[name](context)
+        for name in payload["cases"]
+    }
 
 
 # --- no process group -------------------------------------------------------------------------------------------

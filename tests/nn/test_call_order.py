@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-from call_order_rank_functions import REFUSED, SWAPPED, SWAPPED_IN_MEMORY
+from call_order_rank_functions import REFUSED, refused_cases, swapped_cases
+from hypothesis import settings
 
 from meshweave.execute.memory.shared import lacks
 from meshweave.execute.ranks.launch import launch
@@ -23,6 +24,7 @@ CLEAR = re.compile(
     r"BindError: (calls are out of order|rank \d refuses|ranks are about to|rank \d waits|buffer x is of shape)"
     r"|LayoutError: "
 )
+THOROUGH = settings().max_examples > 100
 CASES = ["swapped", "refused", "first_calls", "dims", "inference"]
 
 pytestmark = [
@@ -35,14 +37,16 @@ pytestmark = [
 def answers() -> list[dict[str, Any]]:
     """What each of four ranks says of all cases: one launch, for starting processes is what takes time."""
     return launch(
-        "call_order_rank_functions:cases", 4, {"cases": CASES}, timeout_s=250, deadline_s=60.0, env=HERE
+        "call_order_rank_functions:cases",
+        4,
+        {"cases": CASES, "thorough": THOROUGH},
+        timeout_s=250,
+        deadline_s=60.0,
+        env=HERE,
     )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [f"messages: {name}" for name in SWAPPED] + [f"shared: {name}" for name in SWAPPED_IN_MEMORY],
-)
+@pytest.mark.parametrize("case", swapped_cases(THOROUGH))
 def test_swapped_calls_name_the_ranks_and_both_calls(answers: list[dict[str, Any]], case: str) -> None:
     heard = []
     for rank, answer in enumerate(answers):
@@ -61,15 +65,10 @@ def test_swapped_calls_name_the_ranks_and_both_calls(answers: list[dict[str, Any
     assert len(heard) == 4 or "reshards" in case
 
 
-@pytest.mark.parametrize("when", ["first", "later"])
-@pytest.mark.parametrize(
-    "case", [f"messages: {name}" for name in REFUSED] + ["shared: matmul", "shared: linear"]
-)
-def test_a_wrong_local_shape_on_one_rank_is_told_to_all(
-    answers: list[dict[str, Any]], case: str, when: str
-) -> None:
+@pytest.mark.parametrize("case", refused_cases(THOROUGH))
+def test_a_wrong_local_shape_on_one_rank_is_told_to_all(answers: list[dict[str, Any]], case: str) -> None:
     for rank, answer in enumerate(answers):
-        said = answer["refused"][f"{case}, {when}"]
+        said = answer["refused"][case]
         if not said and rank == 0:  # needs nothing of rank 3 in a product on 2x2 ranks
             continue
         shapes = r"(BindError|LayoutError): .*\(\d+, \d+\).*\(\d+, \d+\)"

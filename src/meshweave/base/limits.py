@@ -35,7 +35,7 @@ class Limit:
 
 FILE_BYTES = Limit(1 << 22, "bytes", "a JSON file")
 TOML_BYTES = Limit(1 << 20, "bytes", "a TOML file")
-PROGRAM_BYTES = Limit(8_000_000, "bytes", "the text of a program")
+PROGRAM_BYTES = Limit(32_000_000, "bytes", "the text of a program")
 NESTING = Limit(64, "levels of nested tables and lists", "a TOML or JSON file")
 VALUES = Limit(200_000, "values", "a TOML or JSON file")
 KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")

@@ -27,7 +27,7 @@ from meshweave.execute.torch.cache import CachedProgram
 from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import MatrixView, ShardSpec, from_the_front, layout_on, mesh_of, size_text
-from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare, problem_of, tune
+from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare_cached, problem_of, tune
 from meshweave.nn.transports import Transport, check_transport, resolve
 
 Stationary = Literal["auto", "a", "b", "c"]
@@ -325,7 +325,7 @@ def _new_plan(
     measure = transport, options.rates, options.stationary, options.default_rates
     best = cheapest(problems, *measure)
     rank = mesh.get_rank()
-    run = prepare(problems[best], tune(problems[best], *measure), rank, options.transport, context)
+    run = prepare_cached(problems[best], tune(problems[best], *measure), rank, options.transport, context)
     layout = layouts[best]
     local_shape = Layout(layout.mesh, layout.placements).local_shape(shape, rank)
     return MatmulPlan(run, specs[best].torch_spec(shape, dtype), local_shape)

@@ -116,6 +116,16 @@ LocalProduct = Callable[[Tensor, Tensor], Tensor]
 
 def prepare(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
+) -> LocalProduct:
+    """Bind a product and return it for calls; see `prepare_cached`, which `matmul` uses.
+
+    The context counts what is returned as used at this call only, so it may bind the product again later.
+    """
+    return prepare_cached(problem, tuned, rank, transport, context).value
+
+
+def prepare_cached(
+    problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
 ) -> CachedProgram[LocalProduct]:
     """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
 

@@ -12,7 +12,7 @@ import json
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -277,10 +277,15 @@ def _check_same_values(digests: Mapping[int, Mapping[str, str]]) -> None:
             )
 
 
+@cache
+def _catalog_cluster(name: str) -> Cluster:
+    return load_cluster(name)
+
+
 def _host_network(session: ReshardSession, host_names: Mapping[int, str]) -> HostTopology:
     """Return the network of the hosts that ranks said they are on, with the catalog's rates."""
     node, hosts = (
-        load_cluster(name) for name in _MACHINES.get(session.context.device.type, _MACHINES["cpu"])
+        _catalog_cluster(name) for name in _MACHINES.get(session.context.device.type, _MACHINES["cpu"])
     )
     return HostTopology.of_host_names(host_names, node, hosts)
 

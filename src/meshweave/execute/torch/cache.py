@@ -86,13 +86,14 @@ class ProgramCache:
     def __init__(self, limit_bytes: int = DEFAULT_CACHE_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self._programs: dict[tuple[int, ...], OrderedDict[Hashable, CachedProgram[Any]]] = {}
+        self._bytes: dict[tuple[int, ...], int] = {}
         self._dropped: OrderedDict[Hashable, None] = OrderedDict()  # the last keys
         self._uncollected_bytes = 0
         self._has_warned = False
 
     def num_bytes(self, ranks: Sequence[int]) -> int:
         """Return the size of all programs of these ranks."""
-        return sum(program.num_bytes for program in self._programs.get(tuple(ranks), {}).values())
+        return self._bytes.get(tuple(ranks), 0)
 
     def __len__(self) -> int:
         return sum(map(len, self._programs.values()))
@@ -114,10 +115,11 @@ class ProgramCache:
             num_bytes: its size on the rank where it is largest, equal on all.
         """
         recency = self._programs.setdefault(tuple(ranks), OrderedDict())
+        previous = recency.get(key)
+        total = self.num_bytes(ranks) + num_bytes - (0 if previous is None else previous.num_bytes)
         program = recency[key] = CachedProgram(key, value, num_bytes, recency)
         recency.move_to_end(key)
         self._warn_if_thrashing(key, num_bytes)
-        total = self.num_bytes(ranks)
         while total > self.limit_bytes and len(recency) > 1:
             dropped_key, dropped = recency.popitem(last=False)
             dropped.drop()
@@ -126,6 +128,7 @@ class ProgramCache:
             self._dropped[dropped_key] = None
             if len(self._dropped) > _NUM_REMEMBERED:
                 self._dropped.popitem(last=False)
+        self._bytes[tuple(ranks)] = total
         # Lanes of a bound program refer to each other, and Python's collector counts objects, not their bytes.
         if self._uncollected_bytes > self.limit_bytes // 4:
             self._uncollected_bytes = 0
@@ -138,6 +141,7 @@ class ProgramCache:
             for program in recency.values():
                 program.drop()
         self._programs.clear()
+        self._bytes.clear()
         self._dropped.clear()
 
     def _warn_if_thrashing(self, key: Hashable, num_bytes: int) -> None:
