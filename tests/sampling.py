@@ -1,6 +1,6 @@
 """How many examples Hypothesis draws: a number per test, scaled by one profile.
 
-`ci` (the default) draws 40 % of the numbers that the tests give, `slow` (`make slow`) three times as many,
+`ci` (the default) draws 30 % of the numbers that the tests give, `slow` (`make slow`) three times as many,
 `sanitize` a quarter, for instrumented code takes several times as long. None has deadlines, and all draw anew in
 every run.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-_PERCENT = {"ci": 40, "slow": 300, "sanitize": 25}
+_PERCENT = {"ci": 30, "slow": 300, "sanitize": 25}
 
 
 def register_profiles() -> None:

@@ -35,7 +35,7 @@ def _sweep(folder: Path, seed: int, count: int) -> None:
 
 
 def test_some_mutated_files(tmp_path: Path) -> None:
-    _sweep(tmp_path, 1, 80)
+    _sweep(tmp_path, 1, 60)
 
 
 @pytest.mark.slow

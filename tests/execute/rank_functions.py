@@ -135,7 +135,9 @@ def stopped_while_forming(context, payload):
     """Rank 2 has told its address to a group that the others come to later, and is stopped meanwhile."""
     ours = TorchContext(deadline_s=1.0 if context.rank < 2 else 60.0)
     if context.rank < 2:
-        context.store.wait(["stopped"])
+        pid = context.store.get("stopped").decode()
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.01)
     else:
         threading.Thread(target=stop_once_published, args=(context.store,)).start()
     problem = Matmul2dProblem(m=12, n=12, k=12, mesh_shape=(1, 3), ranks=(0, 1, 2))
@@ -148,7 +150,7 @@ def stop_once_published(store):
     while not any(key.endswith("/1//cpu//0/2") for key in map(str, store.list_keys())):
         time.sleep(0.01)
     time.sleep(0.2)
-    store.set("stopped", "")
+    store.set("stopped", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

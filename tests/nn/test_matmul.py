@@ -32,6 +32,7 @@ def test_pairs_of_placements_with_partial_sums_on_four_ranks() -> None:
     every_pair((2, 2), 4, "messages", 37, 200)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_pairs_of_placements_on_six_ranks() -> None:
     every_pair((2, 3), 3, "messages", 23, 200)
