@@ -57,6 +57,16 @@ def test_calibration_in_the_guide() -> None:
     assert f"of such a lab has {min(steps_ms):.1f} to {max(steps_ms):.1f} ms" in guide("lab")
 
 
+def test_the_cost_of_calls_in_order_in_the_guide() -> None:
+    rows = json.loads((pages.ROOT / "benchmarks/results/call_tags.json").read_text())["rows"]
+    for transport, words in (
+        ("shared", "{} x its time without, over shared"),
+        ("messages", "{} x over messages"),
+    ):
+        ratios = [row["ratio"] for row in rows if row["call"].startswith(f"matmul-{transport}")]
+        assert words.format(f"{min(ratios):.2f} to {max(ratios):.2f}") in guide("failures")
+
+
 def test_fidelity_in_the_guide() -> None:
     cases = MEASURED["load"]("lab_fidelity")["cases"]
     page = guide("fidelity")

@@ -39,9 +39,11 @@ class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
     problem_type = UniversalProblem
 
     def reference(self, problem: UniversalProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return C = A B of the global matrices A (M x K) and B (K x N), as {"C": M x N}."""
         return {"C": inputs["A"] @ inputs["B"]}
 
     def placements(self, problem: UniversalProblem) -> dict[str, Layout]:
+        """Return the layouts of A, B and C that the problem gives."""
         return {"A": problem.a, "B": problem.b, "C": problem.c}
 
     def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
@@ -143,6 +145,7 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
         )
 
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
+        """Return the program of `universal_program`: reads and updates of other ranks, not yet messages."""
         return universal_program(problem, config)
 
     def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:
@@ -186,11 +189,13 @@ class Cosma(AnyLayoutProduct[CosmaConfig]):
                     yield CosmaConfig(grid, all_reduce)
 
     def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return why no grid of COSMA has these layouts, None where one has."""
         if next(self.candidates(problem), None) is None:
             return "its operands lie in equal parts on a grid of its own"
         return None
 
     def program(self, problem: UniversalProblem, config: CosmaConfig) -> Program:
+        """Return COSMA's program on the config's grid. Raises LayoutError where the layouts are others."""
         if not _fits(problem, config.grid, config.all_reduce):
             raise LayoutError(f"these layouts are not those of COSMA's {config}")
         return cosma_program(*problem.sizes, config.grid, problem.dtype, all_reduce=config.all_reduce)
@@ -245,6 +250,7 @@ class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
             yield RedistributionConfig(strategy, "direct")
 
     def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return why DTensor has no strategy for these layouts, None where it has one."""
         try:
             choose_strategy(problem)
         except LayoutError as error:

@@ -81,11 +81,7 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> None:
     algebra = LabelAlgebra(program, flow)
     interpreter = Interpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
     algebra.interpreter = interpreter
-    for buffer in program.buffers:
-        if buffer.kind == "input":
-            for rank in program.mesh_of[buffer.mesh].ranks:
-                for slot in range(buffer.slots):
-                    interpreter.memory[rank, buffer.name, slot][...] = _input_labels(algebra, buffer, rank)
+    interpreter.fill_inputs(lambda buffer, rank: _input_labels(algebra, buffer, rank))
     interpreter.run(order)
     for buffer in program.buffers:
         if buffer.kind == "output":

@@ -90,11 +90,7 @@ def replica_agreements(flow: Dataflow, order: Sequence[Event]) -> tuple[ReplicaA
     algebra = _SymbolAlgebra(program, flow)
     interpreter = Interpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, _SYMBOL))
     algebra.interpreter = interpreter
-    for buffer in program.buffers:
-        if buffer.kind == "input":
-            for rank in program.mesh_of[buffer.mesh].ranks:
-                for slot in range(buffer.slots):
-                    interpreter.memory[rank, buffer.name, slot][...] = algebra.inputs(buffer, rank)
+    interpreter.fill_inputs(algebra.inputs)
     interpreter.run(order)
     outputs = [buffer for buffer in program.buffers if buffer.kind == "output"]
     return tuple(_agreement(program, interpreter, buffer) for buffer in outputs)
