@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CORE := CMakeLists.txt csrc $(wildcard csrc/*)
 MODULES := $(shell find src -name '*.py' | sort | cksum)
 
+# pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test coverage lint sanitize docs bench slow clean FORCE
 
 $(BIN)/python:
@@ -22,7 +25,7 @@ FORCE:
 
 $(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules | $(BIN)/python
 	$(PIP) install --quiet --no-compile -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[torch,mpi,dev]'
+	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[torch,mpi,docs,dev]'
 	touch $@
 
 demo: $(STAMP)
@@ -58,7 +61,6 @@ slow: $(STAMP)
 
 # The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.
 docs: $(STAMP)
-	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[docs]'
 	$(BIN)/python docs/site.py
 
 bench: $(STAMP)

@@ -124,7 +124,7 @@ def ring_rows(context: RankContext, payload: dict[str, Any]) -> list[dict[str, A
     ours = TorchContext(liveness=context.liveness)
     built = program(RING, NUM_STEPS, 2)
     ours.prepare(built)
-    x, y, peer, group = torch.zeros(4, 4), torch.zeros(4, 4), 1 - context.rank, ours.group("other", (0, 1))
+    x, y, peer, group = torch.zeros(4, 4), torch.zeros(4, 4), 1 - context.rank, dist.new_group([0, 1])
 
     def bare() -> None:
         for _ in range(NUM_STEPS):

@@ -32,7 +32,7 @@ from meshweave.cost.fabric import HostTopology
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model import load_model
-from meshweave.describe.model.state_dict import server_layout, state_dict, trainer_layout
+from meshweave.describe.model.state_dict import llama_parameters, server_layout, trainer_layout
 
 name, trainer, server, most = json.loads(sys.argv[1])
 model = load_model(name)
@@ -44,7 +44,7 @@ began = time.perf_counter()
 problem = ReshardProblem(
     tuple(
         TensorMove(one.name, one.shape, "bfloat16", trainer_layout(one, src), server_layout(one, dst))
-        for one in state_dict(model)
+        for one in llama_parameters(model)
     )
 )
 plan = plan_reshard(problem, network)

@@ -1,7 +1,7 @@
-"""Write docs/reference/descriptions.md: every key of cluster and model files, from the models that check them.
+"""Write docs/reference/descriptions.md, every key of cluster and model files, and limits.md, every limit of input.
 
-    python docs/generate.py            # write the page
-    python docs/generate.py --check    # exit with 1 if the committed page is not what would be written
+    python docs/generate.py            # write the pages
+    python docs/generate.py --check    # exit with 1 if a committed page is not what would be written
 
 A test makes the same comparison.
 """
@@ -18,7 +18,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from meshweave.base.errors import MAX_LINE, MAX_QUOTED
+from meshweave.base.limits import LIMITS
 from meshweave.base.units import DTYPES
+from meshweave.describe.files import MAX_PROBLEMS
 from meshweave.describe.machine.cluster_file import (
     NETWORK_FILES,
     AxisFile,
@@ -30,7 +33,7 @@ from meshweave.describe.machine.cluster_file import (
 )
 from meshweave.describe.model.model_file import ModelFile
 
-PAGE = Path(__file__).parent / "reference" / "descriptions.md"
+REFERENCE = Path(__file__).parent / "reference"
 
 INTRODUCTION = """# Description files
 
@@ -48,6 +51,19 @@ An unknown key is an error. A wrong file is refused with a line for each problem
 wrong with its value, and what would be right. The unit of a number is the end of its key: `_s` is seconds,
 `_bytes` bytes, `_bytes_per_s` bytes per second, `_flops_per_s` floating-point operations per second (a
 multiply-add is 2). A whole number may be written as `32e9`.
+"""
+
+LIMITS_INTRODUCTION = f"""# Limits of input
+
+What the command line reads may be wrong, damaged or made to hurt. Each of these limits is stated once, in
+`meshweave.base.limits`, from which `docs/generate.py` writes this page. What is over a limit is refused in one
+line that names it, with exit status 2, before the work is done. `show` prints a program that is too large to be
+checked, and says so; `--check` checks it nevertheless, up to a higher limit. `simulate --no-limits` runs a program
+however long it takes; the products of a plan are simulated without such limits. Python code meets only the limits
+of one rank's steps, of chips, tensors and ranges, and of the proof on index labels.
+
+An error quotes at most {MAX_QUOTED} characters of a word of the input, has lines of at most {MAX_LINE} characters,
+and lists at most {MAX_PROBLEMS} problems of a file.
 """
 
 TITLES: dict[type[BaseModel], str] = {
@@ -131,11 +147,21 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
+def limits_page() -> str:
+    """Return the text of the page of limits."""
+    rows = [f"| {limit.subject} | {limit.most:,} | {limit.unit} |" for limit in LIMITS]
+    return "\n".join([LIMITS_INTRODUCTION, "| what | most | of |", "|---|---|---|", *rows]) + "\n"
+
+
 def main() -> int:
+    """Write or check the pages; return the exit status."""
+    pages = {REFERENCE / "descriptions.md": page(), REFERENCE / "limits.md": limits_page()}
     if sys.argv[1:] == ["--check"]:
-        return 0 if PAGE.exists() and PAGE.read_text(encoding="utf-8") == page() else 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(), encoding="utf-8")
+        same = (path.exists() and path.read_text(encoding="utf-8") == text for path, text in pages.items())
+        return 0 if all(same) else 1
+    REFERENCE.mkdir(exist_ok=True)
+    for path, text in pages.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

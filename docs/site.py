@@ -85,7 +85,8 @@ def reference_page() -> str:
     lines = [
         "# Reference",
         "[Command line](command-line.md): every verb and option. "
-        "[Description files](descriptions.md): every key of cluster and model files.",
+        "[Description files](descriptions.md): every key of cluster and model files. "
+        "[Limits](limits.md): how large what is read may be.",
         "## Python",
         "`import meshweave as mw` has all of these. What is not listed is private by convention.",
     ]
@@ -114,6 +115,7 @@ def config_path() -> Path:
     sections["Reference"] += [
         {"Command line": "docs/reference/command-line.md"},
         {"Description files": "docs/reference/descriptions.md"},
+        {"Limits": "docs/reference/limits.md"},
         {"Python": [{group.capitalize(): f"docs/reference/api/{group}.md"} for group in GROUPS]},
     ]
     path = STAGE.parent / "mkdocs.yml"

@@ -1,17 +1,19 @@
 """How many examples Hypothesis draws: a number per test, scaled by one profile.
 
-`ci` (the default) draws half of the numbers that the tests give, `slow` (`make slow`) three times as many,
+`ci` (the default) draws 30 % of the numbers that the tests give, `slow` (`make slow`) three times as many,
 `sanitize` a quarter, for instrumented code takes several times as long. None has deadlines, and all draw anew in
 every run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
-_PERCENT = {"ci": 50, "slow": 300, "sanitize": 25}
+_PERCENT = {"ci": 30, "slow": 300, "sanitize": 25}
 
 
 def register_profiles() -> None:
@@ -23,7 +25,21 @@ def register_profiles() -> None:
     settings.load_profile("ci")
 
 
+def mostly_slow(values: Iterable[Any], keep: int) -> list[Any]:
+    """Return all values as parameters: `keep` of them, evenly spread, run by default, the rest under `slow`."""
+    everything = list(values)
+    kept = {index * len(everything) // keep for index in range(keep)}
+    return [
+        value if index in kept else pytest.param(value, marks=pytest.mark.slow)
+        for index, value in enumerate(everything)
+    ]
+
+
+def scaled(number: int) -> int:
+    """Return a number of cases, more or fewer by the profile in force."""
+    return max(1, number * settings().max_examples // 100)
+
+
 def examples(number: int, **options: Any) -> settings:
     """Return settings that draw `number` examples, more or fewer by the profile in force, with no deadline."""
-    scaled = max(1, number * settings().max_examples // 100)
-    return settings(max_examples=scaled, deadline=None, **options)
+    return settings(max_examples=scaled(number), deadline=None, **options)

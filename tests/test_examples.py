@@ -38,6 +38,7 @@ def test_the_picture_of_overlap(run, tmp_path: Path) -> None:
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.slow  # tests/docs run it in a lab
 @pytest.mark.gloo
 def test_training_with_matmul2d() -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")

@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_refused(tmp_path, capfd, monkeypatch):
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_under_torchrun(tmp_path):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
@@ -107,9 +108,10 @@ def test_under_torchrun(tmp_path):
     assert "2 ranks of torchrun" in load_cluster(out).source
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.gloo
-@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_a_lab_has_the_rates_that_it_is_shaped_to(shape, tmp_path, capfd):
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     if lab_problem():

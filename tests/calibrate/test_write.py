@@ -39,7 +39,7 @@ def torus_cluster():
     return Cluster("box", chip, TorusNetwork(axes, (4, 2), 8), "lab description", note="a note")
 
 
-def simulated(sweep, num_ranks, slow=1.0):
+def simulated(sweep, num_ranks, slow=1.0, rate=RATE):
     """What ranks would measure on a machine that follows the model, one repetition in three disturbed."""
 
     def times(case):
@@ -50,7 +50,7 @@ def simulated(sweep, num_ranks, slow=1.0):
                 if loop.kind == "compute":
                     run.append([scale * (1e-5 + loop.amount / FLOPS_PER_S), scale * loop.copy_bytes / 1e10])
                 else:
-                    run.append([scale * loop.steps * (SYNC_S + loop.amount / RATE)])
+                    run.append([scale * loop.steps * (SYNC_S + loop.amount / rate)])
             out.append(run)
         return out
 
@@ -90,6 +90,15 @@ def test_without_nominal_links_their_rate_is_the_measured_one(tmp_path):
     assert link.link_bytes_per_s == pytest.approx(RATE, rel=0.01)
     assert link.link_latency_s == pytest.approx(SYNC_S, rel=0.01)
     assert calibration.cluster.chip.peak_flops_per_s[0][0] == "float32"
+
+
+def test_times_that_do_not_grow_with_the_size_are_a_problem_and_no_crash(tmp_path):
+    """What a disturbed machine may measure, and `--accept-misfit` writes."""
+    sweep = plan_sweep(load_cluster("local-cpu").with_chips(2), (1, 2), [16384, 65536])
+    answers = simulated(sweep, 2, rate=float("inf"))
+    calibration = fit_calibration(sweep, answers, source="a test", has_nominal_links=False)
+    assert any("does not grow" in problem for problem in calibration.problems), calibration.problems
+    assert reloaded(tmp_path, calibration.cluster).network.link.link_bytes_per_s == 1e24
 
 
 def test_times_that_the_link_cannot_have_are_a_misfit():

@@ -155,7 +155,9 @@ def test_the_command_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_run_executes_checks_and_writes_both_timelines(plan_path: Path, tmp_path: Path) -> None:
+def test_run_executes_checks_and_writes_both_timelines(
+    plan_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A planned layer on four processes, all three products of both algorithms."""
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     trace, svg = tmp_path / "trace.json", tmp_path / "timeline.svg"
@@ -172,9 +174,8 @@ def test_run_executes_checks_and_writes_both_timelines(plan_path: Path, tmp_path
         str(svg),
         "--json",
     ]
-    done = meshweave("run", str(plan_path), "--layer", "out", "--pass", "backward_weight", *args)
-    assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
+    assert run_app(["run", str(plan_path), "--layer", "out", "--pass", "backward_weight", *args]) == 0
+    outcomes = json.loads(capsys.readouterr().out)
     assert len(outcomes) == 2
     for outcome in outcomes:
         assert outcome["max_abs_error"] == 0

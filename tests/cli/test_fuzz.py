@@ -48,7 +48,7 @@ class Case:
         assert status in allowed, f"{shown}: status {status}: {said}"
         if status == 2:
             lines = said.splitlines()
-            problems = re.search(r": (\d+) problems$", lines[0])  # a description file has a line for each
+            problems = re.search(r"(\d+) problems$", lines[0])  # a description file has a line for each
             assert said.startswith("error: ") and len(lines) == 1 + int(problems[1] if problems else 0), said
             assert len(said) < 2000 * len(lines), f"{shown}: {said[:300]}"
             assert out.getvalue() == "", shown

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshweave import __version__
-from meshweave.cli import app as app_module
+from meshweave.base import errors
 from meshweave.cli import options
 from meshweave.cli.app import run_app
 
@@ -53,7 +53,7 @@ def test_errors_quote_at_most_a_screen_line(capsys: pytest.CaptureFixture[str], 
     assert run_app(args) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1
-    assert len(err) < 700 and max(map(len, err.split())) <= app_module.MAX_QUOTED + 20
+    assert len(err) < 700 and max(map(len, err.split())) <= errors.MAX_QUOTED + 20
 
 
 def test_interrupted_before_anything_was_written(

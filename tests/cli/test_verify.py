@@ -22,6 +22,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.ir.program.text import to_text
 from meshweave.tune import load_plan
 from meshweave.tune.selection import select_products
+from sampling import mostly_slow
 
 QUICK = ("--max-dim", "64", "--layer", "ff1")
 
@@ -45,7 +46,7 @@ def verified(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, dict[
     return status, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
+@pytest.mark.parametrize("ranks", mostly_slow([4, 6], 1))
 def test_every_planned_algorithm_is_right_in_process(
     capsys: pytest.CaptureFixture[str], plan_path: Path, in_process: None, ranks: int
 ) -> None:

@@ -137,7 +137,7 @@ def test_unknown_name_names_the_nearest() -> None:
         (b"  \n", "is empty"),
         (b"\xff\xfe\x00\x01", "not UTF-8"),
         (b"a = [", "broken.toml: is not valid TOML"),
-        (b"a = " + b"[" * 100000, "not valid TOML: nested too deeply"),
+        (b"a = " + b"[" * 100000, "levels of nested tables and lists, which is the limit"),
         (b"a = " + b"1" * 5000, "not valid TOML"),
     ],
 )

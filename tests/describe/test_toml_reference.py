@@ -1,4 +1,4 @@
-"""The reference of description keys is generated, and the committed page is what the generator writes."""
+"""The references of keys and limits are generated, and the committed pages are what the generator writes."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def test_the_page_is_up_to_date() -> None:
     spec.loader.exec_module(generate)
     committed = (DOCS / "reference" / "descriptions.md").read_text(encoding="utf-8")
     assert committed == generate.page(), "run python docs/generate.py"
+    limits = (DOCS / "reference" / "limits.md").read_text(encoding="utf-8")
+    assert limits == generate.limits_page(), "run python docs/generate.py"
     anchors = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", committed, re.MULTILINE)}
     assert set(re.findall(r"\]\(#(.*?)\)", committed)) <= anchors
 

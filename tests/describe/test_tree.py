@@ -115,7 +115,7 @@ def test_what_a_tree_cannot_be() -> None:
     for fanout, links in ((0, 1), (2, 0)):
         with pytest.raises(DescriptionError, match=r"tree level: .* of at least 1"):
             TreeLevel(fanout, LEAF, links)
-    with pytest.raises(DescriptionError, match="product of at most 16777216"):
+    with pytest.raises(DescriptionError, match="over the limit of 65,536"):
         TreeNetwork((TreeLevel(2**20, LEAF),) * 2)
 
 
@@ -139,7 +139,11 @@ def test_a_file(tmp_path: Path) -> None:
     [
         ("fanout = 4\n", "", "network.levels.1.fanout: missing; give how many of the level below"),
         ("fanout = 4", "fanout = 0", "network.levels.1.fanout: 0 is not valid; give how many"),
-        ("fanout = 4", "fanout = 16e6", "network: tree: the fanouts make 128000000 chips; give a product"),
+        (
+            "fanout = 4",
+            "fanout = 16e6",
+            "network: tree: has 128,000,000 chips, over the limit of 65,536: give smaller fanouts",
+        ),
         ("links = 2", "links = 1.5", "network.levels.1.links: 1.5 is not valid; give the number of parallel"),
         ("links = 2", "link = 2", "network.levels.1.link: unknown key (did you mean 'links'"),
         ("= 10e9", "= -1", "network.levels.1.axis.link_bytes_per_s: -1 is not valid"),

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 import runpy
+import shlex
+import tomllib
+from contextlib import redirect_stdout
+from typing import Any
 
 import pages
+
+import meshweave as mw
+from meshweave.base.units import format_s
+from meshweave.cli.app import run_app
 
 MEASURED = runpy.run_path(str(pages.ROOT / "docs" / "measured.py"))
 README = (pages.ROOT / "README.md").read_text()
@@ -31,3 +41,133 @@ def test_comparisons_of_the_guide() -> None:
     assert f"{min(ratios):.2f} to {max(ratios):.2f}, geometric mean {mean:.2f}" in COMPARISON
     host = [row["times_faster"] for row in MEASURED["load"]("universal_one_host")["rows"]]
     assert f"geometric mean {MEASURED['geometric_mean'](host):.2f}, least {min(host):.2f}" in COMPARISON
+
+
+def guide(name: str) -> str:
+    """Return a page of the guide with line breaks as spaces, so that sentences are found whole."""
+    return " ".join((pages.ROOT / "docs" / "guide" / f"{name}.md").read_text().split())
+
+
+def test_calibration_in_the_guide() -> None:
+    saved = tomllib.loads((pages.ROOT / "benchmarks/results/torus-4x4-50mbit.toml").read_text())
+    steps_ms = [
+        1e3 * axis["constants"][kind]["sync_s"]
+        for axis in saved["network"]["axes"]
+        for kind in ("all_gather", "reduce_scatter", "send_recv")
+    ]
+    assert f"of such a lab has {min(steps_ms):.1f} to {max(steps_ms):.1f} ms" in guide("lab")
+
+
+def test_the_cost_of_calls_in_order_in_the_guide() -> None:
+    rows = json.loads((pages.ROOT / "benchmarks/results/call_tags.json").read_text())["rows"]
+    for transport, words in (
+        ("shared", "{} x its time without, over shared"),
+        ("messages", "{} x over messages"),
+    ):
+        ratios = [row["ratio"] for row in rows if row["call"].startswith(f"matmul-{transport}")]
+        assert words.format(f"{min(ratios):.2f} to {max(ratios):.2f}") in guide("failures")
+
+
+def test_fidelity_in_the_guide() -> None:
+    cases = MEASURED["load"]("lab_fidelity")["cases"]
+    page = guide("fidelity")
+
+    def mean_and_worst(what: str, cases: list[dict[str, Any]]) -> list[str]:
+        errors = [abs(case[f"{what}_error"]) for case in cases]
+        return [f"{100 * sum(errors) / len(errors):.1f} %", f"{100 * max(errors):.1f} %"]
+
+    estimate, simulation = (mean_and_worst(what, cases) for what in ("estimate", "simulation"))
+    assert f"{len(cases)} cases, mean {' and worst '.join(estimate)} for estimates" in page
+    assert f"mean {' and worst '.join(simulation)} for simulations" in page
+    others = [case for case in cases if case["algorithm"] != "summa"]
+    estimate, simulation = (mean_and_worst(what, others) for what in ("estimate", "simulation"))
+    assert estimate[0] == simulation[0]
+    assert f"both means are {estimate[0]}, and the worst errors {estimate[1]} and {simulation[1]}" in page
+
+
+def test_simulation_times_in_the_guide() -> None:
+    rows = MEASURED["load"]("simulator_speed")["rows"]
+    block_s = [row["wall_s"] for row in rows["GPT-3 block on 256 chips"].values()]
+    product_s = [row["wall_s"] for row in rows["4096 chips"]]
+    page = guide("simulating")
+    assert f"on 256 chips take {min(block_s):.1f} to {max(block_s):.1f} s to simulate" in page
+    assert f"on 4096 chips takes {min(product_s):.0f} to {max(product_s):.0f} s" in page
+
+
+def test_reshards_in_the_guide() -> None:
+    page = guide("resharding")
+    times = {
+        (row["setting"], row["strategy"], row["order"]): (row["median_s"], row["bound_s"])
+        for name in ("reshard_cases", "reshard_one_to_many")
+        for row in MEASURED["load"](name)["rows"]["rows"]
+    }
+    best = {number: times[f"case {number}", "broadcast", "best"] for number in range(1, 10)}
+    over_bound = [seconds / bound_s for seconds, bound_s in best.values()]
+    assert f"takes {min(over_bound):.2f} to {max(over_bound):.2f} x the bound in every case" in page
+
+    def over_best(number: int, strategy: str, order: str) -> float:
+        return times[f"case {number}", strategy, order][0] / best[number][0]
+
+    naive = {f"{over_best(number, 'broadcast', 'naive'):.1f} x" for number in (1, 2, 3, 4, 5, 6, 9)}
+    assert f"it takes {' '.join(naive)} as long as in the best order in cases 1 to 6 and 9" in page
+    gather = [over_best(number, "global_all_gather", "balance") for number in (7, 8)]
+    assert (
+        f"takes {gather[0]:.2f} x as long as broadcast in the best order in case 7, and {gather[1]:.2f} x"
+        in page
+    )
+    strategies = ("broadcast", "global_all_gather", "local_all_gather", "send_recv")
+    one_to_many = [times["1 -> 3 x 2", strategy, "best"] for strategy in strategies]
+    broadcast, whole, local, each = (f"{seconds / bound_s:.2f} x" for seconds, bound_s in one_to_many)
+    assert (
+        f"broadcast takes {broadcast} the bound, the global all-gather {whole}, the local all-gather {local}, "
+        f"and send/recv {each}."
+    ) in page
+
+
+def test_bytes_in_the_guide() -> None:
+    page = guide("any-layout")
+    for row in MEASURED["load"]("universal_bytes")["rows"]:
+        pairs = row["pairs"]
+        ours, theirs = (sum(pair[f"{who}_bytes"] for pair in pairs) for who in ("ours", "dtensor"))
+        less = sum(pair["ours_bytes"] < pair["dtensor_bytes"] for pair in pairs)
+        assert all(pair["ours_bytes"] <= pair["dtensor_bytes"] for pair in pairs)
+        mesh = "x".join(map(str, row["mesh_shape"]))
+        assert (
+            f"On a {mesh} mesh {less} pairs move less and {len(pairs) - less} as much, "
+            f"{100 * (1 - ours / theirs):.0f} % less in all"
+        ) in page
+
+
+def test_the_shown_plans_of_a_reshard() -> None:
+    """The output on the page is that of the command above it, except for the time of planning."""
+    block = next(
+        block
+        for block in pages.blocks(pages.ROOT / "docs/guide/resharding.md")
+        if block.language == "console"
+    )
+    (command,) = block.commands()
+    with redirect_stdout(io.StringIO()) as output:
+        assert run_app(shlex.split(command)[1:]) == 0
+
+    def lines(text: str) -> list[str]:
+        return [line.strip() for line in text.splitlines() if line.strip() and "planned in" not in line]
+
+    assert lines(output.getvalue()) == lines(block.text)[1:]
+
+
+def test_the_shown_summary_of_a_simulation() -> None:
+    problem = mw.Matmul2dProblem(
+        m=262144, n=49152, k=12288, mesh_shape=(16, 16), dataflow="os", dtype="bfloat16"
+    )
+    program = mw.algorithm("meshslice").program(problem, mw.Matmul2dConfig((1,) * 6))
+    machine = mw.Machine.of(mw.load_cluster("tpu-v4-pod:256"), program)
+    run = mw.simulate(program, machine)
+    path, page = mw.critical_path(run), guide("simulating")
+    closed_form_s = mw.estimate(program, machine).total_s
+    assert f"duration {format_s(run.duration_s)}; closed form {format_s(closed_form_s)}" in page
+    assert path.verdict in page
+    assert f"{format_s(path.slowed_ps / 1e12)} of it by sharing" in page
+    for category, ps in path.ps_by_category.items():
+        assert not ps or f"{category} {format_s(ps / 1e12)}" in page
+    for bound in path.bounds:
+        assert f"{bound.name} {format_s(bound.time_ps / 1e12)}" in page

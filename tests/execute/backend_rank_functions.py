@@ -10,7 +10,8 @@ from backend_programs import CALLS, PROGRAMS, inputs_for
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.numpy import local_inputs, run_numpy
-from meshweave.execute.torch.bind import bind, torch_dtype
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program.parse import parse
 

@@ -1,6 +1,7 @@
 """What the ranks of test_remote_memory.py run."""
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -87,6 +88,25 @@ with q:
         fence(over="q", lane=net)
         accumulate(at((rank + 1) % 4, y), x, lane=net)
         fence(over="q", lane=net)
+"""
+
+
+# Every rank adds a number to the same element of rank 0, after a pause of its own.
+SUMS = """
+program("sums")
+q = mesh((4,), ("x",))
+X = tensor((4, 3), "float32")
+Y = tensor((4, 3), "float32")
+x = input(X, q[S(0)])
+y = output(Y, q[S(0)])
+late = scratch((1, 3), "float32", on=q)
+compute = lane()
+net = lane()
+with q:
+    zero(y, lane=compute)
+    fence(over="q", lane=net)
+    call(fn="pause", outs=(late,), ins=(x,), lane=compute)
+    accumulate(at(0, y), late, lane=net)
 """
 
 
@@ -253,6 +273,38 @@ def stress(context, payload):
     }
 
 
+def repeats(context, payload):
+    """The sums of rank 0 in runs in which the numbers arrive in other orders, for which rounding differs."""
+    ours = context_of(context)
+    results = {}
+    with open_memory(payload["kind"], ours) as memory:
+        for update_order in ("fixed", "arrival"):
+            turns = itertools.count()
+
+            def pause(x, turns=turns):
+                time.sleep(0.01 * ((context.rank + next(turns)) % 4))
+                return x
+
+            bound = bind(
+                parse(SUMS),
+                context.rank,
+                {},
+                context=ours,
+                memory=memory,
+                calls={"pause": pause},
+                update_order=update_order,
+            )
+            x = torch.tensor([[1e8, 1.0, -1e8, 3.0][context.rank]]).repeat(1, 3)
+            sums = []
+            for _ in range(payload["turns"]):
+                bound.run({"x": x})
+                sums.append(bound.outputs["y"].tolist())
+            results[update_order] = sums
+            bound = None
+            gc.collect()
+    return results
+
+
 def dies(context, payload):
     """A rank is killed in the middle, be it while it holds a lock; the others say who."""
     ours = context_of(context, 1000.0)  # where nobody noticed, the launch would end all of this long before
@@ -314,5 +366,6 @@ def everything(context, payload):
     return {
         "compare": compare(context, payload["compare"]),
         "stress": stress(context, payload["stress"]),
+        "repeats": repeats(context, payload["repeats"]),
         "pool": pool(context, {}),
     }

@@ -3,12 +3,16 @@
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.execute.torch.context import TorchContext
 
 
 def ring(context, payload):
@@ -99,3 +103,84 @@ def kill_parent(context, payload):
     if context.rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
+
+
+def imports_of_a_dtensor(context, payload):
+    """The modules of torch that a first product of DTensors imports in this rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    before = set(sys.modules)
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    tensor = distribute_tensor(torch.ones(4, 4), DeviceMesh("cpu", [0]), [Shard(0)])
+    _ = tensor @ tensor
+    return sorted(name for name in set(sys.modules) - before if name.startswith("torch"))
+
+
+def sleeping(context, payload):
+    """Every rank sleeps for ever."""
+    time.sleep(1000)
+
+
+def stopping(context, payload):
+    """Rank 1 is stopped by a signal, and the others wait for it."""
+    dist.barrier()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with context.liveness.guard("rank 1") as wait:
+        dist.irecv(torch.zeros(1), 1).wait(wait.timeout)
+
+
+def stopped_while_forming(context, payload):
+    """Rank 2 has told its address to a group that the others come to later, and is stopped meanwhile."""
+    ours = TorchContext(deadline_s=1.0 if context.rank < 2 else 60.0)
+    if context.rank < 2:
+        pid = context.store.get("stopped").decode()
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.01)
+    else:
+        threading.Thread(target=stop_once_published, args=(context.store,)).start()
+    problem = Matmul2dProblem(m=12, n=12, k=12, mesh_shape=(1, 3), ranks=(0, 1, 2))
+    ours.prepare(ALGORITHMS["collective"].program(problem, Matmul2dConfig()))
+
+
+def stop_once_published(store):
+    """Stop this process once its address in the second group of the world is in the store."""
+    store = store.clone()
+    while not any(key.endswith("/1//cpu//0/2") for key in map(str, store.list_keys())):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    store.set("stopped", str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def default_liveness(context, payload):
+    """Whether contexts share the liveness of their process, that of `launch` and else one of their own."""
+    adopted = TorchContext().liveness is context.liveness
+    none = TorchContext(liveness=False).liveness is None
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("again", context.store),
+        rank=context.rank,
+        world_size=context.num_ranks,
+    )
+    first, second = TorchContext(), TorchContext()
+    dist.barrier()
+    missing = first.liveness.missing()
+    dist.barrier()
+    own = [first.liveness is second.liveness is not context.liveness, missing, first.liveness.is_closed]
+    return {"adopted": adopted, "own": own, "none": none}
+
+
+def seen_store(context, payload):
+    """The addresses (hexadecimal) on which anybody listens on the store's port, and this run's token."""
+    lines = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
+    port = f":{context.store.port:04X}"
+    listening = [line[1].removesuffix(port) for line in lines if line[3] == "0A" and line[1].endswith(port)]
+    dist.barrier()
+    return {"addresses": listening, "token": os.environ["MESHWEAVE_RUN_TOKEN"]}

@@ -1,35 +1,87 @@
-"""What a rank makes of where the others are, while it waits for their words."""
+"""What a rank makes of where the others are, while it waits for them; tags that tell programs apart."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshweave.base.errors import BindError
-from meshweave.execute.ranks.agreement import _check_same_talk
 
 dist = pytest.importorskip("torch.distributed")
-ROUND = "meshweave/talk/0-1-2/1"
+
+from meshweave.execute.ranks.agreement import _check_same_talk  # noqa: E402
+from meshweave.execute.torch.call_order import wire_tag  # noqa: E402
+from meshweave.execute.torch.call_watch import out_of_order  # noqa: E402
+from meshweave.execute.torch.world import SignedStore  # noqa: E402
+
+RANKS = (0, 1, 2)
+FOLDER = "meshweave/talk/0-1-2/1/4"
+BEGUN = {(RANKS, 1): 4}
 
 
-def look(store: object) -> None:
-    """Rank 2 looks around in the first round of ranks 0, 1 and 2."""
-    _check_same_talk(store, {(0, 1, 2): 1}, 2, (0, 1, 2), "this", f"{ROUND}/broken")
+def look(store: object, rank: int = 2) -> None:
+    """A rank looks around in call 4 of ranks 0, 1 and 2."""
+    _check_same_talk(SignedStore(store), BEGUN, rank, RANKS, "this", FOLDER)
 
 
-def test_a_rank_that_waits_for_others_in_another_round_breaks_this_one() -> None:
+def waits(store: object, ranks: tuple[int, ...], session: int, number: int) -> None:
+    """Rank 0 says where it waits."""
+    SignedStore(store).set("meshweave/talk/now/0", json.dumps([ranks, session, number, "something else"]))
+
+
+def test_a_rank_that_waits_for_others_in_another_call_breaks_this_one() -> None:
     store = dist.HashStore()
-    store.set("meshweave/talk/now/0", json.dumps([[0, 1, 2, 3], 1, "something else"]))
+    waits(store, (0, 1, 2, 3), 1, 1)
     with pytest.raises(BindError, match="rank 2 waits with ranks"):
         look(store)
     with pytest.raises(BindError, match="rank 2 waits with ranks"):
-        _check_same_talk(store, {(0, 1, 2): 1}, 1, (0, 1, 2), "this", f"{ROUND}/broken")
+        look(store, 1)
 
 
 def test_a_rank_that_has_spoken_and_gone_on_breaks_nothing() -> None:
     store = dist.HashStore()
-    store.set("meshweave/talk/now/0", json.dumps([[0, 1, 2, 3], 1, "the next"]))
-    store.set(f"{ROUND}/0", "its words")
+    waits(store, (0, 1, 2, 3), 1, 1)
+    SignedStore(store).set(f"{FOLDER}/0", "its words")
     look(store)
-    assert not store.check([f"{ROUND}/broken"])
+    assert not store.check([f"{FOLDER}/broken"])
+
+
+def test_a_rank_that_waits_in_what_this_one_has_begun_breaks_nothing() -> None:
+    store = dist.HashStore()
+    waits(store, RANKS, 1, 4)
+    look(store)
+    waits(store, RANKS, 1, 3)
+    look(store)
+
+
+# --- tags -------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 32_767), st.integers(0, 65_535), st.integers(0, 65_535))
+def test_messages_of_two_programs_never_match(number: int, later: int, tag: int, other: int) -> None:
+    assert wire_tag(number, tag) != wire_tag(number + later, other)
+    assert 0 <= wire_tag(number, tag) < 1 << 31
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, (1 << 31) - 2), st.integers(1, (1 << 31) - 1))
+def test_messages_of_a_program_match_by_their_tags(number: int, tag: int, more: int) -> None:
+    other = (tag + more) % (1 << 31)
+    assert (wire_tag(number, tag) == wire_tag(number, other)) == (tag == other)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------
+
+
+def test_a_verdict_names_the_ranks_and_what_they_are_in() -> None:
+    parties = {("program 1", "matmul 4x4 @ 4x4"): [3, 0], ("agree", "reshard of 8x6"): [2]}
+    assert out_of_order(parties, 7) == (
+        "calls are out of order: ranks 0 and 3 are in matmul 4x4 @ 4x4 (call 7), rank 2 in reshard of 8x6 (call 7)"
+    )
+    twins = {("program 1", "ring"): [1], ("program 2", "ring"): [0]}
+    assert out_of_order(twins, 2) == (
+        "calls are out of order: rank 0 is in ring, bound as program 2 (call 2), "
+        "rank 1 in ring, bound as program 1 (call 2)"
+    )

@@ -20,6 +20,13 @@ pytestmark = [
 HERE = Path(__file__).parent
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_server():
+    """Ranks of these tests are forks of one server, which takes a second or two to start."""
+    with fork_servers(num_servers=1) as servers:
+        yield servers
+
+
 def seen_by_ranks(num_ranks=2, **env):
     path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return launch("rank_functions:seen", num_ranks, {}, timeout_s=60.0, env={"PYTHONPATH": path, **env})
@@ -28,15 +35,14 @@ def seen_by_ranks(num_ranks=2, **env):
 def test_a_fork_sees_what_a_new_interpreter_would(monkeypatch, tmp_path, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MESHWEAVE_TEST_WORD", "inherited")
-    with fork_servers(preload=["torch.distributed"], num_servers=1):
-        forked = seen_by_ranks(MESHWEAVE_TEST_GIVEN="given")
-        output = capfd.readouterr()
-        new = seen_by_ranks(OMP_NUM_THREADS="2", MESHWEAVE_TEST_GIVEN="given")
+    forked = seen_by_ranks(1, MESHWEAVE_TEST_GIVEN="given")
+    output = capfd.readouterr()
+    new = seen_by_ranks(1, OMP_NUM_THREADS="2", MESHWEAVE_TEST_GIVEN="given")
     assert all(rank["parent"] != os.getpid() for rank in forked)
     assert all(rank["parent"] == os.getpid() for rank in new), (
         "torch reads OMP_NUM_THREADS when it is imported"
     )
-    assert [rank["threads"] for rank in forked] == [1, 1]
+    assert [rank["threads"] for rank in forked] == [1]
     for rank, (fork, interpreter) in enumerate(zip(forked, new, strict=True)):
         assert (
             fork["words"]
@@ -48,6 +54,13 @@ def test_a_fork_sees_what_a_new_interpreter_would(monkeypatch, tmp_path, capfd):
         assert f"said by {rank}" in output.out and f"complained by {rank}" in output.err
 
 
+def test_a_fork_has_imported_what_the_first_dtensor_needs():
+    (late,) = launch(
+        "rank_functions:imports_of_a_dtensor", 1, {}, timeout_s=60.0, env={"PYTHONPATH": str(HERE)}
+    )
+    assert len(late) < 20, late
+
+
 def test_ranks_of_different_servers_have_hash_seeds_of_their_own():
     with fork_servers(preload=["torch.distributed"]):
         hashes = [rank["hash"] for rank in seen_by_ranks(4)]
@@ -55,15 +68,13 @@ def test_ranks_of_different_servers_have_hash_seeds_of_their_own():
 
 
 def test_a_server_that_was_killed_takes_its_ranks_along_and_is_started_anew():
-    with fork_servers(preload=["torch.distributed"], num_servers=1):
-        server = seen_by_ranks(1)[0]["parent"]
-        os.kill(server, signal.SIGKILL)
-        assert seen_by_ranks(1)[0]["parent"] != server
-        with pytest.raises(
-            RankLostError, match=r"^rank 0 was killed by SIGKILL, rank 1 was killed by SIGKILL$"
-        ):
-            launch("rank_functions:kill_parent", 2, {}, timeout_s=60.0, env={"PYTHONPATH": str(HERE)})
-        assert seen_by_ranks(1)[0]["parent"] != server
+    server = seen_by_ranks(1)[0]["parent"]
+    os.kill(server, signal.SIGKILL)
+    second = seen_by_ranks(1)[0]["parent"]
+    assert second != server
+    with pytest.raises(RankLostError, match=r"^rank 0 was killed by SIGKILL, rank 1 was killed by SIGKILL$"):
+        launch("rank_functions:kill_parent", 2, {}, timeout_s=60.0, env={"PYTHONPATH": str(HERE)})
+    assert seen_by_ranks(1)[0]["parent"] not in (server, second)
 
 
 def test_the_context_ends_its_servers_and_brings_the_outer_ones_back():
@@ -78,6 +89,6 @@ def test_the_context_ends_its_servers_and_brings_the_outer_ones_back():
 def test_launching_from_several_threads_keeps_the_ranks_apart():
     from concurrent.futures import ThreadPoolExecutor
 
-    with fork_servers(preload=["torch.distributed"], num_servers=1), ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(3) as threads:
         answers = list(threads.map(lambda word: seen_by_ranks(1, MESHWEAVE_TEST_WORD=word), "abc"))
     assert [rank["words"]["WORD"] for (rank,) in answers] == ["a", "b", "c"]

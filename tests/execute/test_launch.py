@@ -42,7 +42,7 @@ def test_results_come_back_in_order_and_a_slow_rank_is_not_lost(any_start):
     assert results == [{"rank": rank, **common} for rank in range(2)]
 
 
-def test_all_survivors_name_the_killed_rank_and_no_other(any_start):
+def test_all_survivors_name_the_killed_rank_and_no_other():
     with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
         run("ring", 4, {"victim": 2, "unguarded": 1})
     assert caught.value.missing == (2,)
@@ -93,6 +93,41 @@ def test_ranks_told_to_stop_while_stuck_say_who_is_missing_before_they_go():
 def test_the_time_is_up():
     with pytest.raises(DeadlineError, match=r"^rank 0 had not finished after 0\.5 s"):
         run("hanging", 1, timeout_s=0.5, deadline_s=50.0)
+
+
+def test_no_rank_is_lost_where_all_are_ended_at_the_same_time():
+    with pytest.raises(DeadlineError, match=r"^ranks 0, 1 and 2 had not finished after 1 s"):
+        run("sleeping", 3, timeout_s=1.0, deadline_s=50.0)
+
+
+def test_the_time_is_up_because_a_rank_was_stopped():
+    with pytest.raises(
+        RankLostError, match=r"^rank 1 was stopped by a signal; .* had not finished"
+    ) as caught:
+        run("stopping", 3, timeout_s=3.0, deadline_s=50.0)
+    assert caught.value.missing == (1,)
+    assert caught.value.reports[0].endswith("got SIGTERM while waiting for rank 1: rank 1 stopped answering")
+
+
+def test_forming_a_group_ends_at_the_deadline_and_names_the_rank_that_was_stopped():
+    """gloo waits 30 s for a connection to a process that was stopped when it had told its address."""
+    with pytest.raises(
+        RankLostError, match=r"^rank [01]: rank 2 stopped answering while waiting for ranks"
+    ) as caught:
+        run("stopped_while_forming", 3, timeout_s=30.0, grace_s=0.0)
+    assert caught.value.missing == (2,)
+
+
+def test_a_context_has_a_liveness_by_default_and_none_if_told_so():
+    assert run("default_liveness", 2) == [{"adopted": True, "own": [True, [], False], "none": True}] * 2
+
+
+def test_the_store_listens_on_loopback_alone_and_what_ranks_say_is_signed():
+    first, second = run("seen_store", 2)
+    assert first["addresses"] == ["0100007F"] and first["token"] == second["token"] != ""
+    assert run("seen_store", 1)[0]["token"] != first["token"]
+    with pytest.raises(BindError, match=r"the store cannot listen on 203\.0\.113\.1:0"):
+        run("seen_store", 1, address="203.0.113.1")
 
 
 @pytest.mark.parametrize("target", ["os", "os:nothing", "nowhere.at_all:function", "os:sep"])

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from meshweave.base.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
-from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, blame, ranks_text
+from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, News, blame, ranks_text
 from meshweave.execute.ranks.liveness import Liveness
+from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token, sign, verify
 
 INTERVAL_S, STALE_S = 0.02, 0.2
 PATIENCE_S = 240.0
@@ -135,7 +136,7 @@ class TestWatch:
 
 def test_a_beat_survives_the_store():
     for beat in (Beat(3), Beat(4, "failed", "ValueError: a b  c")):
-        assert Beat.decode(beat.encode().encode()) == beat
+        assert Beat.decode(beat.encode()) == beat
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,9 @@ def test_a_beat_survives_the_store():
         # Somebody finished, and the wait for somebody else runs late.
         ({1: "done", 2: "alive"}, (), None, True, (), ""),
         ({1: "done", 2: "alive"}, (), [1], True, (1,), "rank 1 left early"),
-        # All the others agree that it is us.
+        # All the others agree that it is us, and whatever else happens is what became of that.
         ({1: "lost", 2: "lost"}, (0,), None, False, (0,), None),
+        ({1: "lost", 2: None, 3: "failed"}, (0,), None, False, (0,), None),
     ],
 )
 def test_who_is_to_blame(states, accused, peers, overdue, missing, reason):
@@ -242,7 +244,7 @@ def test_a_silent_rank_at_the_deadline_is_lost(world):
     assert fail(ranks[0], "Timed out").missing == (1,)
     handles[1].free_to_answer.set()
     until = time.monotonic() + PATIENCE_S
-    while 1 not in ranks[1]._accused:  # a rank that comes back learns what became of it
+    while 1 not in ranks[1]._heart.news.lost:  # a rank that comes back learns what became of it
         assert time.monotonic() < until
         time.sleep(0.001)
     assert "gave rank 1 (this one) up" in str(fail(ranks[1]))
@@ -271,6 +273,119 @@ def test_a_store_whose_host_left_because_of_another_rank(world):
     ranks[0].close(fail(ranks[0]))
     handles[1].plugged = False
     assert fail(ranks[1]).missing == (2,)
+
+
+def test_an_accusation_is_heard_before_the_accuser_may_leave(world):
+    ranks, handles = world(4, store_rank=0)
+    handles[3].plugged = False
+    fail(ranks[0])  # from here on rank 0 may end, and the store with it
+    for handle in handles[1:3]:
+        handle.plugged = False
+    assert fail(ranks[1]).missing == fail(ranks[2]).missing == (3,)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (DeadlineError("gave up waiting"), DeadlineError, "rank 0 gave up first (gave up waiting)"),
+        (KeyError("colour"), RankLostError, "rank 0 failed (KeyError: 'colour')"),
+    ],
+)
+def test_the_farewell_of_a_store_host_is_known_without_its_store(world, error, kind, words):
+    ranks, handles = world(2, store_rank=0)
+    ranks[0].close(error)
+    handles[1].plugged = False
+    raised = fail(ranks[1])
+    assert type(raised) is kind
+    assert words in str(raised)
+
+
+def test_a_store_host_leaves_last_but_not_after_ranks_that_never_leave(world):
+    ranks, _ = world(3, store_rank=0)
+    leaving = threading.Thread(target=ranks[0].close)
+    leaving.start()
+    leaving.join(STALE_S / 2)
+    assert leaving.is_alive()
+    for rank in ranks[1:]:
+        rank.close()
+    leaving.join(PATIENCE_S)
+    assert not leaving.is_alive()
+    ranks, _ = world(2, store_rank=0)
+    ranks[0].close()  # although rank 1 stays
+
+
+def test_a_rank_that_was_stopped_is_told_so_even_without_a_store(world):
+    ranks, handles = world(2, store_rank=1)
+    handles[0].plugged = False
+    while not ranks[0]._heart.store_gone:
+        time.sleep(0.001)
+    ranks[0]._heart.paused_s = 7.0  # as its thread finds out when it goes on
+    error = fail(ranks[0])
+    assert error.missing == (0,)
+    assert "the other ranks gave rank 0 (this one) up: it did not answer for 7 s" in str(error)
+
+
+def test_a_store_host_that_was_stopped_blames_itself(world):
+    ranks, handles = world(2, store_rank=0)
+    handles[1].plugged = False  # it left, and could not say why
+    with pytest.raises(RankLostError, match="this one") as caught, ranks[0].guard("the halo"):
+        ranks[0]._heart.last_pause = (time.monotonic(), 9.0)
+        raise RuntimeError(CLOSED)
+    assert caught.value.missing == (0,)
+
+
+def test_a_missed_deadline_names_the_ranks_that_did_not_come(world):
+    ranks, _ = world(3)
+    with (
+        pytest.raises(DeadlineError, match="rank 2 did not come, and every rank still answers"),
+        ranks[0].guard("all to agree") as wait,
+    ):
+        wait.unheard = (2,)
+        raise TimeoutError("timed out")
+
+
+class TestStrangers:
+    """What is not signed with the token of the run."""
+
+    @pytest.fixture(autouse=True)
+    def token(self, monkeypatch):
+        monkeypatch.setenv(TOKEN_VARIABLE, new_token())
+
+    def test_what_is_signed_is_for_its_key_and_its_run_alone(self, monkeypatch):
+        value = sign("a key", "words, with blanks").encode()
+        assert verify("a key", value) == "words, with blanks"
+        assert verify("another key", value) is None
+        assert verify("a key", b"words, with blanks") is None
+        assert verify("a key", value + b"!") is None
+        monkeypatch.setenv(TOKEN_VARIABLE, new_token())
+        assert verify("a key", value) is None
+
+    def test_cannot_accuse_a_rank(self, world):
+        ranks, handles = world(3)
+        for forged in (News(frozenset({1})).encode(), "nonsense"):
+            handles[0].set("meshweave/news", forged)
+            assert ranks[0].missing() == ranks[2].missing() == ()
+
+    def test_cannot_silence_a_rank(self, world):
+        ranks, handles = world(2)
+        stop = threading.Event()
+
+        def overwrite():
+            while not stop.is_set():
+                handles[0].set("meshweave/hb/1", Beat(10**6, "failed", "never").encode())
+
+        forger = threading.Thread(target=overwrite)
+        forger.start()
+        try:
+            assert ranks[0].missing() == ()
+        finally:
+            stop.set()
+            forger.join()
+
+    def test_do_not_hide_a_rank_that_is_lost(self, world):
+        ranks, handles = world(3)
+        handles[2].plugged = False
+        assert fail(ranks[0]).missing == fail(ranks[1]).missing == (2,)
 
 
 def test_a_busy_interpreter_raises_no_alarm(world):
@@ -307,14 +422,14 @@ def test_a_signal_is_reported_and_then_goes_its_way(world):
     before = signal.signal(signal.SIGTERM, lambda signum, frame: seen.append((signum, list(lines))))
     try:
         ours = signal.getsignal(signal.SIGTERM)
-        ranks[0].install_signal_report(write=lines.append)
+        ranks[0].install_signal_report(write=lambda line, missing: lines.append((line, missing)))
         with ranks[0].guard("the halo"):
             os.kill(os.getpid(), signal.SIGTERM)
             until = time.monotonic() + PATIENCE_S
             while not seen and time.monotonic() < until:
                 time.sleep(0.01)
         line = "meshweave: rank 0 got SIGTERM while waiting for the halo: rank 2 stopped answering"
-        assert seen == [(signal.SIGTERM, [line])]
+        assert seen == [(signal.SIGTERM, [(line, (2,))])]
         ranks[0].close()
         assert signal.getsignal(signal.SIGTERM) is ours
         assert signal.set_wakeup_fd(-1) == -1

@@ -1,5 +1,6 @@
 """Programs with remote views as they are written, over memory that ranks share: exact, atomic, never leaking."""
 
+import itertools
 import os
 import re
 import shutil
@@ -23,8 +24,9 @@ from meshweave.execute.ranks.launch import launch  # noqa: E402
 from meshweave.execute.torch.bind import bind  # noqa: E402
 from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.one_sided import completion_flags, fence_groups, without_fences  # noqa: E402
+from meshweave.ir.analysis.sums import update_order  # noqa: E402
 from meshweave.ir.analysis.validate import validate  # noqa: E402
-from meshweave.ir.program.ops import Fence  # noqa: E402
+from meshweave.ir.program.ops import UPDATE, Fence  # noqa: E402
 from meshweave.ir.program.parse import parse  # noqa: E402
 
 HERE = Path(__file__).parent
@@ -46,6 +48,7 @@ def found():
     payload = {
         "compare": {"kind": "shared", "programs": [*PROGRAMS, "operands"]},
         "stress": {"kind": "shared", "threads": 4, "turns": 50},
+        "repeats": {"kind": "shared", "turns": 8},
     }
     return remote("everything", payload)
 
@@ -77,6 +80,14 @@ def test_updates_by_many_threads_of_many_ranks_lose_nothing(found):
         expected = sum(np.array(other["added"][rank]) for other in answers)
         np.testing.assert_array_equal(np.array(answer["total"]), expected)
         assert np.abs(expected).sum() > 0
+
+
+@pytest.mark.gloo
+@needs_shared
+def test_sums_have_the_same_bits_in_every_run_unless_in_order_of_arrival(found):
+    sums = found[0]["repeats"]
+    assert all(run == sums["fixed"][0] for run in sums["fixed"])
+    assert any(run != sums["arrival"][0] for run in sums["arrival"]), "the numbers make no difference"
 
 
 @pytest.mark.gloo
@@ -131,13 +142,41 @@ def test_fences_and_flags_are_the_same_list_everywhere():
     assert fence_groups(views) == [(0, 1, 2, 3), (0, 1), (2, 3)]
     assert not any(isinstance(op, Fence) for op in without_fences(views).ops())
     assert len(list(without_fences(views).ops())) == len(list(views.ops())) - 3
-    assert completion_flags(program_of("universal_b")) == ({}, {})
-    sets, awaited = completion_flags(program_of("t3_ring"))
-    assert all(to for to in sets.values()) and set(awaited) & {(rank, 2) for rank in range(4)} == set()
-    for rank in range(4):
-        flags = [to[rank] for to in sets.values() if rank in to]
-        waited = {flag for (reader, _), mine in awaited.items() if reader == rank for flag in mine}
-        assert set(flags) == waited == set(range(len(flags))) and len(flags) > 2
+    assert completion_flags(program_of("universal_b"), in_arrival_order=True).sets == {}
+    for in_arrival_order in (False, True):
+        flags = completion_flags(program_of("t3_ring"), in_arrival_order=in_arrival_order)
+        assert all(flags.sets.values()) and {(rank, 2) for rank in range(4)}.isdisjoint(flags.to_start)
+        for rank in range(4):
+            set_here = [to[rank] for to in flags.sets.values() if rank in to]
+            awaited = (mine for each in (flags.to_start, flags.to_update) for mine in each.items())
+            waited = {flag for (reader, _), mine in awaited if reader == rank for flag in mine}
+            assert set(set_here) == waited == set(range(len(set_here))) and len(set_here) > 2
+
+
+def test_updates_of_the_same_elements_wait_for_each_other_in_one_order():
+    program = program_of("universal_b")
+    flags = completion_flags(program)
+    before = update_order(program)
+    assert flags.to_update.keys() == before.keys() and not flags.to_start
+    ops = program.ops_by_rank
+    updates = [
+        ((rank, index), view)
+        for rank in ops
+        for index, bound in enumerate(ops[rank])
+        for mode, view in bound.op.accesses()
+        if mode == UPDATE
+    ]
+
+    def ordered(first, second):
+        same_lane = first[0] == second[0] and first[1] < second[1]
+        return same_lane or any(ordered(first, node) or node == first for node in before.get(second, ()))
+
+    clashes = [
+        (one, other)
+        for (one, view), (other, other_view) in itertools.combinations(updates, 2)
+        if one[0] != other[0] and view.rank == other_view.rank and view.overlaps(other_view)
+    ]
+    assert clashes and all(ordered(one, other) != ordered(other, one) for one, other in clashes)
 
 
 def test_one_rank_needs_no_partner():

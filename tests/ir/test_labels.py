@@ -236,7 +236,7 @@ def test_too_many_elements_are_said_not_to_be_proved() -> None:
         .replace("(3, 5)", "(3000, 5000)")
     )
     (note,) = validate(parse(text)).skipped
-    assert note.startswith("index labels: 60") and "are over 16000000" in note
+    assert note.startswith("index labels: the program has 60") and "over the limit of 16,000,000" in note
     assert validate(parse(PARTIAL), labels=False).skipped == ("index labels: not asked for",)
 
 
@@ -300,5 +300,5 @@ with tp:
     for i in range(10000000000):
         zero(c, lane=compute)
 """
-    with pytest.raises(ProgramError, match="over the limit"):
+    with pytest.raises(ProgramError, match="which is the limit"):
         validate(parse(text))

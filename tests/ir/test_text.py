@@ -204,7 +204,7 @@ l = lane()
         ("b = input(A, tp[R, T(0, 2, 2)])", "tile size must be positive"),
         ('B = tensor((4,), "float31")', "unknown dtype 'float31' (did you mean 'float32'?)"),
         ("m = lane(width=0)", "width is at least 1"),
-        ('m = mesh((4096, 4096, 4096), ("a", "b", "c"))', "no number of ranks between 1 and 2**24"),
+        ('m = mesh((4096, 4096, 4096), ("a", "b", "c"))', "ranks in its meshes, over the limit of 262,144"),
         ("while True:\n    zero(a, lane=l)", "expected an op"),
         ("zero(a, lane=l", "not in the text form"),
         ("__import__('os')", "there is no op '__import__'"),

@@ -23,7 +23,7 @@ from meshweave.lower import lower_chains
 from meshweave.simulate.reference import simulate
 from sampling import examples
 
-quick = examples(40, suppress_health_check=[HealthCheck.too_slow])
+quick = examples(24, suppress_health_check=[HealthCheck.too_slow])
 
 
 def check(program: Program, seed: int, *, meaning: bool) -> Program:

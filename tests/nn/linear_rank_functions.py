@@ -107,7 +107,7 @@ def biases(check: Check) -> None:
     ]
     lies: list[Placements] = [(R, R), (S0, R), (S0, S0), (P, S0), (P, P), (R, P)]
     cases = [(out, lies[at % 6]) for number, out in enumerate(outs) for at in (number, 2 * number + 3)]
-    for number, (out, lie) in enumerate(cases):
+    for number, (out, lie) in check.some(enumerate(cases), 3):
         x_, w_ = ((S0, R), (R, S0)) if number % 2 else ((S1, S2), (S0, S1))
         parts = [placed(x, mesh, x_), placed(w, mesh, w_), placed(bias, mesh, lie)]
         for one in parts:
@@ -150,7 +150,7 @@ STYLES: dict[str, tuple[Placements, list[Placements]]] = {
 def training(check: Check) -> None:
     """Two steps of SGD of a model of torch's own layers equal those of the dense one."""
     mesh, xs, ys = square(), integers((2, 3, 7, 6), 1), integers((2, 3, 7, 5), 2)
-    for style, (of_x, of_parameters) in STYLES.items():
+    for style, (of_x, of_parameters) in check.some(STYLES.items(), 2):
         dense, model = Mlp(), Mlp()
         names = [name for name, _ in model.named_parameters()]
         for name, placements in zip(names, of_parameters, strict=True):
@@ -269,7 +269,7 @@ def refusals(check: Check) -> None:
         ("symmetric", "UnsupportedError", "needs CUDA", call(a, b, out=(S1, S0), transport="symmetric")),
         ("one placement", "LayoutError", "out is Shard(dim=0); it must be a sequence", call(a, b, S0)),
         ("too few", "LayoutError", "1 placements for the 2 dims", call(a, b, [S0])),
-        ("no such dim", "LayoutError", "names a dim that a 2-dim tensor has not", call(a, b, (S2, R))),
+        ("no such dim", "LayoutError", "names dim 2 of a tensor of 2 dims", call(a, b, (S2, R))),
         ("no placements", "LayoutError", "has no counterpart", call(a, b, ("S0", "R"))),
         ("cluster", "DescriptionError", "cray", call(a, b, cluster="cray-1")),
     ):

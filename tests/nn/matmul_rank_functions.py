@@ -162,8 +162,9 @@ def meshes(check: Check) -> None:
         DeviceMesh("cpu", torch.tensor([2, 0, 3, 1])),
     ]
     whole_a, whole_b = integers((7, 6), 1), integers((6, 5), 2)
-    for number, other in enumerate(others):
-        for left, right in (((S0, S1), (S0, S1)), ((S1, P), (S1, R)), ((R, S0), (P, S0))):
+    pairs = [((S0, S1), (S0, S1)), ((S1, P), (S1, R)), ((R, S0), (P, S0))]
+    for number, other in check.some(enumerate(others), 2):
+        for left, right in check.some(pairs[number % 3 :] + pairs[: number % 3], 3):
             a = placed(whole_a, ours_, left).requires_grad_()
             b = placed(whole_b, other, right[: other.ndim]).requires_grad_()
             check.product(f"mesh {number}", a, b, None if number % 2 else (S1, S0))
@@ -182,7 +183,7 @@ def orders(check: Check) -> None:
     rights = [((S0, S0), None), (strided, None), ((S0, S0), turned(0)), ((P, SS(1, split_factor=2)), None)]
     outs: list[Placements | None] = [None, strided, (P, S1), across]
     pairs = [(left, rights[(at + by) % 4]) for by in (0, 1, 3) for at, left in enumerate(lefts)]
-    for number, (left, right) in enumerate(pairs):
+    for number, (left, right) in check.some(enumerate(pairs), 3):
         a, b = placed(whole_a, mesh, *left).requires_grad_(), placed(whole_b, mesh, *right).requires_grad_()
         check.product(f"orders {number}", a, b, outs[(number + number // 4) % 4])
     # Uneven, in an order that is given.
@@ -219,7 +220,7 @@ def batched(check: Check) -> None:
         ((6,), (R, P), (S1, R), None),
         ((6,), (S0, R), (S0, R), (P, R)),
     ]
-    for shape, left, right, out in cases:
+    for shape, left, right, out in check.some(cases, 2):
         a, b = (
             placed(integers(shape, 1), mesh, left).requires_grad_(),
             placed(w, mesh, right).requires_grad_(),
@@ -253,18 +254,17 @@ def transposed(check: Check) -> None:
 
 def dtypes(check: Check) -> None:
     mesh = square()
-    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int32):
-        for left, right, out in (
-            ((S0, S1), (S0, S1), None),
-            ((P, S1), (S0, R), (S1, S0)),
-            ((S1, S1), (S0, S0), (P, R)),
-        ):
-            a, b = (
-                placed(integers((5, 6), 1, dtype), mesh, left),
-                placed(integers((6, 3), 2, dtype), mesh, right),
-            )
-            is_real = dtype.is_floating_point
-            check.product(f"{dtype}", a.requires_grad_(is_real), b.requires_grad_(is_real), out)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.int32)
+    placements: list[tuple[Placements, Placements, Placements | None]] = [
+        ((S0, S1), (S0, S1), None),
+        ((P, S1), (S0, R), (S1, S0)),
+        ((S1, S1), (S0, S0), (P, R)),
+    ]
+    for dtype, (left, right, out) in check.some(itertools.product(dtypes, placements), 4):
+        a = placed(integers((5, 6), 1, dtype), mesh, left)
+        b = placed(integers((6, 3), 2, dtype), mesh, right)
+        is_real = dtype.is_floating_point
+        check.product(f"{dtype}", a.requires_grad_(is_real), b.requires_grad_(is_real), out)
 
 
 def empty(check: Check) -> None:
@@ -272,7 +272,7 @@ def empty(check: Check) -> None:
     line, mesh = init_device_mesh("cpu", (4,)), square()
     for m, n, k in ((1, 3, 3), (3, 1, 1), (5, 3, 1), (0, 3, 2), (2, 3, 0)):
         whole_a, whole_b = integers((m, k), 1), integers((k, n), 2)
-        for left, right, out in ((S0, S0, S1), (S1, S0, None), (P, S1, P)):
+        for left, right, out in check.some([(S1, S0, None), (S0, S0, S1), (P, S1, P)], 3):
             a, b = (
                 placed(whole_a, line, [left]).requires_grad_(),
                 placed(whole_b, line, [right]).requires_grad_(),
@@ -293,7 +293,8 @@ def chosen(check: Check) -> None:
         (SS(0, split_factor=2), S0),
         (S1, SS(1, split_factor=2)),
     ]
-    for number, (stationary, out) in enumerate(itertools.product(("a", "b", "c"), outs)):
+    variants = itertools.product(("a", "b", "c"), outs)
+    for number, (stationary, out) in check.some(enumerate(variants), 4):
         left, right = (((S0, S1), (P, S0)), ((R, S0), (S1, R)), ((S1, P), (S0, S0)))[number % 3]
         a = placed(integers((8, 6), 1), mesh, left).requires_grad_()
         b = placed(integers((6, 8), 2), mesh, right).requires_grad_()

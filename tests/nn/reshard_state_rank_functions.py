@@ -192,7 +192,11 @@ def state_refusals(check: Check) -> None:
             call({"up.weight": torch.ones(6, 5)}),
         ),
         ("missing", "there are no placements for up.weight", call(one, {"up.wight": [S0]})),
-        ("placements", "up.weight: mesh axis row: Shard(dim=2) names a dim", call(one, {"up.weight": [S2]})),
+        (
+            "placements",
+            "up.weight: placements: Shard(dim=2) names dim 2",
+            call(one, {"up.weight": [S2]}),
+        ),
         ("limit", "extra_bytes is -1", call(one, extra_bytes=-1)),
         ("unknown", "into has up, which is not in the state", call(one, into={"up": short})),
         (
@@ -358,8 +362,8 @@ def refusals(check: Check) -> None:
             call(x, last, S0),
         ),
         ("too many", "LayoutError", "2 placements for the 1 dims", call(x, last, [S0, R])),
-        ("no such dim", "LayoutError", "names a dim that a 2-dim tensor has not", call(x, last, [S2])),
-        ("no such negative dim", "LayoutError", "names a dim", call(x, last, [Shard(-3)])),
+        ("no such dim", "LayoutError", "names dim 2 of a tensor of 2 dims", call(x, last, [S2])),
+        ("no such negative dim", "LayoutError", "names dim -3", call(x, last, [Shard(-3)])),
         ("no placement", "LayoutError", "has no counterpart", call(x, last, ["S0"])),
         ("a sum", "LayoutError", "is a sum yet to be made", call(x, last, [P])),
         ("reduction", "LayoutError", "has no counterpart in a layout", call(greatest, last, [R])),
@@ -380,7 +384,7 @@ def refusals(check: Check) -> None:
     said = (
         ("LayoutError", "the tensor is (3, 6) on rank")
         if is_mine
-        else ("BindError", "rank 0 has LayoutError")
+        else ("BindError", "rank 0 refuses reshard of 9x6: LayoutError: the tensor is (3, 6) on rank")
     )
     check.refused("a local part", *said, call(wrong, last, [S1]))
     check.moved("after all these", (4, 6), (first, [S0]), (last, [S1]))

@@ -6,23 +6,31 @@ A section is a function that gets a check and tells it what is wrong.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
+
+from hypothesis import settings
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.ranks.launch import RankContext, launch
 from meshweave.execute.torch.context import TorchContext
 
 Made = TypeVar("Made", bound="Findings")
+Case = TypeVar("Case")
 
 
 class Findings:
-    """Collects what is wrong."""
+    """Collects what is wrong. `thorough` sections take all their cases."""
 
-    def __init__(self, context: TorchContext) -> None:
+    def __init__(self, context: TorchContext, thorough: bool = False) -> None:
         self.context = context
+        self.thorough = thorough
         self.wrong: list[str] = []
+
+    def some(self, cases: Iterable[Case], every: int) -> list[Case]:
+        """Return all cases where the checks are thorough, else every so-manieth."""
+        return list(cases)[:: 1 if self.thorough else every]
 
     def that(self, case: str, is_so: bool) -> None:
         if not is_so:
@@ -40,14 +48,14 @@ class Findings:
 
 
 def run(
-    context: RankContext, payload: Mapping[str, Any], make: Callable[[TorchContext], Made], home: str
+    context: RankContext, payload: Mapping[str, Any], make: Callable[[TorchContext, bool], Made], home: str
 ) -> dict[str, list[str]]:
     """What is wrong in each of the payload's sections, "module:function", or "function" of module `home`."""
     shared = TorchContext(liveness=context.liveness, deadline_s=30)
     found = {}
     for name in payload["sections"]:
         module, _, function = name.rpartition(":")
-        check = make(shared)
+        check = make(shared, payload["thorough"])
         try:
             getattr(import_module(module or home), function)(check)
         except Exception:
@@ -60,6 +68,10 @@ def run(
 def launched(target: str, sections: Mapping[str, str], env: Mapping[str, str]) -> list[dict[str, list[str]]]:
     """What four ranks say in function `target`, which calls `run`."""
     answers: list[dict[str, list[str]]] = launch(
-        target, 4, {"sections": list(sections.values())}, timeout_s=250, env=dict(env)
+        target,
+        4,
+        {"sections": list(sections.values()), "thorough": settings().max_examples > 100},
+        timeout_s=250,
+        env=dict(env),
     )
     return answers

@@ -29,18 +29,19 @@ def every_pair(mesh: tuple[int, int], kinds: int, transport: str, step: int, tim
 
 @pytest.mark.gloo
 def test_pairs_of_placements_with_partial_sums_on_four_ranks() -> None:
-    every_pair((2, 2), 4, "messages", 19, 200)
+    every_pair((2, 2), 4, "messages", 37, 200)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_pairs_of_placements_on_six_ranks() -> None:
-    every_pair((2, 3), 3, "messages", 13, 200)
+    every_pair((2, 3), 3, "messages", 23, 200)
 
 
 @pytest.mark.gloo
 @pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
 def test_pairs_of_placements_in_shared_memory() -> None:
-    every_pair((2, 2), 4, "shared", 29, 200)
+    every_pair((2, 2), 4, "shared", 53, 200)
 
 
 @pytest.mark.slow

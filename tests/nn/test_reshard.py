@@ -62,8 +62,8 @@ def test_ranks_that_ask_for_different_reshards_are_all_told_before_any_byte_move
             ), words
         shapes = ("4x6 from", "4x9 from")
         assert all(shape in said[1] for shape in shapes), said[1]
-        for words, why in zip(said[5:], ("names a dim that", "2 placements for the 1 dims"), strict=True):
-            assert words.startswith("LayoutError: " if rank == 3 else "BindError: rank 3 will not reshard"), (
+        for words, why in zip(said[5:], ("names dim 2 of", "2 placements for the 1 dims"), strict=True):
+            assert words.startswith("LayoutError: " if rank == 3 else "BindError: rank 3 refuses reshard"), (
                 words
             )
             assert why in words

@@ -22,7 +22,7 @@ from meshweave.ir.program.parse import parse
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _routes, simulate
 
-CASES = int(os.environ.get("MESHWEAVE_FUZZ_CASES", "10000"))
+CASES = int(os.environ.get("MESHWEAVE_FUZZ_CASES", "3000"))
 
 HEAD = """
 program("absurd")
@@ -130,6 +130,7 @@ def test_times_beyond_a_run_are_a_fault_of_the_program(latency_ps: int) -> None:
         core.run(on)
 
 
+@pytest.mark.slow
 def test_the_largest_group_is_read_at_once_and_its_messages_are_counted() -> None:
     """A million ranks in one group: nothing may take time or memory that grows with their square."""
     data = {

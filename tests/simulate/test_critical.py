@@ -23,6 +23,7 @@ from meshweave.lower import lower_rings
 from meshweave.simulate.critical import CriticalPath, critical_path
 from meshweave.simulate.engine import simulate
 from meshweave.simulate.partners import Partners
+from sampling import scaled
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 CHIP = Chip("test", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
@@ -201,7 +202,7 @@ def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
     """Random sizes, mostly uneven, on pods with two-way rings; lowered to rings as well."""
     rng, entry = random.Random(name), ALGORITHMS[name]
     shapes = [shape for chips in (4, 8, 16) for shape in entry.mesh_shapes(chips)]
-    for _ in range(6):
+    for _ in range(scaled(4)):
         shape = rng.choice(shapes)
         sizes = (rng.randrange(64, 2000) for _ in range(3))
         problem = Matmul2dProblem(*sizes, shape, rng.choice(entry.dataflows), "bfloat16")

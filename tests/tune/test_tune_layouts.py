@@ -17,6 +17,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.tune.layout_bounds import LayoutBounds
 from meshweave.tune.layouts import grid_layouts, layout_words, table, tune_layouts
 from meshweave.tune.universal import extra_bytes, tune_universal
+from sampling import mostly_slow, scaled
 
 SLOW = RankRates(1e9, 2e8, 1e-6, 1e-6, 5e9)
 FREE = RankRates(1e9, 1e9)
@@ -55,7 +56,12 @@ def brute_force(
 
 @pytest.mark.parametrize(
     ("num_ranks", "memory_bytes"),
-    [pytest.param(4, None, marks=pytest.mark.slow), (2, 9000), (2, 7500), (2, 6500)],
+    [
+        pytest.param(4, None, marks=pytest.mark.slow),
+        pytest.param(2, 9000, marks=pytest.mark.slow),
+        (2, 7500),
+        (2, 6500),
+    ],
 )
 @pytest.mark.parametrize("rates", [SLOW, FREE])
 @pytest.mark.parametrize("sizes", [(24, 60, 12), (20, 20, 50)])
@@ -74,7 +80,8 @@ def test_it_finds_what_trying_everything_finds(
 
 @pytest.mark.parametrize("rates", [SLOW, FREE])
 @pytest.mark.parametrize(
-    "given", [{"a": CYCLIC}, {"a": PARTIAL}, {"c": PARTIAL}, {"b": COPIED, "c": row_block(4, 2)}]
+    "given",
+    mostly_slow([{"a": CYCLIC}, {"a": PARTIAL}, {"b": COPIED, "c": row_block(4, 2)}, {"c": PARTIAL}], 2),
 )
 def test_given_layouts_are_kept(given: dict[str, Layout], rates: RankRates) -> None:
     free = grid_layouts(range(4))
@@ -92,7 +99,7 @@ def test_no_estimate_is_below_its_bound(sizes: tuple[int, int, int], count: int,
     free = (*grid_layouts(range(count)), block_cyclic((3, 2), count))
     seconds, moved = LayoutBounds(sizes, {"a": free, "b": free, "c": free}, rates).least()
     places = list(itertools.product(range(len(free)), repeat=3))
-    for place in places[:: max(len(places) // 60, 1)]:
+    for place in places[:: max(len(places) // scaled(20), 1)]:
         found = tune_universal(UniversalProblem(*sizes, *(free[at] for at in place)), rates)
         assert seconds[place] <= found.estimate.total_s * (1 + 1e-9)
         assert moved[place] <= found.moved_bytes * (1 + 1e-9)
@@ -132,6 +139,7 @@ def test_every_grid_and_replication_factor_is_there() -> None:
     assert set(row) == {"a", "b", "c", "way", "seconds", "moved_bytes", "rank_bytes"}
 
 
+@pytest.mark.slow
 def test_twelve_ranks() -> None:
     found = tune_layouts(
         6144, 49152, 12288, 12, RankRates(22.7e12, 26.5e9, 5e-6, 5e-6, 1.6e12), memory_bytes=450_000_000

@@ -3,16 +3,75 @@
 A message says what is wrong, where, and what would be right, on one line; a description file with several
 problems gets a line for each. The command line prints the message and exits with status 2; a library caller
 catches `MeshweaveError`. Mistakes of the library itself are `assert`s.
+
+A message quotes what a user wrote, which may be a megabyte long. `MeshweaveError` shortens every message, so that
+no quoted word is longer than `MAX_QUOTED` and no line longer than `MAX_LINE` characters.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
+
+MAX_QUOTED = 160
+"""Characters of a word or of a quotation of the input that an error shows: a line of a screen."""
+MAX_LINE = 640
+"""Characters of one line of an error."""
+MAX_NAMES = 12
+"""Known names that an error lists; it counts the others."""
+_SPELT = 64
+"""Characters of a name that is compared with known names, of which at most `_COMPARED` are."""
+_COMPARED = 200
+
+_LONG_QUOTATION = re.compile(rf"'[^'\n]{{{MAX_QUOTED + 1},}}'")
+_LINE_BREAK = re.compile(r"\n(?=  )")
+_LONG_WORD = re.compile(rf"\S{{{MAX_QUOTED + 1},}}")
+
+
+def printable(text: object) -> str:
+    """Return `text` on one line, without control characters, cut to `MAX_QUOTED` characters."""
+    line = str(text)
+    return without_control_characters(line if len(line) <= MAX_QUOTED else f"{line[: MAX_QUOTED - 3]}...")
+
+
+def without_control_characters(text: str) -> str:
+    """Return `text` with a question mark for each character that does not print, line breaks among them."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def shortened(message: str) -> str:
+    """Return a message in which no word, quotation and line is longer than an error may show, and all prints.
+
+    A line break stays where two spaces follow, which is how a list of problems is written; input has any others.
+    """
+    if len(message) <= MAX_QUOTED and message.isprintable():
+        return message
+    return "\n".join(map(_shortened_line, _LINE_BREAK.split(message)))
+
+
+def _shortened_line(line: str) -> str:
+    if not line.isprintable():
+        line = without_control_characters(" ".join(line.splitlines()))
+    line = _LONG_QUOTATION.sub(lambda match: f"{match[0][: MAX_QUOTED - 4]}...'", line)
+    line = _LONG_WORD.sub(lambda match: f"{match[0][: MAX_QUOTED - 3]}...", line)
+    # The end of a line says what would be right.
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 245]} ... {line[-240:]}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names with commas between, at most `MAX_NAMES` of them, and how many there are beside."""
+    known = list(names)
+    shown = ", ".join(map(printable, known[:MAX_NAMES]))
+    return shown if len(known) <= MAX_NAMES else f"{shown} and {len(known) - MAX_NAMES} more"
 
 
 class MeshweaveError(ValueError):
-    """Base class of every error that a user can cause and mend."""
+    """Base class of every error that a user can cause and mend. Its message is shortened."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(message))
 
 
 class DescriptionError(MeshweaveError):
@@ -33,12 +92,12 @@ class ProgramError(MeshweaveError):
         self, message: str, *, op: str | None = None, rank: int | None = None, buffer: str | None = None
     ) -> None:
         where = [
-            f"{key} {value}"
+            f"{key} {printable(value)}"
             for key, value in (("op", op), ("rank", rank), ("buffer", buffer))
             if value is not None
         ]
         super().__init__(f"{message} ({', '.join(where)})" if where else message)
-        self.message, self.op, self.rank, self.buffer = message, op, rank, buffer
+        self.message, self.op, self.rank, self.buffer = shortened(message), op, rank, buffer
 
 
 class BindError(MeshweaveError):
@@ -63,7 +122,10 @@ class DeadlineError(MeshweaveError, TimeoutError):
 
 def nearest_word(word: str, known: Iterable[str]) -> str | None:
     """Return the known word that is spelt most like `word`, or None if none is near."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+    if len(word) > _SPELT:
+        return None
+    short = [name for name in islice(known, _COMPARED) if len(name) <= _SPELT]
+    return next(iter(difflib.get_close_matches(word, short, n=1, cutoff=0.5)), None)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -96,7 +96,7 @@ def fit_calibration(
         source: machine, versions and date, for the `source` of every number.
         has_nominal_links: whether the sweep's cluster has the true rates of its links and its chip's peak; if not,
             these are taken from the measurement too.
-        most_flops_per_s: the pace, where products are paced.
+        max_flops_per_s: the pace, where products are paced.
         send_buffer_bytes: what the cluster gets as `send_buffer_bytes`.
 
     Fits of broadcasts and reduces never count as problems, they only get a remark: see `CHAIN_LIMITS`.
@@ -235,9 +235,9 @@ def _cluster(
                 fit.rate_per_s
                 for fits in (busy, alone)
                 for (name, _), fit in fits.items()
-                if name == axis.name
+                if name == axis.name and math.isfinite(fit.rate_per_s)
             ]
-            link = _at_least_one(max(rate for rate in rates if math.isfinite(rate)) if rates else math.inf)
+            link = _at_least_one(max(rates, default=math.inf))
             latency_s = _rounded(fits["send_recv"].sync_s)
             axis = replace(axis, link_bytes_per_s=link, link_latency_s=latency_s)
         return replace(axis, constants=constants, source=f"{source}; {said}")

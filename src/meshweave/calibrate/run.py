@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshweave.base.errors import printable
 from meshweave.base.units import format_bytes
 from meshweave.calibrate.constants import COMPUTE, Calibration, fit_calibration
 from meshweave.calibrate.fit import FitLimits
 from meshweave.calibrate.sweep import Sweep, plan_sweep
 from meshweave.calibrate.target import CalibrationTarget
-from meshweave.describe.files import printable
 
 
 def run_calibration(

@@ -1,4 +1,5 @@
-"""Proof that an algorithm keeps its contract for a problem: sound programs, right numbers, exact closed forms."""
+"""Proof that an algorithm keeps its contract for a problem: sound programs, right numbers, exact closed forms, and
+copies of results that have the same bits."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class ConfigProof:
         config: the config as text.
         num_ops: ops of all ranks together.
         unproved: what `validate` left unproved.
+        replicas: how copies of an output on several ranks come to have the same bits; "" where there are none.
         max_abs_error: largest absolute difference from the dense reference, over all orders.
         failed: why the program is not what the contract says; "" where it is.
     """
@@ -37,6 +39,7 @@ class ConfigProof:
     config: str
     num_ops: int = 0
     unproved: str = ""
+    replicas: str = ""
     max_abs_error: float | None = None
     failed: str = ""
 
@@ -68,7 +71,8 @@ def prove_contract(
 
 def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> ConfigProof:
     program = entry.program(problem, config)
-    unproved = "; ".join(validate(program).skipped)
+    validation = validate(program)
+    unproved, replicas = "; ".join(validation.skipped), validation.replicas_text
     inputs = entry.random_inputs(problem)
     expected = entry.reference(problem, inputs)
     error = 0.0
@@ -77,8 +81,10 @@ def _proof(entry: Algorithm[Any, Any], problem: Hashable, config: Any) -> Config
         for name, value in expected.items():
             error = max(error, float(np.max(np.abs(outputs[name] - value), initial=0.0)))
     failed = f"numbers differ by {error:g}" if error else _wrong_closed_form(entry, problem, config, program)
+    if not all(agreement.is_certain for agreement in validation.replicas):
+        failed = failed or replicas
     num_ops = sum(len(ops) for ops in program.expanded.ops_by_rank.values())
-    return ConfigProof(entry.name, str(config), num_ops, unproved, error, failed)
+    return ConfigProof(entry.name, str(config), num_ops, unproved, replicas, error, failed)
 
 
 def _wrong_closed_form(entry: Algorithm[Any, Any], problem: Hashable, config: Any, program: Program) -> str:

@@ -194,7 +194,8 @@ def measure(
     timeout_s: float,
 ) -> list[MeasuredProduct]:
     """Run everything in one set of processes, and simulate it on `cluster`."""
-    requests = [program_run(item.flow.program, 0, seed, timeout_s, repeat) for item in prepared]
+    deadline_s = max(timeout_s - 10, timeout_s / 2)  # so that ranks can find out, and say, what is wrong
+    requests = [program_run(item.flow.program, 0, seed, deadline_s, repeat) for item in prepared]
     by_rank = run_on_processes(requests, num_ranks, timeout_s)
     return [
         _measured_product(item, [results[number] for results in by_rank], cluster, repeat)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
+from meshweave.base.owner import temporary_folder
 from meshweave.base.progress import Progress, no_progress
 from meshweave.check.processes import ProgramRun, read_log, run_on_processes
 from meshweave.check.reduced import ReducedProduct, reduce_products
@@ -43,6 +43,8 @@ class Verification:
         error_on_processes: the error on local processes over gloo; None if the program was not run there.
         failed: why the program could not be proved or run; "" if it could.
         unproved: what `validate` left unproved.
+        replicas: how copies of an output on several ranks come to have the same bits, or that they may not; ""
+            where there are none.
     """
 
     title: str
@@ -52,6 +54,7 @@ class Verification:
     error_on_processes: float | None = None
     failed: str = ""
     unproved: str = ""
+    replicas: str = ""
 
     @property
     def is_wrong(self) -> bool:
@@ -77,6 +80,7 @@ class Verification:
             "max_abs_error_on_processes": self.error_on_processes,
             "failed": self.failed,
             "unproved": self.unproved,
+            "replicas": self.replicas,
         }
 
 
@@ -221,6 +225,7 @@ def verify_in_process(verification: Verification, num_ring_directions: NumRingDi
     try:
         validation = validate(program)
         verification.unproved = "; ".join(validation.skipped)
+        verification.replicas = validation.replicas_text
         lowered = lower_rings(program, 2 if num_ring_directions == 2 else 1)
         lowered_flow = validate(lowered, labels=False).flow
         inputs = random_inputs(program, seed)
@@ -275,7 +280,7 @@ def verify_on_processes(
         return "torch is missing: pip install 'meshweave[torch]'"
     deadline_s = max(timeout_s - 10, timeout_s / 2)
     requests = [program_run(item.program, num_ring_directions, seed, deadline_s) for item in sound]
-    with tempfile.TemporaryDirectory(prefix="meshweave-verify-") as folder:
+    with temporary_folder("verify") as folder:
         failure = ""
         try:
             with _progress_from_log(folder, len(sound), progress):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import sys
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from meshweave import __version__
-from meshweave.base.errors import MeshweaveError
+from meshweave.base.errors import MeshweaveError, printable, shortened, without_control_characters
 from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
@@ -25,12 +25,9 @@ from meshweave.cli.show import show
 from meshweave.cli.simulate import simulate
 from meshweave.cli.tune import tune
 from meshweave.cli.verify import verify
-from meshweave.describe.files import printable
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
-MAX_QUOTED = 200
-"""Characters of a word of the input that an error line quotes."""
 
 app = typer.Typer(
     name="meshweave",
@@ -81,11 +78,12 @@ def _command() -> Any:
 
 def run_app(args: list[str]) -> int:
     """Run one command and return the exit status."""
+    _print_anything()
     began_ns = time.time_ns()
     try:
         status = _command().main(args=args, prog_name="meshweave", standalone_mode=False)
     except MeshweaveError as error:
-        typer.echo(f"error: {_shortened(str(error), args)}", err=True)
+        typer.echo(f"error: {error}", err=True)
         for rank, report in sorted(getattr(error, "reports", {}).items()):
             typer.echo(f"  rank {rank}: {report}", err=True)
         return 2
@@ -96,22 +94,18 @@ def run_app(args: list[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             typer.echo(message)
             return 0
-        message = _shortened(" ".join(message.split()), args)
-        shown = message if len(message) <= 2 * MAX_QUOTED else f"{message[: 2 * MAX_QUOTED]}..."
-        typer.echo(f"error: {shown}", err=True)
+        typer.echo(f"error: {shortened(without_control_characters(' '.join(message.split())))}", err=True)
         return 2
     if status == INTERRUPTED:  # some versions of typer return it, others raise
         typer.echo(f"interrupted; {_written_since(args, began_ns)}", err=True)
     return status if isinstance(status, int) else 0
 
 
-def _shortened(message: str, args: Sequence[str]) -> str:
-    """Return an error message in which no argument or word is quoted at more than `MAX_QUOTED` characters."""
-    for arg in args:
-        value = arg.partition("=")[2] or arg
-        if len(value) > MAX_QUOTED:
-            message = message.replace(" ".join(value.split()), printable(value))
-    return re.sub(rf"\S{{{MAX_QUOTED + 1},}}", lambda match: f"{match[0][: MAX_QUOTED - 3]}...", message)
+def _print_anything() -> None:
+    """Let stdout take names that its encoding does not have, such as half a surrogate pair in a file, escaped."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
 
 
 def _written_since(args: Sequence[str], began_ns: int) -> str:

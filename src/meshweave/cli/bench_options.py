@@ -10,9 +10,8 @@ import typer
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Dataflow
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, printable
 from meshweave.cli.options import JSON_HELP, check_writable, read_algorithms, read_mesh, read_slices
-from meshweave.describe.files import printable
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from meshweave.base.errors import DescriptionError
+from meshweave.base.errors import DescriptionError, printable
 from meshweave.base.units import format_bytes
 from meshweave.calibrate import Calibration, FitLimits, Sweep, to_toml
 from meshweave.calibrate.run import rate_format, run_calibration, summary_lines
@@ -21,7 +21,6 @@ from meshweave.calibrate.target import (
     torchrun_target,
 )
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, read_mesh
-from meshweave.describe.files import printable
 from meshweave.describe.layout.shapes import near_square
 
 if TYPE_CHECKING:

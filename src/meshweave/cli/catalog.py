@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
 from meshweave.describe.catalog import catalog_text, cluster_names, model_names
-from meshweave.describe.files import printable
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops

@@ -39,7 +39,7 @@ def is_file(source: str) -> bool:
         return True
     try:
         return Path(source).exists()
-    except OSError:  # longer than a name of a file may be
+    except (OSError, ValueError):  # longer than the name of a file may be, or not to be encoded
         return False
 
 

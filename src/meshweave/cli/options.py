@@ -22,10 +22,12 @@ from meshweave.base.errors import (
     ProgramError,
     UnsupportedError,
     did_you_mean,
+    printable,
 )
+from meshweave.base.limits import PROGRAM_BYTES
 from meshweave.base.progress import Progress, no_progress
 from meshweave.base.units import DTYPES
-from meshweave.describe.files import printable, read_text
+from meshweave.describe.files import read_stdin, read_text
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.grid import ProcessGrid
 from meshweave.ir.program import Program
@@ -78,11 +80,11 @@ def read_algorithms(text: str) -> tuple[str, ...]:
 
 def read_program(source: str) -> Program:
     """Return the program in a text file, or on stdin for "-". Raises DescriptionError, ProgramError."""
-    text = sys.stdin.read() if source == "-" else read_text(source)
+    text = read_stdin(PROGRAM_BYTES) if source == "-" else read_text(source, PROGRAM_BYTES)
     try:
         return parse(text)
     except ProgramError as error:
-        raise ProgramError(f"{source}: {error}") from None
+        raise ProgramError(f"{printable(source)}: {error}") from None
 
 
 def read_names(text: str) -> tuple[str, ...] | None:

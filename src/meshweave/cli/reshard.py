@@ -10,7 +10,7 @@ import typer
 from meshweave.algorithms.reshard import STRATEGIES
 from meshweave.algorithms.reshard.order import ORDERS
 from meshweave.algorithms.reshard.strategies import check_known
-from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.errors import LayoutError, UnsupportedError, printable
 from meshweave.cli.options import check_writable, print_json, progress_bar, read_ranks
 from meshweave.cli.reshard_options import (
     ClusterName,
@@ -33,7 +33,6 @@ from meshweave.cli.reshard_options import (
 )
 from meshweave.cli.reshard_problem import MeshPositions, ReshardRequest, read_request
 from meshweave.cli.reshard_tables import print_comparison, to_json
-from meshweave.describe.files import printable
 from meshweave.ir.program.text import to_text
 from meshweave.report.timeline import write_chrome, write_text
 from meshweave.tune.reshard import ReshardCandidate, ReshardComparison, compare_reshards

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from meshweave.algorithms.reshard import ReshardProblem, TensorMove
-from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean, printable
 from meshweave.base.units import DTYPES
 from meshweave.cli.options import MAX_RANKS
-from meshweave.describe.files import printable
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.layout.spec import layout_of_spec
 from meshweave.describe.machine.cluster import Cluster, load_cluster

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
-from meshweave.base.errors import LayoutError, ProgramError
+from meshweave.base.errors import LayoutError, ProgramError, printable
+from meshweave.base.limits import CHECKED_STEPS, LISTED_STEPS
 from meshweave.cli.entries import ConfigOption, SettingsOption, is_file, read_program_or_entry
 from meshweave.cli.options import JSON_HELP, print_json, read_mesh, read_slices
 from meshweave.describe.files import format_value
@@ -42,7 +43,12 @@ def show(
         int | None, typer.Option(help="Print only what this rank executes, with plain numbers.")
     ] = None,
     expand: Annotated[bool, typer.Option("--expand", help="Write every op out per rank.")] = False,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Validate before printing.")] = True,
+    check: Annotated[
+        bool | None,
+        typer.Option(
+            "--check/--no-check", help="Validate before printing. Default: where that takes seconds at most."
+        ),
+    ] = None,
     settings: SettingsOption = [],  # noqa: B006, typer copies it
     config: ConfigOption = 0,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
@@ -66,13 +72,15 @@ def show(
         program = _product(what, dataflow, (m, n, k), mesh, slices, block, dtype)
     if rings:
         program = lower_rings(program, 1 if rings == 1 else 2)
-    verdict = _verdict(what, program) if check else "not checked"
-    if expand:
-        program = write_out_per_rank(program)
     if rank is not None and rank not in program.ranks:
-        raise LayoutError(
-            f"program {program.name} has ranks {program.ranks[0]} to {program.ranks[-1]}, not {rank}"
-        )
+        known = f"{program.ranks[0]} to {program.ranks[-1]}" if program.ranks else "none"
+        raise LayoutError(f"program {printable(program.name)} has ranks {known}, not {rank}")
+    verdict = _verdict(what, program, check)
+    if expand:
+        _require_listable(what, program)
+        program = write_out_per_rank(program)
+    if rank is not None or json:
+        _require_listable(what, program, None if rank is None else (rank,))
     if json:
         print_json(_to_json(program, verdict, program.ranks if rank is None else (rank,)))
         return
@@ -84,12 +92,27 @@ def show(
     typer.echo(f"# {verdict}", err=True)
 
 
-def _verdict(what: str, program: Program) -> str:
+def _verdict(what: str, program: Program, check: bool | None) -> str:
+    """Return in words what a check has shown. Raises ProgramError where the program is wrong."""
+    if check is False:
+        return "not checked"
     try:
+        if check is None and not program.has_steps_within(CHECKED_STEPS):
+            return f"not checked: {CHECKED_STEPS.refusal()}; --check takes longer"
+        if check:
+            _require_listable(what, program)
         validation = validate(program)
     except ProgramError as error:
-        raise ProgramError(f"{what}: {error}") from None
-    return "; ".join(validation.skipped) or "valid"
+        raise ProgramError(f"{printable(what)}: {error}") from None
+    return "; ".join(filter(None, [*(validation.skipped or ["valid"]), validation.replicas_text]))
+
+
+def _require_listable(what: str, program: Program, ranks: tuple[int, ...] | None = None) -> None:
+    """Raise ProgramError where ranks (default: all) have more steps than are written out."""
+    if not program.has_steps_within(LISTED_STEPS, ranks):
+        raise ProgramError(
+            f"{printable(what)}: {LISTED_STEPS.refusal()}; print its text, or one of its ranks"
+        )
 
 
 def _to_json(program: Program, verdict: str, ranks: Sequence[int]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.base.errors import DescriptionError, LayoutError, ProgramError
+from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, printable
+from meshweave.base.limits import SIMULATED_RANKS
 from meshweave.base.units import format_bytes, format_s, to_s
 from meshweave.cli.entries import ConfigOption, SettingsOption, read_program_or_entry
 from meshweave.cli.options import (
@@ -94,6 +95,9 @@ RanksOption = Annotated[
 ]
 TraceOption = Annotated[Path | None, typer.Option(help="Write a Chrome / Perfetto trace of these ranks.")]
 PngOption = Annotated[Path | None, typer.Option(help="Write the same picture as PNG (needs meshweave[png]).")]
+LimitsOption = Annotated[
+    bool, typer.Option("--limits/--no-limits", help="Of a program: refuse one that takes more than seconds.")
+]
 ReportOption = Annotated[
     Path | None,
     typer.Option(help="Write a page here: timelines, parts, links, critical path; self-contained HTML."),
@@ -117,6 +121,7 @@ def simulate(
     report: ReportOption = None,
     settings: SettingsOption = [],  # noqa: B006, typer copies it
     config: ConfigOption = 0,
+    limits: LimitsOption = True,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
     """Simulate programs on a machine, op by op on every rank, and say what bounds them.
@@ -136,12 +141,18 @@ def simulate(
         require_png()
     shown = read_ranks(ranks)
     if what.endswith(".json"):
+        limits = False  # sizes of a plan agree with each other
         cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh)
     else:
-        cases = [_program_case(what, cluster, logical, lower, settings, config)]
+        cases = [_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
     for case in cases:
         _check_ranks(case, shown)
-    simulated = [_simulated(case, shown, closed_form=against is not None) for case in cases]
+    try:
+        simulated = [
+            _simulated(case, shown, closed_form=against is not None, limited=limits) for case in cases
+        ]
+    except ProgramError as error:
+        raise ProgramError(f"{printable(what)}: {error}") from None
     _write(simulated, trace, svg, png, report)
     if json:
         print_json([item.to_json(_TOP_LINKS) for item in simulated])
@@ -181,7 +192,14 @@ def _plan_cases(
 
 
 def _program_case(
-    what: str, cluster: str | None, logical: bool, lower: Lowering, settings: list[str], config: int
+    what: str,
+    cluster: str | None,
+    logical: bool,
+    lower: Lowering,
+    settings: list[str],
+    config: int,
+    *,
+    limited: bool,
 ) -> SimulationCase:
     """Return the program of a file, of stdin or of an algorithm, on its machine."""
     from meshweave.tune.cases import program_case
@@ -189,34 +207,41 @@ def _program_case(
     if cluster is None:
         raise DescriptionError("a program says nothing about a machine; give --cluster NAME[:N] or FILE")
     program = read_program_or_entry(what, settings, config)
+    if limited and len(program.ranks) > SIMULATED_RANKS.most:
+        raise ProgramError(f"{printable(what)}: {SIMULATED_RANKS.refusal(len(program.ranks))}")
     try:
         return program_case(program, cluster, logical=logical, lowered_to=lower.value)
     except ProgramError as error:
-        raise ProgramError(f"{what}: {error}") from None
+        raise ProgramError(f"{printable(what)}: {error}") from None
 
 
 def _check_ranks(case: SimulationCase, shown: tuple[int, ...]) -> None:
     known = case.program.ranks
     for rank in shown:
         if rank not in known:
-            raise LayoutError(f"program {case.program.name} has ranks {known[0]} to {known[-1]}, not {rank}")
+            raise LayoutError(
+                f"program {printable(case.program.name)} has ranks {known[0]} to {known[-1]}, not {rank}"
+            )
 
 
-def _simulated(case: SimulationCase, ranks: tuple[int, ...], *, closed_form: bool) -> SimulatedCase:
+def _simulated(
+    case: SimulationCase, ranks: tuple[int, ...], *, closed_form: bool, limited: bool
+) -> SimulatedCase:
     from meshweave.tune.cases import simulate_case
 
-    with _status(f"simulating {case.title}: about {case.num_ops:,} ops on {len(case.program.ranks)} ranks"):
-        return simulate_case(case, ranks, closed_form=closed_form)
+    with _status(case):
+        return simulate_case(case, ranks, closed_form=closed_form, limited=limited)
 
 
 @contextmanager
-def _status(text: str) -> Iterator[None]:
-    """Show a line on stderr while work goes on; nothing where stderr is no terminal."""
+def _status(case: SimulationCase) -> Iterator[None]:
+    """Show a line on stderr while a case is simulated; nothing where stderr is no terminal."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
 
+    text = f"simulating {case.title}: about {case.num_ops:,} ops on {len(case.program.ranks)} ranks"
     with Console(stderr=True).status(text):
         yield
 

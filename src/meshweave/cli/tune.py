@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.entries import SettingsOption, read_entry
 from meshweave.cli.options import (
@@ -19,7 +19,6 @@ from meshweave.cli.options import (
     read_grid,
     read_names,
 )
-from meshweave.describe.files import printable
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:

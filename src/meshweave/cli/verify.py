@@ -99,7 +99,7 @@ def _verify_entry(name: str, settings: list[str], json: bool) -> int:
         print_json({"proofs": [asdict(proof) for proof in proofs], "wrong": num_wrong})
         return 1 if num_wrong else 0
     for proof in proofs:
-        verdict = proof.failed or f"right, {proof.num_ops} ops"
+        verdict = proof.failed or ", ".join(filter(None, [f"right, {proof.num_ops} ops", proof.replicas]))
         typer.echo(f"{name}, {proof.config}: {verdict}{proof.unproved and '; not proved: ' + proof.unproved}")
     typer.echo(f"{len(proofs) - num_wrong} configs right, {num_wrong} wrong")
     return 1 if num_wrong else 0
@@ -110,6 +110,8 @@ def _print(report: VerifyReport) -> None:
     for verification in report.verifications:
         if verification.failed:
             typer.echo(f"{verification.title}: {verification.failed}")
+        if verification.replicas:
+            typer.echo(f"{verification.title}: {verification.replicas}")
         if verification.unproved:
             typer.echo(f"{verification.title}: not proved: {verification.unproved}")
     for name, reason in _skipped(report):

@@ -8,6 +8,9 @@ line each.
 from __future__ import annotations
 
 import json
+import re
+import stat
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +19,19 @@ from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from meshweave.base.errors import DescriptionError, did_you_mean, nearest_word
+from meshweave.base.errors import (
+    DescriptionError,
+    did_you_mean,
+    nearest_word,
+    printable,
+    without_control_characters,
+)
+from meshweave.base.limits import FILE_BYTES, KEY_PARTS, NESTING, TOML_BYTES, VALUES, Limit
 
-MAX_FILE_BYTES = 2**24
 MAX_PROBLEMS = 20
 """Problems of a file that one error lists; it counts the others."""
+MAX_JUDGED = 1000
+"""Problems of a file that are looked at."""
 
 
 def _whole_float_to_int(value: object) -> object:
@@ -60,16 +71,6 @@ class Problem(NamedTuple):
 _M = TypeVar("_M", bound=BaseModel)
 
 
-def _without_control_characters(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
-def printable(text: object) -> str:
-    """Return `text` on one line, without control characters, cut to 200 characters."""
-    line = _without_control_characters(str(text))
-    return line if len(line) <= 200 else f"{line[:197]}..."
-
-
 def fail(file: str | Path, key: str, message: str) -> NoReturn:
     """Raise the DescriptionError `file: key: message` on one line; an empty `key` means the whole file."""
     raise DescriptionError(f"{printable(file)}: {_line(Problem(key, message))}")
@@ -79,14 +80,15 @@ def fail_with_all(file: str | Path, problems: Sequence[Problem]) -> NoReturn:
     """Raise one DescriptionError with every problem of a file: one line, or a headline and a line each."""
     if len(problems) == 1:
         fail(file, *problems[0])
-    lines = [f"{printable(file)}: {len(problems)} problems", *map(_line, problems[:MAX_PROBLEMS])]
+    count = f"{'at least ' if len(problems) >= MAX_JUDGED else ''}{len(problems)}"
+    lines = [f"{printable(file)}: {count} problems", *map(_line, problems[:MAX_PROBLEMS])]
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     raise DescriptionError("\n  ".join(lines))
 
 
 def _line(problem: Problem) -> str:
-    message = _without_control_characters(problem.message)
+    message = without_control_characters(problem.message)
     return f"{printable(problem.key)}: {message}" if problem.key else message
 
 
@@ -115,49 +117,108 @@ def is_path(name: str) -> bool:
         return False
 
 
-def read_text(path: str | Path) -> str:
-    """Return the text of a description file (UTF-8, at most 16 MiB).
+def read_text(path: str | Path, limit: Limit = FILE_BYTES) -> str:
+    """Return the text of a regular file (UTF-8), of at most `limit.most` bytes.
 
     Raises:
-        DescriptionError: the file is missing, unreadable, empty or binary, or a directory.
+        DescriptionError: the file is missing, unreadable, too large or binary, a directory, a device or a pipe.
     """
     file = Path(path)
     try:
-        if file.is_dir():
+        mode = file.stat().st_mode
+        if stat.S_ISDIR(mode):
             fail(path, "", "is a directory; give a file")
-        if not file.exists():
-            fail(path, "", "no such file")
-        if not file.is_file() or file.stat().st_size > MAX_FILE_BYTES:
-            fail(path, "", "is not a regular file of at most 16 MiB")
-        data = file.read_bytes()
+        if not stat.S_ISREG(mode):
+            fail(path, "", "is not a regular file; give one")
+        with file.open("rb") as opened:
+            data = opened.read(limit.most + 1)  # the size that the system reports may be anything
     except DescriptionError:
         raise
+    except FileNotFoundError:
+        fail(path, "", "no such file")
     except (OSError, ValueError) as error:  # ValueError: a NUL or an unencodable character in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         fail(path, "", f"cannot be read ({reason})")
+    return _decoded(data, path, limit)
+
+
+def read_stdin(limit: Limit = FILE_BYTES) -> str:
+    """Return what stdin gives until it ends, as `read_text` does of a file. Raises DescriptionError."""
+    binary = getattr(sys.stdin, "buffer", None)
+    try:
+        data = sys.stdin.read(limit.most + 1).encode() if binary is None else binary.read(limit.most + 1)
+    except (OSError, ValueError, AttributeError) as error:  # closed, or none at all
+        fail("stdin", "", f"cannot be read ({error})")
+    return _decoded(data, "stdin", limit)
+
+
+def _decoded(data: bytes, file: str | Path, limit: Limit) -> str:
+    if len(data) > limit.most:
+        fail(file, "", limit.refusal())
     try:
         return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        fail(path, "", "is not UTF-8 text; give a TOML or JSON text file")
+    except UnicodeDecodeError as error:
+        fail(file, "", f"is not UTF-8 text (byte {error.start}); give a text file")
 
 
 def parse_table(text: str, file: str | Path, kind: str) -> dict[str, Any]:
     """Return the table that `text` contains; `kind` is `toml` or `json`. Raises DescriptionError."""
     if not text.strip():
         fail(file, "", f"is empty; give a {kind.upper()} description")
+    if kind == "toml":
+        if len(text) > TOML_BYTES.most:
+            fail(file, "", TOML_BYTES.refusal(len(text)))
+        parts = _longest_key(text)
+        if parts > KEY_PARTS.most:
+            fail(file, "", KEY_PARTS.refusal(parts))
     try:
         data = tomllib.loads(text) if kind == "toml" else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        fail(file, "", f"is not valid {kind.upper()}: {reason}")
+    except RecursionError:
+        fail(file, "", NESTING.refusal())
+    except ValueError as error:
+        fail(file, "", f"is not valid {kind.upper()}: {error}")
     if not isinstance(data, dict):
         fail(file, "", f"holds {format_value(data)}, not a table of keys and values")
+    _check_extent(data, file)
     return data
+
+
+_KEY = re.compile(
+    r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')(?:[ \t]*+\.[ \t]*+(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+'))*+"""
+)
+_QUOTED_PART = re.compile(r"""\"[^"\n]*+\"|'[^'\n]*+'""")
+_AFTER_KEY = re.compile(r"[ \t]*+[=\]]")
+
+
+def _longest_key(text: str) -> int:
+    """Return the number of parts of the longest dotted key of a TOML text; tomllib takes its square in time.
+
+    Words with dots between them count wherever `=` or `]` follows, in comments and longer strings too.
+    """
+    keys = (match[0] for match in _KEY.finditer(text) if _AFTER_KEY.match(text, match.end()))
+    return max((_QUOTED_PART.sub("", key).count(".") + 1 for key in keys), default=0)
+
+
+def _check_extent(data: dict[str, Any], file: str | Path) -> None:
+    """Raise DescriptionError where tables and lists are nested too deeply, or hold too many values."""
+    level: list[Any] = [data]
+    count = depth = 0
+    while level:
+        depth += 1
+        if depth > NESTING.most:
+            fail(file, "", NESTING.refusal())
+        count += sum(map(len, level))
+        if count > VALUES.most:
+            fail(file, "", VALUES.refusal())
+        inner = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
 
 
 def load_table(path: str | Path) -> dict[str, Any]:
     """Read and parse a file; JSON if its name ends in `.json`, else TOML. Raises DescriptionError."""
-    return parse_table(read_text(path), path, "json" if str(path).lower().endswith(".json") else "toml")
+    if str(path).lower().endswith(".json"):
+        return parse_table(read_text(path), path, "json")
+    return parse_table(read_text(path, TOML_BYTES), path, "toml")
 
 
 def check_table(model: type[_M], data: Any, file: str | Path, at: tuple[str | int, ...] = ()) -> _M:
@@ -182,7 +243,7 @@ def validate_table(
     try:
         return model.model_validate(data), []
     except ValidationError as error:
-        errors = error.errors(include_url=False)
+        errors = error.errors(include_url=False)[:MAX_JUDGED]
     meant: set[tuple[int | str, ...]] = set()
     unknown: list[Problem] = []
     for detail in errors:

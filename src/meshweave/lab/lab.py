@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.base.owner import temporary_folder
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.lab import startup
 from meshweave.lab.description import LabDescription
@@ -202,14 +202,17 @@ class RunningLab:
         from meshweave.execute.ranks.launch import RankPlace, launch
 
         options = {"interval_s": 0.5, "stale_s": 5.0, **options}
+        self._check_up()
         with inside(f"{self._prefix}{FABRIC}"):
             # Through its loopback: torch warns about an address of its own that has no name.
             store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        is_paced = self.description.flops_per_s is not None
         places = [
             RankPlace(
-                self._enter(rank),
-                {k: v for k, v in self.environment(rank).items() if k not in ("MASTER_ADDR", "MASTER_PORT")}
+                env={k: v for k, v in self.environment(rank).items() if k != "MASTER_PORT"}
                 | {"MASTER_ADDR": STORE_ADDRESS},
+                network_namespace=self.namespace(rank),
+                fork_startup=("meshweave.lab.pace:pace_from_environment",) if is_paced else (),
             )
             for rank in range(self.num_ranks)
         ]
@@ -226,9 +229,12 @@ class RunningLab:
             )
 
     def _enter(self, rank: int) -> tuple[str, ...]:
+        self._check_up()
+        return ("ip", "netns", "exec", self.namespace(rank))
+
+    def _check_up(self) -> None:
         if not self._prefix:
             raise UnsupportedError("the lab is not up; enter it with `with`")
-        return ("ip", "netns", "exec", self.namespace(rank))
 
     @contextmanager
     def _one_run(self, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
@@ -250,7 +256,7 @@ class RunningLab:
         if rate is None:
             yield dict(env)
             return
-        with tempfile.TemporaryDirectory(prefix="meshweave-pace-") as folder:
+        with temporary_folder("pace") as folder:
             path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
             python_path = os.pathsep.join(filter(None, [str(Path(startup.__file__).parent), path]))
             pacing = {"MESHWEAVE_PACE_FLOPS_PER_S": repr(rate), "MESHWEAVE_PACE_REPORT": folder}

@@ -3,12 +3,16 @@
 A get is removed if only products, sums and copies read its target, each exactly the view that the get wrote. They
 read the remote view instead. The remote memory must not change in between, so no fence may stand between the get
 and a reader. An operand that several gets fill is still fetched.
+
+A copy of a rank's own shard, where others read that shard, is removed in the same way. Its readers read the shard
+as the others do, under the rank's own number: so they all read it where it lies alike.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.program import BoundOp, On, Program
 from meshweave.ir.program.ops import READ, Add, Copy, Fence, Get, Matmul, Op
 from meshweave.ir.program.views import View
@@ -20,7 +24,8 @@ _READERS = (Matmul, Add, Copy)
 def read_in_place(program: Program) -> Program:
     """Return the program without the gets whose readers can read the remote view, written out per rank."""
     program = program.expanded
-    kept = {rank: _without_gets(program, ops) for rank, ops in program.ops_by_rank.items()}
+    exposed = exposed_buffers(program)
+    kept = {rank: _without_gets(program, rank, ops, exposed) for rank, ops in program.ops_by_rank.items()}
     listed = [
         (rank, kept[rank][bound.key])
         for rank, bound in in_sequential_order(program)
@@ -32,18 +37,26 @@ def read_in_place(program: Program) -> Program:
     return replace(program, body=body, buffers=buffers)
 
 
-def _without_gets(program: Program, ops: tuple[BoundOp, ...]) -> dict[tuple[int, ...], Op]:
-    """Return the remaining ops of a rank, by position; readers of a removed get read its source."""
+def _without_gets(
+    program: Program, rank: int, ops: tuple[BoundOp, ...], exposed: frozenset[str]
+) -> dict[tuple[int, ...], Op]:
+    """Return the remaining ops of a rank, by position; readers of a removed get or copy read its source."""
     remaining: dict[tuple[int, ...], Op] = {bound.key: bound.op for bound in ops}
     for index, bound in enumerate(ops):
         get = bound.op
-        if not isinstance(get, Get) or program.buffer_of[get.out.buffer].kind != "scratch":
+        if not isinstance(get, (Get, Copy)) or program.buffer_of[get.out.buffer].kind != "scratch":
             continue
+        src = get.src
+        if isinstance(get, Copy):
+            kind = program.buffer_of[src.buffer].kind
+            if src.buffer not in exposed or kind not in ("input", "temp"):
+                continue
+            src = replace(src, rank=rank) if kind == "input" else src
         readers = _readers(ops[index + 1 :], get.out)
         if readers:
             del remaining[bound.key]
             for key in readers:
-                remaining[key] = _redirected(remaining[key], get.out, get.src)
+                remaining[key] = _redirected(remaining[key], get.out, src)
     return remaining
 
 

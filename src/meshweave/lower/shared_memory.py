@@ -7,7 +7,8 @@ Four rewrites turn a program of gets, puts and accumulates into one for memory t
    after a fence the owner copies the first term and adds the others in the order of ranks. So a sum has the same
    bits in every run, and no update needs a lock.
 3. The parts of input and output buffers that other ranks read are copied into scratch first. The caller's own
-   tensors are then local: an executor may use them in place as operands and results.
+   tensors are then local: an executor may use them in place as operands and results. Such a copy lies at the same
+   place on every owner, so that a product reads it with the same strides and alignment from whomever.
 4. A fence is left out if no write to memory that other ranks read precedes it. All ops share one lane, because
    no communication remains to overlap.
 """
@@ -308,18 +309,17 @@ def _copied_to_scratch(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
         return list(epochs), []
     listed: list[Epoch] = [{rank: [] for rank in program.ranks}, *({**epoch} for epoch in epochs)]
     names: dict[tuple[str, int], str] = {}
-    origins: dict[tuple[str, int, int], tuple[int, ...]] = {}
+    origins: dict[tuple[str, int], tuple[int, ...]] = {}
     buffers = []
     for (buffer, start), of_owner in sorted(boxes.items(), key=lambda entry: (entry[0][1], entry[0][0])):
         name = names[buffer, start] = f"{buffer}_shared" + ("" if buffer in inputs else f"_{start}")
-        shape = (0,) * len(next(iter(of_owner.values())).copy().pop())
+        bounds = _bounding_box(box for parts in of_owner.values() for box in parts)
+        origin = origins[buffer, start] = tuple(lo for lo, _ in bounds)
+        shape = tuple(hi - lo for lo, hi in bounds)
         for owner, parts in sorted(of_owner.items()):
-            bounds = _bounding_box(parts)
-            origins[buffer, start, owner] = tuple(lo for lo, _ in bounds)
-            shape = tuple(max(size, hi - lo) for size, (lo, hi) in zip(shape, bounds, strict=True))
             for part in _disjoint_boxes(parts):
                 src = _view(buffer, part)
-                out = _rebased(src, name, origins[buffer, start, owner])
+                out = _rebased(src, name, origin)
                 listed[start][owner] = [*listed[start][owner], Copy(out=out, src=src, lane=LANE)]
         buffers.append(
             replace(
@@ -333,7 +333,7 @@ def _copied_to_scratch(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
             )
         )
     for number, epoch in enumerate(listed[1:]):
-        for ops in epoch.values():
+        for rank, ops in epoch.items():
             for at, op in enumerate(ops):
                 changes = {}
                 for operand in ("a", "b", "src"):
@@ -341,19 +341,20 @@ def _copied_to_scratch(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
                     if read is None or not isinstance(read.rank, int) or read.buffer not in callers:
                         continue
                     start = first.get(read.buffer, number)
-                    moved = _rebased(read, names[read.buffer, start], origins[read.buffer, start, read.rank])
-                    changes[operand] = replace(moved, rank=read.rank)
+                    moved = _rebased(read, names[read.buffer, start], origins[read.buffer, start])
+                    changes[operand] = replace(moved, rank=None if read.rank == rank else read.rank)
                 if changes:
                     ops[at] = replace(op, **changes)  # type: ignore[arg-type]
     return listed, buffers
 
 
 def _remote_reads(epoch: Epoch) -> Iterator[View]:
+    """Yield the views that are read under a rank's number, which may be the reader's own."""
     for rank, ops in epoch.items():
         for op in ops:
             for view in op.reads:
                 if view.rank is not None:
-                    if view.rank == rank or not isinstance(op, (Matmul, Add, Copy)):
+                    if not isinstance(op, (Matmul, Add, Copy)):
                         raise ProgramError(f"has a {op.kind} that shared memory has no form for", rank=rank)
                     yield view
 

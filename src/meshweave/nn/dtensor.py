@@ -208,6 +208,11 @@ def matrix_shape(shape: Sequence[int], side: Side = "left") -> tuple[int, int]:
     return math.prod(rows), math.prod(columns)
 
 
+def size_text(shape: Sequence[int]) -> str:
+    """Return a shape in words: `4x6`, or `scalar`."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
 def placements_of(
     layout: Layout, shape: Sequence[int], device_mesh: DeviceMesh | None = None
 ) -> tuple[TorchPlacement, ...]:
@@ -256,13 +261,35 @@ def _placement(placement: TorchPlacement, axis: str, num_dims: int) -> Placement
     if kind is TorchShard or compat.is_strided_shard(placement):
         dim = int(placement.dim) + (num_dims if placement.dim < 0 else 0)
         if not 0 <= dim < num_dims:
-            raise LayoutError(
-                f"mesh axis {axis}: {placement!r} names a dim that a {num_dims}-dim tensor has not"
-            )
+            raise _no_such_dim(f"mesh axis {axis}", placement, num_dims)
         return Shard(dim) if kind is TorchShard else StridedShard(dim, int(placement.split_factor))
     raise LayoutError(
         f"mesh axis {axis}: placement {placement!r} has no counterpart in a layout; redistribute to Shard, "
         "Replicate, Partial('sum') or _StridedShard"
+    )
+
+
+def from_the_front(placement: TorchPlacement, num_dims: int, where: str) -> TorchPlacement:
+    """Return a placement of a tensor of `num_dims` dims with its dim counted from the front, as torch does.
+
+    Raises LayoutError, which begins with `where`, for a dim that the tensor does not have.
+    """
+    if type(placement) is not TorchShard and not compat.is_strided_shard(placement):
+        return placement
+    if not -num_dims <= placement.dim < num_dims:
+        raise _no_such_dim(where, placement, num_dims)
+    if placement.dim >= 0:
+        return placement
+    dim = placement.dim + num_dims
+    if type(placement) is TorchShard:
+        return TorchShard(dim)
+    return compat.strided_shard(dim, placement.split_factor)
+
+
+def _no_such_dim(where: str, placement: TorchPlacement, num_dims: int) -> LayoutError:
+    return LayoutError(
+        f"{where}: {placement!r} names dim {placement.dim} of a tensor of {num_dims} dims, which has "
+        + (f"{-num_dims} to {num_dims - 1}" if num_dims else "none")
     )
 
 
@@ -288,7 +315,7 @@ def _folds(shape: tuple[int, ...], side: Side) -> tuple[tuple[int, ...], tuple[i
     return shape[:-1], shape[-1:]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _layout(
     mesh: Mesh,
     placements: tuple[Placement, ...],

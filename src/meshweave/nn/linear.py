@@ -16,8 +16,9 @@ from torch.overrides import TorchFunctionMode
 from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
+from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import MatrixView, ShardSpec
+from meshweave.nn.dtensor import MatrixView, ShardSpec, mesh_of, size_text
 from meshweave.nn.matmul import (
     NOT_COMPILED,
     MatmulOptions,
@@ -96,6 +97,16 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
                 f"linear of DTensors with a plain {' and '.join(plain)}: make every one a DTensor, by "
                 "distribute_tensor(tensor, device_mesh, placements) or, of local parts, DTensor.from_local"
             )
+        require_process_group()
+        device_type = input.device_mesh.device_type
+        context = self.context or TorchContext.default(device_type)
+        title = f"linear of {size_text(input.shape)} with weight {size_text(weight.shape)}"
+        with share_refusal(context, mesh_of(input.device_mesh).ranks, title):
+            return self._checked_linear(input, weight, bias, context)
+
+    def _checked_linear(
+        self, input: DTensor, weight: DTensor, bias: DTensor | None, context: TorchContext
+    ) -> DTensor:
         if weight.ndim != 2 or input.ndim < 1 or input.shape[-1] != weight.shape[1]:
             raise LayoutError(
                 f"input of shape {tuple(input.shape)} and weight of shape {tuple(weight.shape)} make no linear "
@@ -104,7 +115,7 @@ class universal_linear(TorchFunctionMode):  # type: ignore[misc]
         if bias is not None and tuple(bias.shape) != (weight.shape[0],):
             raise LayoutError(f"bias has shape {tuple(bias.shape)}; it must be ({weight.shape[0]},)")
         device_type = input.device_mesh.device_type
-        options = MatmulOptions.of(device_type, "auto", self.transport, self.cluster, self.context)
+        options = MatmulOptions.of(device_type, "auto", self.transport, self.cluster, context)
         input, weight, bias = autocast_operands(device_type, input, weight, bias)
         check_dtypes(input=input, weight=weight, **({} if bias is None else {"bias": bias}))
         placements = checked_placements(self.out, input.ndim)

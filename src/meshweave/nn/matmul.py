@@ -23,9 +23,11 @@ from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.execute.torch import compat
+from meshweave.execute.torch.cache import CachedProgram
+from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import MatrixView, ShardSpec, layout_on
-from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare, problem_of, tune
+from meshweave.nn.dtensor import MatrixView, ShardSpec, from_the_front, layout_on, mesh_of, size_text
+from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare_cached, problem_of, tune
 from meshweave.nn.transports import Transport, check_transport, resolve
 
 Stationary = Literal["auto", "a", "b", "c"]
@@ -110,10 +112,10 @@ def matmul(
         context: process groups, deadline and liveness; by default those of the default process group.
 
     Returns:
-        A DTensor on a's device mesh of the operands' dtype. Over messages and in shared memory the same call gives
-        the same bits each time. Once differentiable in a and b: gradients have the placements of what they are
-        gradients of, with Replicate where that is partial. Whether each needs a gradient must be the same on all
-        ranks.
+        A DTensor on a's device mesh of the operands' dtype. Its copies on several ranks have the same bits, and so
+        have those of gradients. Over messages and in shared memory the same call gives the same bits each time.
+        Once differentiable in a and b: gradients have the placements of what they are gradients of, with Replicate
+        where that is partial. Whether each needs a gradient must be the same on all ranks.
 
     Raises:
         LayoutError: shapes, meshes or placements that do not fit each other.
@@ -125,6 +127,7 @@ def matmul(
     """
     if torch.compiler.is_compiling():
         return _uncompiled_matmul(a, b, out, stationary, transport, cluster, context)
+    require_process_group()
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
     device_type = a.device_mesh.device_type
@@ -138,20 +141,25 @@ def matmul(
         plan = context.cache(_Calls).get(key)
         if plan is not None:
             return plan.run(MatrixView(a).local, MatrixView(b).local)
-    options = MatmulOptions.of(device_type, stationary, transport, cluster, context)
-    if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
-        raise LayoutError(
-            f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: (..., K) by (K, N)"
-        )
-    a, b = autocast_operands(device_type, a, b)
-    check_dtypes(a=a, b=b)
-    target = checked_placements(out, a.ndim)
-    if key is not None:
-        views, shape = (MatrixView(a), MatrixView(b)), torch.Size((*a.shape[:-1], b.shape[-1]))
-        plan = context.cache(_Calls)[key] = plan_of(*views, shape, ShardSpec(a.device_mesh, target), options)
-        return plan.run(*(view.local for view in views))
-    result: DTensor = _MatmulFunction.apply(a, b, target, options)
-    return result
+    title = f"matmul {size_text(a.shape)} @ {size_text(b.shape)}"
+    with share_refusal(context, mesh_of(a.device_mesh).ranks, title):
+        options = MatmulOptions.of(device_type, stationary, transport, cluster, context)
+        if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
+            raise LayoutError(
+                f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: "
+                "(..., K) by (K, N)"
+            )
+        a, b = autocast_operands(device_type, a, b)
+        check_dtypes(a=a, b=b)
+        target = checked_placements(out, a.ndim)
+        if key is not None:
+            views, shape = (MatrixView(a), MatrixView(b)), torch.Size((*a.shape[:-1], b.shape[-1]))
+            plan = plan_of(*views, shape, ShardSpec(a.device_mesh, target), options)
+            context.cache(_Calls)[key] = plan
+            plan.product.tie(context.cache(_Calls), key)
+            return plan.run(*(view.local for view in views))
+        result: DTensor = _MatmulFunction.apply(a, b, target, options)
+        return result
 
 
 @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
@@ -188,15 +196,7 @@ def checked_placements(out: Sequence[Placement] | None, num_dims: int) -> tuple[
         return None
     if isinstance(out, (Placement, str)) or not isinstance(out, Sequence):
         raise LayoutError(f"out is {out!r}; it must be a sequence with one placement per dim of the mesh")
-    return tuple(_from_the_front(placement, num_dims) for placement in out)
-
-
-def _from_the_front(placement: Placement, num_dims: int) -> Placement:
-    if type(placement) is Shard and placement.dim < 0:
-        return Shard(placement.dim + num_dims)
-    if compat.is_strided_shard(placement) and placement.dim < 0:
-        return compat.strided_shard(placement.dim + num_dims, placement.split_factor)
-    return placement
+    return tuple(from_the_front(placement, num_dims, "out") for placement in out)
 
 
 _KNOWN_RATES: dict[Cluster | str, RankRates] = {}
@@ -263,13 +263,13 @@ def saved_operands(ctx: Any, a: DTensor, b: DTensor) -> tuple[DTensor | None, DT
 class MatmulPlan:
     """A product, tuned and bound: what multiplies local parts, the spec of the result and its local shape."""
 
-    product: LocalProduct
+    product: CachedProgram[LocalProduct]
     spec: compat.DTensorSpec
     local_shape: tuple[int, ...]
 
     def run(self, a: Tensor, b: Tensor) -> DTensor:
         """Return the product of this rank's parts a (local rows, local k) and b (local k, local columns)."""
-        local = self.product(a, b)
+        local = self.product.touch()(a, b)
         if len(self.local_shape) != 2:
             local = local.view(self.local_shape)
         return compat.from_spec(local, self.spec)
@@ -304,7 +304,12 @@ def plan_of(
     plans = options.context.cache(_Plans)
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = _new_plan(a, b, tuple(shape), out, options)
+        (m, k), (_, n) = (v.shape[::-1] if v.is_transposed else v.shape for v in (a, b))
+        title = f"matmul {m}x{k} @ {k}x{n}"
+        # What is bound outlives the call, and later ones may be outside inference mode.
+        with call_order(options.context).titled(title), torch.inference_mode(False):
+            plan = plans[key] = _new_plan(a, b, tuple(shape), out, options)
+        plan.product.tie(plans, key)
     return plan
 
 
@@ -320,7 +325,7 @@ def _new_plan(
     measure = transport, options.rates, options.stationary, options.default_rates
     best = cheapest(problems, *measure)
     rank = mesh.get_rank()
-    run = prepare(problems[best], tune(problems[best], *measure), rank, options.transport, context)
+    run = prepare_cached(problems[best], tune(problems[best], *measure), rank, options.transport, context)
     layout = layouts[best]
     local_shape = Layout(layout.mesh, layout.placements).local_shape(shape, rank)
     return MatmulPlan(run, specs[best].torch_spec(shape, dtype), local_shape)

@@ -22,9 +22,12 @@ from meshweave.algorithms.matmul2d.common.problem import two_d_placements
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout import Layout, Shard
 from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.cache import program_bytes
+from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
 from meshweave.lower import lower_rings
+from meshweave.nn.dtensor import size_text
 from meshweave.nn.matmul import NOT_COMPILED, autocast_operands
 from meshweave.nn.products import DTYPES
 
@@ -73,15 +76,40 @@ def matmul2d(
 
     Raises:
         LayoutError: shards do not fit `shape` on `mesh`, or the mesh is not 2D.
-        BindError: a and b differ in dtype, or have one that no program has.
+        BindError: a and b differ in dtype, or have one that no program has; another rank refuses the product, or
+            is in another call; there is no process group.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
+    require_process_group()
+    context = context or TorchContext.default(a.device)
+    ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1).tolist())
+    with share_refusal(context, ranks, _title(dataflow, shape)):
+        return _matmul2d(a, b, mesh, ranks, shape, dataflow, algorithm, slices, block, ring_ways, context)
+
+
+def _title(dataflow: str, shape: tuple[int, int, int]) -> str:
+    return f"matmul2d {dataflow} of sizes {size_text(shape)}"
+
+
+def _matmul2d(
+    a: Tensor,
+    b: Tensor,
+    mesh: DeviceMesh,
+    ranks: tuple[int, ...],
+    shape: tuple[int, int, int],
+    dataflow: Dataflow,
+    algorithm: str,
+    slices: Slices,
+    block: int,
+    ring_ways: Literal[0, 1, 2] | None,
+    context: TorchContext,
+) -> Tensor:
+    """Return the product of `matmul2d`, which documents the arguments."""
     if mesh.ndim != 2:
         raise LayoutError(f"matmul2d needs a 2D mesh, this one has {mesh.ndim} dims")
     a, b = autocast_operands(a.device.type, a, b)
     if a.dtype != b.dtype or a.dtype not in DTYPES:
         raise BindError(f"a is {a.dtype} and b {b.dtype}; both must be one of {', '.join(DTYPES.values())}")
-    ranks = tuple(int(rank) for rank in mesh.mesh.reshape(-1).tolist())
     rows, columns = mesh.mesh.shape
     problem = Matmul2dProblem(*shape, (int(rows), int(columns)), dataflow, DTYPES[a.dtype], ranks)
     rank = int(mesh.mesh.reshape(-1)[_position(mesh)])
@@ -92,9 +120,8 @@ def matmul2d(
         ring_ways = 1 if a.device.type == "cpu" else 0
     if ring_ways not in (0, 1, 2):
         raise BindError(f"a ring has 1 or 2 ways, or 0 for the backend's own collectives, not {ring_ways}")
-    chosen = context or TorchContext.default(a.device)
     out: Tensor = _Matmul2dFunction.apply(
-        a, b, problem, rank, algorithm, Matmul2dConfig(widths, block), ring_ways, chosen
+        a, b, problem, rank, algorithm, Matmul2dConfig(widths, block), ring_ways, context
     )
     return out
 
@@ -183,10 +210,6 @@ def _run(
     return bound.outputs["c"].clone()
 
 
-class _BoundProducts(dict[Any, BoundProgram]):
-    """The programs of products that were bound in a context, by what is multiplied how."""
-
-
 def _bound(
     problem: Matmul2dProblem,
     rank: int,
@@ -195,13 +218,16 @@ def _bound(
     ring_ways: int,
     context: TorchContext,
 ) -> BoundProgram:
-    """Return the bound program of a product, made at its first use. It lives as long as its context."""
-    cache = context.cache(_BoundProducts)
-    key = problem, name, config, ring_ways
-    if key not in cache:
-        with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
-            cache[key] = bind(product_program(problem, name, config, ring_ways), rank, {}, context=context)
-    return cache[key]
+    """Return the bound program of a product, made at its first use or the first since it was dropped."""
+    ranks, key = problem.mesh.ranks, (problem, name, config, ring_ways)
+    cached = context.programs.get(ranks, key)
+    if cached is None:
+        with call_order(context).titled(_title(problem.dataflow, (problem.m, problem.n, problem.k))):
+            program = product_program(problem, name, config, ring_ways)
+            bound = bind(program, rank, {}, context=context)
+        cached = context.programs.put(ranks, key, bound, program_bytes(program))
+    value: BoundProgram = cached.value
+    return value
 
 
 def product_program(problem: Matmul2dProblem, name: str, config: Matmul2dConfig, ring_ways: int) -> Program:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_program
-from meshweave.algorithms.universal.issue_order import common_order
 from meshweave.algorithms.universal.problem import Operand, transposed_layout
 from meshweave.base.errors import BindError
 from meshweave.cost.rates import RankRates
@@ -18,8 +16,12 @@ from meshweave.describe.layout import Layout
 from meshweave.execute.memory.in_place import InPlaceProgram
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.cache import CachedProgram, program_bytes
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.threads import agreed_num_threads, num_threads_set
+from meshweave.ir.analysis.replicas import ALIGNMENT_BYTES
 from meshweave.ir.program import Program
+from meshweave.ir.program.views import dense_strides
 from meshweave.lower import lower_one_sided, lower_to_shared_memory
 from meshweave.nn.transports import FENCES_S, Resolved, Transport, memory_of, resolve, shared_memory_rates
 from meshweave.tune.universal import TunedUniversal, tune_universal
@@ -112,14 +114,20 @@ LocalProduct = Callable[[Tensor, Tensor], Tensor]
 """From this rank's parts of A and B to its part of C, in new memory; every rank of the product calls it."""
 
 
-class _Products(dict[Any, LocalProduct]):
-    """The products that were prepared in a context, by problem, configuration and transport."""
-
-
 def prepare(
     problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
 ) -> LocalProduct:
-    """Bind a product at its first use in a context; every rank of the problem does so.
+    """Bind a product and return it for calls; see `prepare_cached`, which `matmul` uses.
+
+    The context counts what is returned as used at this call only, so it may bind the product again later.
+    """
+    return prepare_cached(problem, tuned, rank, transport, context).value
+
+
+def prepare_cached(
+    problem: UniversalProblem, tuned: TunedUniversal, rank: int, transport: Transport, context: TorchContext
+) -> CachedProgram[LocalProduct]:
+    """Bind a product at its first use in a context, or the first since it was dropped; every rank does so.
 
     Where nothing has to move, and in shared memory, operands are read and the result is written where the caller
     has them. Other transports copy them into buffers of the program.
@@ -131,41 +139,82 @@ def prepare(
         RankLostError, DeadlineError: other ranks are missing or late; so does the product.
     """
     resolved = resolve(transport, problem.ranks, context)
-    products = context.cache(_Products)
     key = problem, tuned.config, transport
-    if key not in products:
+    cached = context.programs.get(problem.ranks, key)
+    if cached is None:
         moves = (
             tuned.moved_bytes > 0 or tuned.config.summed_a is not None or tuned.config.summed_b is not None
         )
         in_place = not moves or resolved == "shared"
         config = replace(tuned.config, num_slices=1) if in_place else tuned.config
-        slicing = Slicing(problem, config)
-        orders = {rank: common_order(slicing, rank) for rank in problem.ranks} if in_place else None
-        program = universal_program(problem, config, orders=orders)
+        is_recomputed = Slicing(problem, config).is_recomputed
+        program = universal_program(problem, config)
         # Before any of them sets up what the others may not want, and where nothing moves, too: they may.
         agree(context, replace(program, name=f"{program.name}, {transport}"))
+        num_threads = agreed_num_threads(context, problem.ranks) if is_recomputed else None
         with torch.inference_mode(False):  # buffers outlive the call, and later ones may be ordinary
             if moves:
-                products[key] = _bound(program, rank, resolved, context, is_auto=transport == "auto")
+                run = _bound(program, rank, resolved, context, num_threads, is_auto=transport == "auto")
             else:
-                products[key] = InPlaceProgram(lower_to_shared_memory(program), rank, context)
-    return products[key]
+                run = InPlaceProgram(lower_to_shared_memory(program), rank, context)
+        if is_recomputed and in_place:
+            run = _recomputing(run, program, rank, num_threads)
+        cached = context.programs.put(problem.ranks, key, run, program_bytes(program))
+    return cached
 
 
 def _bound(
-    program: Program, rank: int, transport: Resolved, context: TorchContext, *, is_auto: bool
+    program: Program,
+    rank: int,
+    transport: Resolved,
+    context: TorchContext,
+    num_threads: int | None,
+    *,
+    is_auto: bool,
 ) -> LocalProduct:
+    def by_messages() -> LocalProduct:
+        return _copying(bind(lower_one_sided(program), rank, {}, context=context, num_threads=num_threads))
+
     if transport == "messages":
-        return _copying(bind(lower_one_sided(program), rank, {}, context=context))
+        return by_messages()
     memory = memory_of(transport, program.ranks, context)
     if transport != "shared":
-        return _copying(bind(program, rank, {}, context=context, memory=memory))
+        return _copying(bind(program, rank, {}, context=context, memory=memory, num_threads=num_threads))
     try:
         return InPlaceProgram(lower_to_shared_memory(program), rank, context, memory)
     except BindError:  # on every rank, for they agree on the program: some has no memory left
         if not is_auto:
             raise
-        return _copying(bind(lower_one_sided(program), rank, {}, context=context))
+        return by_messages()
+
+
+def _recomputing(run: LocalProduct, program: Program, rank: int, num_threads: int | None) -> LocalProduct:
+    """Return a product whose bits follow from the values of its operands alone.
+
+    Ranks that compute the same copy of C then get the same bits, wherever each one's operands lie in memory and
+    however many threads it has. An operand is copied where its strides or its alignment are unusual.
+    """
+    shape_a, shape_b = (program.local_shape(name, rank) for name in ("a", "b"))
+    strides_a = dense_strides(shape_a, program.buffer_of["a"].order)
+    strides_b = dense_strides(shape_b, program.buffer_of["b"].order)
+
+    def recompute(a: Tensor, b: Tensor) -> Tensor:
+        a, b = _laid_out(a, shape_a, strides_a), _laid_out(b, shape_b, strides_b)
+        if num_threads is None or num_threads == torch.get_num_threads():
+            return run(a, b)
+        with num_threads_set(num_threads):
+            return run(a, b)
+
+    return recompute
+
+
+def _laid_out(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+    """Return a tensor of equal values with these strides at an aligned address; itself where it is one."""
+    if tensor.stride() == strides and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    if tensor.shape != shape:
+        return tensor  # the product refuses it
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _copying(bound: BoundProgram) -> LocalProduct:

@@ -19,15 +19,16 @@ from meshweave.base.errors import LayoutError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.cache import program_bytes
+from meshweave.execute.torch.call_order import call_order, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import ShardSpec
+from meshweave.nn.dtensor import ShardSpec, size_text
 from meshweave.nn.resharding import (
     DTensorMove,
     ReshardSession,
     given_spec,
     program_of,
     ranks_of,
-    share_refusal,
     summed_part,
     with_article,
 )
@@ -72,25 +73,30 @@ def reshard(
 
     Raises:
         LayoutError: a mesh or placements do not fit the tensor.
-        BindError: a dtype does not move; or ranks ask for different reshards, or one of them refuses, at the first
-            reshard of its kind, before any byte of it moves.
+        BindError: a dtype does not move; there is no process group; or ranks ask for different reshards, one of
+            them refuses, or is in another call, before any byte of it moves.
         DescriptionError: there is no such cluster.
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(f"reshard takes a DTensor, not {with_article(tensor)}: {HOW_TO_DISTRIBUTE}")
     session = ReshardSession.of(device_mesh, cluster, context)
-    with share_refusal(session, ranks_of([tensor.device_mesh, device_mesh])):
+    ranks = ranks_of([tensor.device_mesh, device_mesh])
+    with share_refusal(session.context, ranks, _title(tensor)):
         source = ShardSpec.of(tensor)
         target = given_spec(device_mesh, placements, tensor.ndim)
         move = DTensorMove.of("", tensor, source, target)
         if session.rank in move.src.mesh and not source.is_partial:
             move.check(compat.local_tensor(tensor), move.src, session.rank)
-    needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-    result: DTensor = _ReshardFunction.apply(
-        tensor, source, target, session, "differentiable" if needs_gradient else ""
-    )
-    return result
+        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+        result: DTensor = _ReshardFunction.apply(
+            tensor, source, target, session, "differentiable" if needs_gradient else ""
+        )
+        return result
+
+
+def _title(tensor: DTensor) -> str:
+    return f"reshard of {size_text(tensor.shape)}"
 
 
 HOW_TO_DISTRIBUTE = (
@@ -134,11 +140,15 @@ def _resharded(
     dtype, rank = move.dtype, session.rank
     local = session.no_elements(dtype)
     if rank in move.src.mesh or rank in move.dst.mesh:
-        program = program_of((move,), session, note=note)
         key = "bound", move, session.cluster
-        bound = session.cache.get(key)
-        if bound is None:
-            bound = session.cache[key] = bind(program, rank, {}, context=session.context)
+        with call_order(session.context).titled(_title(tensor)):
+            program = program_of((move,), session, note=note)
+            programs = session.context.programs
+            cached = programs.get(program.ranks, key)
+            if cached is None:
+                bound = bind(program, rank, {}, context=session.context)
+                cached = programs.put(program.ranks, key, bound, program_bytes(program))
+            bound = cached.value
         is_source = rank in move.src.mesh
         bound.run({"x0": move.as_carried(summed_part(tensor, source, target))} if is_source else {})
         if rank in move.dst.mesh:

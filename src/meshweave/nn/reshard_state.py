@@ -24,6 +24,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import ShardSpec, mesh_of
 from meshweave.nn.reshard import HOW_TO_DISTRIBUTE
@@ -34,7 +35,6 @@ from meshweave.nn.resharding import (
     given_spec,
     program_of,
     ranks_of,
-    share_refusal,
     summed_part,
     with_article,
 )
@@ -90,14 +90,15 @@ def reshard_state_dict(
     leaves = list(_leaves(state))
     meshes = [leaf.device_mesh for _, leaf in leaves if isinstance(leaf, DTensor)]
     ranks = ranks_of([*meshes, device_mesh])
-    with share_refusal(session, ranks):
+    num_tensors = sum(isinstance(leaf, Tensor) for _, leaf in leaves)
+    with share_refusal(session.context, ranks, f"reshard_state_dict of {num_tensors} tensors"):
         tensors = _tensors(leaves)
         entries = _entries(tensors, meshes, device_mesh, placements)
         _check_entries(entries, session, extra_bytes)
         _check_into(into, entries, session)
-    results = {name: _result_tensor(entries[name], into.get(name), session) for name in tensors}
-    if entries and session.rank in ranks:
-        _run(entries, results, session, extra_bytes)
+        results = {name: _result_tensor(entries[name], into.get(name), session) for name in tensors}
+        if entries and session.rank in ranks:
+            _run(entries, results, session, extra_bytes)
     for name, entry in entries.items():
         if entry.is_plain and session.rank in entry.move.dst.mesh:
             results[name] = _delivered(results[name], entry.tensor, into.get(name))

@@ -7,14 +7,12 @@ check that it is the same.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -30,17 +28,19 @@ from meshweave.algorithms.reshard import (
     reshard_program,
 )
 from meshweave.algorithms.reshard.plan import MAX_MESSAGES, MESSAGE_BYTES
-from meshweave.base.errors import BindError, LayoutError, MeshweaveError
+from meshweave.base.errors import BindError, LayoutError
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.execute.ranks.agreement import agree, exchange
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch import compat
-from meshweave.execute.torch.bind import torch_dtype
+from meshweave.execute.torch.buffers import torch_dtype
+from meshweave.execute.torch.cache import description_bytes
+from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.nn.dtensor import ShardSpec
+from meshweave.nn.dtensor import ShardSpec, from_the_front, size_text
 from meshweave.nn.products import DTYPES
 
 _AS = {
@@ -69,8 +69,12 @@ _LEAST_MESSAGE_BYTES = 1 << 10
 """Smaller messages cost too much time for the memory that they save."""
 
 
-class _Reshards(dict[Any, Any]):
-    """The reshards that the ranks of a context have agreed upon, planned and bound."""
+@dataclass(frozen=True)
+class _AgreedReshard:
+    """A program that its ranks have agreed upon, and the notes with which they did."""
+
+    program: Program
+    notes: set[str]
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,9 @@ class ReshardSession:
 
         Raises:
             LayoutError: `device_mesh` is no DeviceMesh.
+            BindError: there is no default process group.
         """
+        require_process_group()
         if not isinstance(device_mesh, DeviceMesh):
             raise LayoutError(f"device_mesh is {with_article(device_mesh)}; it must be a DeviceMesh")
         return cls(context or TorchContext.default(device_mesh.device_type), cluster)
@@ -97,11 +103,6 @@ class ReshardSession:
     def rank(self) -> int:
         """Return this process's global rank."""
         return self.context.rank or 0
-
-    @property
-    def cache(self) -> dict[Any, Any]:
-        """Return what the context has agreed upon, planned and bound so far."""
-        return self.context.cache(_Reshards)
 
     def no_elements(self, dtype: torch.dtype) -> Tensor:
         """Return the local part of a DTensor on a rank outside its mesh, as torch has it."""
@@ -151,8 +152,8 @@ class DTensorMove:
     @property
     def description(self) -> str:
         """Return the move in words, which all ranks must agree on."""
-        size = "x".join(map(str, self.shape)) or "scalar"
-        return f"{self.name} {self.dtype} {size} from {self.src} to {self.dst}".strip().replace("torch.", "")
+        what = f"{self.name} {self.dtype} {size_text(self.shape)}".strip().replace("torch.", "")
+        return f"{what} from {self.src} to {self.dst}"
 
     def as_carried(self, local: Tensor) -> Tensor:
         """Return a local part as the program sees it, in the same memory."""
@@ -179,18 +180,11 @@ def given_spec(device_mesh: DeviceMesh, placements: Sequence[Placement], num_dim
     """Return the spec that a caller gives for a tensor of `num_dims` dims, with dims counted from the front.
 
     Raises:
-        LayoutError: `placements` is no sequence.
+        LayoutError: `placements` is no sequence, or names a dim that the tensor does not have.
     """
     if isinstance(placements, (Placement, str)) or not isinstance(placements, Sequence):
         raise LayoutError(f"placements is {placements!r}; it must be a sequence with one per dim of the mesh")
-    counted = []
-    for placement in placements:
-        if type(placement) is Shard and -num_dims <= placement.dim < 0:
-            placement = Shard(placement.dim + num_dims)
-        elif compat.is_strided_shard(placement) and -num_dims <= placement.dim < 0:
-            placement = compat.strided_shard(placement.dim + num_dims, placement.split_factor)
-        counted.append(placement)
-    return ShardSpec(device_mesh, tuple(counted))
+    return ShardSpec(device_mesh, tuple(from_the_front(each, num_dims, "placements") for each in placements))
 
 
 def summed_spec(source: ShardSpec, target: ShardSpec, shape: Sequence[int]) -> ShardSpec:
@@ -235,21 +229,6 @@ def with_article(value: object) -> str:
 _WHAT = "all to say what they reshard"
 
 
-@contextlib.contextmanager
-def share_refusal(session: ReshardSession, ranks: Sequence[int]) -> Iterator[None]:
-    """Tell the other `ranks`, which listen at the first reshard of a kind, of an error raised inside."""
-    try:
-        yield
-    except (
-        Exception
-    ) as error:  # errors of the caller's functions, too: the others must not wait for this rank
-        if session.rank in ranks:
-            message = json.dumps({"refuses": f"{type(error).__name__}: {error}"})
-            with contextlib.suppress(MeshweaveError):
-                exchange(session.context, ranks, message, _WHAT)
-        raise
-
-
 def _agreed_hosts(
     session: ReshardSession, ranks: Sequence[int], descriptions: Sequence[str], digests: Mapping[str, str]
 ) -> dict[int, str]:
@@ -263,12 +242,8 @@ def _agreed_hosts(
     """
     digest = hashlib.sha256("\n".join(descriptions).encode()).hexdigest()
     message = json.dumps({"asks": digest, "host": socket.gethostname(), "digests": dict(digests)})
-    messages = exchange(session.context, ranks, message, _WHAT)
+    messages = exchange(session.context, ranks, message, _WHAT, topic="a reshard")
     answers = {rank: json.loads(text) for rank, text in messages.items()}
-    refusals = {rank: answer["refuses"] for rank, answer in answers.items() if "refuses" in answer}
-    if refusals:
-        first, why = next(iter(refusals.items()))
-        raise BindError(f"{ranks_text(list(refusals))} will not reshard; rank {first} has {why}")
     if len({answer["asks"] for answer in answers.values()}) > 1:
         lists = exchange(session.context, ranks, json.dumps(list(descriptions)), _WHAT)
         raise BindError(_difference({rank: json.loads(text) for rank, text in lists.items()}))
@@ -302,10 +277,15 @@ def _check_same_values(digests: Mapping[int, Mapping[str, str]]) -> None:
             )
 
 
+@cache
+def _catalog_cluster(name: str) -> Cluster:
+    return load_cluster(name)
+
+
 def _host_network(session: ReshardSession, host_names: Mapping[int, str]) -> HostTopology:
     """Return the network of the hosts that ranks said they are on, with the catalog's rates."""
     node, hosts = (
-        load_cluster(name) for name in _MACHINES.get(session.context.device.type, _MACHINES["cpu"])
+        _catalog_cluster(name) for name in _MACHINES.get(session.context.device.type, _MACHINES["cpu"])
     )
     return HostTopology.of_host_names(host_names, node, hosts)
 
@@ -336,29 +316,30 @@ def program_of(
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     kind = moves, session.cluster, extra_bytes
-    if digests is not None or (kind, note) not in session.cache:
-        meshes = dict.fromkeys(layout.mesh for move in moves for layout in (move.src, move.dst))
-        ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
+    meshes = dict.fromkeys(layout.mesh for move in moves for layout in (move.src, move.dst))
+    ranks = tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
+    programs = session.context.programs
+    cached = programs.get(ranks, kind)
+    if digests is not None or cached is None or note not in cached.value.notes:
         network = None
-        with share_refusal(session, ranks):
-            if session.cluster is not None:
-                cluster = session.cluster
-                if isinstance(cluster, str):
-                    cluster = load_cluster(cluster)
-                network = HostTopology.of(cluster, ranks[-1] + 1)
+        if session.cluster is not None:
+            cluster = session.cluster
+            if isinstance(cluster, str):
+                cluster = load_cluster(cluster)
+            network = HostTopology.of(cluster, ranks[-1] + 1)
         limit = f"extra_bytes {extra_bytes}" if extra_bytes is not None else ""
         options = filter(None, (note, limit, _cluster_text(session.cluster)))
         descriptions = [*(move.description for move in moves), *options]
         host_names = _agreed_hosts(session, ranks, descriptions, digests or {})
-        if kind not in session.cache:
+        if cached is None:
             problem = ReshardProblem(tuple(move.tensor_move for move in moves))
             network = network or _host_network(session, host_names)
             program = reshard_program(_plan_within(problem, network, extra_bytes))
             agree(session.context, program)
-            session.cache[kind] = program
-        session.cache[kind, note] = True
-    agreed: Program = session.cache[kind]
-    return agreed
+            cached = programs.put(ranks, kind, _AgreedReshard(program, set()), description_bytes(program))
+        cached.value.notes.add(note)
+    agreed: _AgreedReshard = cached.value
+    return agreed.program
 
 
 def _cluster_text(cluster: Cluster | str | None) -> str:

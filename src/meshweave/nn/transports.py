@@ -108,7 +108,7 @@ def _is_shareable(ranks: tuple[int, ...], context: TorchContext) -> bool:
     """Return whether all of `ranks` are processes of one host that can map each other's memory."""
     title = "a product, auto"
     message = json.dumps([title, hashlib.sha256(title.encode()).hexdigest(), _host()])
-    answers = exchange(context, ranks, message, "all ranks to choose a transport")
+    answers = exchange(context, ranks, message, "all ranks to choose a transport", topic="a transport")
     answer_of = {rank: json.loads(text) for rank, text in answers.items()}
     if any(answer[0] != title for answer in answer_of.values()):
         ranks_by_title: dict[tuple[str, str], list[int]] = {}

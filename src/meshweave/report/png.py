@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshweave.base.errors import DescriptionError, UnsupportedError
-from meshweave.describe.files import printable
+from meshweave.base.errors import DescriptionError, UnsupportedError, printable
 
 
 def require_png() -> None:

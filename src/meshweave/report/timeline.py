@@ -98,7 +98,7 @@ def write_text(path: Path, text: str) -> None:
     """Write a report file. Raises DescriptionError where that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise DescriptionError(f"{path}: cannot write: {error.strerror}") from None
 

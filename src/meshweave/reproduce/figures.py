@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import UnsupportedError, printable
 from meshweave.base.progress import Progress
-from meshweave.describe.files import printable
 
 Cell = str | float | None
 

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshweave.base.errors import DescriptionError
-from meshweave.describe.files import printable
+from meshweave.base.errors import DescriptionError, printable
 from meshweave.report.png import to_png
 from meshweave.report.timeline import write_text
 from meshweave.reproduce.pictures import pictures

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError, did_you_mean
+from meshweave.base.errors import UnsupportedError, did_you_mean, printable
 from meshweave.base.progress import Progress
-from meshweave.describe.files import printable
 from meshweave.reproduce.verdict import JudgedRow, OurValue, Tolerance
 
 MODELS = ("gpt3", "megatron-nlg")

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.limits import SIMULATED_DIMS
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
 from meshweave.describe.machine.network import COMM_KINDS
@@ -31,6 +32,7 @@ from meshweave.ir.program.ops import (
     Collective,
     Copy,
     DataCollective,
+    Fence,
     Get,
     Matmul,
     Mode,
@@ -55,6 +57,9 @@ MODES: dict[Mode, int] = {READ: 0, WRITE: 1, UPDATE: 2}
 PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
 MAX_OPS = 200_000_000
 """Ops of all ranks; at some 40 bytes each that is what a large machine holds."""
+
+_MAX_PACKETS = 1 << 16
+"""Of a broadcast or reduce; the core refuses more."""
 
 _UNDEFINED = np.iinfo(np.int64).min
 _OP, _ON, _REPEAT, _WHEN = range(4)
@@ -94,6 +99,7 @@ class Columns:
         self._view_rows: list[tuple[int, ...]] = []
         self._selectors: list[tuple[int, ...]] = []
         self._op_rows: list[tuple[int, ...]] = []
+        self._op_messages: list[int] = []
         self._accesses: list[tuple[int, int, int]] = []
         self._op_access = [0]
         self._statements: list[tuple[int, int, int, int]] = []
@@ -107,6 +113,11 @@ class Columns:
         self._describe_buffers()
         self._describe_statements()
         self.data = self._described()
+
+    def most_messages(self, rows: Column) -> int:
+        """Return about how many messages ops take, at most, given their numbers in the template."""
+        counts = np.bincount(rows, minlength=len(self._op_messages)).tolist()
+        return sum(count * each for count, each in zip(counts, self._op_messages, strict=True))
 
     def _described(self) -> dict[str, Column]:
         return {
@@ -224,6 +235,8 @@ class Columns:
         program, size = self.program, 0
         for buffer in program.buffers:
             num_dims = buffer.num_dims(program.tensor_of)
+            if num_dims > SIMULATED_DIMS.most:
+                raise ProgramError(SIMULATED_DIMS.refusal(num_dims), buffer=buffer.name)
             common = dtype_bytes(buffer.dtype), buffer.slots, num_dims, self._set(buffer.mesh)
             if buffer.tensor is None:
                 self._buffer_rows.append((*common, 0, len(self._shape_exprs)))
@@ -289,6 +302,7 @@ class Columns:
             )
         require_local_operands(op)
         self._note_accesses(op)
+        self._op_messages.append(self._messages(op))
         out = src = second_operand = axis = price = first = second = -1
         dim, flags, sizes, flops, nbytes, stash, rate = 0, 0, (0, 0), -1, -1, -1, -1
         args: list[int] = []
@@ -349,6 +363,13 @@ class Columns:
         if (call, dtype) not in self.rated_work:
             self.rated_work.append((call, dtype))
         return self.rated_work.index((call, dtype))
+    def _messages(self, op: Op) -> int:
+        """Return about how many messages a member of a collective sends, at most; 1 for other ops."""
+        if isinstance(op, (Broadcast, Reduce)):
+            return op.packets if isinstance(op.packets, int) else _MAX_PACKETS
+        if isinstance(op, Collective) and not isinstance(op, (Permute, Fence)):
+            return 2 * self.program.group_size(op.over)
+        return 1
 
     def _sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
         if sizes is None:

@@ -14,6 +14,14 @@ import numpy as np
 
 from meshweave._core import Core, ProgramFault
 from meshweave.base.errors import MeshweaveError, ProgramError
+from meshweave.base.limits import (
+    CHECKED_STEPS,
+    SIMULATED_MESSAGES,
+    SIMULATED_OPS,
+    SIMULATED_RANK_OPS,
+    SIMULATED_ROUTES,
+    Limit,
+)
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.machine import Link, Machine
@@ -23,27 +31,35 @@ from meshweave.ir.program import Program
 from meshweave.simulate.columns import Column, Columns
 from meshweave.simulate.result import Simulation
 
-_EXPLAINED_OPS = 200_000
-"""Of a larger program that cannot run, a long search for words to say why would help nobody."""
-
 _IDLE = "too many statements"
 """In the core's words for loops that turn and turn and do nothing."""
 
 
-def simulate(program: Program, machine: Machine) -> Simulation:
+def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Simulation:
     """Return the simulation of a program on a machine with contention; its times equal `simulate.reference`.
 
+    Args:
+        limited: refuse a program that takes more than seconds, as `base.limits` says.
+
     Raises:
-        ProgramError: partners disagree, the program deadlocks, or an expression does not fit.
+        ProgramError: partners disagree, the program deadlocks, an expression does not fit, or it is over a limit.
         UnsupportedError: the machine cannot place a group.
     """
     program = program.expanded
     try:
         columns = Columns(program)
+        if limited:
+            columns.data["max_ops"][0] = SIMULATED_OPS.most
         core = Core(columns.data)
+        if limited:
+            _require(SIMULATED_RANK_OPS, int(np.diff(core.starts()).max(initial=0)))
+            _require(SIMULATED_MESSAGES, columns.most_messages(core.rows()))
         machine_columns = _machine_columns(machine, columns.priced_axes, columns.rated_work)
         book = _routes(machine)
-        book.add(core.routes(machine_columns["num_directions"]), columns, machine_columns)
+        wanted = core.routes(machine_columns["num_directions"])
+        if limited:
+            _require(SIMULATED_ROUTES, len(wanted) // 3)
+        book.add(wanted, columns, machine_columns)
         outputs = core.run(machine_columns)
     except ProgramFault as fault:
         raise _explain_fault(program, fault) from None
@@ -54,6 +70,12 @@ def simulate(program: Program, machine: Machine) -> Simulation:
     except ValueError as error:  # what the core refuses to read, such as a buffer without slots
         raise ProgramError(f"this program makes no sense to the simulator: {error}") from None
     return Simulation(program, machine, columns.ranks, core.starts(), core.rows(), outputs, tuple(book.links))
+
+
+def _require(limit: Limit, count: int) -> None:
+    """Raise ProgramError where a program is over a limit."""
+    if count > limit.most:
+        raise ProgramError(f"the program {limit.refusal(count)}")
 
 
 def _machine_columns(machine: Machine, names: list[str], works: list[tuple[str, str]]) -> dict[str, Column]:
@@ -134,12 +156,10 @@ def _explain_fault(program: Program, fault: ProgramFault) -> ProgramError:
     if _IDLE in message:  # reading it here would take hours
         return ProgramError(message, rank=rank if rank >= 0 else None)
     try:
-        if (
-            sum(1 for _ in program.unbound_ops_on_rank(program.ranks[0])) * len(program.ranks)
-            <= _EXPLAINED_OPS
-        ):
+        if program.has_steps_within(CHECKED_STEPS):  # else a long search for words would help nobody
             untimed_order(analyse(program))
-        label = program.ops_on_rank(rank)[op].label if rank >= 0 and op >= 0 else None
+        known = rank >= 0 and op >= 0 and program.has_steps_within(CHECKED_STEPS, (rank,))
+        label = program.ops_on_rank(rank)[op].label if known else None
     except ProgramError as error:
         return error
     except IndexError:

@@ -12,6 +12,7 @@ from meshweave.algorithms.matmul2d import Matmul2d, algorithm
 from meshweave.algorithms.matmul2d.common.passes import PassName, pass_problem
 from meshweave.algorithms.matmul2d.common.problem import AXES, MESH, Matmul2dConfig, Matmul2dProblem
 from meshweave.base.errors import DescriptionError, LayoutError, ProgramError, UnsupportedError
+from meshweave.base.limits import CHECKED_STEPS
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.catalog import cluster_names
@@ -162,18 +163,22 @@ def _path_json(path: CriticalPath) -> dict[str, Any]:
 
 
 def simulate_case(
-    case: SimulationCase, ranks: Sequence[int] = (), *, closed_form: bool = False
+    case: SimulationCase, ranks: Sequence[int] = (), *, closed_form: bool = False, limited: bool = False
 ) -> SimulatedCase:
     """Simulate a case, contention included.
 
     Args:
         ranks: ranks to show. Default: the one in the middle of the mesh, the one that ends last, and the first.
         closed_form: whether to compute the time without contention beside it.
+        limited: refuse what takes more than seconds, as `base.limits` says.
 
     Raises:
+        ProgramError: the program cannot run, or is over a limit.
         UnsupportedError: the closed form of so long a program takes too long.
     """
-    run = simulate(case.program, case.machine)
+    if limited and closed_form and not case.program.has_steps_within(CHECKED_STEPS):
+        raise UnsupportedError(f"--against estimate: the program {CHECKED_STEPS.refusal()}")
+    run = simulate(case.program, case.machine, limited=limited)
     path = critical_path(run)
     first = case.program.ranks[0]
     last = path.segments[-1].rank if path.segments else first

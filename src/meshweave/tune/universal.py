@@ -17,6 +17,7 @@ from meshweave.algorithms.universal import (
 )
 from meshweave.algorithms.universal.config import base_configs, summed_layouts
 from meshweave.algorithms.universal.problem import OPERANDS
+from meshweave.algorithms.universal.reduction import replicas_have_same_bits
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.rates import RankRates
@@ -45,7 +46,7 @@ class TunedUniversal:
     moved_bytes: int
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def tune_universal(
     problem: UniversalProblem,
     rates: RankRates,
@@ -76,7 +77,7 @@ def tune_universal(
         for variant in base_configs(problem, stationary=stationary)
     ]
     ranked = sorted(
-        (candidate for candidate in settled if candidate.slicing.replicas_agree),
+        (candidate for candidate in settled if candidate.is_certain),
         key=lambda candidate: candidate.key(objective),
     )
     best = _sliced(ranked[:_FINALISTS], rates, objective, slices, memory_bytes)
@@ -94,15 +95,17 @@ class _EstimatedVariant:
     slicing: Slicing
     volume: Volume
     estimate: UniversalEstimate
+    is_certain: bool
+    """Whether copies of C surely have the same bits; other variants are not chosen."""
 
     @classmethod
     def of(cls, problem: UniversalProblem, config: UniversalConfig, rates: RankRates) -> _EstimatedVariant:
         slicing = Slicing(problem, config)
         moved = volume(slicing)
-        return cls(slicing, moved, estimate_universal(moved, rates))
+        return cls(slicing, moved, estimate_universal(moved, rates), replicas_have_same_bits(slicing))
 
     def key(self, objective: Objective) -> tuple[float, float]:
-        if not self.slicing.replicas_agree:
+        if not self.is_certain:
             return math.inf, math.inf
         return _key(self.estimate, self.volume, objective)
 

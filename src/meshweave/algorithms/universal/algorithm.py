@@ -18,6 +18,7 @@ from meshweave.algorithms.universal.dtensor import (
 )
 from meshweave.algorithms.universal.problem import UniversalProblem, transposed_layout
 from meshweave.algorithms.universal.program import universal_program
+from meshweave.algorithms.universal.reduction import replicas_have_same_bits
 from meshweave.algorithms.universal.slicing import Slicing
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import LayoutError
@@ -38,9 +39,11 @@ class AnyLayoutProduct(Algorithm[UniversalProblem, ConfigT]):
     problem_type = UniversalProblem
 
     def reference(self, problem: UniversalProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return C = A B of the global matrices A (M x K) and B (K x N), as {"C": M x N}."""
         return {"C": inputs["A"] @ inputs["B"]}
 
     def placements(self, problem: UniversalProblem) -> dict[str, Layout]:
+        """Return the layouts of A, B and C that the problem gives."""
         return {"A": problem.a, "B": problem.b, "C": problem.c}
 
     def gradients(self, problem: UniversalProblem) -> tuple[Gradient[UniversalProblem], ...]:
@@ -131,10 +134,18 @@ class Universal(AnyLayoutProduct[UniversalConfig]):
     def candidates(
         self, problem: UniversalProblem, cluster: Cluster | None = None
     ) -> Iterator[UniversalConfig]:
-        """Yield the configs whose replicas of C agree; a tuner varies slices and prefetch besides."""
-        return (config for config in universal_configs(problem) if Slicing(problem, config).replicas_agree)
+        """Yield the configs whose copies of C surely have the same bits.
+
+        A tuner varies slices and prefetch besides.
+        """
+        return (
+            config
+            for config in universal_configs(problem)
+            if replicas_have_same_bits(Slicing(problem, config))
+        )
 
     def program(self, problem: UniversalProblem, config: UniversalConfig) -> Program:
+        """Return the program of `universal_program`: reads and updates of other ranks, not yet messages."""
         return universal_program(problem, config)
 
     def estimate(self, problem: UniversalProblem, config: UniversalConfig, machine: Machine) -> Estimate:
@@ -180,11 +191,13 @@ class Cosma(AnyLayoutProduct[CosmaConfig]):
                     yield CosmaConfig(grid, all_reduce)
 
     def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return why no grid of COSMA has these layouts, None where one has."""
         if next(self.candidates(problem), None) is None:
             return "its operands lie in equal parts on a grid of its own"
         return None
 
     def program(self, problem: UniversalProblem, config: CosmaConfig) -> Program:
+        """Return COSMA's program on the config's grid. Raises LayoutError where the layouts are others."""
         if not _fits(problem, config.grid, config.all_reduce):
             raise LayoutError(f"these layouts are not those of COSMA's {config}")
         return cosma_program(*problem.sizes, config.grid, problem.dtype, all_reduce=config.all_reduce)
@@ -239,6 +252,7 @@ class DTensorProduct(AnyLayoutProduct[RedistributionConfig]):
             yield RedistributionConfig(strategy, "direct")
 
     def refusal(self, problem: UniversalProblem) -> str | None:
+        """Return why DTensor has no strategy for these layouts, None where it has one."""
         try:
             choose_strategy(problem)
         except LayoutError as error:

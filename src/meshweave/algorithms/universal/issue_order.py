@@ -99,24 +99,6 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
     return IssueOrder(tuple(range(len(remote_panels(steps, rank)))), numbers, numbers)
 
 
-def common_order(slicing: Slicing, rank: int) -> IssueOrder:
-    """Return the order of a rank's steps as all ranks list the loop, not begun where the rank has most at hand.
-
-    Ranks that compute copies of the same block of C then add the same products in the same order, so that copies
-    have the same bits. For `num_slices` of 1, and for memory in which fetches need no spreading.
-    """
-    runs, steps = slicing.runs(rank), slicing.steps(rank)
-    if len(runs) != len(steps):
-        return direct_order(steps, rank)
-    place = {
-        key: at for at, key in enumerate((part, run) for part in slicing.work[rank] for run in part.runs)
-    }
-    products = tuple(sorted(range(len(steps)), key=lambda number: place[runs[number]]))
-    panels = remote_panels(steps, rank)
-    fetches = sorted(range(len(panels)), key=lambda fetch: products.index(panels[fetch][0]))
-    return IssueOrder(tuple(fetches), products, products)
-
-
 def schedule_stages(
     kind: ScheduleKind, graph: ScheduleGraph, max_states: int = MAX_STATES
 ) -> tuple[Stage, ...]:

@@ -132,7 +132,7 @@ class OwnerMap:
         return self.rows.size(row), self.columns.size(column)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def owners(layout: Layout, shape: tuple[int, int]) -> OwnerMap:
     """Return which rank holds what of a matrix of global `shape` in a layout."""
     numbers: tuple[dict[Intervals, int], dict[Intervals, int]] = ({}, {})

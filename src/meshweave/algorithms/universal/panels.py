@@ -40,15 +40,20 @@ class OwnedBlock:
 
 @dataclass(frozen=True, slots=True)
 class OperandPanel:
-    """The part of a matrix that takes part in one local product, made of blocks of its owners."""
+    """The part of a matrix that takes part in one local product, made of blocks of its owners.
+
+    Attributes:
+        is_copied: whether the product reads or writes it in scratch, wherever its blocks are.
+    """
 
     operand: Operand
     shape: tuple[int, int]
     blocks: tuple[OwnedBlock, ...]
+    is_copied: bool = False
 
     def is_local_to(self, rank: int) -> bool:
-        """Return whether the panel is one block in the memory of `rank`."""
-        return len(self.blocks) == 1 and self.blocks[0].owner == rank
+        """Return whether a product of `rank` takes the panel as one block in that rank's own shard."""
+        return not self.is_copied and len(self.blocks) == 1 and self.blocks[0].owner == rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.universal.owners import owners
+from meshweave.algorithms.universal.owners import BlockKey, owners
 from meshweave.algorithms.universal.panels import OwnedBlock, Span
 from meshweave.algorithms.universal.problem import Operand
 from meshweave.algorithms.universal.slicing import Slicing
@@ -14,8 +14,9 @@ def partial_sums(
 ) -> list[tuple[tuple[int, int], tuple[OwnedBlock, ...]]]:
     """Return the blocks that a rank sums of a partial operand that is summed first; none of another operand.
 
-    Each is given by the row and column at which the sum begins in the rank's memory, and by its terms, the rank's
-    own first where it has one.
+    Each is given by the row and column at which the sum begins in the rank's memory, and by its terms in the order
+    in which they are added: the rank's own first, where the sum is on no other rank. Copies of a sum are added up
+    in one order, which begins at different terms for different blocks, so that not all ranks ask one at a time.
     """
     layout = slicing.summed_layout(operand)
     if layout is None:
@@ -24,6 +25,7 @@ def partial_sums(
     source = owners(problem.layout(operand), problem.shape(operand))
     target = slicing.matrices[operand]
     row, column, _ = target.block_of[rank]
+    has_copies = len(target.holders[target.block_of[rank]]) > 1
     terms = _summed_terms(problem.layout(operand), layout, rank)
     sums = []
     for rows in source.rows.split(target.rows.classes[row]):
@@ -33,7 +35,11 @@ def partial_sums(
             start = rows.list_start, columns.list_start
             holders = [source.holders[rows.index_class, columns.index_class, term] for term in terms]
             nearest = [slicing.nearest_holder(ranks, rank) for ranks in holders]
-            nearest.sort(key=lambda holder: (position[holder] - position[rank]) % len(position))
+            if has_copies:
+                first = (rows.index_class + columns.index_class) % len(nearest)
+                nearest = [*nearest[first:], *nearest[:first]]
+            else:
+                nearest.sort(key=lambda holder: (position[holder] - position[rank]) % len(position))
             blocks = tuple(OwnedBlock(holder, row_span, column_span, start) for holder in nearest)
             sums.append((start, blocks))
     return sums
@@ -50,6 +56,55 @@ def _summed_terms(source: Layout, target: Layout, rank: int) -> list[int]:
             coordinates = [coordinate] if isinstance(placement_of[axis], Partial) else range(count)
             terms = [term * count + coordinate for term in terms for coordinate in coordinates]
     return terms
+
+
+def replicas_have_same_bits(slicing: Slicing) -> bool:
+    """Return whether all copies of C, and of each term of a partial C, surely have the same bits.
+
+    Within a group one rank computes an element, and the others copy it. Of several groups each must add up the
+    same products in the same order: products of equal panels, which also lie alike in memory
+    (`Slicing.product_key`), added by the rank itself or by another one. `ir.analysis.replicas` judges the same of
+    any program, and takes longer.
+    """
+    if not slicing.is_recomputed:
+        return True
+    sums = _sums_of_products(slicing)
+    sums_of_block: dict[BlockKey, object] = {}
+    for rank in slicing.problem.ranks:
+        of_rank = [sums[replica] for replica in replicas_of(slicing, rank)]
+        if sums_of_block.setdefault(slicing.matrices["c"].block_of[rank], of_rank) != of_rank:
+            return False
+    return True
+
+
+def _sums_of_products(slicing: Slicing) -> dict[int, object]:
+    """Return for each rank what is added, in order, into what it owns of C within its group."""
+    ranks = slicing.problem.ranks
+    if slicing.config.stationary == "c":
+        return {
+            rank: [slicing.product_key(rank, part, run) for part, run in slicing.runs(rank)] for rank in ranks
+        }
+    terms: dict[int, list[tuple[int, int, object]]] = {rank: [] for rank in ranks}
+    for rank in ranks:
+        for number, ((part, run), step) in enumerate(
+            zip(slicing.runs(rank), slicing.whole_steps[rank], strict=True)
+        ):
+            for block in step.panels["c"].blocks:
+                product = slicing.product_key(rank, part, run), block.rows, block.columns, block.owner == rank
+                terms[block.owner].append((number, rank, (number, product)))
+    # Messages add in the order of steps, memory that ranks share in the order of ranks.
+    return {
+        owner: [[term for *_, term in sorted(listed, key=order)] for order in (_by_step, _by_rank)]
+        for owner, listed in terms.items()
+    }
+
+
+def _by_step(term: tuple[int, int, object]) -> tuple[int, int]:
+    return term[0], term[1]
+
+
+def _by_rank(term: tuple[int, int, object]) -> tuple[int, int]:
+    return term[1], term[0]
 
 
 def merges_replicas(slicing: Slicing) -> bool:

@@ -13,12 +13,13 @@ A partial matrix that is not summed first lengthens the loop: it runs over k and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshweave.algorithms.universal.config import UniversalConfig, replica_groups
 from meshweave.algorithms.universal.loop_split import LoopPart, split_loop
 from meshweave.algorithms.universal.owners import (
+    BlockKey,
     ClassPair,
     ClassSegment,
     CommonRun,
@@ -31,6 +32,9 @@ from meshweave.algorithms.universal.owners import (
 from meshweave.algorithms.universal.panels import OperandPanel, OwnedBlock, ProductStep, Span
 from meshweave.algorithms.universal.problem import DIMS, LOOP, OPERANDS, Operand, UniversalProblem
 from meshweave.describe.layout import Layout
+
+ProductKey = tuple[BlockKey, ClassPair, tuple[int, int], CommonRun]
+"""A box, the classes and terms of a part of the loop, and a run of it."""
 
 
 def split_counts(runs: Sequence[CommonRun], num_slices: int) -> list[int]:
@@ -53,6 +57,11 @@ class Slicing:
     def group_of(self) -> dict[int, int]:
         """For each rank its group, of those that compute a replica of C each."""
         return replica_groups(self.problem, self.config.redundant_axes)
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether several groups each compute C, so that copies of an element come from different ranks."""
+        return len(set(self.group_of.values())) > 1
 
     @cached_property
     def matrices(self) -> dict[Operand, OwnerMap]:
@@ -135,14 +144,29 @@ class Slicing:
 
     @cached_property
     def work(self) -> dict[int, tuple[LoopPart, ...]]:
-        """What each rank runs over of its team's loop."""
-        work: dict[int, tuple[LoopPart, ...]] = {}
+        """What each rank runs over of its team's loop.
+
+        Teams of different groups that have the same box share it out alike, so that their copies of C are sums of
+        the same products.
+        """
+        alike: dict[tuple[BlockKey, int], list[tuple[int, ...]]] = {}
+        stationary = self.matrices[self.config.stationary]
         for rank, team in self.teams.items():
             if rank == team[0]:
-                missing = [
-                    [self._num_missing(part, member, OPERANDS) for member in team] for part in self.loop_parts
+                row, column, term = stationary.block_of[rank]
+                box = row, column, 0 if self.config.stationary == "c" else term
+                alike.setdefault((box, len(team)), []).append(team)
+        work: dict[int, tuple[LoopPart, ...]] = {}
+        for (_, num_members), teams in alike.items():
+            missing = [
+                [
+                    sum(self._num_missing(part, rank, OPERANDS) for rank in twins)
+                    for twins in zip(*teams, strict=True)
                 ]
-                shares = split_loop(self.loop_parts, len(team), missing, even=self.config.split == "even")
+                for part in self.loop_parts
+            ]
+            shares = split_loop(self.loop_parts, num_members, missing, even=self.config.split == "even")
+            for team in teams:
                 work.update(zip(team, shares, strict=True))
         return work
 
@@ -194,12 +218,13 @@ class Slicing:
 
         Ranks begin at different places, so that they do not all ask one holder at a time. Each begins with the run
         for which it needs least from others, since nothing hides that communication. The offset alone would send
-        away ranks that have a whole step in their own memory.
+        away ranks that have a whole step in their own memory. Where several groups compute C, all of them run over
+        a box in the same order, whatever they have, so that copies of C are the same sums.
         """
         if 0 in self.matrices[self.config.stationary].shape(rank):
             return []
         runs = [(part, run) for part in self._rotated(self.work[rank], rank) for run in part.runs]
-        if not runs:
+        if not runs or self.is_recomputed:
             return runs
         longest = max(-(-sum(run.size for _, run in runs) // max(self.config.num_slices, 1)), 1)
 
@@ -227,20 +252,20 @@ class Slicing:
         for (part, run), count in zip(runs, counts, strict=True):
             for number in range(count):
                 lo, hi = run.size * number // count, run.size * (number + 1) // count
-                steps.append(
-                    self._step(rank, part, CommonRun(run.left_start + lo, run.right_start + lo, hi - lo))
-                )
+                cut = CommonRun(run.left_start + lo, run.right_start + lo, hi - lo)
+                steps.append(self._step(rank, part, cut, run))
         return steps
 
     @cached_property
     def whole_steps(self) -> dict[int, tuple[ProductStep, ...]]:
         """For each rank the products of its runs as if these were not cut: they compute and move the same."""
         return {
-            rank: tuple(self._step(rank, part, run) for part, run in self.runs(rank))
+            rank: tuple(self._step(rank, part, run, run) for part, run in self.runs(rank))
             for rank in self.problem.ranks
         }
 
-    def _step(self, rank: int, part: LoopPart, run: CommonRun) -> ProductStep:
+    def _step(self, rank: int, part: LoopPart, run: CommonRun, whole: CommonRun) -> ProductStep:
+        """Return the product over `run`, which is cut from the run `whole`."""
         stationary = self.config.stationary
         sizes = [0, 0, 0]
         shape = self.matrices[stationary].shape(rank)
@@ -253,8 +278,37 @@ class Slicing:
             zip(self.moving, (run.left_start, run.right_start), strict=True)
         ):
             span = start, start + run.size
-            panels[operand] = self._panel(rank, index, part.classes[index], part.terms[index], span)
+            panel = self._panel(rank, index, part.classes[index], part.terms[index], span)
+            is_copied = (self.product_key(rank, part, whole), operand) in self._copied_panels
+            panels[operand] = replace(panel, is_copied=True) if is_copied else panel
         return ProductStep((sizes[0], sizes[1], sizes[2]), panels)
+
+    def product_key(self, rank: int, part: LoopPart, run: CommonRun) -> ProductKey:
+        """Return what is equal for ranks that multiply the same parts of A and B, in whatever groups they are."""
+        row, column, term = self.matrices[self.config.stationary].block_of[rank]
+        box = row, column, 0 if self.config.stationary == "c" else term
+        return box, part.classes, part.terms, run
+
+    @cached_property
+    def _copied_panels(self) -> frozenset[tuple[ProductKey, Operand]]:
+        """The panels that go through scratch also where a rank has them.
+
+        A BLAS may round a product otherwise where an operand lies in memory with other strides. Of ranks that
+        compute the same product, all multiply from scratch unless all have the panel at the same place of a shard
+        of the same shape.
+        """
+        places: dict[tuple[ProductKey, Operand], set[object]] = {}
+        for rank in self.problem.ranks if self.is_recomputed else ():
+            for part, run in self.runs(rank):
+                key = self.product_key(rank, part, run)
+                starts = run.left_start, run.right_start
+                for index, (operand, start) in enumerate(zip(self.moving, starts, strict=True)):
+                    span = start, start + run.size
+                    panel = self._panel(rank, index, part.classes[index], part.terms[index], span)
+                    (block, *_), shape = panel.blocks, self.matrices[operand].shape(rank)
+                    place = (block.rows, block.columns, shape) if panel.is_local_to(rank) else None
+                    places.setdefault((key, operand), set()).add(place)
+        return frozenset(panel for panel, known in places.items() if len(known) > 1)
 
     def _panel(self, rank: int, index: int, loop_class: int, term: int, span: Span) -> OperandPanel:
         """Return the panel of moving matrix `index` over `span` of a class of the loop dim, block by block."""
@@ -288,22 +342,3 @@ class Slicing:
             if self.group_of[holder] == group
         ]
         return self.nearest_holder(holders, rank)
-
-    @cached_property
-    def replicas_agree(self) -> bool:
-        """Whether each group adds the same products to a term of a partial C.
-
-        If not, the replicas of a term differ, and a rank that takes parts of it from several of them gets another
-        sum.
-        """
-        c, stationary = self.matrices["c"], self.matrices[self.config.stationary]
-        products: dict[int, set[object]] = {group: set() for group in self.group_of.values()}
-        if len(products) == 1 or c.num_terms == 1:
-            return True
-        for rank in self.problem.ranks:
-            box = stationary.block_of[rank]
-            for (part, run), step in zip(self.runs(rank), self.whole_steps[rank], strict=True):
-                targets = tuple(c.block_of[block.owner] for block in step.panels["c"].blocks)
-                products[self.group_of[rank]].add((box, part.classes, part.terms, run, targets))
-        first, *others = products.values()
-        return all(group_products == first for group_products in others)

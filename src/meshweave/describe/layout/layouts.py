@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError
+from meshweave.base.limits import PIECES
 from meshweave.describe.layout.intervals import (
     Interval,
     Intervals,
@@ -176,7 +177,7 @@ class Layout:
         return tuple(axis for axis, placement in pairs if isinstance(placement, Partial))
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=16384)
 def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
     sizes = layout.original_shape(shape)
     dims: list[Intervals] = [((0, size),) if size else () for size in sizes]
@@ -187,6 +188,7 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
                 raise LayoutError(
                     f"{layout}: {placement} names a dim that a tensor of shape {sizes} does not have"
                 )
+            _check_pieces(layout, placement, sizes[placement.dim], parts)
             intervals = dims[placement.dim]
             dims[placement.dim] = indices_at(
                 intervals, _positions(placement, num_indices(intervals), parts, index)
@@ -198,6 +200,16 @@ def _intervals(layout: Layout, shape: tuple[int, ...], rank: int) -> tuple[Inter
         folded.append(flattened_box(fold, dims[at : at + len(fold)]))
         at += len(fold)
     return tuple(folded)
+
+
+def _check_pieces(layout: Layout, placement: Shard | Tile | StridedShard, size: int, parts: int) -> None:
+    """Raise LayoutError where a placement cuts a dim of `size` into more ranges a rank than `PIECES` allows."""
+    if isinstance(placement, Tile):
+        pieces = size // (placement.size * parts)
+    else:
+        pieces = min(placement.split_factor, size) if isinstance(placement, StridedShard) else 1
+    if pieces > PIECES.most:
+        raise LayoutError(f"{layout}: {placement} of {size} {PIECES.refusal(pieces)}")
 
 
 def _positions(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshweave.base.errors import DescriptionError
+from meshweave.base.limits import CHIPS
 from meshweave.describe.catalog import catalog_text, cluster_names
 from meshweave.describe.files import fail, is_path, load_table, parse_table
 from meshweave.describe.machine.chip import Chip
@@ -56,6 +57,9 @@ class Cluster:
         send_buffer_bytes: how many bytes of a message the transport (a socket) buffers. A send of at most so
             many ends once it is matched, before the bytes have arrived; 0 if every send lasts until then. Only
             simulation uses it.
+
+    Raises:
+        DescriptionError: there are more than `base.limits.CHIPS` chips.
     """
 
     name: str
@@ -65,6 +69,10 @@ class Cluster:
     host_launch_s: float = 0.0
     note: str = field(default="", compare=False)
     send_buffer_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_chips > CHIPS.most:
+            raise DescriptionError(CHIPS.refusal(self.num_chips))
 
     @property
     def num_chips(self) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from meshweave.base.errors import DescriptionError
+from meshweave.base.limits import CHIPS
 from meshweave.describe.machine.links import (
     NetworkAxis,
     check_axis,
@@ -17,8 +18,6 @@ from meshweave.describe.machine.links import (
     require_at_least,
     slowest_axis,
 )
-
-MAX_CHIPS = 2**24
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,8 @@ class TreeNetwork:
     def __post_init__(self) -> None:
         if not self.levels:
             raise DescriptionError("tree: levels is empty; give one table per level of switches")
-        if self.num_chips > MAX_CHIPS:
-            raise DescriptionError(
-                f"tree: the fanouts make {self.num_chips} chips; give a product of at most {MAX_CHIPS}"
-            )
+        if self.num_chips > CHIPS.most:
+            raise DescriptionError(f"tree: {CHIPS.refusal(self.num_chips)}: give smaller fanouts")
 
     @cached_property
     def num_chips(self) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshweave.base.errors import UnsupportedError
-from meshweave.describe.files import Problem, fail_with_all, format_value, printable
+from meshweave.base.errors import UnsupportedError, printable
+from meshweave.describe.files import Problem, fail_with_all, format_value
 from meshweave.describe.model.transformer import Transformer
 
 MAX_SIZE = 2**31

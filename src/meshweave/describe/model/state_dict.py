@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.base.limits import MODEL_TENSORS
 from meshweave.describe.layout import Layout, Placement, Replicate, Shard, StridedShard
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.transformer import Transformer
@@ -41,7 +42,7 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
 
     Raises:
         UnsupportedError: the FFN is not gated.
-        DescriptionError: the vocabulary is unknown.
+        DescriptionError: the vocabulary is unknown, or there are more than `base.limits.MODEL_TENSORS` tensors.
     """
     if not model.gated_ffn:
         raise UnsupportedError(
@@ -49,6 +50,8 @@ def llama_parameters(model: Transformer) -> tuple[Parameter, ...]:
         )
     if model.vocab_size is None:
         raise DescriptionError(f"model {model.name}: vocab_size is missing, which its embedding needs")
+    if (count := 9 * model.num_layers + 3) > MODEL_TENSORS.most:
+        raise DescriptionError(f"model {model.name}: {MODEL_TENSORS.refusal(count)}")
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, ffn = model.hidden, model.ffn_hidden
     block: tuple[tuple[str, tuple[int, ...], ParameterSharding], ...] = (

@@ -11,21 +11,22 @@ before, which they usually have done long ago, and in each fence of the program,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from meshweave.base.errors import BindError, UnsupportedError
 from meshweave.execute.memory.base import Key, RemoteMemory, Slot, Window
+from meshweave.execute.torch.call_order import bound_call
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, empty_in_order, row_major
+from meshweave.execute.torch.views import Action, empty_in_order
 from meshweave.ir.analysis.edges import exposed_buffers
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import Add, Copy, Fence, Matmul, Zero
-from meshweave.ir.program.views import Range, View
+from meshweave.ir.program.views import Range, View, dense_strides
 
 Given = Sequence[Tensor]
 """The tensors of one run: the inputs in the order of the program's buffers, then the output."""
@@ -80,6 +81,9 @@ class InPlaceProgram:
         if self._window is not None:
             self._begin = self._window.await_arrivals(0, f"all ranks to begin program {program.name}")
             self._end = self._window.arrive(0)
+        self._call = (
+            None if self._window is None else bound_call(context, program.ranks, f"program {program.name}")
+        )
         ops = program.ops_on_rank(rank)
         self._steps = tuple(self._step(bound) for bound in ops)
         self._single = self._single_product(ops, output.name) if self._window is None else None
@@ -94,10 +98,13 @@ class InPlaceProgram:
         """
         for (name, shape), tensor in zip(self._inputs, inputs, strict=True):
             if tensor.shape != shape or tensor.dtype != self._dtype:
-                raise BindError(
+                error = BindError(
                     f"buffer {name} is of shape {shape} and {self._dtype}, "
                     f"what was given of {tuple(tensor.shape)} and {tensor.dtype}"
                 )
+                if self._call is not None:
+                    self._call.refuse(error)
+                raise error
         if self._single is not None:
             a, b = self._single
             return torch.mm(a(inputs), b(inputs))
@@ -108,7 +115,7 @@ class InPlaceProgram:
                 step(given)
             return output
         assert self._memory is not None
-        with self._context.lane_threads.reserve():
+        with self._call or nullcontext(), self._context.lane_threads.reserve():
             if self._memory.is_closed:
                 raise UnsupportedError(f"the memory of program {self._program.name} is closed")
             self._begin()
@@ -125,7 +132,7 @@ class InPlaceProgram:
         for buffer in program.buffers:
             if buffer.name in exposed and self._rank in program.mesh_of[buffer.mesh]:
                 shape = program.local_shape(buffer.name, self._rank)
-                strides = _strides(shape, buffer.order or row_major(len(shape)))
+                strides = dense_strides(shape, buffer.order)
                 for slot in range(buffer.slots):
                     wanted[buffer.name, slot] = Slot(shape, strides, getattr(torch, buffer.dtype))
         return memory.expose(program.ranks, wanted, {}, [program.ranks], 0, f"program {program.name}")
@@ -196,9 +203,3 @@ def _matmul(out: Operand, a: Operand, b: Operand, accumulate: bool) -> Step:
 
         return add
     return lambda given: torch.mm(a(given), b(given), out=out(given))
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dims lie in memory in `order`, outermost first."""
-    inner = {dim: order[place + 1 :] for place, dim in enumerate(order)}
-    return tuple(math.prod(max(shape[other], 1) for other in inner[dim]) for dim in range(len(shape)))

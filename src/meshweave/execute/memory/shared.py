@@ -41,6 +41,8 @@ from meshweave.execute.torch.views import Action, chain_actions
 
 _CHUNK_BYTES = 1 << 19  # of a large accumulate under one lock, so that ranks that meet take turns
 _SPINS = 30
+_NAME = "meshweave"
+_MEMORY_FILE = f"/memfd:{_NAME}"  # what a descriptor of such a segment is a link to, in /proc
 _LOOK_S = 0.02  # between two looks at whether a process still runs
 
 COMBINE: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -79,6 +81,9 @@ class SharedMemory(RemoteMemory):
     _processes: dict[int, int] = field(default_factory=dict)  # a descriptor of each peer's process
     _local: threading.local = field(default_factory=threading.local)
 
+    def __post_init__(self) -> None:
+        self._finalizer = weakref.finalize(self, _close_descriptors, self._mapped, self._processes)
+
     @classmethod
     def open(cls, context: TorchContext, pool_bytes: int, ranks: Sequence[int] | None = None) -> Self:
         """Open a pool for `ranks`, None for all ranks of the context; collective among them.
@@ -111,12 +116,7 @@ class SharedMemory(RemoteMemory):
     def close(self) -> None:
         if not self.is_closed:
             self.is_closed = True
-            for mapping in self._mapped.values():
-                os.close(mapping.fd)
-            for process in self._processes.values():
-                os.close(process)
-            self._mapped.clear()
-            self._processes.clear()
+            self._finalizer()
             self.segments.clear()
 
     def _room(self, size: int, ranks: Sequence[int], what: str) -> tuple[Segment, int]:
@@ -126,7 +126,7 @@ class SharedMemory(RemoteMemory):
             return block
         room = segment_size(size, self.pool_bytes, self.segments)
         number = len(self.segments)
-        fd = os.memfd_create("meshweave", os.MFD_CLOEXEC)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, room)  # now, or a write may end in SIGBUS
             self._mapped[self.rank, number] = _map(fd, room)
@@ -152,13 +152,18 @@ class SharedMemory(RemoteMemory):
         pid, remote_fd, inode, size = handle
         if (rank, number) in self._mapped:
             return
+        path = Path(f"/proc/{int(pid)}/fd/{int(remote_fd)}")
         try:
-            fd = os.open(f"/proc/{pid}/fd/{remote_fd}", os.O_RDWR | os.O_CLOEXEC)
+            if path.parent.stat().st_uid != os.geteuid() or not str(path.readlink()).startswith(_MEMORY_FILE):
+                raise BindError(
+                    f"cannot map the memory of rank {rank}: {path} is none that a rank of this user shares"
+                )
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise BindError(
                 f"cannot map the memory of rank {rank} (process {pid}): {error.strerror}"
             ) from None
-        if os.fstat(fd).st_ino != inode:
+        if (status := os.fstat(fd)).st_ino != inode or status.st_size < size:
             os.close(fd)
             raise BindError(f"cannot map the memory of rank {rank}: its process {pid} is another one here")
         self._mapped[rank, number] = _map(fd, size)
@@ -189,7 +194,7 @@ class SharedMemory(RemoteMemory):
 
         Raises RankLostError, DeadlineError: see `TorchContext.guard`.
         """
-        with waiting(self.context, what, peers) as overdue:
+        with waiting(self.context, what, peers, missing) as overdue:
             start = look = time.monotonic()
             while not ready():
                 now = time.monotonic()
@@ -357,6 +362,14 @@ def _full_fence() -> None:
     for _ in range(2):
         with _order:
             pass
+
+
+def _close_descriptors(mapped: dict[Any, _Mapping], processes: dict[int, int]) -> None:
+    """Close what a shared memory has open; what is mapped stays as long as tensors are in it."""
+    for fd in [*(mapping.fd for mapping in mapped.values()), *processes.values()]:
+        os.close(fd)
+    mapped.clear()
+    processes.clear()
 
 
 def _map(fd: int, size: int) -> _Mapping:

@@ -1,7 +1,8 @@
 """What the ranks of a program tell one another before they move a byte: words in the store, and one program.
 
-Words go through the store of the default process group, in rounds that are numbered per set of ranks; a round
-ends when all have spoken. So no group of processes has to be formed, and any rank may be the one that is missing.
+Words go through the store of the default process group, under the number of the call (`torch.call_order`); an
+agreement ends when all have spoken. So no group of processes has to be formed, and any rank may be the one that is
+missing.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
 from meshweave.execute.ranks.blame import ranks_text
-from meshweave.execute.torch import compat
+from meshweave.execute.torch.call_order import CallSequence, call_order
+from meshweave.execute.torch.call_watch import out_of_order
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.groups import CountsPerWorld
+from meshweave.execute.torch.world import SignedStore, signed_store
 from meshweave.ir.program import Program
 from meshweave.ir.program.text import to_text
 
@@ -25,17 +29,22 @@ Talk = Callable[[Sequence[int], str, str], dict[int, str]]
 """(ranks, own words, what for) -> the words of each rank, as `exchange` with its context."""
 
 _FIRST_S, _LONGEST_S = 0.0005, 0.01
+_UNHEARD_S = 1.0  # for a look at who has not spoken
 
 
-def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str) -> dict[int, str]:
+def exchange(
+    context: TorchContext, ranks: Sequence[int], words: str, what: str, *, topic: str = ""
+) -> dict[int, str]:
     """Return what each of `ranks` says, in ascending order. Collective among them.
 
     Args:
         words: what this rank says.
         what: completes "waiting for ..." in errors.
+        topic: what it is about, which must be equal on all ranks.
 
     Raises:
-        BindError: there is no process group, or another rank waits for other ranks than this one does.
+        BindError: there is no process group; another rank is in another call, refuses this one, or waits for other
+            ranks than this one does.
         RankLostError, DeadlineError: see `TorchContext.guard`.
     """
     ranks = tuple(sorted(ranks))
@@ -43,56 +52,86 @@ def exchange(context: TorchContext, ranks: Sequence[int], words: str, what: str)
         return {ranks[0]: words}
     if not context.is_distributed:
         raise BindError(f"ranks {ranks} have no way to talk ({what}): initialise torch.distributed")
-    store: Any = compat.default_store()
-    talks = _talks.counts()
-    number = talks[ranks] = talks.get(ranks, 0) + 1
-    me, folder = context.rank, f"meshweave/talk/{'-'.join(map(str, ranks))}"
+    order = call_order(context)
+    sequence = order.sequence(ranks)
+    with sequence.talk(what) as number:
+        spoken = {"topic": topic, "title": order.title or what, "token": order.token, "words": words}
+        said = _said_by_all(context, sequence, number, json.dumps(spoken), what)
+        parties: dict[tuple[str, str], list[int]] = {}
+        for rank, answer in said.items():
+            if "refuses" in answer:
+                raise BindError(f"rank {rank} refuses {answer['title']}: {answer['refuses']}")
+            parties.setdefault((answer["topic"], answer["title"]), []).append(rank)
+        if len({topic for topic, _ in parties}) > 1:
+            raise BindError(out_of_order(parties, number))
+    sequence.tokens = {rank: answer["token"] for rank, answer in said.items()}
+    return {rank: answer["words"] for rank, answer in said.items()}
+
+
+def _said_by_all(
+    context: TorchContext, sequence: CallSequence, number: int, spoken: str, what: str
+) -> dict[int, Any]:
+    """Return what each rank of a sequence says in call `number`, as JSON; this one says `spoken`."""
+    store = signed_store(context.deadline_s)
+    me, ranks = sequence.order.rank, sequence.ranks
     others = [rank for rank in ranks if rank != me]
-    with waiting(context, what, others) as overdue:
-        store.set(_now(me), json.dumps([ranks, number, what]))
-        store.set(f"{folder}/{number}/{me}", words)
-        keys = [f"{folder}/{number}/{rank}" for rank in others]
+    known = _begun.counts()
+    known[ranks, sequence.session] = number
+    keys = [sequence.words_key(number, rank) for rank in others]
+
+    def unheard() -> list[int]:
+        quick = signed_store(_UNHEARD_S)
+        return [rank for rank, key in zip(others, keys, strict=True) if not quick.check([key])]
+
+    with waiting(context, what, others, unheard) as overdue:
+        store.set(_now(me), json.dumps([ranks, sequence.session, number, what]))
+        store.set(sequence.words_key(number, me), spoken)
         pause_s = _FIRST_S
         while not store.check(keys):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
             if pause_s == _LONGEST_S:
-                _check_same_talk(store, talks, me, ranks, what, f"{folder}/{number}/broken")
+                _check_same_talk(store, known, me, ranks, what, f"{sequence.folder}/{number}")
             overdue()
         said = store.multi_get(keys)
-        if number > 1:  # all that speak in this round have heard the last one
+        if sequence.last_key:  # all that speak now have heard the last words
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                store.delete_key(f"{folder}/{number - 1}/{me}")
-    heard = {rank: text.decode() for rank, text in zip(others, said, strict=True)}
-    return {rank: words if rank == me else heard[rank] for rank in ranks}
+                store.delete_key(sequence.last_key)
+        sequence.last_key = sequence.words_key(number, me)
+    heard = dict(zip(others, said, strict=True))
+    return {rank: json.loads(spoken if rank == me else heard[rank]) for rank in ranks}
 
 
-_talks = CountsPerWorld()
-"""Rounds so far by set of ranks: contexts come and go, and marks stay in the store."""
+_begun = CountsPerWorld()
+"""The last call in which this rank has spoken, by (ranks, session)."""
 
 
-def _now(rank: int | None) -> str:
+def _now(rank: int) -> str:
     return f"meshweave/talk/now/{rank}"
 
 
 def _check_same_talk(
-    store: Any,
-    talks: dict[tuple[int, ...], int],
-    me: int | None,
+    store: SignedStore,
+    begun: Mapping[tuple[tuple[int, ...], int], int],
+    me: int,
     ranks: tuple[int, ...],
     what: str,
-    broken: str,
+    folder: str,
 ) -> None:
-    """A rank that waits for us in a round that we are not in will wait for ever, and so shall we. Those of our own
-    round learn it under the key `broken`: not all of them can see it for themselves."""
+    """Raise BindError where a rank waits for this one in an agreement of other ranks: both would wait for ever.
+
+    The others of this agreement learn it under a key in its `folder`: not all of them can see it for themselves.
+    """
+    broken = f"{folder}/broken"
     if store.check([broken]):
         raise BindError(store.get(broken).decode())
     for rank in ranks:
         if rank != me and store.check([_now(rank)]):
-            theirs, number, theirs_what = json.loads(store.get(_now(rank)))
-            elsewhere = me in theirs and tuple(theirs) != ranks and talks.get(tuple(theirs), 0) < number
-            # One that has spoken in our round has gone on to its next, and does not keep us.
-            if elsewhere and not store.check([broken.removesuffix("broken") + str(rank)]):
+            theirs, session, number, theirs_what = json.loads(store.get(_now(rank)))
+            is_begun = begun.get((tuple(theirs), session), 0) >= number
+            elsewhere = me in theirs and tuple(theirs) != ranks and not is_begun
+            # One that has spoken in our agreement has gone on to its next, and does not keep us.
+            if elsewhere and not store.check([f"{folder}/{rank}"]):
                 why = (
                     f"rank {me} waits with ranks {ranks} for {what}, "
                     f"rank {rank} with ranks {tuple(theirs)} for {theirs_what}"
@@ -102,8 +141,12 @@ def _check_same_talk(
 
 
 @contextlib.contextmanager
-def waiting(context: TorchContext, what: str, peers: Sequence[int]) -> Iterator[Callable[[], None]]:
+def waiting(
+    context: TorchContext, what: str, peers: Sequence[int], unheard: Callable[[], Sequence[int]] = tuple
+) -> Iterator[Callable[[], None]]:
     """Guard a wait by polling: yields what to call between two looks, which raises once time is up.
+
+    `unheard` returns the ranks that have not come, for the error.
 
     Raises RankLostError or DeadlineError, see `TorchContext.guard`; UnsupportedError where another lane of this
     process has failed meanwhile.
@@ -111,9 +154,14 @@ def waiting(context: TorchContext, what: str, peers: Sequence[int]) -> Iterator[
     with context.guard(what, peers) as wait:
         until = time.monotonic() + wait.timeout.total_seconds()
 
+        order = call_order(context)
+
         def overdue() -> None:
+            order.check_verdict()
             context.lane_threads.check()
             if time.monotonic() >= until:
+                with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
+                    wait.unheard = tuple(unheard())
                 raise RuntimeError(f"timed out waiting for {what}")
 
         yield overdue
@@ -142,10 +190,13 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
         BindError: they are not; it names the ranks that differ.
         RankLostError, DeadlineError: see `TorchContext.guard`.
     """
-    digest = hashlib.sha256(to_text(program).encode()).hexdigest()
+    digest = _digest(program)
     what = f"all to agree on program {program.name}"
     words = json.dumps([program.name, digest])
-    said = talk(program.ranks, words, what) if talk else exchange(context, program.ranks, words, what)
+    if talk:
+        said = talk(program.ranks, words, what)
+    else:
+        said = exchange(context, program.ranks, words, what, topic="agreeing on a program")
     parties: dict[str, list[int]] = {}
     for rank, text in said.items():
         parties.setdefault(text, []).append(rank)
@@ -156,3 +207,30 @@ def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) 
             for text, ranks in sides
         )
         raise BindError(f"ranks are about to run different programs: {sides_text}")
+
+
+def agree_once(context: TorchContext, program: Program) -> None:
+    """Make sure of what `agree` does at the first program of its text in a context, by messages in the store.
+
+    Raises as `agree`.
+    """
+    if not context.is_distributed or len(program.ranks) == 1:
+        return
+    agreed, digest = call_order(context).sequence(program.ranks).digests, _digest(program)
+    if digest not in agreed:
+        agree(context, program)
+        agreed.add(digest)
+
+
+_digests: dict[int, tuple[weakref.ref[Program], str]] = {}
+
+
+def _digest(program: Program) -> str:
+    """Return a digest of a program's text, made once per object: large programs print slowly."""
+    known = _digests.get(id(program))
+    if known is not None and known[0]() is program:
+        return known[1]
+    digest = hashlib.sha256(to_text(program).encode()).hexdigest()
+    key = id(program)
+    _digests[key] = weakref.ref(program, lambda _: _digests.pop(key, None)), digest
+    return digest

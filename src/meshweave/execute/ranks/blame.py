@@ -5,7 +5,9 @@ The functions are pure: no clock, no store, no thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -22,21 +24,58 @@ class Beat:
         count: number of the heartbeat, which only grows.
         state: what the rank does, or why it beats no more.
         detail: words for the state, such as the message of an error.
+        heard: the digest of the last `News` that the rank has read.
     """
 
     count: int
     state: State = "alive"
     detail: str = ""
+    heard: str = "-"
 
     def encode(self) -> str:
         """Return the heartbeat as a value of the store."""
-        return f"{self.count} {self.state} {self.detail}"
+        return f"{self.count} {self.state} {self.heard} {self.detail}"
 
     @classmethod
-    def decode(cls, value: bytes) -> Beat:
+    def decode(cls, value: str) -> Beat:
         """Return the heartbeat that `encode` wrote."""
-        count, state, detail = value.decode(errors="replace").split(" ", 2)
-        return cls(int(count), cast(State, state), detail)
+        count, state, heard, detail = value.split(" ", 3)
+        return cls(int(count), cast(State, state), detail, heard)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What all ranks must know even where the store ends: it is one value of the store, which every rank reads.
+
+    Attributes:
+        lost: the ranks that some rank has given up.
+        store_rank: the rank whose process hosts the store; None where none of the ranks does, or none knows.
+        farewell: the `state` and `detail` with which that rank leaves; "" while it stays.
+    """
+
+    lost: frozenset[int] = frozenset()
+    store_rank: int | None = None
+    farewell: str = ""
+
+    def merge(self, other: News) -> News:
+        """Return the news of both."""
+        store_rank = other.store_rank if self.store_rank is None else self.store_rank
+        return News(self.lost | other.lost, store_rank, self.farewell or other.farewell)
+
+    def encode(self) -> str:
+        """Return the news as a value of the store, JSON."""
+        return json.dumps([sorted(self.lost), self.store_rank, self.farewell])
+
+    @classmethod
+    def decode(cls, value: str) -> News:
+        """Return the news that `encode` wrote."""
+        lost, store_rank, farewell = json.loads(value)
+        return cls(frozenset(lost), store_rank, farewell)
+
+    @property
+    def digest(self) -> str:
+        """A word that stands for these news in a heartbeat."""
+        return hashlib.sha256(self.encode().encode()).hexdigest()[:12]
 
 
 class HeartbeatWatch:
@@ -54,17 +93,23 @@ class HeartbeatWatch:
         self.beats: dict[int, Beat | None] = dict.fromkeys(self._silence_s)
         self.num_rounds = 0
 
-    def feed(self, elapsed_s: float, beats: Mapping[int, Beat | None]) -> None:
+    def feed(
+        self, elapsed_s: float, beats: Mapping[int, Beat | None], unreadable: Collection[int] = ()
+    ) -> None:
         """Record one reading of all other ranks, `elapsed_s` seconds after the last one.
 
         This process may have been paused itself, so a gap counts as two heartbeat intervals at most.
+
+        Args:
+            unreadable: ranks whose heartbeat a stranger has overwritten, which are not silent for that.
         """
         heard_s = min(elapsed_s, 2 * self._interval_s) if self.num_rounds else 0.0
         for rank, before in self.beats.items():
             beat = beats.get(rank)
             if beat is not None:
                 self._first.setdefault(rank, beat.count)
-            self._silence_s[rank] = 0.0 if beat != before else self._silence_s[rank] + heard_s
+            if rank not in unreadable:
+                self._silence_s[rank] = 0.0 if beat != before else self._silence_s[rank] + heard_s
         self.beats = {rank: beats.get(rank) for rank in self.beats}
         self.num_rounds += 1
 
@@ -104,14 +149,16 @@ class BlamedRanks:
         missing: the ranks to blame, none if all may still work.
         reason: what they did, in words.
         given_up: words for a rank that ran into its own deadline first; "" if there is none.
+        has_left: whether the ranks to blame said farewell: they were told to stop, or left early.
     """
 
     missing: tuple[int, ...]
     reason: str
     given_up: str = ""
+    has_left: bool = False
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def ranks_text(ranks: Collection[int]) -> str:
     """Return ranks in words: `rank 2`, `ranks 2 and 5`, `ranks 2, 5 and 7`."""
     names = [str(rank) for rank in sorted(ranks)]
     if len(names) == 1:
@@ -119,14 +166,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
+def given_up_text(rank: int) -> str:
+    """Return what a rank learns that the others have given up."""
+    return f"the other ranks gave rank {rank} (this one) up: it did not answer"
+
+
 def blame(
     rank: int, watch: HeartbeatWatch, accused: Iterable[int], peers: Iterable[int] | None, overdue: bool
 ) -> BlamedRanks:
     """Return which ranks `rank` blames for its failed wait.
 
-    Silent, failed and accused ranks are blamed first. A rank that left because of other ranks (`lost`) is never
-    blamed. A rank that is `done` is blamed if the wait was for it. If `peers` is unknown, ranks that are `done` or
-    were `stopped` are blamed only where no other rank can be.
+    A rank that the others have given up blames itself: whatever it sees is what became of that. Otherwise silent,
+    failed and accused ranks are blamed first. A rank that left because of other ranks (`lost`) is never blamed. A
+    rank that is `done` is blamed if the wait was for it. If `peers` is unknown, ranks that are `done` or were
+    `stopped` are blamed only where no other rank can be.
 
     Args:
         watch: the heartbeats that `rank` has read.
@@ -134,9 +187,10 @@ def blame(
         peers: the ranks waited for; None if unknown.
         overdue: whether the wait reached its deadline, instead of breaking off.
     """
-    blamed = sorted({*watch.silent, *watch.in_state("failed"), *accused} - {rank})
-    if not blamed and rank in accused:
-        return BlamedRanks((rank,), f"the other ranks gave rank {rank} (this one) up: it did not answer")
+    accused = set(accused)
+    if rank in accused:
+        return BlamedRanks(tuple(sorted(accused)), given_up_text(rank))
+    blamed = sorted({*watch.silent, *watch.in_state("failed"), *accused})
     done = set(watch.in_state("done"))
     if peers is not None:
         blamed = blamed or sorted(done & set(peers))
@@ -144,6 +198,7 @@ def blame(
     if not blamed and gave_up:
         beat = watch.beats[gave_up[0]]
         return BlamedRanks((), "", f"{ranks_text(gave_up)} gave up first ({beat.detail if beat else ''})")
+    has_left = not blamed
     blamed = blamed or watch.in_state("stopped")
     # An overdue wait may well be for a rank that still works; a broken connection was somebody's who left.
     if peers is None and not overdue:
@@ -151,9 +206,8 @@ def blame(
     by_reason: dict[str, list[int]] = {}
     for culprit in blamed:
         by_reason.setdefault(_reason(watch.beats.get(culprit)), []).append(culprit)
-    return BlamedRanks(
-        tuple(blamed), ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items())
-    )
+    reason_text = ", ".join(f"{ranks_text(rs)} {reason}" for reason, rs in by_reason.items())
+    return BlamedRanks(tuple(blamed), reason_text, has_left=has_left)
 
 
 def _reason(beat: Beat | None) -> str:

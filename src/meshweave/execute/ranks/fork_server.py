@@ -34,7 +34,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-_PRELOADED = ("torch.distributed", "meshweave.nn", "meshweave.execute.torch.bind")
+from meshweave.execute.ranks.namespaces import live_in_named_namespace
+
+_PRELOADED = (
+    "meshweave.execute.torch.compat:import_all_of_dtensor",
+    "meshweave.nn.linear",
+    "meshweave.nn.matmul2d",
+    "meshweave.nn.reshard_state",
+)
 _IMPORTED_WITH = (
     "OMP_NUM_THREADS",
 )  # variables that are read when torch is imported, so no rank can change them
@@ -51,12 +58,16 @@ class ForkRequest:
         environment: all environment variables of the rank.
         working_directory: the folder that the rank starts in.
         is_ours: whether the rank runs a function of this package, and imports nothing from the working directory.
+        network_namespace: the name of the network namespace that the rank enters; empty for that of the server.
+        startup: functions to call before the rank's own, as "module:function".
     """
 
     folder: str
     environment: dict[str, str]
     working_directory: str
     is_ours: bool
+    network_namespace: str = ""
+    startup: Sequence[str] = ()
 
 
 class ForkedRank:
@@ -103,7 +114,12 @@ class ForkServer:
             command = [sys.executable, "-P", "-m", "meshweave.execute.ranks.fork_server"]
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), *preload],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                },
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
@@ -221,7 +237,8 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
     prefix of their command, start new interpreters as before.
 
     Args:
-        preload: the modules to import before forking; none may start a thread or touch a GPU.
+        preload: the modules to import and functions to call ("module:function") before forking; none may start a
+            thread or touch a GPU.
         num_servers: how many servers share the ranks of a launch.
     """
     global _active
@@ -239,8 +256,8 @@ def fork_servers(preload: Sequence[str] = _PRELOADED, num_servers: int = 2) -> I
 
 def serve(connection: socket.socket, preload: Sequence[str]) -> None:
     """Fork a rank for every request until the owner closes its end."""
-    for module in preload:
-        importlib.import_module(module)
+    for name in preload:
+        _import_or_call(name)
     gc.collect()
     gc.freeze()  # so that no collection in a rank copies the pages that it shares
     reader, writer = os.pipe()
@@ -265,6 +282,14 @@ def serve(connection: socket.socket, preload: Sequence[str]) -> None:
         if reader in readable:
             os.read(reader, 4096)
             _report_ended(connection)
+
+
+def _import_or_call(name: str) -> None:
+    """Import "module", or call "module:function" without arguments."""
+    module, _, function = name.partition(":")
+    imported = importlib.import_module(module)
+    if function:
+        getattr(imported, function)()
 
 
 def _report_ended(connection: socket.socket) -> None:
@@ -292,11 +317,15 @@ def _become_rank(request: ForkRequest, fds: Sequence[int]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request.environment)
+    if request.network_namespace:
+        live_in_named_namespace(request.network_namespace)
     with suppress(FileNotFoundError):
         os.chdir(request.working_directory)
     first = [] if request.is_ours else [request.working_directory]
     path = request.environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = dict.fromkeys([*first, *filter(None, path), *sys.path])
+    for name in request.startup:
+        _import_or_call(name)
     run_rank(Path(request.folder), int(os.environ["RANK"]), os.getppid())
     sys.exit(0)
 

@@ -1,7 +1,8 @@
 """Start ranks as processes of this host, and wait for them with a time limit.
 
-The parent hosts the store. So any rank may die, and the other ranks still learn which. Jobs, results and reports
-pass between parent and ranks as JSON files in a private temporary folder.
+The parent hosts the store. So any rank may die, and the other ranks still learn which. It listens on the loopback
+interface alone, and what ranks say of each other through it is signed with a token of the run (`signing`). Jobs,
+results and reports pass between parent and ranks as JSON files in a private temporary folder.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,9 +21,11 @@ from typing import Any, Protocol
 
 from meshweave.base import errors
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.base.owner import temporary_folder
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.fork_server import ForkRequest, active_fork_servers
 from meshweave.execute.ranks.liveness import Liveness
+from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token
 
 _POLL_S = 0.02
 STOPPED = "stopped"  # the kind of report that a rank leaves which a signal ended
@@ -61,10 +64,15 @@ class RankPlace:
     Attributes:
         prefix: a command, such as `taskset -c 3`, to which the command of the rank is appended.
         env: environment variables on top of those of `launch`.
+        network_namespace: the name of a network namespace that the rank runs in, as `ip netns` lists it.
+        fork_startup: functions, as "module:function", that a forked rank calls at its start: they do what the
+            environment makes a new interpreter do (a `sitecustomize`).
     """
 
     prefix: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    network_namespace: str = ""
+    fork_startup: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ class Report:
     Attributes:
         kind: the name of the error's class, or STOPPED.
         ours: whether the error is a MeshweaveError or the report of a signal, which need no traceback.
-        missing: the ranks that a RankLostError names.
+        missing: the ranks that a RankLostError names, or that a signal's report does.
     """
 
     kind: str
@@ -138,6 +146,7 @@ def launch(
     interval_s: float = 0.2,
     stale_s: float = 2.0,
     places: Sequence[RankPlace] = (),
+    address: str = "127.0.0.1",
     store: Any = None,
 ) -> list[Any]:
     """Run `function(context, payload)` in `num_ranks` processes on this host, and return the result of each rank.
@@ -161,8 +170,9 @@ def launch(
         stale_s: seconds without a heartbeat after which a rank counts as lost.
         places: where each rank runs, one for each if any; what a prefix starts must become the rank itself
             (exec) and no other process of it.
-        store: a TCPStore that this process hosts, where the ranks reach it by another address than loopback:
-            the MASTER_ADDR that `places` must then give.
+        address: an address of this host that the store listens on, and by which ranks reach it. Anybody who
+            reaches it can disturb the run, so take another than loopback only for ranks on other hosts.
+        store: a TCPStore that this process hosts, instead of that; `places` then give its MASTER_ADDR.
 
     Raises:
         RankLostError: ranks died without a word, or the ranks agree that some stopped answering; `missing`
@@ -172,22 +182,21 @@ def launch(
         RankError: a rank raised any other exception.
         BindError: target, payload or result are not what they should be.
     """
-    import torch.distributed as dist  # here, for `RankContext` is imported by workers that have yet to start up
-
     if num_ranks < 1:
         raise BindError(f"num_ranks is {num_ranks}, and at least one rank is needed")
     assert len(places) in (0, num_ranks), places
     if deadline_s is None:
         deadline_s = max(timeout_s - 10.0, timeout_s / 2)
-    with tempfile.TemporaryDirectory(prefix="meshweave-") as name:
+    with temporary_folder("launch") as name:
         folder = Path(name)
         LaunchJob(target, payload, deadline_s, interval_s, stale_s, os.getpid()).write(folder)
         if store is None:
-            store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            store = host_store(address)
         is_ours = target.startswith("meshweave.")
         run = _LaunchedRanks(folder, num_ranks, time.monotonic() + timeout_s, is_ours)
+        env = {"MASTER_ADDR": address, TOKEN_VARIABLE: new_token(), **(env or {})}
         try:
-            run.start_all(places or [RankPlace()] * num_ranks, store.port, env or {})
+            run.start_all(places or [RankPlace()] * num_ranks, store.port, env)
             run.wait(grace_s)
             # A rank that is told to end listens for some `stale_s` before it reports and goes.
             run.stop_rest(grace_s=2 * stale_s + 1.0)
@@ -202,16 +211,41 @@ def _environment(rank: int, num_ranks: int, port: int, env: Mapping[str, str]) -
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     merged = {"GLOO_SOCKET_IFNAME": loopback, **os.environ, "OMP_NUM_THREADS": "1", **env}
     # The ranks must find this very meshweave, installed or not.
-    ours = str(Path(__file__).parents[2])
+    ours = str(Path(__file__).parents[3])
     merged["PYTHONPATH"] = os.pathsep.join(filter(None, [ours, merged.get("PYTHONPATH")]))
     merged.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    merged.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    merged["MASTER_PORT"] = str(port)
     return merged
+
+
+def host_store(address: str = "127.0.0.1", port: int = 0) -> Any:
+    """Return a new TCPStore of this process that listens on one address alone; its `port` is free if 0 is given.
+
+    A TCPStore that opens its socket itself listens on all interfaces, whatever host it is given (torch 2.9 and
+    2.13), so it is handed one that is bound already.
+
+    Raises:
+        BindError: this host does not have the address, or the port is taken.
+    """
+    import torch.distributed as dist  # here, for `RankContext` is imported by workers that have yet to start up
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            raise BindError(f"the store cannot listen on {address}:{port}: {error.strerror}") from None
+        listener.listen(1024)
+        port = listener.getsockname()[1]
+        descriptor = listener.detach()  # the store's from here on
+    return dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 class _Process(Protocol):
     """A started rank: a new interpreter (`subprocess.Popen`) or a fork (`ForkedRank`)."""
 
+    @property
+    def pid(self) -> int: ...
     def poll(self) -> int | None: ...
     def wait(self, timeout: float) -> int: ...
     def terminate(self) -> None: ...
@@ -229,21 +263,38 @@ class _LaunchedRanks:
     running: dict[int, _Process] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)  # rank: exit status; in the order of their ends
     ended_by_us: set[int] = field(default_factory=set)  # ranks that we ended
+    suspended: list[int] = field(default_factory=list)  # of these, the ranks that a signal had stopped
 
     def start_all(self, places: Sequence[RankPlace], port: int, env: Mapping[str, str]) -> None:
         for rank, place in enumerate(places):
             environment = {**_environment(rank, self.num_ranks, port, env), **place.env}
-            self._start(rank, environment, place.prefix)
+            self._start(rank, environment, place)
 
-    def _start(self, rank: int, environment: dict[str, str], prefix: tuple[str, ...] = ()) -> None:
-        servers = active_fork_servers()
-        if servers is not None and not prefix and servers.can_start(environment):
-            request = ForkRequest(str(self.folder), environment, str(Path.cwd()), self.is_ours)
+    def _start(self, rank: int, environment: dict[str, str], place: RankPlace) -> None:
+        servers, namespace = active_fork_servers(), place.network_namespace
+        if servers is not None and not place.prefix and servers.can_start(environment):
+            request = ForkRequest(
+                str(self.folder),
+                environment,
+                str(Path.cwd()),
+                self.is_ours,
+                network_namespace=namespace,
+                startup=place.fork_startup,
+            )
             self.running[rank] = servers.start(rank, request)
             return
         # A target of ours needs nothing from the folder the user is in, where a stray module could shadow one.
         safe = ["-P"] if self.is_ours else []
-        command = [*prefix, sys.executable, *safe, "-m", "meshweave.execute.ranks.worker", str(self.folder)]
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        command = [
+            *place.prefix,
+            *inside,
+            sys.executable,
+            *safe,
+            "-m",
+            "meshweave.execute.ranks.worker",
+            str(self.folder),
+        ]
         self.running[rank] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 
     @property
@@ -271,12 +322,16 @@ class _LaunchedRanks:
             time.sleep(_POLL_S)
 
     def stop_rest(self, grace_s: float) -> None:
-        """Send SIGTERM to all running ranks, upon which they report and end; wait `grace_s` seconds for that."""
+        """Send SIGTERM to all running ranks, upon which they report and end; wait `grace_s` seconds for that.
+
+        What a signal has stopped cannot report: it is killed once the others have ended.
+        """
         self.ended_by_us.update(self.running)
+        self.suspended = [rank for rank, process in self.running.items() if _is_suspended(process.pid)]
         for process in self.running.values():
             process.terminate()
         until = time.monotonic() + grace_s
-        while self.running and time.monotonic() < until:
+        while set(self.running) - set(self.suspended) and time.monotonic() < until:
             self._reap()
             time.sleep(_POLL_S)
 
@@ -299,6 +354,7 @@ class _LaunchedRanks:
         unasked = {rank: report for rank, report in said.items() if rank not in self.ended_by_us}
         dead = [rank for rank, report in unasked.items() if report is None or report.kind == STOPPED]
         victims = (RankLostError.__name__, DeadlineError.__name__)
+        late = f"had not finished after {timeout_s:g} s and had to be ended"
         for rank, report in unasked.items():  # in the order of their ends
             if rank in dead:
                 causes = ", ".join(f"rank {r} {_cause(self.ended[r])}" for r in sorted(dead))
@@ -312,8 +368,15 @@ class _LaunchedRanks:
                 if report.kind == kind:
                     words = f"rank {rank}: {report.message}"
                     return RankLostError(words, lost) if report.kind == victims[0] else DeadlineError(words)
-        late = ranks_text(sorted(self.ended_by_us))
-        return DeadlineError(f"{late} had not finished after {timeout_s:g} s and had to be ended")
+        if self.suspended:
+            stopped = (
+                f"{ranks_text(self.suspended)} {'were' if self.suspended[1:] else 'was'} stopped by a signal"
+            )
+            return RankLostError(f"{stopped}; {ranks_text(self.ended_by_us)} {late}", self.suspended)
+        if lost:  # by the reports of ranks that were told to end
+            words = f"{ranks_text(lost)} stopped answering; {ranks_text(self.ended_by_us)} {late}"
+            return RankLostError(words, lost)
+        return DeadlineError(f"{ranks_text(self.ended_by_us)} {late}")
 
 
 def _read_report(folder: Path, rank: int) -> Report | None:
@@ -322,6 +385,14 @@ def _read_report(folder: Path, rank: int) -> Report | None:
         return None
     fields = json.loads(path.read_text())
     return Report(**{**fields, "missing": tuple(fields["missing"])})
+
+
+def _is_suspended(pid: int) -> bool:
+    """Return whether a signal has stopped a process; on Linux, else False."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _cause(status: int) -> str:

@@ -10,54 +10,53 @@ healthy run costs one small `set` and one `check` per rank and interval, however
 
 Clocks of different hosts are never compared: an observer watches whether a count changes, for as long as it
 itself is awake to watch.
+
+Whom a rank accuses is news, one value that every rank reads with each of its heartbeats, and whose digest is in
+its next one. A rank that accuses waits until all that still answer have heard it. So they know whom to blame even
+where the store ends with the accuser. A rank whose process hosts the store leaves last: it stays until the others
+have left, or a little longer than a rank takes to be given up.
+
+What a rank writes is signed, and what is not is ignored; see `signing`.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from meshweave.base.errors import DeadlineError, MeshweaveError, RankLostError, UnsupportedError
-from meshweave.execute.ranks.blame import Beat, BlamedRanks, HeartbeatWatch, State, blame, ranks_text
+from meshweave.execute.ranks.blame import (
+    Beat,
+    BlamedRanks,
+    HeartbeatWatch,
+    News,
+    State,
+    blame,
+    given_up_text,
+    ranks_text,
+)
+from meshweave.execute.ranks.heart import Heart, Store, hosts_store
 from meshweave.execute.ranks.signals import SignalReport, write_stderr
-
-_LOST_KEY = "meshweave/lost"
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that is needed here."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value of a key, waiting until there is one."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys have values."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of several keys."""
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write `desired` if the value is `expected`, "" meaning none; return the value afterwards."""
 
 
 class Guard:
     """Wraps one blocking wait; see `Liveness.guard`."""
 
-    __slots__ = ("_liveness", "_peers", "_start", "deadline_s", "what")
+    __slots__ = ("_liveness", "_peers", "_start", "deadline_s", "unheard", "what")
 
     def __init__(self, liveness: Liveness, what: str, deadline_s: float, peers: Iterable[int] | None) -> None:
         self._liveness, self._peers = liveness, peers
         self.what, self.deadline_s, self._start = what, deadline_s, time.monotonic()
+        self.unheard: Sequence[int] = ()
+        """The ranks that have not come, where the caller knows; a missed deadline names them."""
 
     @property
     def waited_s(self) -> float:
@@ -81,7 +80,7 @@ class Guard:
         try:
             if isinstance(error, RuntimeError | OSError) and not isinstance(error, MeshweaveError):
                 overdue = self.waited_s >= self.deadline_s or _says_timeout(error)
-                explained = self._liveness._explain(self.what, self.waited_s, overdue, self._peers)
+                explained = self._liveness._explain(self, overdue, self._peers)
                 if explained is not None:
                     raise explained from error
         finally:
@@ -106,7 +105,9 @@ class Liveness:
         stale_s: seconds of silence after which a rank counts as lost. Longer than anything that may hold up a
             healthy process: a paused machine, C code that keeps the GIL.
         deadline_s: seconds a guarded wait may take unless it says otherwise.
-        store_rank: the rank whose process hosts the store, where it is one of the ranks.
+        store_rank: the rank whose process hosts the store, where it is one of the ranks. A rank whose own process
+            does finds that out (on Linux), and the others learn it from that rank.
+        is_wanted: asked with each heartbeat; once it says no, this rank leaves in peace.
 
     Also a context manager: leaving it closes it, with the error if there is one.
     """
@@ -121,33 +122,29 @@ class Liveness:
         stale_s: float = 2.0,
         deadline_s: float = 60.0,
         store_rank: int | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         assert 0 < interval_s < stale_s, (interval_s, stale_s)
-        self.rank, self.deadline_s = rank, deadline_s
-        self._others = tuple(sorted(set(ranks) - {rank}))
-        self._interval_s, self._stale_s, self._store_rank = interval_s, stale_s, store_rank
-        # Longest wait for the heartbeats to settle while nobody is in doubt; twice that in any case.
+        self.rank, self.deadline_s, self._is_wanted = rank, deadline_s, is_wanted
+        self._stale_s = stale_s
+        # Longest wait for the heartbeats to settle while nobody is in doubt.
         self._settle_s = stale_s + max(5 * interval_s, stale_s / 2)
-        clone: Callable[[], Store] | None = getattr(store, "clone", None)
-        self._store = clone() if clone is not None else store
-
+        if store_rank is None and hosts_store(store):
+            store_rank = rank
         self._waits: dict[int, str] = {}  # what guards are waiting for, to be named when a signal comes
-        self._round = threading.Condition()  # guards all below; notified after each round of the thread
-        self._wake = threading.Event()
-        self._watches: list[HeartbeatWatch] = []
-        self._known: set[int] = set()  # others that have beaten at least once: reading them cannot block
-        self._accused: set[int] = set()  # ranks named as lost, by us or by anybody
-        self._state: State = "alive"
-        self._detail = ""
-        self._version = self._stored_version = (
-            0  # of our state and accusations: the current, and the last in the store
-        )
-        self._store_gone = self._closing = self._closed = False
+        self._closed = False
         self._signals: SignalReport | None = None
-        # All traffic with the store is the thread's: a store whose host vanished may block a call for good,
-        # and then only the thread is stuck, and everybody else can tell by its rounds.
-        self._thread = threading.Thread(target=self._run, name="meshweave-liveness", daemon=True)
-        self._thread.start()
+        self._pid = os.getpid()
+        # A connection of its own is cloned from the store, so that no call of others holds a beat up.
+        self._heart = Heart(
+            store,
+            rank,
+            sorted(set(ranks) - {rank}),
+            interval_s=interval_s,
+            stale_s=stale_s,
+            news=News(store_rank=store_rank),
+            is_wanted=is_wanted,
+        )
         # A daemon thread inside a C++ call must not meet the interpreter's end, which may abort the process.
         atexit.register(self._close_at_exit)
 
@@ -187,14 +184,17 @@ class Liveness:
         return finding.missing
 
     def install_signal_report(
-        self, signum: signal.Signals = signal.SIGTERM, write: Callable[[str], None] | None = None
+        self,
+        signum: signal.Signals = signal.SIGTERM,
+        write: Callable[[str, tuple[int, ...]], None] | None = None,
     ) -> None:
         """On `signum`, say in one line which ranks are missing, then let the signal do what it did before.
 
         Launchers end the survivors when one rank dies, often before these have found out why. The report
         comes out even if the main thread is stuck in a C++ wait (one that released the GIL). It delays the
-        signal by three beats if all ranks answer, by `stale_s` if one is missing. `write` takes the line,
-        which goes to stderr by default. `close`, from the main thread too, restores the previous handler.
+        signal by three beats if all ranks answer, by `stale_s` if one is missing. `write` takes the line and
+        the ranks that are missing; by default the line goes to stderr. `close`, from the main thread too,
+        restores the previous handler.
 
         Raises:
             UnsupportedError: not the main thread, or the present handler was not installed from Python.
@@ -208,15 +208,28 @@ class Liveness:
         assert self._signals is None, "installed twice"
         self._signals = SignalReport(signum, self._signal_line, write or write_stderr)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has said farewell, or its store has ended."""
+        return self._closed or self._heart.store_gone
+
     def close(self, error: BaseException | None = None) -> None:
-        """Say farewell and stop beating; `error` is why this rank leaves, if it does not leave in peace."""
+        """Say farewell and stop beating; `error` is why this rank leaves, if it does not leave in peace.
+
+        Where this process hosts the store, that of the other ranks is waited for, for `stale_s` and a half of it
+        at most.
+        """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._close_at_exit)
+        if os.getpid() != self._pid:  # a fork: neither the thread nor the rank is here
+            return
         if isinstance(error, SystemExit) and not error.code:
             error = None
-        if isinstance(error, RankLostError):
+        if self._heart.has_left and not isinstance(error, RankLostError):
+            pass  # the first farewell stays
+        elif isinstance(error, RankLostError):
             self._announce("lost", _one_line(error), error.missing)
         elif isinstance(error, DeadlineError):
             self._announce("overdue", _one_line(error))
@@ -224,9 +237,9 @@ class Liveness:
             self._announce("failed", f"{type(error).__name__}: {_one_line(error)}")
         else:
             self._announce("done")
-        self._closing = True
-        self._wake.set()
-        self._thread.join(self._settle_s)
+        if self._hosts_store:  # whatever else it leaves for, the others have heard
+            self._wait_for_others(lambda beat: False, self._settle_s if error is None else self._stale_s / 2)
+        self._heart.stop(self._settle_s if self._heart.is_beating else 0.0)
         if self._signals is not None:
             self._signals.uninstall()
 
@@ -243,33 +256,40 @@ class Liveness:
 
     # -- finding out -----------------------------------------------------------------------------------------
 
-    def _explain(
-        self, what: str, waited_s: float, overdue: bool, peers: Iterable[int] | None
-    ) -> MeshweaveError | None:
+    def _explain(self, wait: Guard, overdue: bool, peers: Iterable[int] | None) -> MeshweaveError | None:
         """The error that a failed wait deserves, announced to the others; None if nobody else is to blame."""
-        if self._closed:
+        if self._closed or not self._is_wanted():
             return None
+        waited_s = wait.waited_s
         finding = self._look(patient=not overdue, overdue=overdue, peers=peers)
+        resumed_at, paused_s = self._heart.last_pause
+        since = time.monotonic() - wait.waited_s - wait.deadline_s  # an earlier wait may have had its answers
+        if finding.missing and self._hosts_store and paused_s and resumed_at >= since:
+            # The store was stopped with this rank, and the others could not say that they left because of it.
+            finding = BlamedRanks((self.rank,), f"{given_up_text(self.rank)} for {paused_s:.0f} s")
         if finding.reason:
-            lost = RankLostError(f"{finding.reason} while waiting for {what}", finding.missing)
+            lost = RankLostError(f"{finding.reason} while waiting for {wait.what}", finding.missing)
             self._announce("lost", _one_line(lost), finding.missing)
             return lost
         if not overdue and not finding.given_up:
             return None
         why = finding.given_up or "every rank still answers"
-        late = DeadlineError(f"gave up waiting for {what} after {waited_s:.1f} s: {why}")
+        if wait.unheard and not finding.given_up:
+            why = f"{ranks_text(wait.unheard)} did not come, and {why}"
+        late = DeadlineError(f"gave up waiting for {wait.what} after {waited_s:.1f} s: {why}")
         self._announce("overdue", _one_line(late))
         return late
 
-    def _signal_line(self, signum: signal.Signals, ignored: bool) -> str:
-        """What to say on a signal; unless it is ignored, it is this rank's farewell too."""
+    def _signal_line(self, signum: signal.Signals, ignored: bool) -> tuple[str, tuple[int, ...]]:
+        """What to say on a signal, and the ranks that are lost; unless ignored, it is a farewell too."""
         if not ignored:
             self._announce("stopped", signum.name)
         finding = self._look(patient=False, overdue=True, peers=None)
         waits = " and ".join(sorted(set(self._waits.values())))
         while_ = f" while waiting for {waits}" if waits else ""
         why = finding.reason or finding.given_up or "every other rank still answers"
-        return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}"
+        missing = () if finding.has_left else finding.missing
+        return f"meshweave: rank {self.rank} got {signum.name}{while_}: {why}", missing
 
     def _look(self, *, patient: bool, overdue: bool, peers: Iterable[int] | None) -> BlamedRanks:
         """Listen until nobody is in doubt, then judge.
@@ -277,114 +297,63 @@ class Liveness:
         `patient`: where nobody is to blame yet, listen to the end. A connection has just been closed, and who
         closed it may still be tidying up with its heart beating.
         """
-        watch = HeartbeatWatch(self._others, interval_s=self._interval_s, stale_s=self._stale_s)
-        start = time.monotonic()
-        with self._round:
-            self._watches.append(watch)
-            self._wake.set()
-            try:
-                self._listen(watch, start, patient)
-            finally:
-                self._watches.remove(watch)
-            if not self._store_gone and watch.num_rounds:
-                return blame(self.rank, watch, self._accused, peers, overdue)
-            accused = sorted(self._accused - {self.rank})
-        if accused:  # its host left because of these, or with these
-            return BlamedRanks(tuple(accused), f"{ranks_text(accused)} stopped answering")
-        if self._store_rank is None or self._store_rank == self.rank:
+        heart, start = self._heart, time.monotonic()
+        with heart.watch() as watch:
+            self._listen(watch, start, patient)
+            news, paused_s = heart.news, heart.paused_s
+            if not heart.store_gone and watch.num_rounds:
+                return blame(self.rank, watch, news.lost, peers, overdue)
+        host = news.store_rank
+        if self.rank in news.lost or (heart.store_gone and paused_s and host != self.rank):
+            paused = f" for {paused_s:.0f} s" if paused_s else ""
+            missing = tuple(sorted(news.lost | {self.rank}))
+            return BlamedRanks(missing, f"{given_up_text(self.rank)}{paused}")
+        if news.lost:  # the store's host left because of these, or with these
+            return BlamedRanks(tuple(sorted(news.lost)), f"{ranks_text(news.lost)} stopped answering")
+        if host is None or host == self.rank:
             return BlamedRanks((), "the store is gone (nobody knows which rank hosted it)")
-        return BlamedRanks(
-            (self._store_rank,), f"rank {self._store_rank}, which hosts the store, stopped answering"
-        )
+        state, _, detail = news.farewell.partition(" ")
+        if state == "overdue":
+            return BlamedRanks((), "", f"rank {host} gave up first ({detail})")
+        if state == "failed":
+            return BlamedRanks((host,), f"rank {host} failed ({detail})")
+        return BlamedRanks((host,), f"rank {host}, which hosts the store, stopped answering")
 
     def _listen(self, watch: HeartbeatWatch, start: float, patient: bool) -> None:
-        while not self._store_gone:
+        heart = self._heart
+        while not heart.store_gone:
             waited_s = time.monotonic() - start
-            blamed = watch.silent or watch.in_state("failed") or self._accused
+            blamed = watch.silent or watch.in_state("failed") or heart.news.lost
             if not watch.is_undecided and (blamed or not patient or waited_s >= self._settle_s):
                 return
             # On a loaded machine the rounds come slowly, but not a single one means that the store hangs.
-            if waited_s >= (2 * self._settle_s if watch.num_rounds else self._settle_s):
+            if waited_s >= 2 * self._stale_s or (waited_s >= self._stale_s and not watch.num_rounds):
                 return
-            self._round.wait(self._interval_s)
+            heart.wait_for_beat()
+
+    @property
+    def _hosts_store(self) -> bool:
+        return self._heart.news.store_rank == self.rank
 
     def _announce(self, state: State, detail: str = "", accused: Iterable[int] = ()) -> None:
-        """Put our state (the first farewell stays) and whom we accuse into the store, and wait for that."""
-        with self._round:
-            if self._state == "alive":
-                self._state, self._detail = state, detail
-            news = set(accused) - self._accused
-            self._accused |= news
-            self._version += 1
-            version, until = self._version, time.monotonic() + self._settle_s
-            self._wake.set()
-            while self._stored_version < version and not self._store_gone and self._thread.is_alive():
-                if time.monotonic() >= until:
+        """Put our state (the first farewell stays) and whom we accuse into the store, until all have heard it."""
+        heart = self._heart
+        farewell = f"{state} {detail}" if self._hosts_store and state != "done" else ""
+        if heart.announce(state, detail, News(frozenset(accused), farewell=farewell), self._stale_s):
+            self._wait_for_others(lambda beat: beat.heard == heart.news.digest, self._stale_s / 2)
+
+    def _wait_for_others(self, is_enough: Callable[[Beat], bool], limit_s: float) -> None:
+        """Wait until each rank that still answers has beaten with a beat that is enough, or has left."""
+        heart, until = self._heart, time.monotonic() + limit_s
+        with heart.watch() as watch:
+            while heart.is_beating and time.monotonic() < until:
+                lost = heart.news.lost.union(watch.silent)
+                if watch.num_rounds and not any(
+                    beat is not None and beat.state == "alive" and rank not in lost and not is_enough(beat)
+                    for rank, beat in watch.beats.items()
+                ):
                     break
-                self._round.wait(self._interval_s)
-        if news and self.rank == self._store_rank:
-            time.sleep(5 * self._interval_s)  # the store dies with us: let everybody read whom we accuse
-
-    # -- the thread ------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            self._beat()
-        except (RuntimeError, OSError):
-            pass  # clients do not reconnect: whoever waits is told that the store is gone
-        finally:
-            with self._round:
-                self._store_gone = True
-                self._round.notify_all()
-
-    def _beat(self) -> None:
-        count, last = 0, time.monotonic()
-        while True:
-            closing = self._closing
-            self._wake.clear()
-            with self._round:
-                version, watched = self._version, bool(self._watches)
-                beat, accused = Beat(count, self._state, self._detail), set(self._accused)
-            self._store.set(_beat_key(self.rank), beat.encode())
-            # Also the round trip that proves that the beat has arrived.
-            lost = self._merge_lost(accused)
-            beats = self._read_beats() if watched else None
-            now = time.monotonic()
-            with self._round:
-                self._accused |= lost
-                self._stored_version = version
-                if beats is not None:
-                    for watch in self._watches:
-                        watch.feed(now - last, beats)
-                self._round.notify_all()
-            if closing:
-                return
-            count, last = count + 1, now
-            self._wake.wait(self._interval_s)
-
-    def _merge_lost(self, accused: set[int]) -> set[int]:
-        """The union of what is in the store and `accused`, in the store afterwards too."""
-        while True:
-            present = self._store.check([_LOST_KEY])
-            old = self._store.get(_LOST_KEY).decode() if present else ""
-            in_store = {int(word) for word in old.split()}
-            if accused <= in_store:
-                return in_store
-            new = " ".join(map(str, sorted(in_store | accused)))
-            if self._store.compare_set(_LOST_KEY, old, new).decode() == new:
-                return in_store | accused
-
-    def _read_beats(self) -> dict[int, Beat | None]:
-        self._known.update(
-            rank for rank in self._others if rank not in self._known and self._store.check([_beat_key(rank)])
-        )
-        known = sorted(self._known)
-        values = self._store.multi_get([_beat_key(rank) for rank in known]) if known else []
-        return {rank: Beat.decode(value) for rank, value in zip(known, values, strict=True)}
-
-
-def _beat_key(rank: int) -> str:
-    return f"meshweave/hb/{rank}"
+                heart.wait_for_beat()
 
 
 def _one_line(error: BaseException) -> str:

@@ -25,15 +25,16 @@ class SignalReport:
 
     Args:
         signum: the signal, whose present handler must be one of Python's.
-        line: called once, with the signal and whether the process ignores it; what it returns is reported.
-        write: takes the line.
+        line: called once, with the signal and whether the process ignores it; it returns a line to report and the
+            ranks that are missing.
+        write: takes both.
     """
 
     def __init__(
         self,
         signum: signal.Signals,
-        line: Callable[[signal.Signals, bool], str],
-        write: Callable[[str], None],
+        line: Callable[[signal.Signals, bool], tuple[str, tuple[int, ...]]],
+        write: Callable[[str, tuple[int, ...]], None],
     ) -> None:
         self._signum, self._line, self._write = signum, line, write
         self._reported = False
@@ -70,7 +71,7 @@ class SignalReport:
                     os.write(self._next_fd, received)
             if self._signum in received and not self._reported:
                 with contextlib.suppress(Exception):  # whatever goes wrong, the signal must have its way
-                    self._write(self._line(self._signum, self._previous == signal.SIG_IGN))
+                    self._write(*self._line(self._signum, self._previous == signal.SIG_IGN))
                 self._reported = True
                 if self._previous == signal.SIG_DFL:
                     _die_by(self._signum)
@@ -89,6 +90,6 @@ def _die_by(signum: int) -> None:
     os._exit(128 + signum)
 
 
-def write_stderr(line: str) -> None:
-    """Write even where the rest of the process cannot."""
+def write_stderr(line: str, missing: tuple[int, ...] = ()) -> None:
+    """Write a line even where the rest of the process cannot. The ranks that are `missing` stand in it already."""
     os.write(2, f"{line}\n".encode())  # not sys.stderr: the main thread may hold its lock

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from meshweave.execute.ranks.launch import (
     write_json,
 )
 from meshweave.execute.ranks.liveness import Liveness
+from meshweave.execute.ranks.patience import call_within
 
 _PR_SET_PDEATHSIG = 1
 
@@ -76,6 +78,8 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
     function = resolve(job.target)
     import torch.distributed as dist
 
+    from meshweave.execute.torch.world import adopt
+
     num_ranks, patience = int(os.environ["WORLD_SIZE"]), timedelta(seconds=job.deadline_s)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, None, False, patience, wait_for_workers=False)
@@ -88,15 +92,18 @@ def _run(job: LaunchJob, folder: Path, rank: int) -> None:
         deadline_s=job.deadline_s,
     )
     with liveness:
-        liveness.install_signal_report(write=lambda line: _stopped(folder, rank, line))
-        with liveness.guard("all ranks to join"):
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("group", store),
-                rank=rank,
-                world_size=num_ranks,
-                timeout=patience,
-            )
+        liveness.install_signal_report(write=lambda line, lost: _stopped(folder, rank, line, lost))
+        join = partial(
+            dist.init_process_group,
+            "gloo",
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=patience,
+        )
+        with liveness.guard("all ranks to join") as wait:
+            call_within(wait.timeout.total_seconds(), join)
+        adopt(liveness)
         try:
             result = function(RankContext(rank, num_ranks, store, liveness), job.payload)
         except (RuntimeError, OSError) as error:
@@ -131,9 +138,9 @@ def _is_transport(error: BaseException) -> bool:
     return type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()
 
 
-def _stopped(folder: Path, rank: int, line: str) -> None:
+def _stopped(folder: Path, rank: int, line: str, missing: tuple[int, ...]) -> None:
     if not report_path(folder, rank).exists():
-        write_json(report_path(folder, rank), asdict(Report(STOPPED, line, ours=True)))
+        write_json(report_path(folder, rank), asdict(Report(STOPPED, line, ours=True, missing=missing)))
 
 
 def _fail(folder: Path, rank: int, error: BaseException) -> NoReturn:

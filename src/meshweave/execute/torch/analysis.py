@@ -26,12 +26,14 @@ class RankAnalysis:
     Attributes:
         has_memory: whether a remote memory carries the one-sided ops and fences of the program.
         shares_groups: whether lanes may share process groups.
+        in_arrival_order: whether updates of the same elements may be made in the order in which they arrive.
     """
 
     program: Program
     rank: int
     has_memory: bool
     shares_groups: bool
+    in_arrival_order: bool = False
 
     @cached_property
     def ops(self) -> tuple[BoundOp, ...]:
@@ -96,5 +98,5 @@ class RankAnalysis:
 
     @cached_property
     def completion_flags(self) -> CompletionFlags:
-        """The flags by which released remote writes say that they are complete."""
-        return completion_flags(self.program)
+        """The flags by which released remote writes and updates say that they are complete."""
+        return completion_flags(self.program, in_arrival_order=self.in_arrival_order)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +70,9 @@ def bind_communication(wire: Wire, bound: BoundOp) -> Action:
             return chain_actions([])
         case Fence():
             group = wire.group(op.lane, _members(op))
-            return wire.wait(what, _members(op), lambda: [dist.barrier(group=group, async_op=True)])
+            return wire.collective(
+                what, _members(op), group, lambda: dist.barrier(group=group, async_op=True)
+            )
         case AllGather():
             return _all_gather(wire, op, what)
         case ReduceScatter():
@@ -131,7 +134,7 @@ def _all_gather(wire: Wire, op: AllGather, what: str) -> Action:
     group, me = wire.group(op.lane, _members(op)), over.index(wire.rank)
     if native:
         gather = _renamed("all_gather_single", "all_gather_into_tensor")
-        moved = [wire.wait(what, over, lambda: [gather(recv, send, group=group, async_op=True)])]
+        moved = [wire.collective(what, over, group, lambda: gather(recv, send, group=group, async_op=True))]
     else:
         parts = _split(recv, sizes)
         sends = [(send, peer) for peer in over if peer != wire.rank]
@@ -151,7 +154,11 @@ def _reduce_scatter(wire: Wire, op: ReduceScatter, what: str) -> Action:
     group, me = wire.group(op.lane, _members(op)), over.index(wire.rank)
     if native:
         scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
-        moved = [wire.wait(what, over, lambda: [scatter(recv, send, op=how, group=group, async_op=True)])]
+        moved = [
+            wire.collective(
+                what, over, group, lambda: scatter(recv, send, op=how, group=group, async_op=True)
+            )
+        ]
         return chain_actions([*before, *moved, *after])
     parts = _split(send, sizes)
     terms = wire.binder.staging.get(op.lane, "terms", (len(over), *recv.shape), recv.dtype)
@@ -182,9 +189,10 @@ def _reduce(wire: Wire, op: AllReduce | Reduce, what: str) -> Action:
             op.lane, target, src, apart=not after and op.out.overlaps(op.src)
         )  # fmt: skip
     if root is None:
-        moved = wire.wait(what, over, lambda: [dist.all_reduce(box, op=how, group=group, async_op=True)])
+        post = partial(dist.all_reduce, box, op=how, group=group, async_op=True)
     else:
-        moved = wire.wait(what, over, lambda: [dist.reduce(box, root, op=how, group=group, async_op=True)])
+        post = partial(dist.reduce, box, root, op=how, group=group, async_op=True)
+    moved = wire.collective(what, over, group, post)
     return chain_actions([*before, moved, *after])
 
 
@@ -197,7 +205,7 @@ def _broadcast(wire: Wire, op: Broadcast, what: str) -> Action:
     else:
         before = []
         box, after = wire.incoming(op, op.out, order, dtype=dtype)
-    moved = wire.wait(what, over, lambda: [dist.broadcast(box, root, group=group, async_op=True)])
+    moved = wire.collective(what, over, group, partial(dist.broadcast, box, root, group=group, async_op=True))
     return chain_actions([*before, moved, *after])
 
 
@@ -216,10 +224,11 @@ def _all_to_all(wire: Wire, op: AllToAll, what: str) -> Action:
         box = send.reshape(-1)
         splits = [part.numel() for part in sends]
         moved = [
-            wire.wait(
+            wire.collective(
                 what,
                 over,
-                lambda: [dist.all_to_all_single(flat, box, counts, splits, group=group, async_op=True)],
+                group,
+                lambda: dist.all_to_all_single(flat, box, counts, splits, group=group, async_op=True),
             )
         ]
     else:

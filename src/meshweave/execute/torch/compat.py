@@ -50,6 +50,15 @@ def _missing(what: str) -> UnsupportedError:
     )
 
 
+# --- imports ----------------------------------------------------------------------------------------------------
+
+
+def import_all_of_dtensor() -> None:
+    """Import what torch imports at the first use of a DTensor, `torch._dynamo` too; takes 1 to 2 s of a core."""
+    importlib.import_module("torch.distributed.tensor")
+    importlib.import_module("torch._dynamo")
+
+
 # --- process groups ---------------------------------------------------------------------------------------------
 
 _C10D = "torch.distributed.distributed_c10d"

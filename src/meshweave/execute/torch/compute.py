@@ -12,6 +12,7 @@ from torch import Tensor
 from meshweave.base.errors import UnsupportedError
 from meshweave.execute.calls import CallTable
 from meshweave.execute.torch.batched import bind_batched
+from meshweave.execute.torch.threads import with_num_threads
 from meshweave.execute.torch.views import Action, Staging, StridedView, bind_view, chain_actions
 from meshweave.ir.program import BoundOp
 from meshweave.ir.program.ops import Add, Call, Copy, Matmul, Op, Zero
@@ -26,6 +27,7 @@ class Binder:
     """One rank's memory, and how its local ops are bound to it.
 
     `remote_buffer` returns the buffer slot of a remote view as a tensor, where other ranks' memory can be aliased.
+    `num_threads` is what each product runs on; None leaves that to torch.
     """
 
     rank: int
@@ -33,6 +35,7 @@ class Binder:
     staging: Staging
     calls: CallTable
     remote_buffer: Callable[[View], Tensor] | None = None
+    num_threads: int | None = None
     _views: dict[View, StridedView] = field(default_factory=dict)
 
     def view(self, view: View) -> StridedView:
@@ -55,7 +58,7 @@ class Binder:
             self.refuse_remote(bound)
         match op:
             case Matmul():
-                return self._matmul(op)
+                return with_num_threads(self.num_threads, self._matmul(op))
             case Copy(release=release):
                 update = release is not None and release.update
                 return chain_actions(self.move(op.lane, op.out, op.src, add=update))

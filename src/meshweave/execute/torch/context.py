@@ -1,28 +1,46 @@
-"""What bound programs of a process share: process groups, lane threads, caches, and the deadline of each wait."""
+"""What bound programs of a process share: process groups, lane threads, caches, and the deadline of each wait.
+
+A context that is dropped without `close` lets go of this rank's threads, groups and descriptors once Python
+collects it. That is safe for the other ranks as long as this one owes them nothing: a program that has run to
+its end has sent all that they wait for. It ends what they may have begun meanwhile, as `close` does: groups are
+collective objects, and of no use to the rest once one of their ranks is gone. NCCL's groups and MPI's windows
+are freed by all ranks together, so that a dropped context keeps them, and only `close` frees them.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.liveness import Liveness
+from meshweave.execute.ranks.patience import call_within
 from meshweave.execute.torch import compat
+from meshweave.execute.torch.cache import DEFAULT_CACHE_BYTES, ProgramCache
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
 from meshweave.execute.torch.lanes import LaneThreads
+from meshweave.execute.torch.world import world_liveness
 from meshweave.ir.program import Program
 
 CacheT = TypeVar("CacheT", bound=MutableMapping[Any, Any])
 
 
 class GuardedWait(Protocol):
-    """A guard around one blocking wait: `timeout` is what is left of its deadline."""
+    """A guard around one blocking wait: `timeout` is what is left of its deadline.
+
+    Who waits may set `unheard`, the ranks that have not come, before it raises.
+    """
+
+    unheard: Sequence[int]
 
     @property
     def timeout(self) -> timedelta: ...
@@ -35,10 +53,11 @@ class GuardedWait(Protocol):
 class _WaitWithoutLiveness:
     """The guard where nobody listens for heartbeats: it can say what was waited for, not because of whom."""
 
-    __slots__ = ("_what", "timeout")
+    __slots__ = ("_what", "timeout", "unheard")
 
     def __init__(self, what: str, timeout: timedelta) -> None:
         self._what, self.timeout = what, timeout
+        self.unheard: Sequence[int] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -46,10 +65,13 @@ class _WaitWithoutLiveness:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | OSError):
             words = " ".join(str(error).split())
             if "timed out" in words.lower() or "timeout" in words.lower():
-                raise DeadlineError(f"gave up waiting for {self._what} after {self.timeout}") from error
+                absent = f": {ranks_text(self.unheard)} did not come" if self.unheard else ""
+                raise DeadlineError(
+                    f"gave up waiting for {self._what} after {self.timeout}{absent}"
+                ) from error
             why = words.partition(". ")[0]
             if any(word in words.lower() for word in ("connect", "peer", "socket", "pipe", "closed")):
                 raise RankLostError(
@@ -65,20 +87,26 @@ class TorchContext:
     order. Programs on disjoint ranks, such as replicas, know nothing of each other.
 
     Args:
-        liveness: names the ranks that are missing when a wait fails; without it an error can only say what
-            was waited for.
-        deadline_s: seconds that any one wait for other ranks may take.
+        liveness: names the ranks that are missing when a wait fails. None takes that of this process in the
+            default process group, which costs a thread and 5 small messages a second to the store. False takes
+            none: an error can then only say what was waited for.
+        deadline_s: seconds that any one wait for other ranks may take, forming groups included.
         device: where buffers live.
+        cache_bytes: how much memory bound products and reshards may keep, in bytes for each set of ranks; over
+            it the least recently used are dropped, on all of their ranks at the same call. All ranks give the
+            same.
     """
 
     def __init__(
         self,
         *,
-        liveness: Liveness | None = None,
+        liveness: Liveness | Literal[False] | None = None,
         deadline_s: float = 60.0,
         device: torch.device | str = "cpu",
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
-        self.liveness, self.deadline_s = liveness, deadline_s
+        self.liveness = world_liveness() if liveness is None else liveness or None
+        self.deadline_s = deadline_s
         self.device = torch.device(device)
         self.is_distributed = dist.is_available() and dist.is_initialized()
         self.rank: int | None = dist.get_rank() if self.is_distributed else None
@@ -88,10 +116,19 @@ class TorchContext:
         self._groups: dict[tuple[GroupKey, tuple[int, ...]], Any] = {}
         """By what a group is for and the ranks of the programs that made it: all of these know it, or none."""
         self._caches: dict[type[MutableMapping[Any, Any]], MutableMapping[Any, Any]] = {}
+        self.programs = ProgramCache(cache_bytes)
+        """The products and reshards that are bound in this context."""
+        keeps_groups = self.device.type == "cuda"
+        self._finalizer = weakref.finalize(
+            self, _release, self.lane_threads, {} if keeps_groups else self._groups
+        )
+        self._finalizer.atexit = (
+            False  # the ends of the others' connections are theirs until this process ends
+        )
 
     @classmethod
     def default(cls, device: torch.device | str = "cpu") -> TorchContext:
-        """Return the context of a device in the default process group, without liveness; made once and kept."""
+        """Return the context of a device in the default process group; made once and kept."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         known = _defaults.get(str(device))
         if known is None or known[0] is not world:
@@ -121,18 +158,26 @@ class TorchContext:
                 raise BindError(
                     f"program {program.name} has a rank {ranks[-1]}, there are {self.num_ranks} ranks"
                 )
-            naming = compat.override_group_names(group_name) if among_members else contextlib.nullcontext()
-            with self.guard(f"ranks {ranks} to form a group", ranks), naming:
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=self._timeout,
-                    use_local_synchronization=among_members,
-                    group_desc=f"meshweave {channel}",
-                )
-                if self.device.type == "cuda" and self.rank in ranks:
-                    # NCCL connects a group at its first use, which must be one by all of its ranks.
-                    dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+            with self.guard(f"ranks {ranks} to form a group", ranks) as wait:
+                if self.device.type == "cuda":  # whose current device is one of the thread
+                    group = self._new_group(channel, ranks, among_members)
+                    if self.rank in ranks:
+                        # NCCL connects a group at its first use, which must be one by all of its ranks.
+                        dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+                else:
+                    form = partial(self._new_group, channel, ranks, among_members)
+                    group = call_within(wait.timeout.total_seconds(), form)
             self._groups[known] = group
+
+    def _new_group(self, channel: int, ranks: Sequence[int], among_members: bool) -> Any:
+        naming = compat.override_group_names(group_name) if among_members else contextlib.nullcontext()
+        with naming:
+            return dist.new_group(
+                list(ranks),
+                timeout=self._timeout,
+                use_local_synchronization=among_members,
+                group_desc=f"meshweave {channel}",
+            )
 
     def channels(self, program: Program) -> dict[str, int]:
         """Return the channel of each communicating lane; see `assign_channels`."""
@@ -146,6 +191,10 @@ class TorchContext:
     def group(self, program: Program, channel: int, ranks: Sequence[int]) -> Any:
         """Return the process group of a channel over `ranks`, in any order. `program` must have been prepared."""
         return self._groups[(channel, tuple(sorted(ranks))), program.ranks]
+
+    def groups(self) -> list[tuple[tuple[int, ...], Any]]:
+        """Return the process groups formed so far, each after its ranks in ascending order."""
+        return [(ranks, group) for ((_, ranks), _), group in list(self._groups.items())]
 
     def guard(self, what: str, peers: Iterable[int]) -> GuardedWait:
         """Return a guard for one wait for other ranks; its `timeout` is what the wait may take."""
@@ -177,12 +226,19 @@ class TorchContext:
                     with contextlib.suppress(MeshweaveError, RuntimeError):
                         close()
             cache.clear()
-        self.lane_threads.close()
-        for group in self._groups.values():
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                with contextlib.suppress(RuntimeError, ValueError):  # the world may be gone already
-                    dist.destroy_process_group(group)
-        self._groups.clear()
+        self.programs.clear()
+        self._finalizer()
+        _release(self.lane_threads, self._groups)
+
+
+def _release(lane_threads: LaneThreads, groups: dict[Any, Any]) -> None:
+    """End the threads of a context and this rank's part in its groups."""
+    lane_threads.close()
+    for group in groups.values():
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            with contextlib.suppress(RuntimeError, ValueError):  # the world may be gone already
+                dist.destroy_process_group(group)
+    groups.clear()
 
 
 _defaults: dict[str, tuple[Any, TorchContext]] = {}  # by device, with the world that each was made for

@@ -132,13 +132,13 @@ def _groups_of(program: Program, over: str | tuple[int, ...]) -> Iterator[tuple[
 
 
 class CountsPerWorld:
-    """Counts by set of ranks that begin anew with each default process group."""
+    """Counts, by set of ranks for instance, that begin anew with each default process group."""
 
     def __init__(self) -> None:
         self._world: Any = None
-        self._counts: dict[tuple[int, ...], int] = {}
+        self._counts: dict[Any, int] = {}
 
-    def counts(self) -> dict[tuple[int, ...], int]:
+    def counts(self) -> dict[Any, int]:
         """Return the counts of the present default process group."""
         world = dist.group.WORLD
         if self._world is not world:

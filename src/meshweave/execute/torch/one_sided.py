@@ -5,14 +5,16 @@ rank is fetched to staging first, and what it writes there is delivered from sta
 buffer is made element by element in one go, also by the rank that owns it: others may update at the same time.
 
 A released write that a later op of its target's rank reads sets a flag there once it is done; flags hold the
-number of the run, so that nothing has to be reset. A run begins and ends with a fence of all ranks: no rank
-reads what a peer has not written yet, or overwrites what a peer still reads.
+number of the run, so that nothing has to be reset. Updates of the same elements wait for one another by such
+flags, so that their sums have the same bits in every run, unless they may be made in order of arrival. A run
+begins and ends with a fence of all ranks: no rank reads what a peer has not written yet, or overwrites what a
+peer still reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -23,13 +25,14 @@ from meshweave.execute.memory.base import Key, RemoteMemory, RemoteSlot, Slot
 from meshweave.execute.ranks.agreement import agree
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up, row_major
+from meshweave.execute.torch.views import Action, StridedView, bind_view, chain_actions, pair_up
 from meshweave.ir.analysis.edges import is_tracked, tracked_edges
-from meshweave.ir.analysis.matching import match
+from meshweave.ir.analysis.matching import Node, match
+from meshweave.ir.analysis.sums import has_updates, update_order
 from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.ops import COMPUTE_KINDS, UPDATE, Accumulate, Add, Copy, Fence, Get, Matmul, Op, Put
 from meshweave.ir.program.statements import rewrite
-from meshweave.ir.program.views import Range, View
+from meshweave.ir.program.views import Range, View, dense_strides
 
 if TYPE_CHECKING:
     from meshweave.execute.torch.analysis import RankAnalysis
@@ -54,24 +57,43 @@ def fence_groups(program: Program) -> list[tuple[int, ...]]:
     return list(groups)
 
 
-CompletionFlags = tuple[dict[tuple[int, int], dict[int, int]], dict[tuple[int, int], list[int]]]
-"""By op as (rank, index): the flag that it sets on each rank once complete; the own flags that it waits for."""
+Awaited = dict[Node, dict[int, int]]
+"""By op: the own flags that it waits for, and the rank that sets each."""
 
 
-def completion_flags(program: Program) -> CompletionFlags:
-    """Return the flags by which released remote writes tell their readers that they are complete."""
-    sets: dict[tuple[int, int], dict[int, int]] = {}
-    awaited: dict[tuple[int, int], list[int]] = {}
-    if not any(is_tracked(op) and any(view.rank is not None for view in op.writes) for op in program.ops()):
-        return sets, awaited
+@dataclass(frozen=True)
+class CompletionFlags:
+    """By which flags ops of different ranks wait for each other.
+
+    Attributes:
+        sets: by op the flag that it sets on each rank once it is complete.
+        to_start: what an op waits for before it starts, because it reads what others have released.
+        to_update: what an op waits for before it updates memory, because others update the same elements first.
+    """
+
+    sets: dict[Node, dict[int, int]]
+    to_start: Awaited
+    to_update: Awaited
+
+
+def completion_flags(program: Program, *, in_arrival_order: bool = False) -> CompletionFlags:
+    """Return the flags for released remote writes and, unless updates go `in_arrival_order`, for updates."""
+    flags = CompletionFlags({}, {}, {})
     num_flags: dict[int, int] = {}
-    for reader, writers in sorted(tracked_edges(match(program)).items()):
-        for writer in writers:
-            mine = sets.setdefault(writer, {})
-            if reader[0] not in mine:
-                mine[reader[0]] = num_flags[reader[0]] = num_flags.get(reader[0], -1) + 1
-            awaited.setdefault(reader, []).append(mine[reader[0]])
-    return sets, awaited
+
+    def add(edges: Mapping[Node, Sequence[Node]], awaited: Awaited) -> None:
+        for later, earlier in sorted(edges.items()):
+            for node in earlier:
+                mine = flags.sets.setdefault(node, {})
+                if later[0] not in mine:
+                    mine[later[0]] = num_flags[later[0]] = num_flags.get(later[0], -1) + 1
+                awaited.setdefault(later, {})[mine[later[0]]] = node[0]
+
+    if any(is_tracked(op) and any(view.rank is not None for view in op.writes) for op in program.ops()):
+        add(tracked_edges(match(program)), flags.to_start)
+    if not in_arrival_order and has_updates(program):
+        add(update_order(program), flags.to_update)
+    return flags
 
 
 class OneSidedAccess:
@@ -96,21 +118,22 @@ class OneSidedAccess:
         self._memory, self._context, self._program, self._rank = memory, context, program, rank
         agree(context, program, talk=memory.talk)
         self.exposed = analysis.exposed
-        self._sets, self._awaited = analysis.completion_flags
+        self._flags = analysis.completion_flags
+        self._updating: Node = (rank, -1)
         wanted: dict[Key, Slot] = {}
         given: dict[Key, Tensor] = {}
         for buffer in analysis.buffers.values():
             if buffer.name not in self.exposed:
                 continue
             shape = program.local_shape(buffer.name, rank)
-            strides = _strides(shape, buffer.order or row_major(len(shape)))
+            strides = dense_strides(shape, buffer.order)
             dtype = getattr(torch, buffer.dtype)
             for slot in range(buffer.slots):
                 wanted[buffer.name, slot] = Slot(shape, strides, dtype)
             tensor = tensors.get(buffer.name)
             if tensor is not None and memory.locate(tensor.detach(), program.ranks) is not None:
                 given[buffer.name, 0] = tensor.detach()
-        num_flags = 1 + max((flag for to in self._sets.values() for flag in to.values()), default=-1)
+        num_flags = 1 + max((flag for to in self._flags.sets.values() for flag in to.values()), default=-1)
         self._groups = analysis.fence_groups
         what = f"program {program.name}"
         self._window = memory.expose(program.ranks, wanted, given, self._groups, num_flags, what)
@@ -153,6 +176,7 @@ class OneSidedAccess:
         Raises UnsupportedError where the memory cannot do it.
         """
         op, node = bound.op, (self._rank, index)
+        self._updating = node
         remote = any(view.rank is not None for _, view in op.accesses())
         shared_update = any(mode == UPDATE and view.buffer in self.exposed for mode, view in op.accesses())
         if remote or shared_update or isinstance(op, Fence):
@@ -160,16 +184,15 @@ class OneSidedAccess:
         else:
             action = bind_local_or_matched(bound)
         steps = [action]
-        if flags := self._awaited.get(node):
-            setters = {
-                flag: writer[0] for writer, to in self._sets.items() for r, flag in to.items() if r == node[0]
-            }
-            peers = sorted({setters[flag] for flag in flags})
-            wait_for = self._window.await_flags(flags, peers, f"what {bound.label} reads")
-            steps.insert(0, lambda: wait_for(self._run))
-        for rank, flag in self._sets.get(node, {}).items():
+        if flags := self._flags.to_start.get(node):
+            steps.insert(0, self._wait_for(flags, f"what {bound.label} reads"))
+        for rank, flag in self._flags.sets.get(node, {}).items():
             steps.append(self._completion_signal(self._window.notify(rank, flag)))
         return chain_actions(steps)
+
+    def _wait_for(self, flags: Mapping[int, int], what: str) -> Action:
+        wait_for = self._window.await_flags(list(flags), sorted(set(flags.values())), what)
+        return lambda: wait_for(self._run)
 
     def _completion_signal(self, notify: Callable[[int], object]) -> Action:
         return lambda: notify(self._run)
@@ -260,6 +283,8 @@ class OneSidedAccess:
     def _update(self, op: Op, out: View, src: StridedView) -> list[Action]:
         slot, pairs, before = self._paired(op.lane, out, src)
         how = op.op if isinstance(op, Accumulate) else "sum"
+        if flags := self._flags.to_update.get(self._updating):
+            before = [*before, self._wait_for(flags, f"earlier updates of {out.buffer}")]
         return [*before, *(self._window.accumulate(slot, piece, value, how) for piece, value in pairs)]
 
     def _paired(
@@ -309,12 +334,3 @@ class OneSidedAccess:
 
 def _updates(op: Op) -> bool:
     return any(mode == UPDATE for mode, _ in op.accesses())
-
-
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Of a dense tensor whose dims lie in memory in `order`, outermost first."""
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)

@@ -18,9 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshweave.execute.torch.call_order import ENTRY_TAG, BoundCall, call_order, wire_tag
 from meshweave.execute.torch.compute import Binder
 from meshweave.execute.torch.context import TorchContext
-from meshweave.execute.torch.views import Action, Order, StridedView, row_major, to_wire
+from meshweave.execute.torch.views import (
+    Action,
+    Order,
+    StridedView,
+    chain_actions,
+    row_major,
+    to_wire,
+)
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import DataCollective, Op, Recv, Send
 from meshweave.ir.program.views import View
@@ -56,7 +64,7 @@ class MessageExchange:
     a receive posted, but then the context is of no further use anyway.
     """
 
-    __slots__ = ("_ahead", "_guard", "_peers", "_posted", "_recvs", "_sends", "_what")
+    __slots__ = ("_ahead", "_guard", "_order", "_peers", "_posted", "_recvs", "_sends", "_what")
 
     def __init__(
         self,
@@ -69,6 +77,7 @@ class MessageExchange:
         recvs: Sequence[Message],
     ) -> None:
         self._guard, self._what, self._peers = wire.context.guard, what, tuple(peers)
+        self._order = call_order(wire.context)
         self._sends = [partial(dist.isend, tensor, peer, group=group, tag=tag) for tensor, peer in sends]
         self._recvs = [partial(dist.irecv, tensor, peer, group=group, tag=tag) for tensor, peer in recvs]
         self._posted: list[Any] | None = None
@@ -91,15 +100,45 @@ class MessageExchange:
 
     def __call__(self) -> None:
         with self._guard(self._what, self._peers) as wait:
-            works = self._posted
-            if works is None:
-                works = [post() for post in self._recvs]
-            self._posted = None
-            works += [post() for post in self._sends]
-            if self._ahead is not None:
-                self._ahead()
-            for work in works:
-                work.wait(wait.timeout)
+            try:
+                works = self._posted
+                if works is None:
+                    works = [post() for post in self._recvs]
+                self._posted = None
+                works += [post() for post in self._sends]
+                if self._ahead is not None:
+                    self._ahead()
+                for work in works:
+                    work.wait(wait.timeout)
+            except RuntimeError:
+                self._order.explain_failure()
+                raise
+
+
+class GroupEntry:
+    """The ranks of a group meet in each run before the first of torch's own collectives, as an action.
+
+    Messages of two programs never match, for they carry the number of their program; torch's collectives carry
+    none. Ranks that have met run the same program.
+    """
+
+    __slots__ = ("_call", "_meet", "_seen")
+
+    def __init__(self, wire: Wire, what: str, group: Any, over: Sequence[int], call: BoundCall) -> None:
+        others = [rank for rank in over if rank != wire.rank]
+        device = wire.context.device
+        sends = [(torch.zeros(1, dtype=torch.uint8, device=device), rank) for rank in others]
+        recvs = [(torch.zeros(1, dtype=torch.uint8, device=device), rank) for rank in others]
+        tag = wire_tag(call.number, ENTRY_TAG)
+        self._meet = MessageExchange(wire, what, group, tag, others, sends, recvs)
+        self._call, self._seen = call, 0
+
+    def __call__(self) -> None:
+        """Meet the others, unless this run has."""
+        count = self._call.sequence.count
+        if self._seen != count:
+            self._seen = count
+            self._meet()
 
 
 @dataclass(frozen=True)
@@ -111,8 +150,11 @@ class Wire:
     program: Program
     orders: dict[WireKey, Order]
     channels: Mapping[str, int]
+    call: BoundCall | None = None
+    """The program as a call of its ranks; None where no others run it."""
     num_received: dict[str, Iterator[int]] = field(default_factory=dict)
     """By lane, the messages that have been bound to be received."""
+    _entries: dict[Any, GroupEntry] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -123,7 +165,16 @@ class Wire:
         """Return the process group of a lane over `ranks`."""
         return self.context.group(self.program, self.channels[lane], ranks)
 
-    def wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
+    def collective(self, what: str, over: Sequence[int], group: Any, post: Callable[[], Any]) -> Action:
+        """Return what runs one of torch's collectives over the ranks of `group`; `post` returns its work."""
+        run = self._wait(what, over, lambda: [post()])
+        if self.call is None or self.context.device.type == "cuda":
+            return run
+        if group not in self._entries:
+            self._entries[group] = GroupEntry(self, what, group, over, self.call)
+        return chain_actions([self._entries[group], run])
+
+    def _wait(self, what: str, peers: Sequence[int], post: Callable[[], list[Any]]) -> Action:
         """Return what posts works and waits for them: a CPU within the deadline, a CUDA stream with no host."""
         if self.context.device.type == "cuda":
 
@@ -133,18 +184,27 @@ class Wire:
 
             return queue
         guard, peers = self.context.guard, tuple(peer for peer in peers if peer != self.rank)
+        order = call_order(self.context)
 
         def run() -> None:
             with guard(what, peers) as wait:
-                for work in post():
-                    work.wait(wait.timeout)
+                try:
+                    for work in post():
+                        work.wait(wait.timeout)
+                except RuntimeError:
+                    order.explain_failure()
+                    raise
 
         return run
 
     def exchange(
         self, what: str, group: Any, tag: int, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> list[Action]:
-        """Return the actions that move messages: receives are posted before sends, empty messages are left out."""
+        """Return the actions that move messages: receives are posted before sends, empty messages are left out.
+
+        Args:
+            tag: tells messages of this program between two ranks apart; others' have the number of their program.
+        """
         sends = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
         recvs = [(tensor, peer) for tensor, peer in recvs if tensor.numel()]
         if not sends and not recvs:
@@ -153,7 +213,9 @@ class Wire:
         if self.context.device.type == "cuda":
             listed = [dist.P2POp(dist.irecv, t, p, group=group) for t, p in recvs]
             listed += [dist.P2POp(dist.isend, t, p, group=group) for t, p in sends]
-            return [self.wait(what, peers, lambda: dist.batch_isend_irecv(listed))]
+            return [self._wait(what, peers, lambda: dist.batch_isend_irecv(listed))]
+        if self.call is not None and dist.get_backend(group) == "gloo":
+            tag = wire_tag(self.call.number, tag)
         return [MessageExchange(self, what, group, tag, peers, sends, recvs)]
 
     def order(self, op: Op, view: View) -> Order:

@@ -19,8 +19,9 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Partial
 from meshweave.ir.analysis.dataflow import Event
 from meshweave.ir.analysis.interpret import Interpreter, product_operands
-from meshweave.ir.analysis.labels import LABEL, LabelAlgebra, Labels
+from meshweave.ir.analysis.labels import LABEL, LabelAlgebra
 from meshweave.ir.analysis.matching import Node
+from meshweave.ir.analysis.positions import Labels
 from meshweave.ir.analysis.terms import UNWRITTEN, ZERO, partial_term_ranks
 from meshweave.ir.program import Buffer, Call, Include, Matmul, Program, Range, View
 from meshweave.ir.program.check_meanings import running_tensors

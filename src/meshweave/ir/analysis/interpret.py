@@ -16,6 +16,7 @@ from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.matching import Node
 from meshweave.ir.analysis.shapes import part_sizes
+from meshweave.ir.program import Buffer
 from meshweave.ir.program.ops import (
     Accumulate,
     Add,
@@ -106,6 +107,15 @@ class Interpreter:
             for slot in range(buffer.slots)
         }
         self.current: Node = (-1, -1)
+
+    def fill_inputs(self, values: Callable[[Buffer, int], Array]) -> None:
+        """Set every slot of every input buffer to `values(buffer, rank)`, an array of its local shape."""
+        program = self.flow.program
+        for buffer in program.buffers:
+            if buffer.kind == "input":
+                for rank in program.mesh_of[buffer.mesh].ranks:
+                    for slot in range(buffer.slots):
+                        self.memory[rank, buffer.name, slot][...] = values(buffer, rank)
 
     def run(self, order: Iterable[Event]) -> None:
         """Execute events in the given order. Raises ProgramError from the algebra, with op and rank."""

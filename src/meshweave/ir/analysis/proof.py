@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 
 from meshweave.base.errors import ProgramError
+from meshweave.base.limits import PROOF_ELEMENTS, PROOF_WORK
 from meshweave.describe.layout import Layout, Partial
 from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.include_labels import LabelInterpreter
 from meshweave.ir.analysis.interpret import Interpreter
-from meshweave.ir.analysis.labels import LABEL, LabelAlgebra, Labels, element_labels
+from meshweave.ir.analysis.labels import LABEL, LabelAlgebra, element_labels
+from meshweave.ir.analysis.positions import Labels
 from meshweave.ir.analysis.terms import UNWRITTEN, partial_term_ranks
 from meshweave.ir.program import Buffer, Program
-from meshweave.ir.program.meanings import Function
+from meshweave.ir.program.meanings import Function, Product
 from meshweave.ir.program.ops import Call
-
-MAX_ELEMENTS = 16_000_000
-"""Above this many elements over all ranks the proof would take gigabytes; callers check a smaller program."""
 
 
 def num_buffer_elements(program: Program) -> int:
@@ -30,6 +29,41 @@ def num_buffer_elements(program: Program) -> int:
         for buffer in program.buffers
         for rank in program.mesh_of[buffer.mesh].ranks
     )
+
+
+def unproved(flow: Dataflow) -> str:
+    """Return in words why a program is too large for the proof, which callers then give of a smaller one, or "".
+
+    Elements in buffers take memory; the elements that ops read and write, and the summands that products and sums
+    count, take time.
+    """
+    program = flow.program
+    if (count := num_buffer_elements(program)) > PROOF_ELEMENTS.most:
+        return PROOF_ELEMENTS.refusal(count)
+    summands = work = _most_summands(program)
+    for ops in flow.matched.ops.values():
+        for bound in ops:
+            work += summands + sum(view.num_elements for _, view in bound.op.accesses())
+            if work > PROOF_WORK.most:
+                return PROOF_WORK.refusal()
+    return ""
+
+
+def _most_summands(program: Program) -> int:
+    """Return a number that no product has more summands than: its inner size, times the terms of its operands."""
+    terms = dict.fromkeys(program.tensor_of, 1)
+    for buffer in program.buffers:
+        layout = buffer.layout
+        if buffer.kind == "input" and layout is not None and buffer.tensor is not None:
+            terms[buffer.tensor] *= math.prod(layout.mesh.size(axis) for axis in layout.partial_axes)
+    most = 0
+    for meaning in program.computes:
+        if isinstance(meaning, Product):
+            *batch, rows, columns = program.tensor_of[meaning.a].shape
+            sums_batch = len(program.tensor_of[meaning.out].shape) == 2
+            summed = (rows if meaning.transpose_a else columns) * (math.prod(batch) if sums_batch else 1)
+            most = max(most, summed * terms[meaning.a] * terms[meaning.b])
+    return most
 
 
 def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
@@ -44,11 +78,7 @@ def prove_outputs(flow: Dataflow, order: Sequence[Event]) -> tuple[str, ...]:
     algebra = LabelAlgebra(program, flow)
     interpreter = LabelInterpreter(flow, algebra, lambda shape, dtype: np.zeros(shape, LABEL))
     algebra.interpreter = interpreter
-    for buffer in program.buffers:
-        if buffer.kind == "input":
-            for rank in program.mesh_of[buffer.mesh].ranks:
-                for slot in range(buffer.slots):
-                    interpreter.memory[rank, buffer.name, slot][...] = _input_labels(algebra, buffer, rank)
+    interpreter.fill_inputs(lambda buffer, rank: _input_labels(algebra, buffer, rank))
     interpreter.run(order)
     for buffer in program.buffers:
         if buffer.kind == "output":

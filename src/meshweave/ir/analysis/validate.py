@@ -7,13 +7,17 @@ element that is read was written and every output element is the sum over exactl
 
 A program that others include is proved once, by itself, and each include of it is one op in the proof of the
 program that it stands in (`ir.analysis.include`).
+
+Copies of an output whose bits may differ between ranks are no fault of a program. `Validation.replicas` says how
+the copies of each output come about.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from meshweave.base.errors import ProgramError
+from meshweave.base.errors import ProgramError, listed
 from meshweave.ir.analysis.dataflow import Dataflow, Event, analyse, analyse_as_written, untimed_order
 from meshweave.ir.analysis.include import (
     PartSummary,
@@ -24,8 +28,9 @@ from meshweave.ir.analysis.include import (
     with_include_lane,
 )
 from meshweave.ir.analysis.native_labels import labels_hold
-from meshweave.ir.analysis.proof import MAX_ELEMENTS, num_buffer_elements, prove_outputs, undeclared
+from meshweave.ir.analysis.proof import prove_outputs, undeclared, unproved
 from meshweave.ir.analysis.races import check_races
+from meshweave.ir.analysis.replicas import ReplicaAgreement, replica_agreements
 from meshweave.ir.analysis.shapes import check_op
 from meshweave.ir.program import Include, Program
 from meshweave.ir.program.declarations import check_declarations
@@ -33,6 +38,8 @@ from meshweave.ir.program.include import include_error
 
 ORDERS_TRIED = 20
 """Random legal orders in which a program is run whose deadlocks may depend on timing."""
+OPS_TRIED = 20_000
+"""Ops of all these orders together; of a program of more ops one order is tried."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +56,28 @@ class Validation:
     order: list[Event]
     skipped: tuple[str, ...] = ()
 
+    @cached_property
+    def replicas(self) -> tuple[ReplicaAgreement, ...]:
+        """Return how the copies of each output buffer agree; () for a program too large to be run on symbols."""
+        if unproved(self.flow):
+            return ()
+        if not self.flow.program.includes:
+            return replica_agreements(self.flow, self.order)
+        flow = analyse(self.flow.program)
+        return replica_agreements(flow, untimed_order(flow))
+
+    @property
+    def replicas_text(self) -> str:
+        """Return that in words, such as `copies of c are copied`; "" where no element has copies."""
+        return "; ".join(str(agreement) for agreement in self.replicas if agreement.kind != "single")
+
 
 def validate(program: Program, *, labels: bool = True, native: bool = True) -> Validation:
     """Return the proof that a program is sound.
 
     With `labels` False the proof of what is computed is left out. It is also left out, and listed in `skipped`,
-    for a program whose buffers hold over `ir.analysis.proof.MAX_ELEMENTS` elements. With `native` False it is made
-    in Python alone, which says the same and takes longer.
+    for a program that is over `base.limits.PROOF_ELEMENTS` or `base.limits.PROOF_WORK`. With `native` False it is
+    made in Python alone, which says the same and takes longer.
 
     Raises:
         ProgramError: at the first fault.
@@ -88,9 +110,8 @@ def _validate(program: Program, parts: Summaries, labels: bool, native: bool) ->
     check_races(flow, order)
     if not labels:
         return Validation(flow, order, (*skipped, "index labels: not asked for"))
-    count = num_buffer_elements(program)
-    if count > MAX_ELEMENTS:
-        return Validation(flow, order, (*skipped, f"index labels: {count} elements are over {MAX_ELEMENTS}"))
+    if reason := unproved(flow):
+        return Validation(flow, order, (*skipped, f"index labels: the program {reason}"))
     if native and not program.includes and labels_hold(flow, order):
         return Validation(flow, order, (*skipped, *undeclared(program)))
     return Validation(flow, order, (*skipped, *prove_outputs(flow, order)))
@@ -119,6 +140,8 @@ def _try_ready_lanes(flow: Dataflow) -> tuple[str, ...]:
     names = {name for name in names - {""} if lanes[name].order == "ready"}
     if not names:
         return ()
-    for seed in range(ORDERS_TRIED):
+    num_ops = sum(map(len, flow.matched.ops.values()))
+    num_orders = min(ORDERS_TRIED, max(OPS_TRIED // num_ops, 1))
+    for seed in range(num_orders):
         untimed_order(flow, seed)
-    return (f"deadlocks of ready-first lanes {', '.join(sorted(names))}: {ORDERS_TRIED} orders tried",)
+    return (f"deadlocks of ready-first lanes {listed(sorted(names))}: {num_orders} orders tried",)

@@ -12,7 +12,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshweave.base.errors import ProgramError
+from meshweave.base.errors import ProgramError, listed, printable
+from meshweave.base.limits import EXPRESSION_DEPTH
+
+MAX_INTEGER = 2**63 - 1
+"""The largest integer that a program may write; the simulator counts in 64 bits."""
 
 
 class Expr:
@@ -219,7 +223,7 @@ def evaluate(index: Index, env: Mapping[str, int]) -> int:
         try:
             return env[index.name]
         except KeyError:
-            raise ProgramError(f"unknown name '{index.name}'; known here: {', '.join(sorted(env))}") from None
+            raise ProgramError(f"unknown name '{index.name}'; known here: {listed(sorted(env))}") from None
     if isinstance(index, Select):
         at = evaluate(index.index, env)
         if not 0 <= at < len(index.entries):
@@ -257,14 +261,28 @@ def to_ast(index: Index) -> ast.expr:
 
 
 def from_ast(node: ast.expr) -> Index:
-    """Return an index from Python syntax. Raises ProgramError with line and column for anything else."""
+    """Return an index from Python syntax.
+
+    Raises ProgramError with line and column for anything else, for an integer of over 64 bits, and where over
+    `base.limits.EXPRESSION_DEPTH` operations are nested: whatever reads an expression later recurses into it.
+    """
+    return _from_ast(node, EXPRESSION_DEPTH.most)
+
+
+def _from_ast(node: ast.expr, depth: int) -> Index:
+    """Return an index of at most `depth` nested operations."""
+    if depth < 0:
+        raise ProgramError(f"{_where(node)}: an expression here {EXPRESSION_DEPTH.refusal()}")
+    inner = depth - 1
     match node:
         case ast.Constant(value=bool() as truth):
             return int(truth)
         case ast.Constant(value=int() as value):
+            if value > MAX_INTEGER:
+                raise ProgramError(f"{_where(node)}: an integer here is over 2**63 - 1")
             return value
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return binary("-", 0, from_ast(operand))
+            return binary("-", 0, _from_ast(operand, inner))
         case ast.Name(id=name):
             return Var(name)
         case ast.Attribute(value=ast.Name(id=head), attr=attr):
@@ -272,26 +290,37 @@ def from_ast(node: ast.expr) -> Index:
         case ast.BinOp(left=left, op=op, right=right):
             for sign, kind in _AST_BINARY.items():
                 if isinstance(op, type(kind)):
-                    return binary(sign, from_ast(left), from_ast(right))
+                    return binary(sign, _from_ast(left, inner), _from_ast(right, inner))
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             for sign, test in _AST_COMPARE.items():
                 if isinstance(op, type(test)):
-                    return binary(sign, from_ast(left), from_ast(right))
+                    return binary(sign, _from_ast(left, inner), _from_ast(right, inner))
         case ast.BoolOp(op=op, values=values):
+            inner -= len(values) - 2  # read as nested pairs
             sign = "and" if isinstance(op, ast.And) else "or"
-            result = from_ast(values[0])
+            result = _from_ast(values[0], inner)
             for term in values[1:]:
-                result = binary(sign, result, from_ast(term))
+                result = binary(sign, result, _from_ast(term, inner))
             return result
         case ast.Subscript(value=ast.Tuple(elts=[_, *_] as entries), slice=place) if not isinstance(
             place, ast.Slice
         ):
-            chosen = from_ast(place)
+            chosen = _from_ast(place, inner)
             if isinstance(chosen, int) and not 0 <= chosen < len(entries):
-                raise ProgramError(f"line {node.lineno}: '{ast.unparse(node)}' has no entry {chosen}")
-            return select([from_ast(item) for item in entries], chosen)
+                raise ProgramError(f"line {node.lineno}: '{text_of(node)}' has no entry {chosen}")
+            return select([_from_ast(item, inner) for item in entries], chosen)
         case ast.Call(func=ast.Name(id=("min" | "max") as name), args=[left, right], keywords=[]):
-            return binary(name, from_ast(left), from_ast(right))
-    raise ProgramError(
-        f"line {node.lineno}, column {node.col_offset + 1}: '{ast.unparse(node)}' is no coordinate expression"
-    )
+            return binary(name, _from_ast(left, inner), _from_ast(right, inner))
+    raise ProgramError(f"{_where(node)}: '{text_of(node)}' is no coordinate expression")
+
+
+def _where(node: ast.expr) -> str:
+    return f"line {node.lineno}, column {node.col_offset + 1}"
+
+
+def text_of(node: ast.expr) -> str:
+    """Return the source text of a syntax tree for an error message, shortened."""
+    try:
+        return printable(ast.unparse(node))
+    except RecursionError:
+        return "an expression too deep to print"

@@ -6,6 +6,7 @@ Each sub-program is printed once, under the name that includes use, after those 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import Protocol
 
 from meshweave.base.errors import ProgramError, did_you_mean
@@ -67,7 +68,7 @@ def read_include(call: ast.Call, reader: ProgramReader) -> Include:
         raise _fail(call, f"'{part}' is no program that is defined above{did_you_mean(part, reader.parts)}")
     program = reader.parts[part]
     given = {item.arg or "**": item.value for item in call.keywords}
-    formals = {
+    formals: dict[str, Mapping[str, object]] = {
         "mesh": program.mesh_of,
         "buffer": {b.name: b for b in program.buffers if b.kind in ("input", "output")},
         "index": dict.fromkeys(program.indices),

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from meshweave.base.errors import LayoutError, ProgramError, did_you_mean
+from meshweave.base.errors import LayoutError, ProgramError, did_you_mean, printable
+from meshweave.base.limits import DIMS, MESH_RANKS, PROGRAM_BYTES, SLOTS
 from meshweave.base.units import DTYPES
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program.expressions import Index, from_ast
+from meshweave.ir.program.expressions import Index, from_ast, text_of
 from meshweave.ir.program.include_text import read_include
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
@@ -26,7 +27,6 @@ from meshweave.ir.program.text import WORDS
 from meshweave.ir.program.views import FULL, Blocked, Range, Selector, View
 
 _BUFFER_KINDS = ("input", "output", "temp", "scratch")
-_MAX_CHARS = 8_000_000
 
 
 def parse(text: str) -> Program:
@@ -35,15 +35,17 @@ def parse(text: str) -> Program:
     Raises:
         ProgramError: the text is not in the form that `ir.program.text` prints; says line and column.
     """
-    if len(text) > _MAX_CHARS:
-        raise ProgramError(f"program text of {len(text)} characters is over the limit of {_MAX_CHARS}")
+    if len(text) > PROGRAM_BYTES.most:
+        raise ProgramError(f"the text {PROGRAM_BYTES.refusal(len(text))}")
     try:
         with warnings.catch_warnings():  # Python warns of what it would do with text that we refuse anyway
             warnings.simplefilter("ignore")
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = getattr(error, "lineno", None)
-        raise ProgramError(f"line {line}: not in the text form of a program: {error.args[0]}") from None
+        deep = isinstance(error, RecursionError | MemoryError)
+        reason = "nested too deeply" if deep else printable(error.args[0])
+        line = getattr(error, "lineno", None) or 1
+        raise ProgramError(f"line {line}: not in the text form of a program: {reason}") from None
     reader = _Reader()
     try:
         for node in tree.body:
@@ -71,6 +73,7 @@ class _Reader:
         self.defining = defining
         self.indices: dict[str, None] = {}
         self.name: str | None = None
+        self.num_mesh_ranks = 0
         self.meshes: dict[str, Mesh] = {}
         self.tensors: dict[str, Tensor] = {}
         self.buffers: dict[str, Buffer] = {}
@@ -133,7 +136,7 @@ class _Reader:
             self.meshes[name] = self._mesh(name, call)
         elif kind == "tensor":
             shape, dtype = self._arguments(call, ("shape", "dtype"))
-            self.tensors[name] = Tensor(name, self._int_tuple(shape), self._dtype(dtype))
+            self.tensors[name] = Tensor(name, self._dims(f"tensor {name}", shape), self._dtype(dtype))
         elif kind in _BUFFER_KINDS:
             self.buffers[name] = self._buffer(name, kind, call)
         elif kind == "lane":
@@ -154,12 +157,15 @@ class _Reader:
 
     def _mesh(self, name: str, call: ast.Call) -> Mesh:
         shape, axes, first, ranks = self._arguments(call, ("shape", "axes", "first", "ranks"), optional=2)
-        sizes = self._int_tuple(shape)
+        sizes = self._dims(f"mesh {name}", shape)
         names = tuple(self.read_string(item) for item in self._items(axes))
+        if any(size < 1 for size in sizes):
+            raise _fail(call, f"mesh {name}: every axis needs a size of at least 1, not {sizes}")
+        self.num_mesh_ranks += math.prod(sizes)
+        if self.num_mesh_ranks > MESH_RANKS.most:
+            raise _fail(call, f"the program {MESH_RANKS.refusal(self.num_mesh_ranks)}")
         if ranks is not None:
             return Mesh(name, sizes, names, self._int_tuple(ranks))
-        if any(size < 1 for size in sizes) or math.prod(sizes) > 1 << 24:
-            raise _fail(call, f"mesh {name}: {sizes} makes no number of ranks between 1 and 2**24")
         return Mesh.of(name, sizes, names, 0 if first is None else self._int(first))
 
     def _buffer(self, name: str, kind: str, call: ast.Call) -> Buffer:
@@ -168,9 +174,12 @@ class _Reader:
                 call, ("shape", "dtype", "on", "slots", "order"), optional=2
             )
             mesh = self._known(mesh_node, self.meshes, "mesh")
+            sizes = self._items(shape)
+            if len(sizes) > DIMS.most:
+                raise _fail(call, f"scratch {name} {DIMS.refusal(len(sizes))}")
             return Buffer(
-                name, "scratch", mesh, self._dtype(dtype), shape=tuple(map(from_ast, self._items(shape))),
-                slots=1 if slots is None else self._int(slots),
+                name, "scratch", mesh, self._dtype(dtype), shape=tuple(map(from_ast, sizes)),
+                slots=self._slots(name, slots),
                 order=None if order is None else self._int_tuple(order),
             )  # fmt: skip
         tensor, layout, slots, order = self._arguments(
@@ -180,9 +189,22 @@ class _Reader:
         placed = self._layout(layout)
         return Buffer(
             name, kind, placed.mesh.name, declared.dtype, declared.name, placed,  # type: ignore[arg-type]
-            slots=1 if slots is None else self._int(slots),
+            slots=self._slots(name, slots),
             order=None if order is None else self._int_tuple(order),
         )  # fmt: skip
+
+    def _slots(self, name: str, node: ast.expr | None) -> int:
+        slots = 1 if node is None else self._int(node)
+        if slots > SLOTS.most:
+            raise _fail(node or ast.Pass(), f"buffer {name} {SLOTS.refusal(slots)}")
+        return slots
+
+    def _dims(self, what: str, node: ast.expr) -> tuple[int, ...]:
+        """Return the sizes of a tensor or mesh."""
+        sizes = self._int_tuple(node)
+        if len(sizes) > DIMS.most:
+            raise _fail(node, f"{what} {DIMS.refusal(len(sizes))}")
+        return sizes
 
     def _layout(self, node: ast.expr | None) -> Layout:
         match node:
@@ -393,7 +415,7 @@ class _Reader:
     def _known(self, node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
         name = node.id if isinstance(node, ast.Name) else None
         if name is None or name not in table:
-            shown = ast.unparse(node) if node is not None else "nothing"
+            shown = text_of(node) if node is not None else "nothing"
             raise _fail(node or ast.Pass(), f"'{shown}' is no {noun}{did_you_mean(name or '', table)}")
         return name
 

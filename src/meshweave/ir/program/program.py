@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from meshweave.base.errors import LayoutError, ProgramError
+from meshweave.base.errors import LayoutError, ProgramError, listed
+from meshweave.base.limits import RANK_STEPS, Limit
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
@@ -22,13 +23,14 @@ from meshweave.ir.program.expand import expand
 from meshweave.ir.program.expressions import Expr, Index, evaluate
 from meshweave.ir.program.include import Include, Submesh, include_error
 from meshweave.ir.program.meanings import Meaning
-from meshweave.ir.program.ops import CollectiveStep, Op, Over, Release
+from meshweave.ir.program.ops import Collective, CollectiveStep, Op, Over, Release
 from meshweave.ir.program.resolved_ops import ResolvedOps
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, rewrite, walk
+from meshweave.ir.program.steps import StepBudget, StepsError
 from meshweave.ir.program.views import Range, View
 
-MAX_TURNS = 1 << 20
-"""A loop that repeats more often is taken for a mistake."""
+_MEMBERS_PER_STEP = 64
+"""Members of a collective that cost as much as a step."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,7 @@ class Program:
             return shape
         buffer = self.buffer_of.get(name)
         if buffer is None:
-            raise ProgramError(f"there is no buffer '{name}'; declared are {', '.join(self.buffer_of)}")
+            raise ProgramError(f"there is no buffer '{name}'; declared are {listed(self.buffer_of)}")
         if rank not in self.mesh_of[buffer.mesh]:
             raise ProgramError(f"mesh {buffer.mesh} has no rank {rank}", rank=rank, buffer=name)
         if buffer.tensor is not None:
@@ -259,7 +261,34 @@ class Program:
 
         The op keeps its expressions; the environment maps their variables to integers.
         """
-        return ((op, env) for _, op, env in self._unrolled(rank))
+        return ((op, env) for _, op, env in self._unrolled(rank, StepBudget(RANK_STEPS)))
+
+    def has_steps_within(self, limit: Limit, ranks: Iterable[int] | None = None) -> bool:
+        """Return whether ranks (default: all), and the statements and turns of loops they run, are within a limit.
+
+        Takes time in proportion to the limit, whatever the program; a collective of many members counts as several
+        steps. Raises ProgramError as `ops_on_rank` does.
+        """
+        steps = StepBudget(limit)
+        try:
+            for rank in self.ranks if ranks is None else ranks:
+                steps.take()
+                for _, op, _ in self._unrolled(rank, steps):
+                    if isinstance(op, Collective):
+                        steps.take(self.group_size(op.over) // _MEMBERS_PER_STEP)
+        except StepsError:
+            return False
+        return True
+
+    def group_size(self, over: Over) -> int:
+        """Return the number of members of each group that `over` means; 0 where it names none."""
+        if not isinstance(over, str):
+            return len(over)
+        mesh = self.mesh_of.get(over.partition(".")[0])
+        axis = over.partition(".")[2]
+        if mesh is None or (axis and axis not in mesh.axes):
+            return 0
+        return mesh.size(axis) if axis else mesh.num_ranks
 
     @cached_property
     def ops_by_rank(self) -> dict[int, tuple[BoundOp, ...]]:
@@ -272,7 +301,7 @@ class Program:
         return ResolvedOps(self._resolve, self.local_shape, self.group)
 
     def _bind(self, rank: int) -> Iterator[BoundOp]:
-        for key, op, env in self._unrolled(rank):
+        for key, op, env in self._unrolled(rank, StepBudget(RANK_STEPS)):
             try:
                 yield BoundOp(key, self.resolved_ops.get(op, env, rank))
             except ProgramError as error:
@@ -283,8 +312,11 @@ class Program:
                     buffer=error.buffer,
                 ) from None
 
-    def _unrolled(self, rank: int) -> Iterator[tuple[Key, Op, dict[str, int]]]:
-        """Yield (key, op, values of names) for the ops of one rank, loops unrolled."""
+    def _unrolled(self, rank: int, steps: StepBudget) -> Iterator[tuple[Key, Op, dict[str, int]]]:
+        """Yield (key, op, values of names) for the ops of one rank, loops unrolled.
+
+        Raises StepsError where statements and turns of loops are more than `steps` allows.
+        """
 
         def enter(block: Block, key: Key, env: dict[str, int]) -> Iterable[tuple[Key, dict[str, int]]]:
             match block:
@@ -295,13 +327,11 @@ class Program:
                     return ((key, env),) if _evaluate_at(key, condition, env, rank, "if") else ()
                 case Repeat(var=var, count=count):
                     turns = _evaluate_at(key, count, env, rank, "for")
-                    if turns > MAX_TURNS:
-                        raise ProgramError(
-                            f"repeats {turns} times, over the limit of {MAX_TURNS}", op="for", rank=rank
-                        )
+                    steps.take(max(turns, 0))
                     return (((*key, turn), {**env, var: turn}) for turn in range(turns))
 
         for key, statement, env in walk(self.body, self.environment(rank), enter):
+            steps.take()
             if isinstance(statement, Op) and self._takes_part(statement, env, rank):
                 yield key, statement, env
 
@@ -371,9 +401,9 @@ class Program:
         mesh_name, _, axis = over.partition(".")
         mesh = self.mesh_of.get(mesh_name)
         if mesh is None:
-            raise ProgramError(f"'{over}' names no mesh; declared are {', '.join(self.mesh_of)}")
+            raise ProgramError(f"'{over}' names no mesh; declared are {listed(self.mesh_of)}")
         if axis and axis not in mesh.axes:
-            raise ProgramError(f"'{over}' names no axis; mesh {mesh_name} has {', '.join(mesh.axes)}")
+            raise ProgramError(f"'{over}' names no axis; mesh {mesh_name} has {listed(mesh.axes)}")
         if axis and rank not in mesh:
             raise ProgramError(f"runs over '{over}', and mesh {mesh_name} has no rank {rank}")
         return mesh.group(rank, axis) if axis else mesh.ranks

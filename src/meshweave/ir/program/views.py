@@ -203,6 +203,18 @@ def _resolve(selector: Selector, size: int, env: Mapping[str, int], view: View) 
     return Blocked(first, block, stride, start, stop)
 
 
+def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense tensor whose dims lie in memory in `order`, outermost first.
+
+    None is the order written. An empty dim counts as one of one element.
+    """
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape)) if order is None else order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
 def view(
     buffer: str, *selectors: Selector | slice, slot: Index = 0, rank: Index | None = None, dims: int = 2
 ) -> View:

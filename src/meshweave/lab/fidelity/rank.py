@@ -21,7 +21,7 @@ def fidelity_runs(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Bind, run (once to warm up, then `repeat` times) and release every case in turn. Rank 0 prints progress.
 
     Args:
-        payload: cases [{title, program, problem [m, n, k, mesh_shape, dataflow], flops_per_s}], repeat, seed,
+        payload: cases [{title, program, flops_per_s}], repeat, seed,
             deadline_s.
 
     Returns:

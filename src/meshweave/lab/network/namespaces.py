@@ -7,7 +7,6 @@ Nothing else is ever removed.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import re
@@ -17,60 +16,30 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshweave.base.errors import UnsupportedError
+from meshweave.base.owner import Owner
+from meshweave.execute.ranks.namespaces import (
+    NAMED_NAMESPACES,
+    enter_named_namespace,
+    enter_network_namespace,
+)
 
-FOLDER = Path("/run/netns")
 _NAME = re.compile(r"meshweave-([0-9a-f]+)-([0-9]+)-([0-9]+)-([0-9]+)-([a-z0-9]+)")
-_CLONE_NEWNET = 0x40000000
 _COMMAND_TIMEOUT_S = 60.0
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A process: its pid, when it started (clock ticks since boot), and the pid namespace it counts in."""
-
-    pid_space: str
-    pid: int
-    start: int
-
-    @classmethod
-    def current(cls) -> Owner:
-        """Return the owner that stands for this process."""
-        return cls(_pid_space(), os.getpid(), _start_of(os.getpid()) or 0)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it surely ended: a process of another pid namespace is never taken to have."""
-        return self.pid_space == _pid_space() and _start_of(self.pid) != self.start
-
-
-def _pid_space() -> str:
-    return f"{int(str(Path('/proc/self/ns/pid').readlink()).strip('pid:[]')):x}"
-
-
-def _start_of(pid: int) -> int | None:
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
 def new_prefix() -> str:
     """Return the prefix of the namespaces of a new lab of this process."""
-    owner = Owner.current()
-    return f"meshweave-{owner.pid_space}-{owner.pid}-{owner.start}-{next(_numbers)}-"
+    return f"meshweave-{Owner.current()}-{next(_numbers)}-"
 
 
 def lab_namespaces() -> list[str]:
     """Return the names of all namespaces that labs made, of this process or of any other."""
     with suppress(FileNotFoundError):
-        return sorted(entry.name for entry in FOLDER.iterdir() if _NAME.fullmatch(entry.name))
+        return sorted(entry.name for entry in NAMED_NAMESPACES.iterdir() if _NAME.fullmatch(entry.name))
     return []
 
 
@@ -99,7 +68,7 @@ def remove(names: Sequence[str]) -> None:
     if names:
         run_batch(["ip", "-force"], [f"netns del {name}" for name in names], check=False)
     # Another process may have removed some at the same time; what is there now is what could not be removed.
-    rest = [name for name in names if (FOLDER / name).exists()]
+    rest = [name for name in names if (NAMED_NAMESPACES / name).exists()]
     if rest:
         raise UnsupportedError(f"cannot remove {len(rest)} network namespaces, {rest[0]} first")
 
@@ -109,7 +78,7 @@ def kill_inside(names: Iterable[str], timeout_s: float = 5.0) -> None:
     inodes = set()
     for name in names:
         with suppress(FileNotFoundError):
-            stat = (FOLDER / name).stat()
+            stat = (NAMED_NAMESPACES / name).stat()
             inodes.add((stat.st_dev, stat.st_ino))
     until = time.monotonic() + timeout_s
     while inodes and (pids := _pids_in(inodes)) and time.monotonic() < until:
@@ -155,23 +124,12 @@ def run_batch(command: Sequence[str], lines: Sequence[str], *, check: bool = Tru
 @contextmanager
 def inside(name: str) -> Iterator[None]:
     """Move this thread into namespace `name` for the block. Sockets and threads made in the block stay there."""
-    libc: Any = ctypes.CDLL(None, use_errno=True)
     back = os.open(f"/proc/self/task/{threading.get_native_id()}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        there = os.open(FOLDER / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            _setns(libc, there)
-        finally:
-            os.close(there)
+        enter_named_namespace(name)
         try:
             yield
         finally:
-            _setns(libc, back)
+            enter_network_namespace(back)
     finally:
         os.close(back)
-
-
-def _setns(libc: Any, descriptor: int) -> None:
-    if libc.setns(descriptor, _CLONE_NEWNET) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))

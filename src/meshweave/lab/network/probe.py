@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from meshweave.base.errors import DeadlineError, RankLostError
+from meshweave.base.owner import temporary_folder
 from meshweave.lab.lab import RunningLab
 from meshweave.lab.network import probe_rank
 
@@ -45,7 +45,7 @@ def goodput(lab: RunningLab, flows: Sequence[ProbeFlow], *, timeout_s: float = 6
         if rank >= 0 and is_error:
             errors.append(f"rank {rank}: {line}")
 
-    with tempfile.TemporaryDirectory(prefix="meshweave-probe-") as folder:
+    with temporary_folder("probe") as folder:
         text = json.dumps([astuple(flow) for flow in flows])
         script = [sys.executable, "-I", "-S", str(Path(probe_rank.__file__)), text, str(timeout_s), folder]
         result = lab.run(script, timeout_s=timeout_s, on_line=take, grace_s=1.0)

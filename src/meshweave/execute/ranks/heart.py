@@ -1,0 +1,241 @@
+"""The heartbeat of this process: a thread that writes its own into the store and reads those of the others.
+
+With each beat it reads the news, too, and with a watch the heartbeats of all ranks. All traffic of a `Liveness`
+with the store is this thread's: a store whose host vanished may block a call for good, and then only the thread is
+stuck, and everybody else can tell by its rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, News, State
+from meshweave.execute.ranks.signing import sign, verify
+
+_NEWS_KEY = "meshweave/news"
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that is needed here."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key, waiting until there is one."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether all keys have values."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of several keys."""
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write `desired` if the value is `expected`, "" meaning none; return the value afterwards."""
+
+
+class Heart:
+    """The beating thread of a rank and what it has heard. `round` guards all that changes.
+
+    Attributes:
+        round: notified after each beat.
+        news: ours and everybody's.
+        store_gone: whether the store has ended, or this heart has stopped without being told to.
+        paused_s: how long this process was stopped before the round that is under way, in seconds; else 0.
+        last_pause: when it last went on after a stop (monotonic seconds; 0 if never), and how long that was.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        others: Iterable[int],
+        *,
+        interval_s: float,
+        stale_s: float,
+        news: News,
+        is_wanted: Callable[[], bool],
+    ) -> None:
+        self._rank, self._others = rank, tuple(others)
+        self._interval_s, self._stale_s, self._is_wanted = interval_s, stale_s, is_wanted
+        self.round = threading.Condition()
+        self.news, self.store_gone, self.paused_s = news, False, 0.0
+        self.last_pause = (0.0, 0.0)
+        self._wake = threading.Event()
+        self._watches: list[HeartbeatWatch] = []
+        self._last_beats: dict[int, Beat] = {}  # of others that have beaten: reading them cannot block
+        self._state: State = "alive"
+        self._detail = ""
+        # Of our state and news: the current, and the last in the store.
+        self._version = self._stored_version = 0
+        self._last_round = time.monotonic()
+        self._closing = False
+        self._thread = threading.Thread(
+            target=self._run, args=(store,), name="meshweave-liveness", daemon=True
+        )
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[HeartbeatWatch]:
+        """Hold `round` and yield a watch that every beat feeds meanwhile."""
+        watch = HeartbeatWatch(self._others, interval_s=self._interval_s, stale_s=self._stale_s)
+        with self.round:
+            self._watches.append(watch)
+            self._wake.set()
+            try:
+                yield watch
+            finally:
+                self._watches.remove(watch)
+
+    def wait_for_beat(self) -> None:
+        """Wait for the end of the next beat, an interval at most. The caller holds `round`."""
+        self.round.wait(self._interval_s)
+
+    @property
+    def is_beating(self) -> bool:
+        """Whether the thread runs, and its store has answered in the last `stale_s` seconds."""
+        is_stuck = time.monotonic() - self._last_round > self._stale_s
+        return not (self.store_gone or is_stuck) and self._thread.is_alive()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this rank has said farewell."""
+        return self._state != "alive"
+
+    def announce(self, state: State, detail: str, news: News, limit_s: float) -> bool:
+        """Put a farewell (the first stays) and news into the store, and wait for that, `limit_s` at most.
+
+        Returns whether the news were new to this rank.
+        """
+        with self.round:
+            if self._state == "alive":
+                self._state, self._detail = state, detail
+            before = self.news
+            self.news = before.merge(news)
+            is_new = self.news != before
+            self._version += 1
+            version, until = self._version, time.monotonic() + limit_s
+            self._wake.set()
+            while self._stored_version < version and self.is_beating and time.monotonic() < until:
+                self.wait_for_beat()
+        return is_new
+
+    def stop(self, limit_s: float) -> None:
+        """Beat once more and end, within `limit_s` seconds or so."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(limit_s)
+
+    # -- the thread ------------------------------------------------------------------------------------------
+
+    def _run(self, store: Store) -> None:
+        try:
+            clone: Callable[[], Store] | None = getattr(store, "clone", None)
+            if clone is not None:
+                store = clone()
+            self._beat(store)
+        except (RuntimeError, OSError):
+            pass  # clients do not reconnect: whoever waits is told that the store is gone
+        finally:
+            with self.round:
+                self.store_gone = not self._closing
+                self.round.notify_all()
+
+    def _beat(self, store: Store) -> None:
+        count, last = 0, time.monotonic()
+        while True:
+            closing = self._closing or not self._is_wanted()
+            self._wake.clear()
+            with self.round:
+                if closing and self._state == "alive":
+                    self._state = "done"
+                version, watched, news = self._version, bool(self._watches), self.news
+                beat = Beat(count, self._state, self._detail, news.digest)
+            store.set(_beat_key(self._rank), sign(_beat_key(self._rank), beat.encode()))
+            # Also the round trip that proves that the beat has arrived.
+            news = _merge_news(store, news)
+            beats, unreadable = self._read_beats(store) if watched else ({}, set())
+            now = time.monotonic()
+            with self.round:
+                is_new = news.merge(self.news) != self.news
+                self.news = self.news.merge(news)
+                self._stored_version, self.paused_s, self._last_round = version, 0.0, now
+                for watch in self._watches if watched else ():
+                    watch.feed(now - last, beats, unreadable)
+                self.round.notify_all()
+            if closing:
+                return
+            count, last = count + 1, now
+            if not is_new:  # else say at once that it was heard
+                self._wake.wait(self._interval_s)
+                slept_s = time.monotonic() - now
+                if slept_s > self._interval_s + self._stale_s:  # a signal has stopped this process, perhaps
+                    self.paused_s, self.last_pause = slept_s, (time.monotonic(), slept_s)
+
+    def _read_beats(self, store: Store) -> tuple[dict[int, Beat | None], set[int]]:
+        """The last heartbeat of each other rank, and the ranks whose value is none of this run, or an old one."""
+        keys = {rank: _beat_key(rank) for rank in self._others}
+        known = [rank for rank in self._others if rank in self._last_beats or store.check([keys[rank]])]
+        values = store.multi_get([keys[rank] for rank in known]) if known else []
+        unreadable = set()
+        for rank, value in zip(known, values, strict=True):
+            text, last = verify(keys[rank], value), self._last_beats.get(rank)
+            try:
+                beat = Beat.decode(text or "")
+            except ValueError:
+                beat = None
+            if beat is None or (last is not None and beat.count < last.count):
+                unreadable.add(rank)
+            else:
+                self._last_beats[rank] = beat
+        return {rank: self._last_beats.get(rank) for rank in self._others}, unreadable
+
+
+def _merge_news(store: Store, ours: News) -> News:
+    """Return the news of the store and ours, which are in the store afterwards, too."""
+    while True:
+        value = store.get(_NEWS_KEY) if store.check([_NEWS_KEY]) else b""
+        text = verify(_NEWS_KEY, value) if value else None
+        try:
+            theirs = News.decode(text) if text else News()
+        except ValueError:
+            theirs = News()
+        news = theirs.merge(ours)
+        if news == theirs:
+            return news
+        desired = sign(_NEWS_KEY, news.encode())
+        if store.compare_set(_NEWS_KEY, value.decode(errors="replace"), desired).decode() == desired:
+            return news
+
+
+def hosts_store(store: Any) -> bool:
+    """Return whether this process hosts a TCPStore, perhaps inside of PrefixStores; on Linux, else False."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    port = getattr(store, "port", None)
+    if port is None or not sys.platform.startswith("linux"):
+        return False
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/thread-self/net/{table}").read_text().splitlines()[1:]:
+                local, state, inode = operator.itemgetter(1, 3, 9)(line.split())
+                if state == "0A" and local.endswith(f":{port:04X}"):
+                    listening.add(f"socket:[{inode}]")
+    for entry in os.scandir("/proc/self/fd") if listening else ():
+        with contextlib.suppress(OSError):
+            if str(Path(entry.path).readlink()) in listening:
+                return True
+    return False
+
+
+def _beat_key(rank: int) -> str:
+    return f"meshweave/hb/{rank}"

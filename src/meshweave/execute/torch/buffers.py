@@ -1,0 +1,95 @@
+"""The memory of a rank's buffers: what the caller gives is checked and aliased, the rest is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshweave.base.errors import BindError, did_you_mean
+from meshweave.execute.torch.analysis import RankAnalysis
+from meshweave.execute.torch.views import empty_in_order
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """Return the torch dtype that a program calls `dtype`."""
+    resolved = getattr(torch, dtype)
+    assert isinstance(resolved, torch.dtype)
+    return resolved
+
+
+@dataclass(frozen=True)
+class RankBuffers:
+    """The memory of a rank's buffers.
+
+    Attributes:
+        slots: the tensor of each (buffer, slot).
+        given: tensors of the caller that are copied to and from their slot, because the slot is in remote memory.
+        unset: names of inputs that have no value yet.
+    """
+
+    slots: dict[tuple[str, int], Tensor]
+    given: dict[str, Tensor]
+    unset: set[str]
+
+
+def check_tensors(analysis: RankAnalysis, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Raise BindError where tensors of the caller are no input or output buffers, or do not fit theirs."""
+    program, rank = analysis.program, analysis.rank
+    bindable = {name: b for name, b in analysis.buffers.items() if b.kind in ("input", "output")}
+    for name, tensor in tensors.items():
+        if name not in bindable:
+            raise BindError(
+                f"rank {rank} of program {program.name} has no input or output buffer '{name}'"
+                f"{did_you_mean(name, bindable)}"
+            )
+        check_value(name, tensor, program.local_shape(name, rank), torch_dtype(bindable[name].dtype))
+        if tensor.device.type != device.type:
+            raise BindError(f"buffer {name} is on {tensor.device}, its context on {device}")
+
+
+def allocate(
+    analysis: RankAnalysis,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    exposed: Mapping[tuple[str, int], Tensor],
+) -> RankBuffers:
+    """Return the buffers of a rank, allocating those that the caller gave no tensor for.
+
+    Args:
+        exposed: slots that other ranks read or write, which are allocated already.
+    """
+    slots = dict(exposed)
+    given: dict[str, Tensor] = {}
+    for buffer in analysis.buffers.values():
+        shape, dtype = analysis.program.local_shape(buffer.name, analysis.rank), torch_dtype(buffer.dtype)
+        for slot in range(buffer.slots):
+            if (buffer.name, slot) not in exposed:
+                slots[buffer.name, slot] = empty_in_order(shape, dtype, buffer.order, device)
+        if buffer.name in tensors:
+            tensor = _ordinary(tensors[buffer.name].detach())
+            if (buffer.name, 0) not in exposed:
+                slots[buffer.name, 0] = tensor
+            elif exposed[buffer.name, 0].data_ptr() != tensor.data_ptr():
+                given[buffer.name] = tensor
+    inputs = {name for name, buffer in analysis.buffers.items() if buffer.kind == "input"}
+    return RankBuffers(slots, given, inputs - set(tensors))
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    """Return the same memory as a tensor that may be written outside inference mode."""
+    if not tensor.is_inference():
+        return tensor
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def check_value(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise BindError where a value of buffer `name` has another shape or dtype."""
+    if tuple(value.shape) != shape or value.dtype != dtype:
+        raise BindError(
+            f"buffer {name} is of shape {shape} and {dtype}, "
+            f"what was given of {tuple(value.shape)} and {value.dtype}"
+        )

@@ -1,0 +1,174 @@
+"""Bound programs that a context keeps, the least recently used of them dropped where they grow over a limit.
+
+To bind a program is collective among its ranks, and so is to bind it anew once it was dropped. So all of them must
+drop the same program at the same call, though each knows only what it does itself. That holds here because every
+decision is a function of values that these ranks share:
+
+- programs of different sets of ranks do not compete: a rank of two sets sees calls that the others do not. The
+  limit is one for each set of ranks;
+- the ranks of a set call its programs in the same order, as with any communicator, so recency is the same on all;
+- the size of a program is that on the rank where it is largest (`program_bytes`), which each rank works out for
+  itself. What is really allocated or free is never asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, MutableMapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from meshweave.base.units import format_bytes
+from meshweave.ir.program import Program
+
+DEFAULT_CACHE_BYTES = 1 << 30
+"""The default limit, in bytes for each set of ranks: room for some 1,000 small products or 10 of 4096 x 4096."""
+
+BYTES_PER_OP = 4096
+BYTES_PER_PROGRAM = 1 << 16
+"""What Python's objects for a program take, beside its buffers."""
+
+_NUM_REMEMBERED = 64
+
+ValueT = TypeVar("ValueT")
+
+
+class CachedProgram(Generic[ValueT]):
+    """What a `ProgramCache` keeps of one program.
+
+    Attributes:
+        value: the bound program, or what else is worth as many bytes.
+        num_bytes: its size on the rank where it is largest.
+    """
+
+    __slots__ = ("_recency", "_ties", "key", "num_bytes", "value")
+
+    def __init__(
+        self,
+        key: Hashable,
+        value: ValueT,
+        num_bytes: int,
+        recency: OrderedDict[Hashable, CachedProgram[Any]],
+    ) -> None:
+        self.key, self.value, self.num_bytes = key, value, num_bytes
+        self._recency = recency
+        self._ties: list[tuple[MutableMapping[Any, Any], Any]] = []
+
+    def touch(self) -> ValueT:
+        """Return the value, now the most recently used of its ranks, which all do so together."""
+        if self.key in self._recency:
+            self._recency.move_to_end(self.key)
+        return self.value
+
+    def tie(self, mapping: MutableMapping[Any, Any], key: Any) -> None:
+        """Remove `key` from a mapping of the context when this program is dropped."""
+        if (mapping, key) not in self._ties:
+            self._ties.append((mapping, key))
+
+    def drop(self) -> None:
+        """Remove what is tied to this program."""
+        for mapping, key in self._ties:
+            mapping.pop(key, None)
+        self._ties.clear()
+
+
+class ProgramCache:
+    """The programs that a context keeps; see the module docstring.
+
+    Args:
+        limit_bytes: for each set of ranks. The program in use stays even if it alone is larger.
+    """
+
+    def __init__(self, limit_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self.limit_bytes = limit_bytes
+        self._programs: dict[tuple[int, ...], OrderedDict[Hashable, CachedProgram[Any]]] = {}
+        self._bytes: dict[tuple[int, ...], int] = {}
+        self._dropped: OrderedDict[Hashable, None] = OrderedDict()  # the last keys
+        self._uncollected_bytes = 0
+        self._has_warned = False
+
+    def num_bytes(self, ranks: Sequence[int]) -> int:
+        """Return the size of all programs of these ranks."""
+        return self._bytes.get(tuple(ranks), 0)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._programs.values()))
+
+    def get(self, ranks: Sequence[int], key: Hashable) -> CachedProgram[Any] | None:
+        """Return the program of a key, now the most recently used; None without. All of `ranks` call this."""
+        recency = self._programs.get(tuple(ranks))
+        program = None if recency is None else recency.get(key)
+        if program is not None:
+            program.touch()
+        return program
+
+    def put(
+        self, ranks: Sequence[int], key: Hashable, value: ValueT, num_bytes: int
+    ) -> CachedProgram[ValueT]:
+        """Keep a program, and drop the least recently used of the same ranks, which all do so together.
+
+        Args:
+            num_bytes: its size on the rank where it is largest, equal on all.
+        """
+        recency = self._programs.setdefault(tuple(ranks), OrderedDict())
+        previous = recency.get(key)
+        total = self.num_bytes(ranks) + num_bytes - (0 if previous is None else previous.num_bytes)
+        program = recency[key] = CachedProgram(key, value, num_bytes, recency)
+        recency.move_to_end(key)
+        self._warn_if_thrashing(key, num_bytes)
+        while total > self.limit_bytes and len(recency) > 1:
+            dropped_key, dropped = recency.popitem(last=False)
+            dropped.drop()
+            total -= dropped.num_bytes
+            self._uncollected_bytes += dropped.num_bytes
+            self._dropped[dropped_key] = None
+            if len(self._dropped) > _NUM_REMEMBERED:
+                self._dropped.popitem(last=False)
+        self._bytes[tuple(ranks)] = total
+        # Lanes of a bound program refer to each other, and Python's collector counts objects, not their bytes.
+        if self._uncollected_bytes > self.limit_bytes // 4:
+            self._uncollected_bytes = 0
+            gc.collect()
+        return program
+
+    def clear(self) -> None:
+        """Drop all programs."""
+        for recency in self._programs.values():
+            for program in recency.values():
+                program.drop()
+        self._programs.clear()
+        self._bytes.clear()
+        self._dropped.clear()
+
+    def _warn_if_thrashing(self, key: Hashable, num_bytes: int) -> None:
+        if key in self._dropped and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a program of {format_bytes(num_bytes)} that was dropped is bound again: those in use need "
+                f"more than the {format_bytes(self.limit_bytes)} of this context; give it more cache_bytes",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+def program_bytes(program: Program) -> int:
+    """Return about how much memory a bound program takes on the rank where it takes most, alike on all ranks.
+
+    Counted are all its buffers, once more for what is staged on the way, and its description.
+    """
+    total = 0
+    for buffer in program.buffers:
+        itemsize = getattr(torch, buffer.dtype).itemsize
+        shapes = (program.local_shape(buffer.name, rank) for rank in program.mesh_of[buffer.mesh].ranks)
+        total += buffer.slots * itemsize * max(map(math.prod, shapes))
+    return 2 * total + description_bytes(program)
+
+
+def description_bytes(program: Program) -> int:
+    """Return about how much memory Python's objects for a program take: `BYTES_PER_OP` for each op as written."""
+    num_ops = Counter(rank for _, ranks in program.placed_ops() for rank in ranks)
+    return BYTES_PER_PROGRAM + BYTES_PER_OP * max(num_ops.values(), default=0)

@@ -1,0 +1,325 @@
+"""The order of calls: what ranks do together is counted and named, and data of one call never serves another.
+
+A call is whatever ranks do together: run a bound program, or agree on something (`ranks.agreement`). Every context
+counts the calls among each set of ranks, so that all of them give the same call the same number. Programs are
+numbered as they are bound. Two mechanisms rest on these numbers.
+
+- Messages carry the number of their program in their tag (`wire_tag`), so that those of two programs never match,
+  whatever sizes they have. Calls in another order then wait for each other; no byte of one is taken for another's.
+- A rank that waits for long says what it is in, and compares (`call_watch`). So an order that differs ends in
+  an error that names the ranks and their calls, at once and not at the deadline.
+
+Neither adds a message or a wait to a call. What cannot be told apart: two calls of one bound program with other
+operands. No rank knows what another meant to multiply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls, record_key
+from meshweave.execute.torch.groups import CountsPerWorld
+from meshweave.execute.torch.world import signed_store
+
+if TYPE_CHECKING:
+    from meshweave.execute.torch.context import TorchContext
+
+TAGS_PER_PROGRAM = 1 << 16
+ENTRY_TAG = TAGS_PER_PROGRAM - 1
+"""The tag of the messages by which ranks meet before the first of torch's own collectives in a run."""
+
+_NUM_TAGS = 1 << 31
+_NUM_REMEMBERED = 32
+
+TALK, REFUSED = "agree", "refuse"
+
+
+@dataclass(frozen=True)
+class CallKind:
+    """What a call does.
+
+    Attributes:
+        key: equal on all ranks that do the same, and for no two bound programs.
+        title: what it does, in words.
+        refusal: the error for which a rank did not take part, "" if it did.
+    """
+
+    key: str
+    title: str
+    refusal: str = ""
+
+
+class CallSequence:
+    """The calls of one context among one set of ranks.
+
+    Attributes:
+        count: the calls begun so far; equal on all ranks between calls.
+        recent: the last calls begun, with their numbers, which start at 1.
+        num_bound: the programs bound so far.
+        tokens: the records of the ranks in the store, by rank, as far as they are known.
+        digests: those of the programs that these ranks have agreed on.
+        last_key: the key in the store of the last words that this rank has said to the others.
+    """
+
+    def __init__(self, order: CallOrder, ranks: tuple[int, ...]) -> None:
+        self.order, self.ranks = order, ranks
+        self.count = self.num_bound = 0
+        self.recent: deque[tuple[int, CallKind]] = deque(maxlen=_NUM_REMEMBERED)
+        self.tokens: dict[int, str] = {}
+        self.digests: set[str] = set()
+        self.last_key = ""
+        sessions = _sessions.counts()
+        self.session = sessions[ranks] = sessions.get(ranks, 0) + 1
+
+    def begin(self, kind: CallKind) -> int:
+        """Begin a call and return its number.
+
+        Raises:
+            BindError: the process group of the context is gone.
+            UnsupportedError: an earlier call in the context was out of order.
+        """
+        order = self.order
+        if order.verdict or dist.group.WORLD is not order.world:
+            order.check()
+        self.count = count = self.count + 1
+        self.recent.append((count, kind))
+        order.current = self
+        order.serial += 1
+        return count
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the call that was begun last; `error` is what it raises."""
+        self.order.current = None
+        if error is not None:
+            _mark_as_shared(error)
+
+    @contextlib.contextmanager
+    def talk(self, what: str) -> Iterator[int]:
+        """Count an agreement as a call: yields its number."""
+        number = self.begin(CallKind(TALK, self.order.title or what))
+        try:
+            yield number
+        except BaseException as error:
+            self.end(error)
+            raise
+        self.end()
+
+    def bind(self, title: str) -> BoundCall:
+        """Number a program that all ranks bind now; `title` is what it does, in words."""
+        self.num_bound += 1
+        return BoundCall(self, self.num_bound, title)
+
+    def refuse(self, title: str, error: Exception) -> None:
+        """Count a call that this rank refuses for `error`, and tell the others, which may wait for it."""
+        order = self.order
+        if order.verdict or dist.group.WORLD is not order.world:
+            return
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        number = self.begin(CallKind(REFUSED, title, why))
+        self.end(error)
+        store = signed_store(5.0)
+        with contextlib.suppress(RuntimeError):
+            order.publish(store)
+            store.set(self.words_key(number, order.rank), json.dumps({"refuses": why, "title": title}))
+
+    def words_key(self, number: int, rank: int) -> str:
+        """Return the key in the store of what `rank` says in call `number`."""
+        return f"{self.folder}/{number}/{rank}"
+
+    @property
+    def folder(self) -> str:
+        """Return the folder in the store for the agreements of these ranks in this context."""
+        return f"meshweave/talk/{'-'.join(map(str, self.ranks))}/{self.session}"
+
+
+_numbers = itertools.count()
+_sessions = CountsPerWorld()
+"""Contexts in which a set of ranks has called something: contexts come and go, and marks stay in the store."""
+
+
+class BoundCall:
+    """A bound program as a call; a context manager around each run of it."""
+
+    __slots__ = ("_kind", "number", "sequence")
+
+    def __init__(self, sequence: CallSequence, number: int, title: str) -> None:
+        self.sequence, self.number = sequence, number
+        self._kind = CallKind(f"program {number}", title)
+
+    def __enter__(self) -> None:
+        self.sequence.begin(self._kind)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.sequence.end(error)
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the other ranks that this one does not run the program, for `error`."""
+        self.sequence.refuse(self._kind.title, error)
+
+
+class CallOrder:
+    """The calls of one context. What waits for other ranks asks `check_verdict` now and then, or is aborted.
+
+    Attributes:
+        title: what the calls under way belong to, in words; "" where nobody says.
+        current: the sequence of the call under way, if there is one.
+        serial: the calls begun so far, of all sequences.
+        verdict: why calls are out of order; "" as long as they are not.
+    """
+
+    def __init__(self, context: TorchContext) -> None:
+        self.rank = context.rank or 0
+        self.world = dist.group.WORLD if context.is_distributed else None
+        self.token = f"{self.rank}.{next(_numbers)}"
+        self.sequences: dict[tuple[int, ...], CallSequence] = {}
+        self.title = ""
+        self.current: CallSequence | None = None
+        self.serial = 0
+        self.verdict = ""
+        self._watched = WatchedCalls(self, context)
+        self._watch: CallWatch | None = None
+
+    def sequence(self, ranks: Sequence[int]) -> CallSequence:
+        """Return the calls among `ranks`, of which this rank is one."""
+        ranks = tuple(sorted(ranks))
+        sequence = self.sequences.get(ranks)
+        if sequence is None:
+            self.check()
+            if self._watch is None:
+                self.watch()
+            sequence = self.sequences[ranks] = CallSequence(self, ranks)
+        return sequence
+
+    def check(self) -> None:
+        """Raise BindError where the context's process group is gone, UnsupportedError after a verdict."""
+        if dist.group.WORLD is not self.world:
+            raise BindError(
+                "the process group of this context is gone: destroy_process_group() was called; call "
+                "init_process_group() and use a new context"
+            )
+        if self.verdict:
+            raise UnsupportedError(
+                f"an earlier call in this context failed, so that ranks are out of step: {self.verdict}"
+            )
+
+    def check_verdict(self) -> None:
+        """Raise BindError where the call under way has turned out to be out of order."""
+        if self.verdict:
+            raise BindError(self.verdict)
+
+    def explain_failure(self) -> None:
+        """Raise BindError where a wait has failed because calls are out of order, here or on the other side."""
+        if self._watch is not None and not self.verdict:
+            self._watch.look_now(self._watched)
+        self.check_verdict()
+
+    def publish(self, store: Any) -> None:
+        """Write into `store` what this rank is in."""
+        store.set(record_key(self.token), json.dumps(self._watched.record()))
+
+    @contextlib.contextmanager
+    def titled(self, title: str) -> Iterator[None]:
+        """Name what is agreed on and bound inside."""
+        before, self.title = self.title, title
+        try:
+            yield
+        finally:
+            self.title = before
+
+    def watch(self) -> None:
+        """Look after the calls from here on, as the first one does."""
+        self._watch = CallWatch.of_world(self.world)
+        self._watch.add(self._watched)
+
+    def close(self) -> None:
+        """Look after the calls no more; the context's groups are about to be destroyed."""
+        self._watched.close()
+        self.unwatch()
+
+    def unwatch(self) -> None:
+        """Look after the calls no more, until `watch`."""
+        if self._watch is not None:
+            self._watch.remove(self._watched)
+
+
+class _CallOrders(dict[str, CallOrder]):
+    """The one order of calls of a context."""
+
+
+def call_order(context: TorchContext) -> CallOrder:
+    """Return the order of the calls in a context."""
+    orders = context.cache(_CallOrders)
+    order = orders.get("")
+    if order is None:
+        order = orders[""] = CallOrder(context)
+    return order
+
+
+def bound_call(context: TorchContext, ranks: Sequence[int], name: str) -> BoundCall | None:
+    """Return the call that a program on `ranks` is, bound now by all of them; None where no others run it.
+
+    Args:
+        name: what it is called unless what is under way has a title.
+    """
+    if not context.is_distributed or len(ranks) == 1:
+        return None
+    order = call_order(context)
+    return order.sequence(ranks).bind(order.title or name)
+
+
+def require_process_group() -> None:
+    """Raise BindError where there is no default process group, which DTensors need."""
+    if not dist.is_initialized():
+        raise BindError(
+            "there is no default process group: destroy_process_group() was called, or init_process_group() never "
+            "was; tensors that are spread over ranks need one"
+        )
+
+
+@contextlib.contextmanager
+def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> Iterator[None]:
+    """Tell the other `ranks`, which may wait for this one, of an error raised inside that they do not know of.
+
+    Calls and agreements inside have `title`, unless they are inside another of these.
+    """
+    if not context.is_distributed or len(ranks) == 1 or context.rank not in ranks:
+        yield
+        return
+    order = call_order(context)
+    with order.titled(order.title or title):
+        try:
+            yield
+        except Exception as error:  # of the caller's functions, too: the others must not wait for this rank
+            if not getattr(error, _SHARED, False):
+                order.sequence(ranks).refuse(order.title, error)
+            raise
+
+
+_SHARED = "is_known_to_other_ranks"
+
+
+def _mark_as_shared(error: BaseException) -> None:
+    """Say of an error that the other ranks know of it, or wait no longer."""
+    with contextlib.suppress(AttributeError):
+        setattr(error, _SHARED, True)
+
+
+def wire_tag(number: int, tag: int) -> int:
+    """Return the tag of a message of the program that was bound as `number`.
+
+    Tags of one program stay different from each other, and from those of the 32,767 programs bound before it where
+    they are below 65,536.
+    """
+    return (number * TAGS_PER_PROGRAM + tag) % _NUM_TAGS

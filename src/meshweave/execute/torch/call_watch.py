@@ -1,0 +1,378 @@
+"""Looking after calls that take long: what each rank is in goes into the store, and is compared there.
+
+A thread of the process looks ten times a second. A call that it sees twice is one that waits, or that computes for
+long: the rank writes a record of its calls into the store and reads those of the ranks it shares the call with.
+Calls are out of order where another rank did something else in the call of the same number, or where ranks wait
+for each other in calls among different ranks, in a circle. Both are facts, no guesses from time: what a call was
+does not change afterwards, and each rank of a circle has been seen twice in the same call.
+
+The rank that notices writes the verdict into its record, for those who wait for it elsewhere, and ends its own
+waits: those that poll see the verdict, and connections of gloo are closed, as by a timeout.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.world import SignedStore, signed_store
+
+if TYPE_CHECKING:
+    from meshweave.execute.torch.call_order import CallOrder, CallSequence
+    from meshweave.execute.torch.context import TorchContext
+
+TICK_S = 0.1
+"""Seconds between two looks at what goes on in this process."""
+
+_LONGEST_PAUSE_S = 1.0
+_REPLY_S = 1.0  # how long a failed wait is kept for a look at the others
+_NUM_PEERS = 32  # whose records one look reads, in turns where there are more
+_NUM_LISTED = 16  # calls of a sequence in a record
+_ABORT_TAG = (1 << 16) - 2  # of no program: the first has number 1
+
+Record = Mapping[str, Any]
+"""What a rank is in: its "rank", "serial" and "beat", the "current" call if there is one, its "sequences" with
+their last calls, and the "verdict"."""
+
+
+def record_key(token: str) -> str:
+    """Return the key in the store of the record of one context of a rank."""
+    return f"meshweave/calls/{token}"
+
+
+class CallWatch:
+    """The thread of a process that looks after the calls of its contexts, for one default process group."""
+
+    def __init__(self, world: Any) -> None:
+        self._world = weakref.ref(world)
+        self._watched: weakref.WeakSet[WatchedCalls] = weakref.WeakSet()
+        self._requests: list[tuple[WatchedCalls, threading.Event]] = []
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None  # the last one
+        self._is_running = self._is_closed = False
+
+    @classmethod
+    def of_world(cls, world: Any) -> CallWatch:
+        """Return the watch of a default process group, the present one."""
+        global _watch
+        if _watch is None or _watch._world() is not world:
+            _close()
+            _watch = cls(world)
+        return _watch
+
+    def add(self, watched: WatchedCalls) -> None:
+        """Look after the calls of a context from here on."""
+        with self._lock:
+            self._watched.add(watched)
+            if not self._is_running:
+                # All traffic with the store is the thread's: where its host is stopped, only the thread is stuck.
+                store = signed_store()
+                self._thread = threading.Thread(
+                    target=self._run, args=(store,), name="meshweave-calls", daemon=True
+                )
+                self._is_running = True
+                self._thread.start()
+
+    def remove(self, watched: WatchedCalls) -> None:
+        """Look after the calls of a context no more; the thread ends with the last of them."""
+        with self._lock:
+            self._watched.discard(watched)
+        self._wake.set()
+
+    def look_now(self, watched: WatchedCalls) -> None:
+        """Compare the call of a context with those of the others now, and wait for that for a second at most."""
+        done = threading.Event()
+        with self._lock:
+            if not self._is_running:
+                return
+            self._requests.append((watched, done))
+        self._wake.set()
+        done.wait(_REPLY_S)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:  # also where it has just nothing left to do: it has a store to let go of
+            self._thread.join(1.0)
+
+    def _run(self, store: SignedStore) -> None:
+        try:
+            store = store.clone()
+            while not self._is_over():
+                self._wake.wait(TICK_S)
+                self._wake.clear()
+                with self._lock:
+                    requests, self._requests = self._requests, []
+                try:
+                    for watched, _ in requests:
+                        watched.look(store, is_urgent=True)
+                    for watched in list(self._watched):
+                        watched.look(store)
+                finally:
+                    for _, done in requests:
+                        done.set()
+        except (RuntimeError, OSError):
+            pass  # the store is gone, and with it the others' records
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():
+                    self._is_running = False
+                for _, done in self._requests:
+                    done.set()
+
+    def _is_over(self) -> bool:
+        world = self._world()
+        if self._is_closed or world is None or dist.group.WORLD is not world:
+            return True
+        with self._lock:
+            if not self._watched and not self._requests:
+                self._is_running = False
+                return True
+        return False
+
+
+_watch: CallWatch | None = None
+
+
+@atexit.register
+def _close() -> None:
+    if _watch is not None:  # a daemon thread in C++ must not meet the interpreter's end
+        _watch.close()
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A rank in a circle of waits, as it was seen once."""
+
+    token: str
+    serial: int
+    beat: int
+
+
+class WatchedCalls:
+    """The calls of a context as the watch sees them. All but `record` and `close` is the watch's thread's."""
+
+    def __init__(self, order: CallOrder, context: TorchContext) -> None:
+        self._order, self._context = order, weakref.ref(context)
+        self._serial = -1  # of the call that the last look saw
+        self._beat = 0
+        self._due = self._pause_s = 0.0
+        self._is_listed = False  # whether the record in the store says that this rank waits
+        self._next_peer = 0
+        self._abort_lock, self._is_closed = threading.Lock(), False
+        self._circle: tuple[_Seen, ...] = ()
+
+    def record(self) -> Record:
+        """Return the record of this rank, for the store."""
+        order = self._order
+        current = order.current
+        self._beat += 1
+        sequences = [
+            [
+                list(ranks),
+                sequence.count,
+                [[n, k.key, k.title, k.refusal] for n, k in list(sequence.recent)[-_NUM_LISTED:]],
+            ]
+            for ranks, sequence in list(order.sequences.items())
+        ]
+        return {
+            "rank": order.rank,
+            "serial": order.serial,
+            "beat": self._beat,
+            "verdict": order.verdict,
+            "current": None if current is None else self._call(current),
+            "sequences": sequences,
+        }
+
+    def _call(self, sequence: CallSequence) -> dict[str, Any]:
+        number, kind = sequence.recent[-1]
+        tokens = {str(rank): token for rank, token in self._tokens(sequence).items()}
+        return {"ranks": list(sequence.ranks), "number": number, "title": kind.title, "tokens": tokens}
+
+    def _tokens(self, sequence: CallSequence) -> dict[int, str]:
+        """Return the tokens of the ranks of a sequence, from other sequences where they have yet to agree."""
+        known: dict[int, str] = {}
+        for other in list(self._order.sequences.values()):
+            known.update(other.tokens)
+        known.update(sequence.tokens)
+        return {rank: known[rank] for rank in sequence.ranks if rank in known}
+
+    def look(self, store: Any, *, is_urgent: bool = False) -> None:
+        """See whether the call under way waits, and if so compare it with those of the other ranks.
+
+        Args:
+            is_urgent: whether a wait has failed, so that the call surely waits.
+        """
+        order = self._order
+        sequence, serial = order.current, order.serial
+        was_seen, self._serial = serial == self._serial, -1 if sequence is None else serial
+        if sequence is None or not (was_seen or is_urgent):
+            self._due, self._pause_s = 0.0, TICK_S
+            if self._is_listed:
+                order.publish(store)
+                self._is_listed = False
+            return
+        now = time.monotonic()
+        if order.verdict or (now < self._due and not is_urgent):
+            return
+        self._due, self._pause_s = now + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        order.publish(store)
+        self._is_listed = True
+        number, _ = sequence.recent[-1]
+        verdict = self._judge(store, sequence, number)
+        if verdict and order.serial == serial and order.current is sequence:
+            order.verdict = verdict
+            order.publish(store)
+            self._abort_waits()
+
+    # -- judging ---------------------------------------------------------------------------------------------
+
+    def _judge(self, store: Any, sequence: CallSequence, number: int) -> str:
+        """Return why the call `number` of a sequence is out of order, "" if nothing says so."""
+        records = {}
+        for rank, token in self._peers(sequence):
+            record = _read(store, token)
+            if record is not None:
+                records[rank] = record
+        kind = sequence.recent[-1][1]
+        parties: dict[tuple[str, str], list[int]] = {(kind.key, kind.title): [self._order.rank]}
+        for rank, record in records.items():
+            entry = _entry(record, sequence.ranks, number)
+            if entry is None:
+                continue
+            key, title, refusal = entry
+            if refusal:
+                return f"rank {rank} refuses {title} (call {number}): {refusal}"
+            parties.setdefault((key, title), []).append(rank)
+        if len({key for key, _ in parties}) > 1:
+            return out_of_order(parties, number)
+        for record in records.values():
+            if record["verdict"]:
+                return str(record["verdict"])
+        return self._circular(store, sequence)
+
+    def _peers(self, sequence: CallSequence) -> list[tuple[int, str]]:
+        """Return the ranks to look at now with the tokens of their records, others at the next look."""
+        others = sorted((r, token) for r, token in self._tokens(sequence).items() if r != self._order.rank)
+        if len(others) <= _NUM_PEERS:
+            return others
+        start = self._next_peer % len(others)
+        self._next_peer = start + _NUM_PEERS
+        return (others + others)[start : start + _NUM_PEERS]
+
+    def _circular(self, store: Any, sequence: CallSequence) -> str:
+        """Return in words the circle of waits that this rank is in, once all its ranks were seen in it twice."""
+        own = json.loads(json.dumps(self.record()))
+        token = self._order.token
+        circle = next(_circles(store, [(token, own)], {token}), [])
+        seen = tuple(_Seen(token, record["serial"], record["beat"]) for token, record in circle)
+        before, self._circle = self._circle, seen
+        same = [(old.token, old.serial) for old in before] == [(new.token, new.serial) for new in seen]
+        if not seen or not same or any(old.beat >= new.beat for old, new in zip(before, seen, strict=True)):
+            return ""
+        waits = ", ".join(
+            f"rank {record['rank']} is in {record['current']['title']} with {_among(record)}"
+            for _, record in circle
+        )
+        return f"calls are out of order, and ranks wait for each other: {waits}"
+
+    def close(self) -> None:
+        """Leave the groups of the context alone from here on: they are about to be destroyed."""
+        with self._abort_lock:
+            self._is_closed = True
+
+    def _abort_waits(self) -> None:
+        """End the waits of this rank: close the connections of the context's groups, as a timeout of gloo does."""
+        context = self._context()
+        if context is None:
+            return
+        for ranks, group in context.groups():
+            peer = next((rank for rank in ranks if rank != self._order.rank), None)
+            if peer is None or self._order.rank not in ranks:
+                continue
+            with self._abort_lock, contextlib.suppress(RuntimeError, ValueError):
+                if not self._is_closed and dist.get_backend(group) == "gloo":
+                    work = dist.irecv(torch.empty(1), peer, group=group, tag=_ABORT_TAG)
+                    work.wait(timedelta(milliseconds=1))
+
+
+def out_of_order(parties: Mapping[tuple[str, str], list[int]], number: int) -> str:
+    """Return in words that ranks did different things in call `number`; parties by (key, title) of what it was."""
+    titles = [title for _, title in parties]
+    sides: list[str] = []
+    for (key, title), ranks in sorted(parties.items(), key=lambda party: min(party[1])):
+        text = f"{title}, bound as {key}" if titles.count(title) > 1 else title
+        verb = ("is" if len(ranks) == 1 else "are") + " in" if not sides else "in"
+        sides.append(f"{ranks_text(ranks)} {verb} {text} (call {number})")
+    return f"calls are out of order: {', '.join(sides)}"
+
+
+def _among(record: Record) -> str:
+    others = [rank for rank in record["current"]["ranks"] if rank != record["rank"]]
+    return f"{ranks_text(others)} (call {record['current']['number']})"
+
+
+def _read(store: Any, token: str) -> Record | None:
+    key = record_key(token)
+    if not store.check([key]):
+        return None
+    record: Record = json.loads(store.get(key))
+    return record
+
+
+def _count(record: Record, ranks: list[int]) -> int:
+    """Return the calls that a rank has begun among `ranks`."""
+    return next((count for members, count, _ in record["sequences"] if members == ranks), 0)
+
+
+def _entry(record: Record, ranks: tuple[int, ...], number: int) -> tuple[str, str, str] | None:
+    """Return (key, title, refusal) of call `number` among `ranks`, where the record has it."""
+    for members, _, recent in record["sequences"]:
+        if members == list(ranks):
+            return next((tuple(rest) for n, *rest in recent if n == number), None)
+    return None
+
+
+def _circles(
+    store: Any, path: list[tuple[str, Record]], visited: set[str]
+) -> Iterator[list[tuple[str, Record]]]:
+    """Yield circles of ranks that each wait, in a call of its own, for the next, which has not begun that call.
+
+    Args:
+        path: (token, record) of ranks that wait for each other so far, the first of which closes the circle.
+        visited: tokens that lead nowhere else.
+    """
+    record = path[-1][1]
+    current = record["current"]
+    if current is None:
+        return
+    first = path[0][1]
+    for rank in current["ranks"]:
+        if rank == record["rank"]:
+            continue
+        if len(path) > 1 and rank == first["rank"]:
+            if _count(first, current["ranks"]) < current["number"]:
+                yield path
+            continue
+        token = current["tokens"].get(str(rank))
+        if token is None or token in visited or len(visited) > _NUM_PEERS:
+            continue
+        visited.add(token)
+        other = _read(store, token)
+        if other is None or other["current"] is None or other["current"]["ranks"] == current["ranks"]:
+            continue
+        if _count(other, current["ranks"]) < current["number"]:
+            yield from _circles(store, [*path, (token, other)], visited)

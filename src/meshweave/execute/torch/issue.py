@@ -1,0 +1,126 @@
+"""How the actions of a rank are issued: a thread per lane, or one thread in one order that all ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from meshweave.base.errors import BindError
+from meshweave.execute.torch.analysis import RankAnalysis
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.lanes import EarlyPost, LaneRun, Streams, cross_lane_waits
+from meshweave.execute.torch.views import Action, ActionSequence
+from meshweave.execute.torch.wire import MessageExchange
+from meshweave.ir.program import BoundOp
+from meshweave.ir.program.ops import COMPUTE_KINDS, Recv
+
+Execute = Callable[[], Mapping[int, tuple[int, int]]]
+"""Runs a rank's part of a program once, and returns the start and end of each op in nanoseconds, if traced."""
+
+
+def _lanes(ops: Sequence[BoundOp]) -> list[str]:
+    """Return the lanes that a rank uses, that with most compute ops first: the calling thread runs it."""
+    num_local: dict[str, int] = {}
+    for bound in ops:
+        num_local[bound.op.lane] = num_local.get(bound.op.lane, 0) + (bound.op.kind in COMPUTE_KINDS)
+    return sorted(num_local, key=lambda name: -num_local[name])
+
+
+def thread_per_lane(
+    context: TorchContext, analysis: RankAnalysis, actions: Sequence[Action], trace: bool
+) -> Execute:
+    """Return what runs each lane in a thread of its own, in program order; most compute is the caller's."""
+    ops = analysis.ops
+    names = _lanes(ops)
+    lane_of = [names.index(bound.op.lane) for bound in ops]
+    lanes = [LaneRun(name) for name in names]
+    for index, needed in enumerate(cross_lane_waits(lane_of, analysis.edges, len(lanes))):
+        lane = lanes[lane_of[index]]
+        lane.actions.append(actions[index])
+        lane.waits.append(tuple((lanes[other], count) for other, count in needed))
+        lane.labels.append(ops[index].label)
+        lane.indices.append(index)
+    _post_receives_early(analysis, actions, lanes, lane_of)
+    lane_threads = context.lane_threads
+
+    def execute() -> Mapping[int, tuple[int, int]]:
+        if lanes:
+            lane_threads.run(lanes, trace=trace)
+        if not trace:
+            return {}
+        return {index: span for lane in lanes for index, span in zip(lane.indices, lane.spans, strict=True)}
+
+    return execute
+
+
+def _post_receives_early(
+    analysis: RankAnalysis, actions: Sequence[Action], lanes: Sequence[LaneRun], lane_of: Sequence[int]
+) -> None:
+    """Let a lane that waits in a message exchange post the receives of its next exchange, if their memory is free.
+
+    Receives between two ranks match in the order in which they are posted. So a lane posts no further ahead, and
+    not past another kind of communication. Nothing is posted into exposed buffers, which other ranks may still
+    read until the next fence.
+    """
+    ops, before = analysis.ops, analysis.write_edges
+    place = {index: at for lane in lanes for at, index in enumerate(lane.indices, 1)}
+    for lane in lanes:
+        previous: MessageExchange | None = None
+        for index in lane.indices:
+            if ops[index].op.kind in COMPUTE_KINDS:
+                continue
+            action = actions[index]
+            steps = action.steps if isinstance(action, ActionSequence) else (action,)
+            exchange = next((step for step in steps if isinstance(step, MessageExchange)), None)
+            # What follows it takes the data out of staging, which the next op may not fill yet; messages
+            # have two to fill in turns.
+            staged = exchange is not None and exchange is not steps[-1]
+            early = exchange is not None and exchange.receives
+            if staged and not isinstance(ops[index].op, Recv):
+                early = False
+            if any(view.buffer in analysis.exposed for view in ops[index].op.writes):
+                early = False
+            if previous is not None and exchange is not None and early:
+                needed: dict[int, int] = {}
+                for other in before[index]:
+                    needed[lane_of[other]] = max(needed.get(lane_of[other], 0), place[other])
+                waits = tuple((lanes[number], count) for number, count in needed.items())
+                previous.while_waiting(EarlyPost(waits, exchange.post_receives).run_if_free)
+            previous = exchange
+
+
+def one_order(
+    context: TorchContext,
+    analysis: RankAnalysis,
+    actions: Sequence[Action],
+    order: Sequence[int],
+    trace: bool,
+) -> Execute:
+    """Return what issues all actions from the calling thread in `order`.
+
+    Raises BindError where the order does not list each op once, or has one before another that it must wait for.
+    """
+    ops, before = analysis.ops, analysis.edges
+    if sorted(order) != list(range(len(ops))):
+        raise BindError(f"the order must list each of the {len(ops)} ops once")
+    place = {index: at for at, index in enumerate(order)}
+    for index, earlier in enumerate(before):
+        for other in earlier:
+            if place[other] > place[index]:
+                raise BindError(
+                    f"the order has {ops[index].label} before {ops[other].label}, which it must wait for"
+                )
+    names = _lanes(ops)
+    lane_of = [names.index(ops[index].op.lane) for index in order]
+    issued = [sorted(place[other] for other in before[index]) for index in order]
+    waits = cross_lane_waits(lane_of, issued, len(names))
+    labels = [ops[index].label for index in order]
+    streams = Streams(
+        context.device, [actions[index] for index in order], labels, lane_of, waits, trace=trace
+    )
+    lane_threads = context.lane_threads
+
+    def execute() -> Mapping[int, tuple[int, int]]:
+        with lane_threads.reserve():
+            return dict(zip(order, streams.run(), strict=bool(trace)))
+
+    return execute

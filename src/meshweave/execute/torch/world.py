@@ -1,0 +1,126 @@
+"""What all contexts of a process share in one default process group: its liveness, and its store.
+
+Contexts come and go, and a process has one heartbeat: a thread, a connection to the store, and 5 beats a second,
+each of one write, one look and one read (0.1 ms of processor time a beat over loopback).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from meshweave.execute.ranks.liveness import Liveness
+from meshweave.execute.ranks.patience import call_within
+from meshweave.execute.ranks.signing import sign, verify
+from meshweave.execute.torch import compat
+
+_Result = TypeVar("_Result")
+
+_current: tuple[weakref.ref[Any], Liveness] | None = None  # the default process group, and its liveness
+_lock = threading.Lock()
+
+
+def world_liveness() -> Liveness | None:
+    """Return the liveness of this process in the default process group, which is started at the first call.
+
+    None where there is nobody else to watch, or the group has no store to beat in.
+    """
+    global _current
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    with _lock:
+        if _current is None or _current[0]() is not world or _current[1].is_closed:
+            try:
+                store = compat.default_store()
+            except ValueError:
+                return None
+            reference = weakref.ref(world)
+            liveness = Liveness(
+                store,
+                dist.get_rank(),
+                range(dist.get_world_size()),
+                is_wanted=lambda: _is_default(reference),
+            )
+            _current = reference, liveness
+        return _current[1]
+
+
+def adopt(liveness: Liveness) -> None:
+    """Let `liveness`, which covers all ranks, be that of the present default process group."""
+    global _current
+    with _lock:
+        _current = weakref.ref(dist.group.WORLD), liveness
+
+
+def _is_default(reference: weakref.ref[Any]) -> bool:
+    world = reference()
+    return world is not None and dist.group.WORLD is world
+
+
+class SignedStore:
+    """The part of a `torch.distributed.Store` by which ranks agree, with what they write signed; see `signing`.
+
+    A value that no rank of this run has written is as good as none.
+
+    Args:
+        store: where the values are.
+        limit_s: seconds that any one call may take, after which it raises TimeoutError: a call to a store whose
+            host is stopped does not return. None for callers that have a thread to spare.
+    """
+
+    def __init__(self, store: Any, limit_s: float | None = None) -> None:
+        self._store, self._limit_s = store, limit_s
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._call(partial(self._store.set, key, sign(key, value)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all keys have values."""
+        keys = list(keys)
+
+        def are_there() -> bool:
+            if not self._store.check(keys):
+                return False
+            values = self._store.multi_get(keys) if keys else []
+            return all(verify(key, value) is not None for key, value in zip(keys, values, strict=True))
+
+        return self._call(are_there)
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key that has one."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that have one. Raises RuntimeError where one is not of this run."""
+        values = self._call(partial(self._store.multi_get, list(keys)))
+        texts = [verify(key, value) for key, value in zip(keys, values, strict=True)]
+        if None in texts:
+            raise RuntimeError(f"the store has a value for {keys[texts.index(None)]} that no rank has signed")
+        return [text.encode() for text in texts if text is not None]
+
+    def delete_key(self, key: str) -> None:
+        """Remove a key. Raises RuntimeError or NotImplementedError where the store cannot."""
+        self._call(partial(self._store.delete_key, key))
+
+    def clone(self) -> SignedStore:
+        """Return the same store over a connection of its own."""
+        clone = getattr(self._store, "clone", None)
+        return SignedStore(self._store if clone is None else clone(), self._limit_s)
+
+    def _call(self, function: Callable[[], _Result]) -> _Result:
+        return function() if self._limit_s is None else call_within(self._limit_s, function)
+
+
+def signed_store(limit_s: float | None = None) -> SignedStore:
+    """Return the store of the default process group, for what ranks say to each other; see `SignedStore`.
+
+    Raises ValueError where there is no default process group.
+    """
+    return SignedStore(compat.default_store(), limit_s)

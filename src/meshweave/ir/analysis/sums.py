@@ -1,0 +1,58 @@
+"""The order in which updates of the same elements are made, so that their sums have the same bits in every run.
+
+Updates (`accumulate`, and products or copies that are released as updates) commute in exact arithmetic, and a
+program leaves their order open. In floating point they do not. An executor that makes them wait for one
+another as this module says adds them up in one order, that of `untimed_order`; no wait is in vain, since all
+ops can happen in that order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from meshweave.ir.analysis.dataflow import analyse, untimed_order
+from meshweave.ir.analysis.matching import Node
+from meshweave.ir.program import Lane, Program
+from meshweave.ir.program.ops import UPDATE, Fence
+from meshweave.ir.program.views import View
+
+
+def has_updates(program: Program) -> bool:
+    """Return whether any op updates memory, which other ranks may update as well."""
+    return any(mode == UPDATE for op in program.ops() for mode, _ in op.accesses())
+
+
+def update_order(program: Program) -> dict[Node, tuple[Node, ...]]:
+    """Return for each update the earlier updates of the same elements that must be complete before it is made.
+
+    Lanes run one op at a time, in program order. What that implies is left out: only the last such update of each
+    lane of each rank is listed, and none of the op's own lane.
+
+    Raises:
+        ProgramError: the program deadlocks.
+    """
+    flow = analyse(replace(program, lanes=tuple(Lane(lane.name) for lane in program.lanes)))
+    made: dict[tuple[int, str, int], list[tuple[Node, View]]] = defaultdict(list)
+    before: dict[Node, tuple[Node, ...]] = {}
+    for event in untimed_order(flow):
+        if isinstance(flow.op(event[0]), Fence) and len(event) == len(program.ranks):
+            made.clear()
+        for node in event:
+            op = flow.op(node)
+            earlier: set[Node] = set()
+            for mode, view in op.accesses():
+                if mode == UPDATE:
+                    owner = node[0] if view.rank is None else view.rank
+                    assert isinstance(owner, int) and isinstance(view.slot, int)
+                    known = made[owner, view.buffer, view.slot]
+                    last: dict[tuple[int, str], Node] = {(node[0], op.lane): node}
+                    for other, other_view in reversed(known):
+                        lane = other[0], flow.op(other).lane
+                        if lane not in last and other_view.overlaps(view):
+                            last[lane] = other
+                    earlier.update(last.values())
+                    known.append((node, view))
+            if earlier - {node}:
+                before[node] = tuple(sorted(earlier - {node}))
+    return before
