@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import SIMULATED_DIMS
@@ -20,7 +19,6 @@ from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import On, Program, Repeat, When
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
-    OP_TYPES,
     READ,
     UPDATE,
     WRITE,
@@ -49,12 +47,9 @@ from meshweave.ir.program.statements import preorder
 from meshweave.ir.program.views import Blocked, View
 from meshweave.ir.work import axis_of, call_dtype, counts_view_bytes, require_local_operands
 from meshweave.simulate.expression_columns import ExpressionColumns
+from meshweave.simulate.op_fields import Column, OpFields, flat, joined, offsets
 
-Column = NDArray[np.int64]
-
-KINDS = tuple(OP_TYPES)
 MODES: dict[Mode, int] = {READ: 0, WRITE: 1, UPDATE: 2}
-PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
 MAX_OPS = 200_000_000
 """Ops of all ranks; at some 40 bytes each that is what a large machine holds."""
 
@@ -122,35 +117,35 @@ class Columns:
     def _described(self) -> dict[str, Column]:
         return {
             "ranks": self.ranks,
-            "num_coords": _flat([len(self._coords)]),
-            "num_vars": _flat([self._expressions.num_slots]),
-            "num_sets": _flat([len(self._set_ranks)]),
-            "num_axes": _flat([len(self._axes)]),
-            "max_ops": _flat([MAX_OPS]),
-            "coords": _flat(np.stack(self._coords, axis=1)) if self._coords else _flat([]),
-            "code": _flat(self._expressions.code),
-            "exprs": _flat(self._expressions.starts),
-            "tables": _flat(self._expressions.tables),
-            "entries": _flat(self._expressions.entries),
-            "sets": _offsets(self._set_ranks),
-            "set_ranks": _joined(self._set_ranks),
-            "axis_group": _joined(self._axis_groups),
-            "groups": _offsets(self._members),
-            "members": _joined(self._members),
-            "group_price": _flat(self._group_price),
-            "lists": _joined([_flat(sizes) for sizes in self._lists]),
-            "list_offsets": _offsets([_flat(sizes) for sizes in self._lists]),
-            "args": _flat(self._args),
-            "buffers": _flat(self._buffer_rows),
-            "shapes": _joined(self._shapes),
-            "shape_exprs": _flat(self._shape_exprs),
-            "views": _flat(self._view_rows),
-            "selectors": _flat(self._selectors),
-            "ops": _flat(self._op_rows),
-            "accesses": _flat(self._accesses),
-            "op_access": _flat(self._op_access),
-            "statements": _flat(self._statements),
-            "lanes": _flat([(int(lane.order == "ready"), lane.width) for lane in self.program.lanes]),
+            "num_coords": flat([len(self._coords)]),
+            "num_vars": flat([self._expressions.num_slots]),
+            "num_sets": flat([len(self._set_ranks)]),
+            "num_axes": flat([len(self._axes)]),
+            "max_ops": flat([MAX_OPS]),
+            "coords": flat(np.stack(self._coords, axis=1)) if self._coords else flat([]),
+            "code": flat(self._expressions.code),
+            "exprs": flat(self._expressions.starts),
+            "tables": flat(self._expressions.tables),
+            "entries": flat(self._expressions.entries),
+            "sets": offsets(self._set_ranks),
+            "set_ranks": joined(self._set_ranks),
+            "axis_group": joined(self._axis_groups),
+            "groups": offsets(self._members),
+            "members": joined(self._members),
+            "group_price": flat(self._group_price),
+            "lists": joined([flat(sizes) for sizes in self._lists]),
+            "list_offsets": offsets([flat(sizes) for sizes in self._lists]),
+            "args": flat(self._args),
+            "buffers": flat(self._buffer_rows),
+            "shapes": joined(self._shapes),
+            "shape_exprs": flat(self._shape_exprs),
+            "views": flat(self._view_rows),
+            "selectors": flat(self._selectors),
+            "ops": flat(self._op_rows),
+            "accesses": flat(self._accesses),
+            "op_access": flat(self._op_access),
+            "statements": flat(self._statements),
+            "lanes": flat([(int(lane.order == "ready"), lane.width) for lane in self.program.lanes]),
         }
 
     # --- names ----------------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ class Columns:
             listed = np.searchsorted(self.ranks, over)
             if not over or not np.isin(over, self.ranks).all() or len(set(over)) < len(over):
                 raise ProgramError(f"'{over}' is no group of different ranks of the program")
-            return _flat(listed).reshape(1, -1)
+            return flat(listed).reshape(1, -1)
         name, _, axis = over.partition(".")
         if name not in self._at or (axis and axis not in self.program.mesh_of[name].axes):
             self.program.group(over, self.program.ranks[0])  # says what there is instead
@@ -246,7 +241,7 @@ class Columns:
             mesh = program.mesh_of[buffer.mesh]
             table[self._at[buffer.mesh]] = [program.local_shape(buffer.name, rank) for rank in mesh.ranks]
             self._buffer_rows.append((*common, 1, size))
-            self._shapes.append(_flat(table))
+            self._shapes.append(flat(table))
             size += table.size
 
     def _view(self, view: View) -> int:
@@ -303,66 +298,75 @@ class Columns:
         require_local_operands(op)
         self._note_accesses(op)
         self._op_messages.append(self._messages(op))
-        out = src = second_operand = axis = price = first = second = -1
-        dim, flags, sizes, flops, nbytes, stash, rate = 0, 0, (0, 0), -1, -1, -1, -1
-        args: list[int] = []
+        fields = OpFields(op)
         match op:
             case Matmul():
-                out, src, second_operand = self._view(op.out), self._view(op.a), self._view(op.b)
-                flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
-                rate = self._rate("", self.program.buffer_of[op.a.buffer].dtype)
+                fields.out, fields.src = self._view(op.out), self._view(op.a)
+                fields.second_operand = self._view(op.b)
+                fields.flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
+                fields.rate = self._rate("", self.program.buffer_of[op.a.buffer].dtype)
             case Call():
-                counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
-                flops, nbytes = self._expressions.number(counted), self._expressions.number(op.bytes)
-                flags = _VIEW_BYTES * counts_view_bytes(op)
-                rate = self._rate(op.work, call_dtype(self.program, op))
-                stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
-                args = [self._expressions.number(arg) for arg in op.args]
+                self._describe_call(op, fields)
             case Collective():
-                axis = self._axis(op.over)
-                if isinstance(op, DataCollective):
-                    out, src = self._view(op.out), self._view(op.src)
-                if isinstance(op, (AllGather, ReduceScatter)):
-                    dim, sizes = op.dim, self._sizes(op.sizes)
-                elif isinstance(op, AllToAll):
-                    dim, sizes = op.split_dim, self._sizes(op.send_sizes)
-                elif isinstance(op, (Broadcast, Reduce)):
-                    first, second = self._expressions.number(op.root), self._expressions.number(op.packets)
-                elif isinstance(op, Permute):
-                    first = self._expressions.number(op.shift)
+                self._describe_collective(op, fields)
             case Send() | Recv():
-                first, second = self._expressions.number(op.peer), self._expressions.number(op.tag)
-                if isinstance(op, Send):
-                    src = self._view(op.src)
-                    self.has_pair_costs = self.has_pair_costs or op.step is None
-                else:
-                    out, flags = self._view(op.out), _UPDATES * op.update
-                price = self._price(op.step.axis if isinstance(op, Send) and op.step else "")
+                self._describe_message(op, fields)
             case Get() | Put() | Accumulate():
-                out, src, price = self._view(op.out), self._view(op.src), self._price("")
+                fields.out, fields.src = self._view(op.out), self._view(op.src)
+                fields.price = self._price("")
                 self.has_pair_costs = True
             case _:
-                out = self._view(op.out)  # type: ignore[attr-defined]
+                fields.out = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
-            flags |= _TRACKED
+            fields.flags |= _TRACKED
         step = getattr(op, "step", None)
-        comm, step_index, directions = -1, -1, 1
         if step is not None:
-            comm, step_index = COMM_KINDS.index(step.collective), self._expressions.number(step.index)
-            directions = step.num_directions
-        self._op_rows.append(
-            (
-                *(KINDS.index(op.kind), self._lanes[op.lane], out, src, second_operand),
-                *(flags, axis, dim, first, second, *sizes, comm, step_index, directions, price),
-                *(flops, nbytes, stash, _part(op), len(self._args), len(args), rate),
+            fields.comm, fields.step_index = (
+                COMM_KINDS.index(step.collective),
+                self._expressions.number(step.index),
             )
-        )
-        self._args += args
+            fields.directions = step.num_directions
+        self._op_rows.append(fields.row(self._lanes[op.lane], len(self._args)))
+        self._args += fields.args
+
+    def _describe_call(self, op: Call, fields: OpFields) -> None:
+        counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
+        fields.flops, fields.nbytes = self._expressions.number(counted), self._expressions.number(op.bytes)
+        fields.flags = _VIEW_BYTES * counts_view_bytes(op)
+        fields.rate = self._rate(op.work, call_dtype(self.program, op))
+        fields.stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
+        fields.args = [self._expressions.number(arg) for arg in op.args]
+
+    def _describe_collective(self, op: Collective, fields: OpFields) -> None:
+        fields.axis = self._axis(op.over)
+        if isinstance(op, DataCollective):
+            fields.out, fields.src = self._view(op.out), self._view(op.src)
+        if isinstance(op, (AllGather, ReduceScatter)):
+            fields.dim, fields.sizes = op.dim, self._sizes(op.sizes)
+        elif isinstance(op, AllToAll):
+            fields.dim, fields.sizes = op.split_dim, self._sizes(op.send_sizes)
+        elif isinstance(op, (Broadcast, Reduce)):
+            fields.first, fields.second = (
+                self._expressions.number(op.root),
+                self._expressions.number(op.packets),
+            )
+        elif isinstance(op, Permute):
+            fields.first = self._expressions.number(op.shift)
+
+    def _describe_message(self, op: Send | Recv, fields: OpFields) -> None:
+        fields.first, fields.second = self._expressions.number(op.peer), self._expressions.number(op.tag)
+        if isinstance(op, Send):
+            fields.src = self._view(op.src)
+            self.has_pair_costs = self.has_pair_costs or op.step is None
+        else:
+            fields.out, fields.flags = self._view(op.out), _UPDATES * op.update
+        fields.price = self._price(op.step.axis if isinstance(op, Send) and op.step else "")
 
     def _rate(self, call: str, dtype: str) -> int:
         if (call, dtype) not in self.rated_work:
             self.rated_work.append((call, dtype))
         return self.rated_work.index((call, dtype))
+
     def _messages(self, op: Op) -> int:
         """Return about how many messages a member of a collective sends, at most; 1 for other ops."""
         if isinstance(op, (Broadcast, Reduce)):
@@ -386,22 +390,3 @@ class Columns:
             condition = self._expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
             self._accesses.append((MODES[mode], self._view(view), condition))
         self._op_access.append(len(self._accesses))
-
-
-def _flat(values: Any) -> Column:
-    return np.ascontiguousarray(np.asarray(values, dtype=np.int64).reshape(-1))
-
-
-def _joined(columns: list[Column]) -> Column:
-    return _flat(np.concatenate(columns)) if columns else _flat([])
-
-
-def _offsets(columns: list[Column]) -> Column:
-    return _flat(np.cumsum([0, *map(len, columns)]))
-
-
-def _part(op: Op) -> int:
-    part = getattr(op, "part", "")
-    if part not in PARTS:
-        raise ProgramError(f"has no part '{part}'; there are {', '.join(PARTS)[2:]}", op=op.name or op.kind)
-    return PARTS[part]

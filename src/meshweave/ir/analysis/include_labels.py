@@ -19,9 +19,9 @@ from meshweave.base.errors import ProgramError
 from meshweave.describe.layout import Partial
 from meshweave.ir.analysis.dataflow import Event
 from meshweave.ir.analysis.interpret import Interpreter, product_operands
-from meshweave.ir.analysis.labels import LABEL, LabelAlgebra
+from meshweave.ir.analysis.labels import LabelAlgebra
 from meshweave.ir.analysis.matching import Node
-from meshweave.ir.analysis.positions import Labels
+from meshweave.ir.analysis.positions import LABEL, Labels
 from meshweave.ir.analysis.terms import UNWRITTEN, ZERO, partial_term_ranks
 from meshweave.ir.program import Buffer, Call, Include, Matmul, Program, Range, View
 from meshweave.ir.program.check_meanings import running_tensors
@@ -214,7 +214,7 @@ class _IncludeOnLabels:
 
         stashed = given(meaning.stash) if meaning.stash else None
         view = _whole(shape, meaning.out)
-        return self.algebra.apply(meaning.fn, meaning.output, view, given(meaning.ins), stashed)
+        return self.algebra.calls.apply(meaning.fn, meaning.output, view, given(meaning.ins), stashed)
 
 
 def _whole(shape: tuple[int, ...], tensor: str = "") -> View:

@@ -20,16 +20,14 @@ from typing import Any
 import numpy as np
 
 from meshweave.base.errors import ProgramError
+from meshweave.ir.analysis.call_labels import CallLabels, all_are
 from meshweave.ir.analysis.dataflow import Dataflow
-from meshweave.ir.analysis.interpret import Interpreter, numpy_index
-from meshweave.ir.analysis.positions import CallPositions, Labels, Positions, merges, positions_of
+from meshweave.ir.analysis.interpret import Interpreter
+from meshweave.ir.analysis.positions import LABEL, Labels, Positions
 from meshweave.ir.analysis.terms import OPAQUE, UNWRITTEN, ZERO, Counts, Term, TermTable
-from meshweave.ir.program import Buffer, Program
-from meshweave.ir.program.meanings import Function, Product
+from meshweave.ir.program import Program
+from meshweave.ir.program.meanings import Product
 from meshweave.ir.program.ops import Call
-from meshweave.ir.program.views import View
-
-LABEL = np.dtype([("term", np.int32), ("index", np.int64), ("writer", np.int32)])
 
 
 @dataclass
@@ -48,12 +46,13 @@ class LabelAlgebra:
     writers: list[str] = field(default_factory=lambda: ["nothing"])
     interpreter: Interpreter | None = None
     _writer_ids: dict[str, int] = field(default_factory=dict)
-    _stashes: dict[tuple[object, ...], list[tuple[View, Labels]]] = field(default_factory=dict)
+    calls: CallLabels = field(init=False)
 
     def __post_init__(self) -> None:
         self.table = TermTable(self.program)
+        self.calls = CallLabels(self)
 
-    def _label(self) -> str:
+    def label(self) -> str:
         assert self.interpreter is not None
         return self.flow.label(self.interpreter.current)
 
@@ -69,7 +68,7 @@ class LabelAlgebra:
     def write(self, block: Labels) -> Labels:
         """Return a copy of the block that names the current op as its writer."""
         block = block.copy()
-        label = self._label()
+        label = self.label()
         if label not in self._writer_ids:
             self._writer_ids[label] = len(self.writers)
             self.writers.append(label)
@@ -90,10 +89,10 @@ class LabelAlgebra:
         Raises ProgramError where no declared product is of these blocks.
         """
         shape = (*(a.shape[:-2] or b.shape[:-2]), a.shape[-2], b.shape[-1])
-        if 0 in (*a.shape, *b.shape) or _all_are(a, ZERO) or _all_are(b, ZERO):
+        if 0 in (*a.shape, *b.shape) or all_are(a, ZERO) or all_are(b, ZERO):
             return self.zeros(shape, "")
         left, right = self._operand_term(a), self._operand_term(b)
-        of_a, of_b = self._factors(left), self._factors(right)
+        of_a, of_b = self.factors(left), self.factors(right)
         declared = [p for p in self.table.products.values() if p.a in of_a and p.b in of_b]
         if not declared:
             names = (self.table.goal(number) for number in (left, right))
@@ -106,7 +105,7 @@ class LabelAlgebra:
                     raise
         raise AssertionError
 
-    def _factors(self, number: int) -> Sequence[str]:
+    def factors(self, number: int) -> Sequence[str]:
         """Return the tensors that an operand's term may stand for in a product."""
         return self.table.tensors_of(number) or sorted(self._of(number).bases)
 
@@ -190,16 +189,16 @@ class LabelAlgebra:
 
     def add(self, x: Labels, y: Labels) -> Labels:
         """Return the labels of a sum. Raises ProgramError where the elements do not belong together."""
-        return self._combine("sum", x, y)
+        return self.combine("sum", x, y)
 
     def reduce(self, op: str, terms: Sequence[Labels]) -> Labels:
         """Return the reduction of some blocks. Raises ProgramError where they are no parts of one value."""
         total = terms[0].copy()
         for term in terms[1:]:
-            total = self._combine(op, total, term)
+            total = self.combine(op, total, term)
         return total
 
-    def _combine(self, op: str, x: Labels, y: Labels) -> Labels:
+    def combine(self, op: str, x: Labels, y: Labels) -> Labels:
         x_zero, y_zero = x["term"] == ZERO, y["term"] == ZERO
         if op != "sum" and (x_zero.any() or y_zero.any()):
             raise ProgramError(f"takes the {op} of zeros, which count as values there")
@@ -217,228 +216,6 @@ class LabelAlgebra:
         out["term"][both] = numbers
         return out
 
-    # --- calls ----------------------------------------------------------------------------------------
-
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
-        """Return the labels of a call's outputs, as their meanings say.
-
-        Without a meaning, an output in a declared tensor is taken for the finished elements of that tensor,
-        and one in scratch is an opaque term. Raises ProgramError for inputs that are not what the call needs.
-        """
-        given = list(zip(op.ins, ins, strict=True))
-        key = (rank, op.stash, *op.args)
-        stashed = self._stashes.get(key) if op.stash and op.part in ("input_grad", "weight_grad") else None
-        outs = []
-        for number, view in enumerate(op.outs):
-            declared = self.table.functions.get((op.fn, number))
-            if declared:
-                meaning = self._best(declared, ins)
-                try:
-                    outs.append(self._apply(meaning, view, rank, given, stashed))
-                except ProgramError as error:
-                    where = error.buffer or (op.ins[0].buffer if op.ins else view.buffer)
-                    raise ProgramError(error.message, op=self._label(), rank=rank, buffer=where) from None
-            else:
-                for in_view, block in given:
-                    self._check_trusted_input(in_view, block, rank)
-                outs.append(self._trusted(view, rank))
-        if op.stash and op.part == "forward":
-            self._stashes[key] = [(view, block.copy()) for view, block in given]
-        elif op.stash and op.part == "weight_grad":
-            self._stashes.pop(key, None)
-        return outs
-
-    def apply(
-        self,
-        fn: str,
-        output: int,
-        view: View,
-        given: Sequence[tuple[View, Labels]],
-        stashed: Sequence[tuple[View, Labels]] | None,
-    ) -> Labels:
-        """Return the labels of result number `output` of a function, in the shape of `view`, as a meaning says.
-
-        Raises ProgramError where none is declared, or the inputs are not what it names.
-        """
-        declared = self.table.functions.get((fn, output))
-        if not declared:
-            raise ProgramError(f"calls '{fn}', which no declared meaning does")
-        meaning = self._best(declared, [block for _, block in given])
-        return self._apply(meaning, view, -1, given, stashed)
-
-    def _best(self, declared: Sequence[Function], ins: Sequence[Labels]) -> Function:
-        """Return the meaning whose inputs are those that a call has, or most of them."""
-
-        def matching(meaning: Function) -> int:
-            return sum(
-                part.tensor in self._factors_of(block) for part, block in zip(meaning.ins, ins, strict=False)
-            )
-
-        return max(declared, key=matching) if len(declared) > 1 else declared[0]
-
-    def _factors_of(self, block: Labels) -> set[str]:
-        numbers = set(np.unique(block["term"]).tolist()) - {UNWRITTEN, ZERO}
-        return {tensor for number in numbers for tensor in self._factors(number)}
-
-    def _apply(
-        self,
-        meaning: Function,
-        view: View,
-        rank: int,
-        given: Sequence[tuple[View, Labels]],
-        stashed: Sequence[tuple[View, Labels]] | None,
-    ) -> Labels:
-        """Return the labels of one output of a call that a meaning declares."""
-        if len(given) != len(meaning.ins):
-            raise ProgramError(
-                f"has {len(given)} inputs; call '{meaning.fn}' is declared with {len(meaning.ins)}"
-            )
-        read = list(zip(meaning.ins, given, strict=True))
-        if meaning.stash:
-            if stashed is None:
-                raise ProgramError("reads a stash that no forward part has filled")
-            if len(stashed) != len(meaning.stash):
-                raise ProgramError(
-                    f"reads a stash of {len(stashed)} inputs, declared with {len(meaning.stash)}"
-                )
-            read += zip(meaning.stash, stashed, strict=True)
-        running = self.table.running[meaning.out]
-        places = CallPositions(meaning.fn)
-        so_far: list[tuple[str, View, Labels]] = []
-        for part, (in_view, block) in read:
-            shape = self.program.tensor_of[part.tensor].shape
-            if part.tensor in running:
-                so_far.append((part.tensor, in_view, block))
-                if _all_are(block, ZERO):
-                    continue
-            else:
-                self._check_finished(part.tensor, in_view, block)
-            places.bind(part, shape, block, in_view.buffer)
-        made = self._result(meaning, view, rank, places)
-        if so_far:
-            self._check_alike(so_far)
-        for tensor, in_view, block in so_far:
-            if tensor == meaning.out:
-                if block.size != made.size:
-                    raise ProgramError(
-                        f"continues {block.size} elements of {tensor} and makes {made.size}",
-                        buffer=in_view.buffer,
-                    )
-                made = self._continued(meaning, block.reshape(made.shape), made)
-        return made
-
-    def _continued(self, meaning: Function, so_far: Labels, made: Labels) -> Labels:
-        op = meaning.reduce
-        if op not in ("max", "min", "prod") and _all_are(so_far, ZERO):
-            return made
-        return self._combine(op, so_far, made)
-
-    def _check_alike(self, so_far: Sequence[tuple[str, View, Labels]]) -> None:
-        """Raise ProgramError unless all reductions so far have the same counts, or are all zeros."""
-        counts: set[bytes] = set()
-        for tensor, view, block in so_far:
-            for number in np.unique(block["term"]).tolist():
-                term = self.table.terms[number]
-                if term is not None and term.bases != {tensor}:
-                    raise ProgramError(f"continues {term} where {tensor} is expected", buffer=view.buffer)
-                counts.add(b"" if term is None else term.parts[0][1])
-        if len(counts) > 1:
-            names = ", ".join(dict.fromkeys(tensor for tensor, _, _ in so_far))
-            raise ProgramError(f"continues different reductions of {names}", buffer=so_far[0][1].buffer)
-
-    def _result(self, meaning: Function, view: View, rank: int, places: CallPositions) -> Labels:
-        """Return the labels of what a call makes of the positions of its inputs, in the shape of `view`."""
-        shape = self.program.tensor_of[meaning.out].shape
-        block = np.zeros(view.shape, LABEL)
-        if not block.size:
-            return block
-        lists: list[Positions] = []
-        for dim, (name, size) in enumerate(zip(meaning.part.dims, shape, strict=True)):
-            known = np.arange(size) if name is None else places.of.get(name)
-            lists.append(self._own_positions(meaning, view, rank, dim) if known is None else known)
-        flat = np.ravel_multi_index(np.ix_(*lists), shape) if lists else np.zeros((), np.int64)
-        if not merges(view.shape, flat.shape):
-            made = "x".join(str(len(listed)) for listed in lists)
-            raise ProgramError(
-                f"makes {made} elements of {meaning.out}, {view} has {view.shape}", buffer=view.buffer
-            )
-        block["index"] = flat.reshape(view.shape)
-        counts: Counts = np.ones(1, np.int32)
-        for name, extent in zip(meaning.reduced, self.table.extents(meaning.out), strict=True):
-            at = places.of.get(name, np.arange(0))
-            counts = np.kron(counts, np.bincount(at, minlength=extent).astype(np.int32))
-        block["term"] = self.table.part(meaning.out, counts)
-        return block
-
-    def _own_positions(self, meaning: Function, view: View, rank: int, dim: int) -> Positions:
-        """Return the positions that an output has by its buffer, where no input tells."""
-        buffer = self.program.buffer_of[view.buffer]
-        if buffer.tensor != meaning.out:
-            raise ProgramError(
-                f"makes {meaning.part} of inputs that do not say which {meaning.part.dims[dim]}, into {view} "
-                f"that holds no {meaning.out}",
-                buffer=view.buffer,
-            )
-        shape = self.program.tensor_of[meaning.out].shape
-        lists = positions_of(element_labels(self.table, buffer, rank)[numpy_index(view)]["index"], shape)
-        assert lists is not None, "a view of a shard is a block"
-        return lists[dim]
-
-    def _check_finished(self, tensor: str, view: View, block: Labels) -> None:
-        """Raise ProgramError unless a call's input is finished elements of `tensor`."""
-        wrong = block["term"] != self.table.finished(tensor)
-        if not wrong.any():
-            return
-        number = int(block["term"][wrong][0])
-        term = self.table.terms[number]
-        at = tuple(map(int, np.argwhere(wrong)[0]))
-        if term is not None and not term.is_opaque and not self.table.tensors_of(number):
-            story = f"unfinished sums of {self.table.goal(number)}: {self.table.describe_faults(number)}"
-        else:
-            story = f"what is not {tensor}, first at {at} of the view"
-        raise ProgramError(f"gives a call {story}", buffer=view.buffer)
-
-    def _trusted(self, view: View, rank: int) -> Labels:
-        buffer = self.program.buffer_of[view.buffer]
-        if buffer.tensor is not None:
-            labels: Labels = element_labels(self.table, buffer, rank)[numpy_index(view)]
-            return labels.copy()
-        block = np.zeros(view.shape, LABEL)
-        block["term"] = self.table.number(OPAQUE)
-        block["index"] = np.arange(block.size).reshape(block.shape)
-        return block
-
-    def _check_trusted_input(self, view: View, block: Labels, rank: int) -> None:
-        """Raise ProgramError for unfinished sums, or elements that are not those of the buffer's tensor."""
-        buffer = self.program.buffer_of[view.buffer]
-        if buffer.layout is not None and buffer.layout.partial_axes:
-            return
-        story = ""
-        for number in np.unique(block["term"]).tolist():
-            term = self.table.terms[number]
-            if term is not None and not term.is_opaque and not self.table.tensors_of(number):
-                story = f"unfinished sums of {self.table.goal(number)}: {self.table.describe_faults(number)}"
-        if not story and buffer.tensor in self.table.meanings:
-            expected = element_labels(self.table, buffer, rank)[numpy_index(view)]
-            wrong = (block["term"] != expected["term"]) | (block["index"] != expected["index"])
-            if wrong.any():
-                at = tuple(map(int, np.argwhere(wrong)[0]))
-                story = f"what is not {buffer.tensor}, first at {at} of the view"
-        if story:
-            raise ProgramError(f"gives a call {story}", op=self._label(), rank=rank, buffer=view.buffer)
-
-
-def _all_are(block: Labels, term: int) -> bool:
-    return bool((block["term"] == term).all())
-
-
-def element_labels(table: TermTable, buffer: Buffer, rank: int) -> Labels:
-    """Return the labels of the finished elements of a buffer's tensor, on one rank."""
-    assert buffer.tensor is not None and buffer.layout is not None
-    shape = table.program.tensor_of[buffer.tensor].shape
-    indices = buffer.layout.indices(shape, rank)
-    block = np.zeros(tuple(len(dim) for dim in indices), LABEL)
-    flat = np.ravel_multi_index(np.ix_(*indices), shape) if block.size else np.zeros(block.shape, np.int64)
-    block["index"] = flat
-    block["term"] = table.finished(buffer.tensor)
-    return block
+        """Return the labels of a call's outputs. Raises ProgramError for inputs that are not what it needs."""
+        return self.calls.call(op, rank, ins)

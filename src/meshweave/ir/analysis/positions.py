@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program.meanings import TensorPart
 
+LABEL = np.dtype([("term", np.int32), ("index", np.int64), ("writer", np.int32)])
 Labels = NDArray[Any]
 Positions = NDArray[np.int64]
 

@@ -11,11 +11,12 @@ import numpy as np
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import PROOF_ELEMENTS, PROOF_WORK
 from meshweave.describe.layout import Layout, Partial
+from meshweave.ir.analysis.call_labels import element_labels
 from meshweave.ir.analysis.dataflow import Dataflow, Event
 from meshweave.ir.analysis.include_labels import LabelInterpreter
 from meshweave.ir.analysis.interpret import Interpreter
-from meshweave.ir.analysis.labels import LABEL, LabelAlgebra, element_labels
-from meshweave.ir.analysis.positions import Labels
+from meshweave.ir.analysis.labels import LabelAlgebra
+from meshweave.ir.analysis.positions import LABEL, Labels
 from meshweave.ir.analysis.terms import UNWRITTEN, partial_term_ranks
 from meshweave.ir.program import Buffer, Program
 from meshweave.ir.program.meanings import Function, Product

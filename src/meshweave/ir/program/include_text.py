@@ -9,10 +9,11 @@ import ast
 from collections.abc import Mapping
 from typing import Protocol
 
-from meshweave.base.errors import ProgramError, did_you_mean
+from meshweave.base.errors import did_you_mean
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, from_ast
 from meshweave.ir.program.include import Include, Submesh
+from meshweave.ir.program.literals import fault_at, read_int, read_string
 from meshweave.ir.program.program import Lane, Program
 from meshweave.ir.program.views import FULL, Range, View
 
@@ -49,10 +50,6 @@ class ProgramReader(Protocol):
         """Return the view of a buffer that a node describes."""
         ...
 
-    def read_string(self, node: ast.expr | None) -> str:
-        """Return the text of a string in quotes."""
-        ...
-
 
 def read_include(call: ast.Call, reader: ProgramReader) -> Include:
     """Return the include that a call of the text form describes.
@@ -63,9 +60,11 @@ def read_include(call: ast.Call, reader: ProgramReader) -> Include:
     part = call.args[0].id if len(call.args) == 1 and isinstance(call.args[0], ast.Name) else ""
     if part in reader.defining:
         path = " > ".join((*reader.defining[reader.defining.index(part) :], part))
-        raise _fail(call, f"'{part}' includes itself: {path}")
+        raise fault_at(call, f"'{part}' includes itself: {path}")
     if part not in reader.parts:
-        raise _fail(call, f"'{part}' is no program that is defined above{did_you_mean(part, reader.parts)}")
+        raise fault_at(
+            call, f"'{part}' is no program that is defined above{did_you_mean(part, reader.parts)}"
+        )
     program = reader.parts[part]
     given = {item.arg or "**": item.value for item in call.keywords}
     formals: dict[str, Mapping[str, object]] = {
@@ -77,7 +76,7 @@ def read_include(call: ast.Call, reader: ProgramReader) -> Include:
     known = {name for table in formals.values() for name in table}
     for name, value in given.items():
         if name not in known and name not in RESERVED:
-            raise _fail(value, f"'{part}' has no '{name}' to be given{did_you_mean(name, known)}")
+            raise fault_at(value, f"'{part}' has no '{name}' to be given{did_you_mean(name, known)}")
     nodes = {
         kind: {name: given[name] for name in table if name in given and name not in RESERVED}
         for kind, table in formals.items()
@@ -90,9 +89,9 @@ def read_include(call: ast.Call, reader: ProgramReader) -> Include:
         indices=tuple((name, from_ast(node)) for name, node in nodes["index"].items()),
         lanes=tuple((name, _lane(node, reader)) for name, node in nodes["lane"].items()),
         stashes=_stashes(given.get("stashes"), reader),
-        copies=_int(given["copies"]) if "copies" in given else 1,
+        copies=read_int(given["copies"]) if "copies" in given else 1,
         copy=from_ast(given["copy"]) if "copy" in given else 0,
-        name=reader.read_string(given["name"]) if "name" in given else "",
+        name=read_string(given["name"]) if "name" in given else "",
     )
 
 
@@ -100,7 +99,7 @@ def _submesh(node: ast.expr, meshes: dict[str, Mesh]) -> Submesh:
     order: tuple[int, ...] | None = None
     match node:
         case ast.Call(func=ast.Name(id="transpose"), args=[inner, *axes], keywords=[]) if axes:
-            node, order = inner, tuple(map(_int, axes))
+            node, order = inner, tuple(map(read_int, axes))
     chosen: list[ast.expr] | None = None
     match node:
         case ast.Subscript(value=inner, slice=ast.Tuple(elts=elts)):
@@ -109,7 +108,7 @@ def _submesh(node: ast.expr, meshes: dict[str, Mesh]) -> Submesh:
             node, chosen = inner, [at]
     name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
     if name not in meshes:
-        raise _fail(node, f"'{name}' is no mesh{did_you_mean(name, meshes)}")
+        raise fault_at(node, f"'{name}' is no mesh{did_you_mean(name, meshes)}")
     if chosen is None:
         return Submesh(name, (FULL,) * len(meshes[name].shape), order)
     return Submesh(name, tuple(map(_coordinate, chosen)), order)
@@ -125,7 +124,7 @@ def _coordinate(node: ast.expr) -> Index | Range:
 def _lane(node: ast.expr, reader: ProgramReader) -> str:
     name = node.id if isinstance(node, ast.Name) else ast.unparse(node)
     if name not in reader.lanes:
-        raise _fail(node, f"'{name}' is no lane{did_you_mean(name, reader.lanes)}")
+        raise fault_at(node, f"'{name}' is no lane{did_you_mean(name, reader.lanes)}")
     return name
 
 
@@ -134,20 +133,7 @@ def _stashes(node: ast.expr | None, reader: ProgramReader) -> tuple[tuple[str, s
     for item in node.elts if isinstance(node, ast.Tuple) else [] if node is None else [node]:
         match item:
             case ast.Tuple(elts=[formal, actual]):
-                pairs.append((reader.read_string(formal), reader.read_string(actual)))
+                pairs.append((read_string(formal), read_string(actual)))
             case _:
-                raise _fail(item, 'stashes are pairs: (("name in the program", "name here"),)')
+                raise fault_at(item, 'stashes are pairs: (("name in the program", "name here"),)')
     return tuple(pairs)
-
-
-def _int(node: ast.expr) -> int:
-    value = from_ast(node)
-    if not isinstance(value, int):
-        raise _fail(node, f"expected an integer, not '{value}'")
-    return value
-
-
-def _fail(node: ast.AST, message: str) -> ProgramError:
-    return ProgramError(
-        f"line {getattr(node, 'lineno', '?')}, column {getattr(node, 'col_offset', 0) + 1}: {message}"
-    )

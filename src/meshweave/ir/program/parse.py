@@ -13,12 +13,27 @@ from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from meshweave.base.errors import LayoutError, ProgramError, did_you_mean, printable
-from meshweave.base.limits import DIMS, MESH_RANKS, PROGRAM_BYTES, SLOTS
-from meshweave.base.units import DTYPES
-from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard, StridedShard, Tile
+from meshweave.base.limits import DIMS, MESH_RANKS, PROGRAM_BYTES
+from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program.expressions import Index, from_ast, text_of
+from meshweave.ir.program.expressions import Index, from_ast
 from meshweave.ir.program.include_text import read_include
+from meshweave.ir.program.literals import (
+    fault_at,
+    read_arguments,
+    read_dims,
+    read_dtype,
+    read_flag,
+    read_int,
+    read_ints,
+    read_items,
+    read_name,
+    read_over,
+    read_placement,
+    read_sizes,
+    read_slots,
+    read_string,
+)
 from meshweave.ir.program.meanings import Function, Meaning, Product, Same, Sum, TensorPart
 from meshweave.ir.program.ops import OP_TYPES, CollectiveStep, Op, Release
 from meshweave.ir.program.program import Buffer, Lane, Program, Tensor
@@ -59,12 +74,6 @@ def parse(text: str) -> Program:
         if name not in program.parts:
             raise ProgramError(f"'{name}' is defined and never included")
     return program
-
-
-def _fail(node: ast.AST, message: str) -> ProgramError:
-    return ProgramError(
-        f"line {getattr(node, 'lineno', '?')}, column {getattr(node, 'col_offset', 0) + 1}: {message}"
-    )
 
 
 class _Reader:
@@ -117,11 +126,11 @@ class _Reader:
 
     def _define(self, name: str, node: ast.FunctionDef, body: Sequence[ast.stmt]) -> None:
         if self.defining:
-            raise _fail(node, f"'{name}' is defined inside of {self.defining[-1]}; define it before that")
+            raise fault_at(node, f"'{name}' is defined inside of {self.defining[-1]}; define it before that")
         if name in self.parts:
-            raise _fail(node, f"'{name}' is defined twice")
+            raise fault_at(node, f"'{name}' is defined twice")
         if ast.unparse(node.args) or node.decorator_list or node.returns:
-            raise _fail(node, f"a program is defined by 'def {name}():', without arguments")
+            raise fault_at(node, f"a program is defined by 'def {name}():', without arguments")
         reader = _Reader(self.parts, (name,))
         for statement in body:
             reader.top_level(statement)
@@ -131,121 +140,90 @@ class _Reader:
         if any(
             name in table for table in (self.meshes, self.tensors, self.buffers, self.lanes, self.indices)
         ):
-            raise _fail(call, f"'{name}' is declared twice")
+            raise fault_at(call, f"'{name}' is declared twice")
         if kind == "mesh":
             self.meshes[name] = self._mesh(name, call)
         elif kind == "tensor":
-            shape, dtype = self._arguments(call, ("shape", "dtype"))
-            self.tensors[name] = Tensor(name, self._dims(f"tensor {name}", shape), self._dtype(dtype))
+            shape, dtype = read_arguments(call, ("shape", "dtype"))
+            self.tensors[name] = Tensor(name, read_dims(f"tensor {name}", shape), read_dtype(dtype))
         elif kind in _BUFFER_KINDS:
             self.buffers[name] = self._buffer(name, kind, call)
         elif kind == "lane":
-            order, width = self._arguments(call, ("order", "width"), optional=2)
-            order_text = "fifo" if order is None else self.read_string(order)
+            order, width = read_arguments(call, ("order", "width"), optional=2)
+            order_text = "fifo" if order is None else read_string(order)
             if order_text not in ("fifo", "ready"):
-                raise _fail(call, f"a lane's order is 'fifo' or 'ready', not '{order_text}'")
-            width_value = 1 if width is None else self._int(width)
+                raise fault_at(call, f"a lane's order is 'fifo' or 'ready', not '{order_text}'")
+            width_value = 1 if width is None else read_int(width)
             if width_value < 1:
-                raise _fail(call, f"a lane's width is at least 1, not {width_value}")
+                raise fault_at(call, f"a lane's width is at least 1, not {width_value}")
             self.lanes[name] = Lane(name, order_text, width_value)  # type: ignore[arg-type]
         elif kind == "index":
-            self._arguments(call, ())
+            read_arguments(call, ())
             self.indices[name] = None
         else:
             known = ("mesh", "tensor", "lane", "index", *_BUFFER_KINDS)
-            raise _fail(call, f"'{kind}' declares nothing{did_you_mean(kind, known)}")
+            raise fault_at(call, f"'{kind}' declares nothing{did_you_mean(kind, known)}")
 
     def _mesh(self, name: str, call: ast.Call) -> Mesh:
-        shape, axes, first, ranks = self._arguments(call, ("shape", "axes", "first", "ranks"), optional=2)
-        sizes = self._dims(f"mesh {name}", shape)
-        names = tuple(self.read_string(item) for item in self._items(axes))
+        shape, axes, first, ranks = read_arguments(call, ("shape", "axes", "first", "ranks"), optional=2)
+        sizes = read_dims(f"mesh {name}", shape)
+        names = tuple(read_string(item) for item in read_items(axes))
         if any(size < 1 for size in sizes):
-            raise _fail(call, f"mesh {name}: every axis needs a size of at least 1, not {sizes}")
+            raise fault_at(call, f"mesh {name}: every axis needs a size of at least 1, not {sizes}")
         self.num_mesh_ranks += math.prod(sizes)
         if self.num_mesh_ranks > MESH_RANKS.most:
-            raise _fail(call, f"the program {MESH_RANKS.refusal(self.num_mesh_ranks)}")
+            raise fault_at(call, f"the program {MESH_RANKS.refusal(self.num_mesh_ranks)}")
         if ranks is not None:
-            return Mesh(name, sizes, names, self._int_tuple(ranks))
-        return Mesh.of(name, sizes, names, 0 if first is None else self._int(first))
+            return Mesh(name, sizes, names, read_ints(ranks))
+        return Mesh.of(name, sizes, names, 0 if first is None else read_int(first))
 
     def _buffer(self, name: str, kind: str, call: ast.Call) -> Buffer:
         if kind == "scratch":
-            shape, dtype, mesh_node, slots, order = self._arguments(
+            shape, dtype, mesh_node, slots, order = read_arguments(
                 call, ("shape", "dtype", "on", "slots", "order"), optional=2
             )
-            mesh = self._known(mesh_node, self.meshes, "mesh")
-            sizes = self._items(shape)
+            mesh = read_name(mesh_node, self.meshes, "mesh")
+            sizes = read_items(shape)
             if len(sizes) > DIMS.most:
-                raise _fail(call, f"scratch {name} {DIMS.refusal(len(sizes))}")
+                raise fault_at(call, f"scratch {name} {DIMS.refusal(len(sizes))}")
             return Buffer(
-                name, "scratch", mesh, self._dtype(dtype), shape=tuple(map(from_ast, sizes)),
-                slots=self._slots(name, slots),
-                order=None if order is None else self._int_tuple(order),
+                name, "scratch", mesh, read_dtype(dtype), shape=tuple(map(from_ast, sizes)),
+                slots=read_slots(name, slots),
+                order=None if order is None else read_ints(order),
             )  # fmt: skip
-        tensor, layout, slots, order = self._arguments(
+        tensor, layout, slots, order = read_arguments(
             call, ("tensor", "layout", "slots", "order"), optional=2
         )
-        declared = self.tensors[self._known(tensor, self.tensors, "tensor")]
+        declared = self.tensors[read_name(tensor, self.tensors, "tensor")]
         placed = self._layout(layout)
         return Buffer(
             name, kind, placed.mesh.name, declared.dtype, declared.name, placed,  # type: ignore[arg-type]
-            slots=self._slots(name, slots),
-            order=None if order is None else self._int_tuple(order),
+            slots=read_slots(name, slots),
+            order=None if order is None else read_ints(order),
         )  # fmt: skip
-
-    def _slots(self, name: str, node: ast.expr | None) -> int:
-        slots = 1 if node is None else self._int(node)
-        if slots > SLOTS.most:
-            raise _fail(node or ast.Pass(), f"buffer {name} {SLOTS.refusal(slots)}")
-        return slots
-
-    def _dims(self, what: str, node: ast.expr) -> tuple[int, ...]:
-        """Return the sizes of a tensor or mesh."""
-        sizes = self._int_tuple(node)
-        if len(sizes) > DIMS.most:
-            raise _fail(node, f"{what} {DIMS.refusal(len(sizes))}")
-        return sizes
 
     def _layout(self, node: ast.expr | None) -> Layout:
         match node:
             case ast.Call(func=ast.Name(id="fold"), args=[ast.Subscript() as placed, *folds], keywords=[]):
-                return replace(self._layout(placed), folds=tuple(map(self._int_tuple, folds)))
+                return replace(self._layout(placed), folds=tuple(map(read_ints, folds)))
             case ast.Subscript(value=mesh, slice=inner):
                 placements = inner.elts if isinstance(inner, ast.Tuple) else [inner]
                 return Layout(
-                    self.meshes[self._known(mesh, self.meshes, "mesh")],
-                    tuple(self._placement(item) for item in placements),
+                    self.meshes[read_name(mesh, self.meshes, "mesh")],
+                    tuple(read_placement(item) for item in placements),
                 )
-        raise _fail(
+        raise fault_at(
             node or ast.Pass(),
             "a layout is written mesh[placement, ...], such as tp[S(0), R], or fold(tp[S(0), R], (sizes), ...)",
-        )
-
-    def _placement(self, node: ast.expr) -> Placement:
-        match node:
-            case ast.Name(id="R"):
-                return Replicate()
-            case ast.Name(id="P"):
-                return Partial()
-            case ast.Call(func=ast.Name(id="P"), args=[op]):
-                return Partial(self.read_string(op))
-            case ast.Call(func=ast.Name(id="S"), args=[dim]):
-                return Shard(self._int(dim))
-            case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset]):
-                return Tile(self._int(dim), self._int(size), self._int(offset))
-            case ast.Call(func=ast.Name(id="SS"), args=[dim, split_factor]):
-                return StridedShard(self._int(dim), self._int(split_factor))
-        raise _fail(
-            node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset), or SS(dim, split_factor)"
         )
 
     def _meaning(self, out: ast.expr, call: ast.Call) -> Meaning:
         if isinstance(call.func, ast.Name) and call.func.id == "call":
             return self._function(out, call)
         if not isinstance(out, ast.Name):
-            raise _fail(out, "only what a call makes is declared by parts: computes(Y[i, :], call(...))")
-        names = [self._known(item, self.tensors, "tensor") for item in call.args]
-        flags = {item.arg: self._flag(item.value) for item in call.keywords}
+            raise fault_at(out, "only what a call makes is declared by parts: computes(Y[i, :], call(...))")
+        names = [read_name(item, self.tensors, "tensor") for item in call.args]
+        flags = {item.arg: read_flag(item.value) for item in call.keywords}
         match call.func:
             case ast.Name(id="product") if len(names) == 2 and set(flags) <= {"transpose_a", "transpose_b"}:
                 return Product(out.id, names[0], names[1], **flags)  # type: ignore[arg-type]
@@ -253,7 +231,7 @@ class _Reader:
                 return Same(out.id, names[0])
             case ast.Name(id="add") if len(names) >= 2 and not flags:
                 return Sum(out.id, tuple(names))
-        raise _fail(
+        raise fault_at(
             call,
             "a tensor computes product(A, B, transpose_a=, transpose_b=), same(A), add(A, B, ...) or "
             'call("fn", A[i, :], ..., stash=, reduce=, output=)',
@@ -262,15 +240,15 @@ class _Reader:
     def _function(self, out: ast.expr, call: ast.Call) -> Function:
         values = {item.arg: item.value for item in call.keywords}
         if not call.args or not set(values) <= {"stash", "reduce", "output"}:
-            raise _fail(call, 'expected call("fn", A[i, :], ..., stash=, reduce=, output=)')
-        stash = self._items(values["stash"]) if "stash" in values else []
+            raise fault_at(call, 'expected call("fn", A[i, :], ..., stash=, reduce=, output=)')
+        stash = read_items(values["stash"]) if "stash" in values else []
         return Function(
             self._tensor_part(out),
-            self.read_string(call.args[0]),
+            read_string(call.args[0]),
             tuple(map(self._tensor_part, call.args[1:])),
             tuple(map(self._tensor_part, stash)),
-            self.read_string(values["reduce"]) if "reduce" in values else "",
-            self._int(values["output"]) if "output" in values else 0,
+            read_string(values["reduce"]) if "reduce" in values else "",
+            read_int(values["output"]) if "output" in values else 0,
         )
 
     def _tensor_part(self, node: ast.expr) -> TensorPart:
@@ -280,7 +258,7 @@ class _Reader:
                 node, chosen = inner, elts
             case ast.Subscript(value=inner, slice=selector):
                 node, chosen = inner, [selector]
-        name = self._known(node, self.tensors, "tensor")
+        name = read_name(node, self.tensors, "tensor")
         num_dims = len(self.tensors[name].shape)
         if chosen is None:
             return TensorPart(name, (None,) * num_dims)
@@ -292,9 +270,9 @@ class _Reader:
                 case ast.Slice(lower=None, upper=None, step=None):
                     dims.append(None)
                 case _:
-                    raise _fail(item, "a part of a tensor is written X[i, :], a name or ':' per dim")
+                    raise fault_at(item, "a part of a tensor is written X[i, :], a name or ':' per dim")
         if len(dims) != num_dims:
-            raise _fail(node, f"tensor {name} has {num_dims} dims, its part names {len(dims)}")
+            raise fault_at(node, f"tensor {name} has {num_dims} dims, its part names {len(dims)}")
         return TensorPart(name, tuple(dims))
 
     # --- statements -----------------------------------------------------------------------------------
@@ -305,12 +283,12 @@ class _Reader:
                 items=[ast.withitem(context_expr=ast.Name(id=mesh), optional_vars=None)], body=body
             ):
                 if mesh not in self.meshes:
-                    raise _fail(node, f"'{mesh}' is no mesh{did_you_mean(mesh, self.meshes)}")
+                    raise fault_at(node, f"'{mesh}' is no mesh{did_you_mean(mesh, self.meshes)}")
                 return On(mesh, self._block(body))
             case ast.With(
                 items=[ast.withitem(context_expr=ast.Call(func=ast.Name(id="ranks"), args=args))], body=body
             ):
-                return On(tuple(map(self._int, args)), self._block(body))
+                return On(tuple(map(read_int, args)), self._block(body))
             case ast.For(
                 target=ast.Name(id=var),
                 iter=ast.Call(func=ast.Name(id="range"), args=[count]),
@@ -324,9 +302,11 @@ class _Reader:
                 return read_include(call, self)
             case ast.Expr(value=ast.Call(func=ast.Name(id=kind)) as call):
                 if kind not in OP_TYPES:
-                    raise _fail(node, f"there is no op '{kind}'{did_you_mean(kind, (*OP_TYPES, 'include'))}")
+                    raise fault_at(
+                        node, f"there is no op '{kind}'{did_you_mean(kind, (*OP_TYPES, 'include'))}"
+                    )
                 return self._op(OP_TYPES[kind], call)
-        raise _fail(
+        raise fault_at(
             node, "expected an op, 'with mesh:', 'with ranks(...):', 'for i in range(n):' or 'if condition:'"
         )
 
@@ -337,36 +317,36 @@ class _Reader:
         items = {item.name: item for item in fields(kind)}
         view_names = [name for name, item in items.items() if item.type == "View"]
         if len(call.args) > len(view_names):
-            raise _fail(call, f"{kind.kind} takes {len(view_names)} views, not {len(call.args)}")
+            raise fault_at(call, f"{kind.kind} takes {len(view_names)} views, not {len(call.args)}")
         values: dict[str, Any] = {
             name: self.read_view(node) for name, node in zip(view_names, call.args, strict=False)
         }
         for keyword in call.keywords:
             name = keyword.arg or "**"
             if name not in items or name in values:
-                raise _fail(keyword.value, f"{kind.kind} has no field '{name}'{did_you_mean(name, items)}")
+                raise fault_at(keyword.value, f"{kind.kind} has no field '{name}'{did_you_mean(name, items)}")
             values[name] = self._field(name, str(items[name].type), keyword.value)
         missing = [name for name, item in items.items() if name not in values and item.default is MISSING]
         if missing:
-            raise _fail(call, f"{kind.kind} lacks {', '.join(missing)}")
+            raise fault_at(call, f"{kind.kind} lacks {', '.join(missing)}")
         return kind(**values)
 
     def _field(self, name: str, kind: str, node: ast.expr) -> Any:
         readers: dict[str, Callable[[ast.expr], Any]] = {
             "View": self.read_view,
-            "tuple[View, ...]": lambda n: tuple(map(self.read_view, self._items(n))),
-            "tuple[Index, ...]": lambda n: tuple(map(from_ast, self._items(n))),
+            "tuple[View, ...]": lambda n: tuple(map(self.read_view, read_items(n))),
+            "tuple[Index, ...]": lambda n: tuple(map(from_ast, read_items(n))),
             "Index": from_ast,
-            "int": self._int,
-            "bool": self._flag,
-            "Over": self._over,
-            "Sizes": self._sizes,
+            "int": read_int,
+            "bool": read_flag,
+            "Over": read_over,
+            "Sizes": read_sizes,
             "Release | None": lambda n: self._record(Release, n),
             "CollectiveStep | None": lambda n: self._record(CollectiveStep, n),
         }
         if name == "lane":
-            return self._known(node, self.lanes, "lane")
-        return readers.get(kind, self.read_string)(node)
+            return read_name(node, self.lanes, "lane")
+        return readers.get(kind, read_string)(node)
 
     def read_view(self, node: ast.expr) -> View:
         rank: Index | None = None
@@ -383,11 +363,11 @@ class _Reader:
         match node:
             case ast.Call(func=ast.Name() as head, args=[number]):
                 node, slot = head, from_ast(number)
-        name = self._known(node, self.buffers, "buffer")
+        name = read_name(node, self.buffers, "buffer")
         dims = self.buffers[name].num_dims(self.tensors)
         selectors = tuple(map(self._selector, chosen)) or (FULL,) * dims
         if len(selectors) != dims:
-            raise _fail(node, f"buffer {name} has {dims} dims, view has {len(selectors)}")
+            raise fault_at(node, f"buffer {name} has {dims} dims, view has {len(selectors)}")
         return View(name, selectors, slot, rank)
 
     def _selector(self, node: ast.expr) -> Selector:
@@ -398,34 +378,15 @@ class _Reader:
                 )
             case ast.Call(func=ast.Name(id="blocked"), args=args) if 3 <= len(args) <= 5:
                 return Blocked(*map(from_ast, args))
-        raise _fail(node, "a selector is start:stop or blocked(first, block, stride, start, stop)")
-
-    # --- values ---------------------------------------------------------------------------------------
-
-    def _arguments(self, call: ast.Call, names: tuple[str, ...], optional: int = 0) -> list[Any]:
-        values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
-        for keyword in call.keywords:
-            if keyword.arg not in names or keyword.arg in values:
-                raise _fail(call, f"no argument '{keyword.arg}' here{did_you_mean(keyword.arg or '', names)}")
-            values[keyword.arg] = keyword.value
-        if len(call.args) > len(names) or any(name not in values for name in names[: len(names) - optional]):
-            raise _fail(call, f"expected ({', '.join(names)})")
-        return [values.get(name) for name in names]
-
-    def _known(self, node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
-        name = node.id if isinstance(node, ast.Name) else None
-        if name is None or name not in table:
-            shown = text_of(node) if node is not None else "nothing"
-            raise _fail(node or ast.Pass(), f"'{shown}' is no {noun}{did_you_mean(name or '', table)}")
-        return name
+        raise fault_at(node, "a selector is start:stop or blocked(first, block, stride, start, stop)")
 
     def _record(self, kind: type, node: ast.expr) -> Any:
         word, items = WORDS[kind.__name__], fields(kind)
         names = tuple(WORDS.get(item.name, item.name) for item in items)
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == word):
-            raise _fail(node, f"expected {word}({', '.join(names)})")
+            raise fault_at(node, f"expected {word}({', '.join(names)})")
         num_optional = sum(item.default is not MISSING for item in items)
-        values = zip(items, self._arguments(node, names, optional=num_optional), strict=True)
+        values = zip(items, read_arguments(node, names, optional=num_optional), strict=True)
         return kind(
             **{
                 item.name: self._field(item.name, str(item.type), value)
@@ -433,39 +394,3 @@ class _Reader:
                 if value is not None
             }
         )
-
-    def _sizes(self, node: ast.expr) -> Any:
-        return self._int_tuple(node) if isinstance(node, ast.Tuple) else from_ast(node)
-
-    def _over(self, node: ast.expr) -> str | tuple[int, ...]:
-        return self._int_tuple(node) if isinstance(node, ast.Tuple) else self.read_string(node)
-
-    def _items(self, node: ast.expr | None) -> list[ast.expr]:
-        if isinstance(node, ast.Tuple):
-            return node.elts
-        raise _fail(node or ast.Pass(), "expected a tuple (a, b, ...)")
-
-    def _int_tuple(self, node: ast.expr | None) -> tuple[int, ...]:
-        return tuple(map(self._int, self._items(node)))
-
-    def _int(self, node: ast.expr) -> int:
-        value = from_ast(node)
-        if not isinstance(value, int):
-            raise _fail(node, f"expected an integer, not '{value}'")
-        return value
-
-    def _flag(self, node: ast.expr) -> bool:
-        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
-            return node.value
-        raise _fail(node, "expected True or False")
-
-    def read_string(self, node: ast.expr | None) -> str:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            return node.value
-        raise _fail(node or ast.Pass(), "expected a string in quotes")
-
-    def _dtype(self, node: ast.expr | None) -> str:
-        name = self.read_string(node)
-        if name not in DTYPES:
-            raise _fail(node or ast.Pass(), f"unknown dtype '{name}'{did_you_mean(name, DTYPES)}")
-        return name

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Literal
 
 from meshweave.base.errors import LayoutError, ProgramError, listed
 from meshweave.base.limits import RANK_STEPS, Limit
@@ -20,14 +20,15 @@ from meshweave.base.units import dtype_bytes
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expand import expand
-from meshweave.ir.program.expressions import Expr, Index, evaluate
-from meshweave.ir.program.include import Include, Submesh, include_error
+from meshweave.ir.program.expressions import Index, evaluate
+from meshweave.ir.program.include import Include, include_error
 from meshweave.ir.program.meanings import Meaning
-from meshweave.ir.program.ops import Collective, CollectiveStep, Op, Over, Release
+from meshweave.ir.program.ops import Collective, Op, Over
+from meshweave.ir.program.resolve import resolve_op
 from meshweave.ir.program.resolved_ops import ResolvedOps
 from meshweave.ir.program.statements import Block, Key, On, Repeat, Statement, When, ops_of, rewrite, walk
 from meshweave.ir.program.steps import StepBudget, StepsError
-from meshweave.ir.program.views import Range, View
+from meshweave.ir.program.views import View
 
 _MEMBERS_PER_STEP = 64
 """Members of a collective that cost as much as a step."""
@@ -298,7 +299,7 @@ class Program:
     @cached_property
     def resolved_ops(self) -> ResolvedOps:
         """Return the ops with plain integers that ranks and turns share."""
-        return ResolvedOps(self._resolve, self.local_shape, self.group)
+        return ResolvedOps(partial(resolve_op, self), self.local_shape, self.group)
 
     def _bind(self, rank: int) -> Iterator[BoundOp]:
         for key, op, env in self._unrolled(rank, StepBudget(RANK_STEPS)):
@@ -337,9 +338,9 @@ class Program:
 
     def _takes_part(self, op: Op, env: Mapping[str, int], rank: int) -> bool:
         """Return whether a rank has an op that it comes upon; an include is for the ranks of its meshes alone."""
-        return not isinstance(op, Include) or rank in self._ranks_of_include(op, env)
+        return not isinstance(op, Include) or rank in self.ranks_of_include(op, env)
 
-    def _ranks_of_include(self, op: Include, env: Mapping[str, int]) -> dict[int, None]:
+    def ranks_of_include(self, op: Include, env: Mapping[str, int]) -> dict[int, None]:
         """Return the ranks of an include in the order of those of its sub-program."""
         key = (id(op), *(env.get(name) for name in op.placing_names))
         if key not in self._include_ranks:
@@ -353,46 +354,6 @@ class Program:
     @cached_property
     def _include_ranks(self) -> dict[tuple[int | None, ...], dict[int, None]]:
         return {}
-
-    def _resolve(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
-        changes: dict[str, Any] = {}
-        if isinstance(op, Include):
-            op = op.on_rank(rank, tuple(self._ranks_of_include(op, env)))
-        for name in _field_names(type(op)):
-            value = getattr(op, name)
-            if name == "over":
-                changes[name] = self.group(value, rank)
-            elif name.endswith("sizes"):
-                count = len(self.group(op.over, rank))  # type: ignore[attr-defined]
-                changes[name] = _sizes(value, count, env)
-            else:
-                resolved = self._value(value, env, rank)
-                if resolved is not value:
-                    changes[name] = resolved
-        return replace(op, **changes) if changes else op
-
-    def _value(self, value: Any, env: Mapping[str, int], rank: int) -> Any:
-        if isinstance(value, Expr):
-            return evaluate(value, env)
-        if isinstance(value, View):
-            owner = rank if value.rank is None else evaluate(value.rank, env)
-            shape = self.local_shape(value.buffer, owner)
-            try:
-                return value.resolve(env, shape, self.buffer_of[value.buffer].slots)
-            except ProgramError as error:
-                raise ProgramError(error.message, rank=rank, buffer=value.buffer) from None
-        if isinstance(value, Release):
-            return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
-        if isinstance(value, CollectiveStep):
-            return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
-        if isinstance(value, Submesh):
-            return replace(value, coordinates=self._value(value.coordinates, env, rank))
-        if isinstance(value, Range):
-            stop = None if value.stop is None else evaluate(value.stop, env)
-            return Range(evaluate(value.start, env), stop)
-        if isinstance(value, tuple) and any(isinstance(item, _HOLDS_INDICES) for item in value):
-            return tuple(self._value(item, env, rank) for item in value)
-        return value
 
     def group(self, over: Over, rank: int) -> tuple[int, ...]:
         """Return the global ranks that `over` means for `rank`, in the order of the coordinate."""
@@ -409,9 +370,6 @@ class Program:
         return mesh.group(rank, axis) if axis else mesh.ranks
 
 
-_HOLDS_INDICES = (View, Expr, Submesh, Range, tuple)
-
-
 def _evaluate_at(key: Key, index: Index, env: Mapping[str, int], rank: int, statement_kind: str) -> int:
     try:
         return evaluate(index, env)
@@ -419,19 +377,3 @@ def _evaluate_at(key: Key, index: Index, env: Mapping[str, int], rank: int, stat
         raise ProgramError(
             error.message, op=f"{statement_kind} {'.'.join(map(str, key))}", rank=rank
         ) from None
-
-
-def _sizes(value: Any, count: int, env: Mapping[str, int]) -> tuple[int, ...] | None:
-    if value is None or isinstance(value, tuple):
-        return value
-    return tuple(evaluate(value, {**env, "peer": peer}) for peer in range(count))
-
-
-_FIELDS: dict[type[Op], tuple[str, ...]] = {}
-
-
-def _field_names(kind: type[Op]) -> tuple[str, ...]:
-    names = _FIELDS.get(kind)
-    if names is None:
-        names = _FIELDS[kind] = tuple(item.name for item in fields(kind) if item.name not in ("lane", "name"))
-    return names

@@ -1,0 +1,131 @@
+"""Reads names, numbers and other small parts of the text form of a program from its syntax tree.
+
+Each function takes a node and returns a value, or raises ProgramError that says line, column and what is right.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from meshweave.base.errors import ProgramError, did_you_mean
+from meshweave.base.limits import DIMS, SLOTS
+from meshweave.base.units import DTYPES
+from meshweave.describe.layout import Partial, Placement, Replicate, Shard, StridedShard, Tile
+from meshweave.ir.program.expressions import from_ast, text_of
+
+
+def fault_at(node: ast.AST, message: str) -> ProgramError:
+    """Return the error that says where in the text something is wrong."""
+    return ProgramError(
+        f"line {getattr(node, 'lineno', '?')}, column {getattr(node, 'col_offset', 0) + 1}: {message}"
+    )
+
+
+def read_slots(name: str, node: ast.expr | None) -> int:
+    """Return the number of slots of a buffer."""
+    slots = 1 if node is None else read_int(node)
+    if slots > SLOTS.most:
+        raise fault_at(node or ast.Pass(), f"buffer {name} {SLOTS.refusal(slots)}")
+    return slots
+
+
+def read_dims(what: str, node: ast.expr) -> tuple[int, ...]:
+    """Return the sizes of a tensor or mesh."""
+    sizes = read_ints(node)
+    if len(sizes) > DIMS.most:
+        raise fault_at(node, f"{what} {DIMS.refusal(len(sizes))}")
+    return sizes
+
+
+def read_placement(node: ast.expr) -> Placement:
+    """Return a placement: `S(0)`, `R`, `P`, `T(0, 4, 0)` or `SS(0, 2)`."""
+    match node:
+        case ast.Name(id="R"):
+            return Replicate()
+        case ast.Name(id="P"):
+            return Partial()
+        case ast.Call(func=ast.Name(id="P"), args=[op]):
+            return Partial(read_string(op))
+        case ast.Call(func=ast.Name(id="S"), args=[dim]):
+            return Shard(read_int(dim))
+        case ast.Call(func=ast.Name(id="T"), args=[dim, size, offset]):
+            return Tile(read_int(dim), read_int(size), read_int(offset))
+        case ast.Call(func=ast.Name(id="SS"), args=[dim, split_factor]):
+            return StridedShard(read_int(dim), read_int(split_factor))
+    raise fault_at(
+        node, "a placement is S(dim), R, P, P(op) or T(dim, size, offset), or SS(dim, split_factor)"
+    )
+
+
+def read_arguments(call: ast.Call, names: tuple[str, ...], optional: int = 0) -> list[Any]:
+    """Return the arguments of a call by their names, None for optional ones that are left out."""
+    values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
+    for keyword in call.keywords:
+        if keyword.arg not in names or keyword.arg in values:
+            raise fault_at(call, f"no argument '{keyword.arg}' here{did_you_mean(keyword.arg or '', names)}")
+        values[keyword.arg] = keyword.value
+    if len(call.args) > len(names) or any(name not in values for name in names[: len(names) - optional]):
+        raise fault_at(call, f"expected ({', '.join(names)})")
+    return [values.get(name) for name in names]
+
+
+def read_name(node: ast.expr | None, table: dict[str, Any], noun: str) -> str:
+    """Return the name of an entry of `table`, which a `noun` says in words."""
+    name = node.id if isinstance(node, ast.Name) else None
+    if name is None or name not in table:
+        shown = text_of(node) if node is not None else "nothing"
+        raise fault_at(node or ast.Pass(), f"'{shown}' is no {noun}{did_you_mean(name or '', table)}")
+    return name
+
+
+def read_sizes(node: ast.expr) -> Any:
+    """Return the sizes of parts: a tuple of integers or one expression."""
+    return read_ints(node) if isinstance(node, ast.Tuple) else from_ast(node)
+
+
+def read_over(node: ast.expr) -> str | tuple[int, ...]:
+    """Return what a collective runs over: "mesh.axis" or ranks."""
+    return read_ints(node) if isinstance(node, ast.Tuple) else read_string(node)
+
+
+def read_items(node: ast.expr | None) -> list[ast.expr]:
+    """Return the items of a tuple."""
+    if isinstance(node, ast.Tuple):
+        return node.elts
+    raise fault_at(node or ast.Pass(), "expected a tuple (a, b, ...)")
+
+
+def read_ints(node: ast.expr | None) -> tuple[int, ...]:
+    """Return a tuple of integers."""
+    return tuple(map(read_int, read_items(node)))
+
+
+def read_int(node: ast.expr) -> int:
+    """Return an integer."""
+    value = from_ast(node)
+    if not isinstance(value, int):
+        raise fault_at(node, f"expected an integer, not '{value}'")
+    return value
+
+
+def read_flag(node: ast.expr) -> bool:
+    """Return True or False."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        return node.value
+    raise fault_at(node, "expected True or False")
+
+
+def read_string(node: ast.expr | None) -> str:
+    """Return a string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise fault_at(node or ast.Pass(), "expected a string in quotes")
+
+
+def read_dtype(node: ast.expr | None) -> str:
+    """Return the name of a dtype."""
+    name = read_string(node)
+    if name not in DTYPES:
+        raise fault_at(node or ast.Pass(), f"unknown dtype '{name}'{did_you_mean(name, DTYPES)}")
+    return name

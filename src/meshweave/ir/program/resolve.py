@@ -1,0 +1,81 @@
+"""Turns an op of a template into one with plain integers, for one rank and one turn of its loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from meshweave.base.errors import ProgramError
+from meshweave.ir.program.expressions import Expr, evaluate
+from meshweave.ir.program.include import Include, Submesh
+from meshweave.ir.program.ops import CollectiveStep, Op, Release
+from meshweave.ir.program.views import Range, View
+
+if TYPE_CHECKING:
+    from meshweave.ir.program.program import Program
+
+_HOLDS_INDICES = (View, Expr, Submesh, Range, tuple)
+
+
+def resolve_op(program: Program, op: Op, env: Mapping[str, int], rank: int) -> Op:
+    """Return an op of one rank with plain integers, given the values of names.
+
+    Raises:
+        ProgramError: an expression has no value, or a view does not fit its buffer.
+    """
+    changes: dict[str, Any] = {}
+    if isinstance(op, Include):
+        op = op.on_rank(rank, tuple(program.ranks_of_include(op, env)))
+    for name in _field_names(type(op)):
+        value = getattr(op, name)
+        if name == "over":
+            changes[name] = program.group(value, rank)
+        elif name.endswith("sizes"):
+            count = len(program.group(op.over, rank))  # type: ignore[attr-defined]
+            changes[name] = _sizes(value, count, env)
+        else:
+            resolved = _value(program, value, env, rank)
+            if resolved is not value:
+                changes[name] = resolved
+    return replace(op, **changes) if changes else op
+
+
+def _value(program: Program, value: Any, env: Mapping[str, int], rank: int) -> Any:
+    if isinstance(value, Expr):
+        return evaluate(value, env)
+    if isinstance(value, View):
+        owner = rank if value.rank is None else evaluate(value.rank, env)
+        shape = program.local_shape(value.buffer, owner)
+        try:
+            return value.resolve(env, shape, program.buffer_of[value.buffer].slots)
+        except ProgramError as error:
+            raise ProgramError(error.message, rank=rank, buffer=value.buffer) from None
+    if isinstance(value, Release):
+        return replace(value, tile=evaluate(value.tile, env), first=evaluate(value.first, env))
+    if isinstance(value, CollectiveStep):
+        return replace(value, index=evaluate(value.index, env), count=evaluate(value.count, env))
+    if isinstance(value, Submesh):
+        return replace(value, coordinates=_value(program, value.coordinates, env, rank))
+    if isinstance(value, Range):
+        stop = None if value.stop is None else evaluate(value.stop, env)
+        return Range(evaluate(value.start, env), stop)
+    if isinstance(value, tuple) and any(isinstance(item, _HOLDS_INDICES) for item in value):
+        return tuple(_value(program, item, env, rank) for item in value)
+    return value
+
+
+def _sizes(value: Any, count: int, env: Mapping[str, int]) -> tuple[int, ...] | None:
+    if value is None or isinstance(value, tuple):
+        return value
+    return tuple(evaluate(value, {**env, "peer": peer}) for peer in range(count))
+
+
+_FIELDS: dict[type[Op], tuple[str, ...]] = {}
+
+
+def _field_names(kind: type[Op]) -> tuple[str, ...]:
+    names = _FIELDS.get(kind)
+    if names is None:
+        names = _FIELDS[kind] = tuple(item.name for item in fields(kind) if item.name not in ("lane", "name"))
+    return names
