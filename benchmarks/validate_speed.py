@@ -91,7 +91,7 @@ def main() -> None:
         row = rows[name] = {**runs[0], "goal_us": GOAL_US}
         for key in ("us", "python_us"):
             row[key] = statistics.median(run[key] for run in runs)
-            row[f"{key}_range"] = [min(run[key] for run in runs), max(found[key] for found in runs)]
+            row[f"{key}_range"] = [min(run[key] for run in runs), max(run[key] for run in runs)]
         low, high = row["us_range"]
         goal = "met" if row["us"] <= GOAL_US else "missed"
         print(

@@ -42,9 +42,13 @@ def unproved(flow: Dataflow) -> str:
     if (count := num_buffer_elements(program)) > PROOF_ELEMENTS.most:
         return PROOF_ELEMENTS.refusal(count)
     summands = work = _most_summands(program)
+    elements: dict[int, int] = {}  # by the identity of ops, which ranks share
     for ops in flow.matched.ops.values():
         for bound in ops:
-            work += summands + sum(view.num_elements for _, view in bound.op.accesses())
+            each = elements.get(id(bound.op))
+            if each is None:
+                each = elements[id(bound.op)] = sum(view.num_elements for _, view in bound.op.accesses())
+            work += summands + each
             if work > PROOF_WORK.most:
                 return PROOF_WORK.refusal()
     return ""
