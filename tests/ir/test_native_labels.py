@@ -19,6 +19,7 @@ from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.analysis.proof import prove_outputs
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
+from meshweave.ir.program.resolve import resolve_op
 from meshweave.lower import lower_chains, lower_rings
 from sampling import examples
 
@@ -113,7 +114,7 @@ def test_damaged_columns_are_refused_or_judged(name: str, seed: int) -> None:
 def test_shared_ops_are_those_that_each_rank_would_have(program: Program) -> None:
     program = program.expanded
     for rank, ops in program.ops_by_rank.items():
-        alone = [program._resolve(op, env, rank) for op, env in program.unbound_ops_on_rank(rank)]
+        alone = [resolve_op(program, op, env, rank) for op, env in program.unbound_ops_on_rank(rank)]
         assert [bound.op for bound in ops] == alone
     forms = program.resolved_ops.form
     for op in program.ops_by_rank[program.ranks[0]]:
