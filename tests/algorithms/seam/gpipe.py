@@ -24,35 +24,8 @@ class GPipe(PipelineAlgorithm):
         last = (
             f'flops={2 * r * h * o}, bytes={4 * (r * h + h * o + r * o)}, stash="mb", args=(m,), lane=compute'
         )
-        tensors = {
-            "X": (problem.rows, f),
-            "W0": (f, h),
-            "W1": (h, o),
-            "Y": (problem.rows, o),
-            "T": (problem.rows, o),
-        }
-        tensors |= {"DX": tensors["X"], "DW0": tensors["W0"], "DW1": tensors["W1"]}
-        tensors |= {"H": (problem.rows, h), "GH": (problem.rows, h), "GY": tensors["Y"]}
-        declared = "".join(f'{name} = tensor({shape}, "float32")\n' for name, shape in tensors.items())
         return parse(f"""program("GPipe: two stages, {count} micro-batches")
-s0 = mesh((1,), ("x",))
-s1 = mesh((1,), ("x",), first=1)
-{declared}computes(H[r, :], call("stage", X[r, :], W0))
-computes(Y[r, :], call("stage", H[r, :], W1))
-computes(GY[r, :], call("loss_grad", Y[r, :], T[r, :]))
-computes(GH[r, :], call("stage_input_grad", GY[r, :], W1, stash=(H[r, :], W1)))
-computes(DX[r, :], call("stage_input_grad", GH[r, :], W0, stash=(X[r, :], W0)))
-computes(DW1, call("stage_weight_grad", GY[r, :], DW1, stash=(H[r, :], W1), reduce="sum"))
-computes(DW0, call("stage_weight_grad", GH[r, :], DW0, stash=(X[r, :], W0), reduce="sum"))
-x = input(X, s0[R])
-w0 = input(W0, s0[R])
-w1 = input(W1, s1[R])
-t = input(T, s1[R])
-y = output(Y, s1[R])
-dx = output(DX, s0[R])
-dw0 = output(DW0, s0[R])
-dw1 = output(DW1, s1[R])
-h0 = scratch(({r}, {h}), "float32", on=s0, slots=2)
+{problem.declarations}h0 = scratch(({r}, {h}), "float32", on=s0, slots=2)
 h1 = scratch(({r}, {h}), "float32", on=s1, slots=2)
 loss = scratch(({r}, {o}), "float32", on=s1, slots=2)
 g1 = scratch(({r}, {h}), "float32", on=s1, slots=2)

@@ -35,6 +35,39 @@ class PipelineProblem:
         if min(self.rows, self.features, self.hidden, self.out) < 1:
             raise LayoutError("rows and widths of a pipeline must be positive")
 
+    @property
+    def declarations(self) -> str:
+        """Return the text that declares meshes, tensors, meanings, inputs and outputs, for every schedule."""
+        return f"""s0 = mesh((1,), ("x",))
+s1 = mesh((1,), ("x",), first=1)
+X = tensor(({self.rows}, {self.features}), "float32")
+W0 = tensor(({self.features}, {self.hidden}), "float32")
+W1 = tensor(({self.hidden}, {self.out}), "float32")
+Y = tensor(({self.rows}, {self.out}), "float32")
+T = tensor(({self.rows}, {self.out}), "float32")
+DX = tensor(({self.rows}, {self.features}), "float32")
+DW0 = tensor(({self.features}, {self.hidden}), "float32")
+DW1 = tensor(({self.hidden}, {self.out}), "float32")
+H = tensor(({self.rows}, {self.hidden}), "float32")
+GY = tensor(({self.rows}, {self.out}), "float32")
+GH = tensor(({self.rows}, {self.hidden}), "float32")
+computes(H[r, :], call("stage", X[r, :], W0))
+computes(Y[r, :], call("stage", H[r, :], W1))
+computes(GY[r, :], call("loss_grad", Y[r, :], T[r, :]))
+computes(GH[r, :], call("stage_input_grad", GY[r, :], W1, stash=(H[r, :], W1)))
+computes(DX[r, :], call("stage_input_grad", GH[r, :], W0, stash=(X[r, :], W0)))
+computes(DW1, call("stage_weight_grad", GY[r, :], DW1, stash=(H[r, :], W1), reduce="sum"))
+computes(DW0, call("stage_weight_grad", GH[r, :], DW0, stash=(X[r, :], W0), reduce="sum"))
+x = input(X, s0[R])
+w0 = input(W0, s0[R])
+w1 = input(W1, s1[R])
+t = input(T, s1[R])
+y = output(Y, s1[R])
+dx = output(DX, s0[R])
+dw0 = output(DW0, s0[R])
+dw1 = output(DW1, s1[R])
+"""
+
 
 @dataclass(frozen=True)
 class MicroBatches:
