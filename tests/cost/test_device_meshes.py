@@ -1,6 +1,7 @@
 """Equations 2 to 4 of ATP: the paper's examples, exactly."""
 
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_the_optimum_where_all_bandwidths_are_equal(entry: str) -> None:
         least.append(ranked[0].total_s)
         flat.append(next(x.total_s for x in ranked if x.mesh_shape[1] == 1))
     assert least[:3] == sorted(least[:3]) and least[2:] == sorted(least[2:], reverse=True)
-    assert all(a < b for a, b in zip(flat, flat[1:], strict=False))
+    assert all(a < b for a, b in pairwise(flat))
 
 
 def _unit(ranked: list[MeshTime]) -> Fraction:

@@ -76,7 +76,7 @@ def test_calibrated_constants_limit_one_ring() -> None:
 @examples(60)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=3), st.data())
 def test_the_view_agrees_with_what_closed_forms_charge(exponents: list[int], data: st.DataObject) -> None:
-    """Equal where a device's share of a level shrinks upwards; equation 3 looks at no level below a group's own."""
+    """Equal where a device's share of a level shrinks upwards: equation 3 looks at no lower level."""
     below, per_device, tree = 1, data.draw(st.integers(100, 1000)) * 10**6, []
     descending = True
     for number, exponent in enumerate(exponents):

@@ -1,20 +1,23 @@
-"""The communication of tensor parallelism on DeviceMesh(d1, d2) in closed form (ATP, Cheng et al., equations 2 to 4).
+"""The communication of tensor parallelism on DeviceMesh(d1, d2): equations 2 to 4 of ATP (Cheng et al.).
 
-The first dimension of the mesh spans the outer layers of the communication matrix, the second the inner ones. Along a
-dimension of d devices, an all-reduce reaches
+The first dimension of the mesh spans the outer layers of the communication matrix, the second the inner ones.
+Along a dimension of d devices, an all-reduce reaches
 
     B = d / (2 (d - 1)) B'    (equation 4, the bandwidth term of Rabenseifner's algorithm)
 
-of the reduced tensor per second, where B' is the least bandwidth of the layers that its groups cross (equation 3).
-Groups of the first dimension leave a rank of a layer side by side and share its bandwidth: min(d2, devices in that
-rank) of them. Equation 3 as printed divides by d2 also where a rank has fewer devices; but the paper's own use of it on
-machines of one layer (section 5.4: B1' = B2' = GroupBW) does not, nor could more groups leave a rank than it has devices.
+of the reduced tensor per second, where B' is the least bandwidth of the layers that its groups cross
+(equation 3). Groups of the first dimension leave a rank of a layer side by side and share its bandwidth:
+min(d2, devices in that rank) of them. Equation 3 as printed divides by d2 also where a rank has fewer
+devices; but the paper's own use of it on machines of one layer (section 5.4: B1' = B2' = GroupBW) does not,
+nor could more groups leave a rank than it has devices.
 
-A layer joins the n ranks of a group in it by n - 1 links of each at most, which is less than the group bandwidth where
-a group has few ranks: the point-to-point correction. On figure 7(a), DeviceMesh(8, 2), it turns B2' from 600 into 200.
+A layer joins the n ranks of a group in it by n - 1 links of each at most, which is less than the group
+bandwidth where a group has few ranks: the point-to-point correction. On figure 7(a), DeviceMesh(8, 2), it
+turns B2' from 600 into 200.
 
-A transformer layer all-reduces, for its products into wide tensors (QKV, first of the FFN), outputs over d1 along the
-second dimension, and for those into hidden ones, outputs over d2 along the first; once forward, once backward:
+A transformer layer all-reduces, for its products into wide tensors (QKV, first of the FFN), outputs over d1
+along the second dimension, and for those into hidden ones, outputs over d2 along the first; once forward,
+once backward:
 
     T = 2 L b s (7 h / (d1 B2) + 2 h / (d2 B1))    (equation 2, for a GPT, in elements)
 
@@ -92,7 +95,7 @@ def algorithm_bandwidth(link: Fraction, size: int) -> Fraction:
 
 
 def link_bandwidth(algorithm: Fraction, size: int) -> Fraction:
-    """Return the bandwidth of links over which an all-reduce reaches `algorithm`: equation 4 the other way round."""
+    """Return the bandwidth of links over which an all-reduce reaches `algorithm`: equation 4 turned round."""
     return algorithm * Fraction(2 * (size - 1), size)
 
 
@@ -155,7 +158,7 @@ def _layer_bandwidths(
         if corrected:
             step = max(stride // below, 1)
             links = _least_within(layer.p2p_bytes_per_s, members, step)
-            # Without links of their own, their bytes pass through the ranks between them, as do those of the others.
+            # Without links of their own, their bytes pass through the ranks between, beside those of others.
             yield (
                 (_limit((links,), flows) if links else _limit(layer.group_bytes_per_s, flows * step)),
                 layer.name,

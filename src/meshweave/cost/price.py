@@ -1,14 +1,14 @@
 """The time of ONE op on an otherwise idle machine.
 
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
-A local product costs its FLOPs over the chip's rate for its dtype, or its memory traffic where that takes longer
-(`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A chain of D
-packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so that their rate
-is at most that of one link. A chain with measured constants of its own may have a higher rate, but takes at least
-part / link rate.
+A local product costs its FLOPs over the chip's rate for its dtype, or its memory traffic where that takes
+longer (`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A
+chain of D packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so
+that their rate is at most that of one link. A chain with measured constants of its own may have a higher
+rate, but takes at least part / link rate.
 
-Where groups of one mesh axis share links, as those that leave a host do, each has its share of them: all groups of an
-axis are taken to communicate at once (ATP, equation 3).
+Where groups of one mesh axis share links, as those that leave a host do, each has its share of them: all
+groups of an axis are taken to communicate at once (ATP, equation 3).
 
 A price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
 """
@@ -64,11 +64,14 @@ def price(
     """Return the price of one op.
 
     Args:
-        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between them.
+        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between
+        them.
             Without endpoints, and for a step of a collective, it has the constants of the mesh axis.
-        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
-            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
-            the message alone, and the rate a share of 1 / h. Groups of an axis then have their links whole.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a
+        ring
+            each link carries h messages. By default the amount is h times the message. With `shares_links` it
+            is the message alone, and the rate a share of 1 / h. Groups of an axis then have their links
+            whole.
 
     Raises:
         UnsupportedError: the machine cannot place the group.

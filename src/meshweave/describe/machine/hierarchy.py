@@ -1,13 +1,13 @@
 """The hierarchical communication matrix of a cluster (ATP, Cheng et al., section 3.4).
 
-A matrix has layers, the outermost first. A layer divides each rank of the layer above into `size` ranks, groups of
-devices or single ones. It says how many bytes per second pass between any two of them (the point-to-point matrix),
-and how many each exchanges with all others of the layer (the group bandwidth).
+A matrix has layers, the outermost first. A layer divides each rank of the layer above into `size` ranks,
+groups of devices or single ones. It says how many bytes per second pass between any two of them (the
+point-to-point matrix), and how many each exchanges with all others of the layer (the group bandwidth).
 
-A matrix is a view: `communication_matrix` reads it off the network of a cluster, be it from the catalog, from a file
-or calibrated; measured constants of collectives limit what one ring carries. Rates are those of one direction, since
-an all-reduce sends and receives at once. For what the view cannot tell, `measured` holds all-reduce bandwidths of
-whole meshes. `matrix_file` reads matrices that have no cluster behind them.
+A matrix is a view: `communication_matrix` reads it off the network of a cluster, be it from the catalog, from
+a file or calibrated; measured constants of collectives limit what one ring carries. Rates are those of one
+direction, since an all-reduce sends and receives at once. For what the view cannot tell, `measured` holds
+all-reduce bandwidths of whole meshes. `matrix_file` reads matrices that have no cluster behind them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class MatrixLayer:
         name: what joins the ranks of the layer.
         p2p_bytes_per_s: bytes per second from rank to rank.
         group_bytes_per_s: bytes per second from each rank to all others of the layer together.
-        flow_bytes_per_s: the most that one ring of devices carries across the layer, 0 for as much as there is. The
+        flow_bytes_per_s: the most that one ring of devices carries across the layer, 0 for as much as there
+        is. The
             paper's matrix has no such number, and so cannot tell what a lone ring reaches on its IC1.
 
     Raises:
@@ -54,12 +55,12 @@ class MatrixLayer:
             or {len(row) for row in self.p2p_bytes_per_s} != {size}
         ):
             raise DescriptionError(
-                f"layer {self.name}: the point-to-point matrix is not square with a row for each of the {size} group "
-                "bandwidths"
+                f"layer {self.name}: the point-to-point matrix is not square with a row for each of the {size} "
+                "group bandwidths"
             )
         if min(self.group_bytes_per_s) < 1 or min(map(min, self.p2p_bytes_per_s)) < 0:
             raise DescriptionError(
-                f"layer {self.name}: group bandwidths are at least 1 byte per second, point-to-point ones at least 0"
+                f"layer {self.name}: group bandwidths are at least 1 byte per second, others at least 0"
             )
 
     @classmethod
@@ -87,7 +88,8 @@ class MatrixLayer:
 class MeasuredBandwidth:
     """Measured all-reduce bandwidths of DeviceMesh(d1, d2): bytes of the reduced tensor per second.
 
-    `first` is that of the groups along the first dimension, `second` along the second; None for a dimension of 1.
+    `first` is that of the groups along the first dimension, `second` along the second; None for a dimension
+    of 1.
     """
 
     mesh_shape: tuple[int, int]
@@ -113,8 +115,8 @@ class CommunicationMatrix:
         for known in self.measured:
             if math.prod(known.mesh_shape) != self.num_devices:
                 raise DescriptionError(
-                    f"matrix {self.name}: the measured mesh {known.mesh_shape} does not have its {self.num_devices} "
-                    "devices"
+                    f"matrix {self.name}: the measured mesh {known.mesh_shape} does not have its "
+                    f"{self.num_devices} devices"
                 )
 
     @property
@@ -138,8 +140,8 @@ class CommunicationMatrix:
 def communication_matrix(cluster: Cluster, shape: tuple[int, ...] | None = None) -> CommunicationMatrix:
     """Return the matrix of a cluster: one layer per level of its network.
 
-    A switch and a ring have one layer, hosts and packages two, a tree one per level, a torus one per axis; layers of
-    one rank are left out.
+    A switch and a ring have one layer, hosts and packages two, a tree one per level, a torus one per axis;
+    layers of one rank are left out.
 
     Args:
         shape: the shape of a torus that may have several (default: the one nearest to a cube).

@@ -1,4 +1,4 @@
-"""Hierarchical communication matrices in files: matrices without a cluster behind them, and measured bandwidths."""
+"""Files of hierarchical communication matrices: layers without a cluster, and measured bandwidths."""
 
 from __future__ import annotations
 

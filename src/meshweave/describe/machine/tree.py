@@ -1,7 +1,7 @@
 """A tree of switches: fat where its upper links are wide, oversubscribed where they are narrow.
 
-The children of a switch may have direct links besides: GPUs bridged in pairs on a PCIe tree, or the four GPUs of a
-node that NVLinks join without a switch. A message between two such children takes their direct link.
+The children of a switch may have direct links besides: GPUs bridged in pairs on a PCIe tree, or the four GPUs
+of a node that NVLinks join without a switch. A message between two such children takes their direct link.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class TreeLevel:
 class TreeNetwork:
     """Chips are the leaves, in order; `levels` go from the leaves up to the one switch at the top.
 
-    A message climbs to the lowest switch above both of its ends and comes down again; switches never block. Where
-    the two children of that switch have a direct link, it takes that link instead of the two to the switch.
+    A message climbs to the lowest switch above both of its ends and comes down again; switches never block.
+    Where the two children of that switch have a direct link, it takes that link instead of the two to the
+    switch.
     """
 
     levels: tuple[TreeLevel, ...]
@@ -87,8 +88,9 @@ class TreeNetwork:
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
         slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links: with
         `shared` each of them has its share of these (ATP, equation 3), and so have the two directions of a ring
-        that uses both; else each has all. Latency is that of the level alone. Without a shape, the last of several mesh axes is taken to stay below the lowest switches, and any
-        other to cross all levels. Raises LayoutError.
+        that uses both; else each has all. Latency is that of the level alone. Without a shape, the last of
+        several mesh axes is taken to stay below the lowest switches, and any other to cross all levels.
+        Raises LayoutError.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         stride, size = 1, self.num_chips
@@ -110,7 +112,7 @@ class TreeNetwork:
         return slowest_axis(crossed)
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
-        """Return the slowest links on the path from chip `src` to chip `dst`; those of the chip if they are one."""
+        """Return the slowest links between chips `src` and `dst`; those of the chip if they are one."""
         crossed: list[NetworkAxis] = []
         for level, below in zip(self.levels, self.chips_below, strict=True):
             meet = src // (below * level.fanout) == dst // (below * level.fanout)
