@@ -193,7 +193,7 @@ class _SymbolAlgebra:
 
     def call(self, op: Call, rank: int, ins: list[Symbols]) -> list[Symbols]:
         """Return the symbols of a call's results: functions of all of its inputs, and of what its stash saw."""
-        known = tuple(int(_row_digests(block["value"].reshape(-1))) for block in ins)
+        known = tuple(int(_row_digests(block["value"].reshape(1, -1))[0]) for block in ins)
         key = rank, op.stash, *op.args
         if op.stash and op.part == "forward":
             self._stashes[key] = known
