@@ -5,11 +5,24 @@ A strategy is one file that says what each mesh axis does; the guide's page on b
 
 from __future__ import annotations
 
+from meshweave.algorithms.block.all_to_all_heads import AllToAllHeads
 from meshweave.algorithms.block.atp import Atp
+from meshweave.algorithms.block.data_parallel import DataParallel, ZeroOne, ZeroThree, ZeroTwo
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.strategy import BlockAlgorithm
+from meshweave.algorithms.block.two_d import Collective2d
 
-ENTRIES: tuple[BlockAlgorithm, ...] = (Atp(), Megatron(), MegatronSequence())
+ENTRIES: tuple[BlockAlgorithm, ...] = (
+    Atp(),
+    Megatron(),
+    MegatronSequence(),
+    Collective2d(),
+    DataParallel(),
+    ZeroOne(),
+    ZeroTwo(),
+    ZeroThree(),
+    AllToAllHeads(),
+)
 
-__all__ = ["ENTRIES", "Atp", "BlockAlgorithm", "BlockConfig", "BlockProblem", "Megatron", "MegatronSequence"]
+__all__ = ["ENTRIES", "BlockAlgorithm", "BlockConfig", "BlockProblem"]

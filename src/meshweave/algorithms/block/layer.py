@@ -35,6 +35,7 @@ class _LayerWriter:
     writer: BlockWriter = field(init=False)
     stored: dict[str, Stored] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
+    _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         batch_dims: Dims = tuple("batch" if dim == "batch" else "" for dim in self.roles.residual)
@@ -49,8 +50,9 @@ class _LayerWriter:
         if problem.is_training:
             for half in reversed(halves):
                 self._backward(half)
-        self._write_later()
         self.writer.cut()
+        for landed, out in self._reductions:
+            self.writer.move_once(landed, out.dims, GRADIENTS, out)
         meanings = [meaning for half in halves for meaning in half.meanings(two_steps)]
         if problem.is_training:
             meanings += [
@@ -132,14 +134,18 @@ class _LayerWriter:
             )
         return self.stored[tensor]
 
-    def _weight(self, name: str, used: Dims) -> Stored:
+    def _weight(self, name: str, layer: int, used: Dims) -> Stored:
         """Return a weight where it is multiplied: gathered, if it is kept in parts."""
         kept = self.stored[name]
         if kept.dims == used:
             return kept
-        site = name.lower().rstrip("0123456789_")
-        out = self.writer.two_slots(f"{site}_whole", kept, used, int(name[len(site) :].strip("_")) % 2)
-        return self.writer.gather_once(kept, out, WEIGHTS)
+        if self.roles.keeps_weights:
+            if f"{name}_whole" not in self.stored:
+                self.stored[f"{name}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
+            return self.stored[f"{name}_whole"]
+        site = name.removesuffix(str(layer)).rstrip("_").lower()
+        out = self.writer.two_slots(f"{site}_whole", kept, used, layer % 2)
+        return self.writer.gather_once(kept, out, used, WEIGHTS)
 
     def _landing(self, tensor: str, sides: Sides, natural: Dims, final: Dims) -> tuple[Stored, Stored]:
         """Return the buffer that a product writes, and that in which its result is to lie.
@@ -170,13 +176,13 @@ class _LayerWriter:
         roles, writer, stream = self.roles, self.writer, self.stored[half.stream]
         normal = self._norm(half, stream)
         core_dims = roles.core(half.is_attention)
-        w_in = self._weight(half.w_in, roles.w_in)
+        w_in = self._weight(half.w_in, half.layer, roles.w_in)
         entry = self.stored[f"{half.normal}_entry"] = writer.move(normal, roles.entry, "all")
         inner = self._product(
             half.inner, self._inner_sides(half, half.in_unit), entry, w_in, k="hidden", final=core_dims
         )
         core = self._core(half, inner)
-        w_out = self._weight(half.w_out, roles.w_out)
+        w_out = self._weight(half.w_out, half.layer, roles.w_out)
         operand = self.stored[f"{half.core}_exit"] = writer.move(core, roles.exit, "all")
         result = self._product(
             half.result, self._residual_sides(), operand, w_out, k="inner", final=roles.residual
@@ -229,7 +235,7 @@ class _LayerWriter:
     def _backward(self, half: Half) -> None:
         roles, writer, stored = self.roles, self.writer, self.stored
         core_dims = roles.core(half.is_attention)
-        w_out = self._weight(half.w_out, roles.w_out)
+        w_out = self._weight(half.w_out, half.layer, roles.w_out)
         arriving = writer.move(stored[f"D{half.result}"], dual(roles.product_out), "all")
         operand = self._operand_again(half.core, "exit", roles.exit)
         of_core = self._product(
@@ -243,7 +249,7 @@ class _LayerWriter:
         )
         self._then(lambda: self._weight_gradient(half.w_out, operand, arriving))
         entry = self._operand_again(half.normal, "entry", roles.entry)
-        w_in = self._weight(half.w_in, roles.w_in)
+        w_in = self._weight(half.w_in, half.layer, roles.w_in)
         of_inner = writer.move(self._core_gradient(half, of_core), dual(roles.product_in), "all")
         of_normal = self._product(
             f"D{half.normal}", self._residual_sides(), of_inner, w_in, k="inner", final=roles.residual,
@@ -281,8 +287,12 @@ class _LayerWriter:
         self._reduce(landed, out)
 
     def _reduce(self, landed: Stored, out: Stored) -> None:
+        """Write the reduction of a gradient of a weight over ranks, here or at the end of the program."""
         self.writer.cut()
-        self.writer.move_once(landed, out, GRADIENTS)
+        if self.roles.reduces_last:
+            self._reductions.append((landed, out))
+        else:
+            self.writer.move_once(landed, out.dims, GRADIENTS, out)
 
     def _core_gradient(self, half: Half, of_core: Stored) -> Stored:
         stored = self.stored

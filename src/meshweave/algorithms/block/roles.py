@@ -11,7 +11,7 @@ The gradient of what is not sharded is partial, and the reverse, so the backward
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.base.errors import LayoutError
@@ -46,8 +46,11 @@ class AxisRole:
         attention, feed_forward: what attention and the activation read and make.
         exit: the operand of the second product, W_o or W_2.
         w_in, w_out: the weights where they are multiplied.
-        shards_weights: whether weights are kept in parts along this axis and gathered for each use.
+        shards_weights: whether weights are given in parts along this axis, and gathered for each use.
+        keeps_weights: whether gathered weights are kept for the backward part. Else they are gathered again.
         scatters_gradients: whether gradients of weights end in parts along this axis.
+        reduces_last: whether gradients of weights are reduced after all backward parts. Else each is as soon as
+            it is complete.
         keeps_gathered: whether operands that were gathered forward are kept for the gradients of weights. Else
             they are gathered again.
     """
@@ -61,7 +64,9 @@ class AxisRole:
     w_in: Dim = ""
     w_out: Dim = ""
     shards_weights: bool = False
+    keeps_weights: bool = False
     scatters_gradients: bool = False
+    reduces_last: bool = False
     keeps_gathered: bool = False
 
 
@@ -83,10 +88,19 @@ COLUMNS = AxisRole("columns", "hidden", "", "inner", "inner", "", "inner", "hidd
 BATCH = AxisRole("batch", "batch", "batch", "batch", "batch", "batch")
 """Data parallelism: gradients of weights are summed."""
 
-FULLY_SHARDED = AxisRole(
-    "fully sharded", "batch", "batch", "batch", "batch", "batch", shards_weights=True, scatters_gradients=True
-)
+FULLY_SHARDED = replace(BATCH, name="fully sharded", shards_weights=True, scatters_gradients=True)
 """Data parallelism with weights in parts, which are gathered for each use (ZeRO-3)."""
+
+GATHERED_ONCE = replace(FULLY_SHARDED, name="gathered once", keeps_weights=True)
+"""The same with weights that are gathered once a step (ZeRO-2)."""
+
+REDUCED_LAST = replace(GATHERED_ONCE, name="reduced last", reduces_last=True)
+"""The same with whole gradients until all of them are complete (ZeRO-1)."""
+
+HEADS_FOR_SEQUENCE = AxisRole(
+    "heads for sequence", "sequence", "sequence", "inner", "sequence", "sequence", keeps_gathered=True
+)
+"""Context parallelism by all-to-all: sequences are sharded but in attention, where groups of heads are."""
 
 
 def product(a: Dims, b: Dims, contracted: Iterable[Dim]) -> Dims:
@@ -168,6 +182,16 @@ class Roles:
     def keeps_gathered(self) -> bool:
         """Return whether gathered operands are kept for the backward part."""
         return any(role.keeps_gathered for role in self.axes)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether gathered weights are kept for the backward part."""
+        return any(role.keeps_weights for role in self.axes)
+
+    @property
+    def reduces_last(self) -> bool:
+        """Return whether gradients of weights are reduced after all backward parts."""
+        return any(role.reduces_last for role in self.axes)
 
     @property
     def product_in(self) -> Dims:

@@ -46,10 +46,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def examples(self) -> Iterator[BlockProblem]:
         """Yield blocks of integers whose sizes a mesh of this strategy does not divide."""
         for problem in _EXAMPLES:
-            rows, columns = problem.mesh_shape
-            if self.roles[1] is IDLE:
-                problem = replace(problem, mesh_shape=(rows * columns, 1))
-            yield problem
+            yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
 
     def refusal(self, problem: BlockProblem) -> str | None:
         """Return a sentence for a second mesh axis that the strategy has no use for."""
@@ -109,6 +106,5 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
 _EXAMPLES = (
     BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True),
-    BlockProblem(2, 2, 6, 4, 2, 2, 3, (3, 1), family="llama", exact=True),
-    BlockProblem(2, 2, 4, 2, 1, 1, 5, (1, 2), part="forward", exact=True),
+    BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", part="forward", exact=True),
 )

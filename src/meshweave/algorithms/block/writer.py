@@ -247,17 +247,18 @@ class BlockWriter:
             self.cut()
         return src
 
-    def move_once(self, src: Stored, into: Stored, lane: str) -> None:
-        """Move a tensor without tokens, between loops."""
+    def move_once(self, src: Stored, dims: Dims, lane: str, into: Stored | None = None) -> Stored:
+        """Move a tensor without tokens, between loops, and return where it is then."""
         assert self.is_between_loops
         chunks, self.num_chunks = self.num_chunks, 1
-        self.move(src, into.dims, "moved", lane, into)
+        out = self.move(src, dims, "whole", lane, into)
         self.num_chunks = chunks
+        return out
 
-    def gather_once(self, kept: Stored, out: Stored, lane: str) -> Stored:
-        """Gather a weight before the loop that is being written, and return it."""
+    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
+        """Gather a weight before the loop that is being written, and return where it is then."""
         body, self._body = self._body, []
-        self.move_once(kept, out, lane)
+        out = self.move_once(kept, dims, lane, into)
         self._body = body
         return out
 
