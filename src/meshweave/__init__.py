@@ -57,7 +57,7 @@ _GROUPS = {
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "MicroBatches PipelineAlgorithm PipelineProblem",
-        "algorithms.block": "BlockAlgorithm BlockProblem",
+        "algorithms.block": "BlockAlgorithm BlockConfig BlockProblem",
     },
     "planning": {
         "tune": "Plan load_plan plan_model tune_product",
@@ -109,6 +109,7 @@ _GROUPS = {
 
 if TYPE_CHECKING:
     from meshweave.algorithms.block import BlockAlgorithm as BlockAlgorithm
+    from meshweave.algorithms.block import BlockConfig as BlockConfig
     from meshweave.algorithms.block import BlockProblem as BlockProblem
     from meshweave.algorithms.contract import Algorithm as Algorithm
     from meshweave.algorithms.contract import Gradient as Gradient

@@ -1,11 +1,10 @@
-"""The golden programs of blocks, pipelines and fused products are what the smallest entries write."""
+"""The golden programs of pipelines and fused products are what the smallest entries write."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from meshweave.algorithms.block import Atp, BlockProblem, Chunks
 from meshweave.algorithms.fused import RingReduceScatter, TileGranularity
 from meshweave.algorithms.pipeline import MicroBatches, OneForwardOneBackward, PipelineProblem
 from meshweave.ir.program import Program
@@ -23,11 +22,6 @@ def golden(name: str) -> Program:
 def test_t3_ring() -> None:
     entry = RingReduceScatter()
     assert entry.program(next(entry.examples()), TileGranularity(2)) == golden("t3_ring")
-
-
-def test_chunked_atp() -> None:
-    program = Atp().program(BlockProblem(7, 6, 9, 5), Chunks(2))
-    assert replace(program, name="") == replace(golden("chunked_atp"), name="")
 
 
 def test_one_f_one_b() -> None:

@@ -148,7 +148,7 @@ axis = st.builds(
     seconds,
     words,
 )
-level = st.builds(TreeLevel, st.integers(1, 9), axis, st.integers(1, 9))
+level = st.builds(TreeLevel, st.integers(1, 9), axis, st.integers(1, 9), st.none() | axis)
 network = st.one_of(
     st.builds(RingNetwork, axis, st.integers(1, 99)),
     st.builds(SwitchNetwork, axis, st.integers(1, 99)),

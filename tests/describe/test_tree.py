@@ -1,6 +1,7 @@
 """Trees of switches: which level a mesh axis runs at, by hand and against every group, and their files."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.cost.machine import Link, Machine
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import (
+    Cluster,
     CommConstants,
     NetworkAxis,
     TreeLevel,
@@ -163,3 +166,65 @@ def test_a_wrong_key_is_named_on_one_line(old: str, new: str, says: str, tmp_pat
         load_cluster(path)
     assert f"mine.toml: {says}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+BRIDGE = NetworkAxis("bridge", 40e9, 0.0, 2)
+BRIDGED = TreeNetwork((TreeLevel(2, LEAF, 1, BRIDGE), TreeLevel(3, SPINE, 2)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "i", "own", "shared"),
+    [
+        (
+            (3, 2),
+            1,
+            ("bridge", 40e9),
+            ("bridge", 20e9),
+        ),  # two chips: both directions of their ring on one link
+        ((3, 2), 0, ("leaf", 10e9), ("spine", 5e9)),  # every other chip: two rings share the uplink of a pair
+        ((6, 1), 0, ("spine", 10e9), ("spine", 10e9)),  # of equals the upper one
+        ((2, 3), 1, ("spine", 10e9), ("spine", 10e9)),
+    ],
+)
+def test_bridged_pairs(
+    shape: tuple[int, int], i: int, own: tuple[str, float], shared: tuple[str, float]
+) -> None:
+    axes = [BRIDGED.axis(i, 2, shape, shared=by) for by in (False, True)]
+    assert axes[1].name == shared[0] and axes[1].link_bytes_per_s == shared[1]
+    assert axes[0].link_bytes_per_s == own[1]
+
+
+def test_links_between_two_chips() -> None:
+    assert [BRIDGED.axis_between(0, dst).name for dst in (1, 2, 5)] == ["bridge", "spine", "spine"]
+    assert BRIDGED.axis_between(3, 3).name == "leaf"
+    four = TreeNetwork((TreeLevel(2, LEAF), TreeLevel(4, SPINE, 1, BRIDGE)))
+    assert [four.axis_between(0, dst).name for dst in (1, 2)] == ["leaf", "leaf"]
+    quad = TreeNetwork((TreeLevel(4, LEAF, 1, BRIDGE),))
+    assert quad.axis(0, 2, (2, 2), shared=True).link_bytes_per_s == 20e9
+    assert quad.axis(0, 2, (4, 1), shared=True).link_bytes_per_s == 40e9
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+def test_groups_share_what_their_rings_load(fanouts: list[int], data: st.DataObject) -> None:
+    """Against a count of the rings of all groups on every link, where groups are whole subtrees or leave them."""
+    levels = tuple(
+        TreeLevel(
+            n, NetworkAxis(f"up{i}", data.draw(st.integers(1, 99)) * 1e6), data.draw(st.integers(1, 3)),
+            NetworkAxis(f"direct{i}", data.draw(st.integers(1, 99)) * 1e6) if data.draw(st.booleans()) else None,
+        )
+        for i, n in enumerate(fanouts)
+    )  # fmt: skip
+    tree = TreeNetwork(levels)
+    boundaries = [*tree.chips_below, tree.num_chips]
+    low, high = sorted(data.draw(st.lists(st.sampled_from(boundaries), min_size=2, max_size=2)))
+    assume(low < high)
+    shape = (tree.num_chips // high, high // low, low)
+    cluster = Cluster("box", load_cluster("dgx-a100").chip, tree, "a test")
+    machine = Machine(cluster, (Mesh.of("tp", shape, ("x", "y", "z")),))
+    load: Counter[Link] = Counter()
+    for group in machine.meshes[0].groups("y"):
+        for i, rank in enumerate(group):
+            load.update(machine.path(rank, group[(i + 1) % len(group)]))
+    slowest = min(machine.link_rate(link) / count for link, count in load.items())
+    axis = tree.axis(1, 3, shape, shared=True)
+    assert axis.link_bytes_per_s == pytest.approx(slowest, rel=1e-6)

@@ -384,7 +384,11 @@ def _network(draw: random.Random, chips: int) -> Network:
             per_package = draw.randint(1, 3)
             return FullMeshNetwork(-(-chips // per_package), per_package, _axis(draw), _axis(draw))
     fanout = draw.randint(1, 3)
-    levels = (TreeLevel(fanout, _axis(draw), draw.randint(1, 2)), TreeLevel(-(-chips // fanout), _axis(draw)))
+    bridges = [_axis(draw) if draw.random() < 0.3 else None for _ in range(2)]
+    levels = (
+        TreeLevel(fanout, _axis(draw), draw.randint(1, 2), bridges[0]),
+        TreeLevel(-(-chips // fanout), _axis(draw), 1, bridges[1]),
+    )
     return TreeNetwork(levels)
 
 

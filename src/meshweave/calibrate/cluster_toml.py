@@ -85,6 +85,8 @@ def _network(network: Network) -> Iterator[str]:
             for level in network.levels:
                 yield from ("", "[[network.levels]]", f"fanout = {level.fanout}", f"links = {level.links}")
                 yield from _axis("[network.levels.axis]", "network.levels.axis", level.axis)
+                if level.direct is not None:
+                    yield from _axis("[network.levels.direct]", "network.levels.direct", level.direct)
         case RingNetwork() | SwitchNetwork():
             yield f'kind = "{"ring" if isinstance(network, RingNetwork) else "switch"}"'
             yield f"size = {network.size}"

@@ -266,6 +266,9 @@ def _with_axes(network: Network, change: Any) -> Network:
         case FullMeshNetwork():
             return replace(network, inner=change(network.inner), link=change(network.link))
         case TreeNetwork():
-            return replace(network, levels=tuple(replace(x, axis=change(x.axis)) for x in network.levels))
+            levels = (
+                replace(x, axis=change(x.axis), direct=x.direct and change(x.direct)) for x in network.levels
+            )
+            return replace(network, levels=tuple(levels))
         case RingNetwork() | SwitchNetwork():
             return replace(network, link=change(network.link))

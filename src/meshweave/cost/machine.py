@@ -30,8 +30,8 @@ from meshweave.ir.program import Program
 
 Link = tuple[str, int, int, int]
 """(what, chip or host, axis, direction): one direction of one link, NIC or port; in a tree, (up or down, child,
-level, 0), the children of a level counted across all of its switches; in a full mesh, (inner or link, source,
-target, 0)."""
+level, 0) or (direct, child, level, other child), the children of a level counted across all of its switches; in
+a full mesh, (inner or link, source, target, 0)."""
 
 _MOST_PER_BYTE = 1 << 20
 
@@ -90,59 +90,69 @@ class Machine:
         return cls(cluster, program.expanded.meshes, logical)
 
     @cached_property
-    def _axes(self) -> dict[str, NetworkAxis]:
+    def _axes(self) -> dict[str, tuple[NetworkAxis, NetworkAxis]]:
+        """Return the network axis under each mesh axis: with its links to itself, and with its share of them."""
         out = {}
         for mesh in self.meshes:
             num_dims = len(mesh.shape)
             whole = mesh.shape if mesh.num_ranks == self.cluster.num_chips else None
             for i, axis in enumerate(mesh.axes):
-                out[f"{mesh.name}.{axis}"] = self._network_axis(i, num_dims, whole)
-            out[mesh.name] = self._network_axis(0, num_dims, None)
+                out[f"{mesh.name}.{axis}"] = self._network_axes(i, num_dims, whole)
+            out[mesh.name] = self._network_axes(0, num_dims, None)
         return out
 
-    def _network_axis(self, i: int, num_dims: int, shape: tuple[int, ...] | None) -> NetworkAxis:
+    def _network_axes(
+        self, i: int, num_dims: int, shape: tuple[int, ...] | None
+    ) -> tuple[NetworkAxis, NetworkAxis]:
         network = self.cluster.network
         try:
-            return network.axis(i, num_dims, shape)
+            return network.axis(i, num_dims, shape), network.axis(i, num_dims, shape, shared=True)
         except LayoutError as error:
             if not isinstance(network, TorusNetwork) or num_dims < 1:
                 raise
             if self.logical:
-                return slowest_axis(network.axes)
+                return (slowest_axis(network.axes),) * 2
             raise LayoutError(
                 f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
             ) from None
 
-    def axis(self, name: str) -> NetworkAxis:
-        """Return the network axis under a mesh axis; for "" (no mesh axis) the slowest one that there is."""
+    def axis(self, name: str, shared: bool = False) -> NetworkAxis:
+        """Return the network axis under a mesh axis; for "" (no mesh axis) the slowest one that there is.
+
+        With `shared` its links have the rate that one group of the mesh axis gets of them while all groups
+        communicate at once. Closed forms take this one; simulation with contention finds out who shares what.
+        """
         if name in self._axes:
-            return self._axes[name]
+            return self._axes[name][shared]
         if not self._axes:
             raise UnsupportedError("a machine without meshes cannot place a group")
-        return min(self._axes.values(), key=lambda axis: axis.link_bytes_per_s)
+        return min((pair[0] for pair in self._axes.values()), key=lambda axis: axis.link_bytes_per_s)
 
     @cached_property
-    def _constants(self) -> dict[tuple[str, str], tuple[CommConstants, int]]:
+    def _rates(self) -> dict[tuple[str, str, bool], tuple[CommConstants, int]]:
         return {}
 
-    def _constants_and_rate(self, axis: str, kind: str) -> tuple[CommConstants, int]:
-        pair = self._constants.get((axis, kind))
+    def _constants_and_rate(self, axis: str, kind: str, shared: bool = False) -> tuple[CommConstants, int]:
+        pair = self._rates.get((axis, kind, shared))
         if pair is None:
-            network_axis = self.axis(axis)
+            network_axis = self.axis(axis, shared)
             constants = network_axis.comm(kind)
             rate = int(
                 min(constants.bytes_per_s, network_axis.num_directions * network_axis.link_bytes_per_s)
             )
-            pair = self._constants[axis, kind] = constants, max(rate, 1)
+            pair = self._rates[axis, kind, shared] = constants, max(rate, 1)
         return pair
 
-    def constants(self, axis: str, kind: str) -> CommConstants:
-        """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis."""
-        return self._constants_and_rate(axis, kind)[0]
+    def constants(self, axis: str, kind: str, shared: bool = False) -> CommConstants:
+        """Return the constants of an operation ("all_gather", "send_recv", ...) on a mesh axis; see `axis`."""
+        return self._constants_and_rate(axis, kind, shared)[0]
 
-    def rate(self, axis: str, kind: str) -> int:
-        """Return the bytes per second into a chip during a collective, at most what its links carry."""
-        return self._constants_and_rate(axis, kind)[1]
+    def rate(self, axis: str, kind: str, shared: bool = False) -> int:
+        """Return the bytes per second into a chip during a collective, at most what its links carry.
+
+        With `shared`, while all groups of the mesh axis communicate at once; see `axis`.
+        """
+        return self._constants_and_rate(axis, kind, shared)[1]
 
     def axis_between(self, src: int, dst: int) -> NetworkAxis:
         """Return the slowest links on the path from rank `src` to rank `dst`."""
@@ -156,6 +166,8 @@ class Machine:
             case FullMeshNetwork():
                 is_inner = src // network.chips_per_package == dst // network.chips_per_package
                 return network.inner if is_inner else network.link
+            case TreeNetwork():
+                return network.axis_between(src, dst)
         return self.axis("")
 
     def one_sided_constants(self, src: int, dst: int, adds: bool) -> OneSidedConstants:
@@ -242,7 +254,11 @@ class Machine:
             case HostsNetwork():
                 chosen = network.nic if link_kind.startswith("nic") else network.intra
             case TreeNetwork():
-                return int(network.levels[axis].child_bytes_per_s)
+                level = network.levels[axis]
+                if link_kind == "direct":
+                    assert level.direct is not None
+                    return int(level.direct.link_bytes_per_s)
+                return int(level.child_bytes_per_s)
             case FullMeshNetwork():
                 chosen = network.inner if link_kind == "inner" else network.link
             case TorusNetwork():
@@ -264,6 +280,10 @@ def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterator[Link]:
     for level, below in enumerate(tree.chips_below):
         child, to = src // below, dst // below
         if child == to:
+            break
+        fanout, direct = tree.levels[level].fanout, tree.levels[level].direct
+        if direct is not None and child // fanout == to // fanout:
+            yield "direct", child, level, to
             break
         yield "up", child, level, 0
         down.append(("down", to, level, 0))

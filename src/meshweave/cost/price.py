@@ -1,11 +1,14 @@
 """The time of ONE op on an otherwise idle machine.
 
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
-A local product costs its FLOPs over the chip's rate for its dtype, or its memory traffic where that takes longer
-(`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A chain of D
-packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so that their rate
-is at most that of one link. A chain with measured constants of its own may have a higher rate, but takes at least
-part / link rate.
+A local product costs its FLOPs over the chip's rate for its dtype, or its memory traffic where that takes
+longer (`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A
+chain of D packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so
+that their rate is at most that of one link. A chain with measured constants of its own may have a higher
+rate, but takes at least part / link rate.
+
+Where groups of one mesh axis share links, as those that leave a host do, each has its share of them: all
+groups of an axis are taken to communicate at once (ATP, equation 3).
 
 A price keeps the latency apart from the amount, so that a simulator can let amounts share a link.
 """
@@ -18,6 +21,7 @@ from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.calls import engine_flops, with_counts
 from meshweave.cost.compute import tile_traffic
 from meshweave.cost.machine import Machine
+from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import RingNetwork, TorusNetwork
 from meshweave.ir.program.ops import CollectiveStep
 from meshweave.ir.work import Compute, Transfer, Work
@@ -60,11 +64,14 @@ def price(
     """Return the price of one op.
 
     Args:
-        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between them.
+        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between
+        them.
             Without endpoints, and for a step of a collective, it has the constants of the mesh axis.
-        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
-            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
-            the message alone, and the rate a share of 1 / h.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a
+        ring
+            each link carries h messages. By default the amount is h times the message. With `shares_links` it
+            is the message alone, and the rate a share of 1 / h. Groups of an axis then have their links
+            whole.
 
     Raises:
         UnsupportedError: the machine cannot place the group.
@@ -96,9 +103,10 @@ def price(
 def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
     count, part = work.num_ranks, work.part_bytes
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
-    constants = machine.constants(work.axis, kind)
+    shared = not shares_links
+    constants = machine.constants(work.axis, kind, shared)
     launch, sync = to_ps(constants.launch_s), to_ps(constants.sync_s)
-    rate = machine.rate(work.axis, kind)
+    rate = machine.rate(work.axis, kind, shared)
     if work.step:
         launch = 0 if work.step.index != 0 else launch
         rate = max(rate // _num_shares(work.step, machine.num_directions(work.axis)), 1)
@@ -111,13 +119,13 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
     elif work.kind in ("broadcast", "reduce"):  # D packets over P - 1 hops take P + D - 2 steps
         steps = count + work.packets - 2
         amount = steps * -(-part // work.packets)
-        axis = machine.axis(work.axis)
+        axis = machine.axis(work.axis, shared)
         if axis.has_own_constants(kind):
             # These are of chains that follow and overlap each other, maybe beyond a link's rate in one direction;
             # but all of a part crosses one link, and no chain is faster than that.
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
         else:
-            rate = _one_direction_rate(rate, machine, work.axis)
+            rate = _one_direction_rate(rate, machine.axis(work.axis, shared))
     elif work.kind == "all_to_all":  # parts travel P / 2 hops on a ring of one direction, P / 4 on one of two
         one_direction = machine.num_directions(work.axis) == 1
         steps = count - 1
@@ -131,7 +139,7 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
         amount = steps * part
         if shares_links and steps > 1:  # the links themselves hold it back there
             return Price(launch, steps * sync, part, max(rate // steps, 1))
-        rate = _one_direction_rate(rate, machine, work.axis)
+        rate = _one_direction_rate(rate, machine.axis(work.axis, shared))
     return Price(launch, steps * sync, amount, rate)
 
 
@@ -142,9 +150,9 @@ def _num_shares(step: CollectiveStep, axis_directions: int) -> int:
     return step.num_directions
 
 
-def _one_direction_rate(rate: int, machine: Machine, axis: str) -> int:
+def _one_direction_rate(rate: int, axis: NetworkAxis) -> int:
     """Return a rate limited to that of one link, for transfers in one direction."""
-    return min(rate, max(int(machine.axis(axis).link_bytes_per_s), 1))
+    return min(rate, max(int(axis.link_bytes_per_s), 1))
 
 
 def comm_kind_of(kind: str) -> str:

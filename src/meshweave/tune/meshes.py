@@ -51,7 +51,7 @@ class MeshSearchSpace:
     def prices(self, shape: Shape) -> OpPrices:
         """Return the prices on a mesh, which meshes whose axes run over the same links share."""
         machine = self.machine(shape)
-        key = tuple(machine.axis(f"{MESH}.{axis}") for axis in AXES[: len(shape)])
+        key = tuple(machine.axis(f"{MESH}.{axis}", shared=True) for axis in AXES[: len(shape)])
         return self._prices.setdefault(key, OpPrices(machine))
 
 

@@ -1,9 +1,28 @@
-"""Blocks: several products and what stands between them as one program."""
+"""Layers of a transformer as one program, forward and backward.
+
+A strategy is one file that says what each mesh axis does; the guide's page on blocks has an example.
+"""
 
 from __future__ import annotations
 
-from meshweave.algorithms.block.atp import Atp, BlockAlgorithm, BlockProblem, Chunks
+from meshweave.algorithms.block.all_to_all_heads import AllToAllHeads
+from meshweave.algorithms.block.atp import Atp
+from meshweave.algorithms.block.data_parallel import DataParallel, ZeroOne, ZeroThree, ZeroTwo
+from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.strategy import BlockAlgorithm
+from meshweave.algorithms.block.two_d import Collective2d
 
-ENTRIES: tuple[BlockAlgorithm, ...] = (Atp(),)
+ENTRIES: tuple[BlockAlgorithm, ...] = (
+    Atp(),
+    Megatron(),
+    MegatronSequence(),
+    Collective2d(),
+    DataParallel(),
+    ZeroOne(),
+    ZeroTwo(),
+    ZeroThree(),
+    AllToAllHeads(),
+)
 
-__all__ = ["ENTRIES", "Atp", "BlockAlgorithm", "BlockProblem", "Chunks"]
+__all__ = ["ENTRIES", "BlockAlgorithm", "BlockConfig", "BlockProblem"]

@@ -1,130 +1,92 @@
-"""A feed-forward block by ATP (Cheng et al., section 3): row- and column-first sharding on a 2D mesh.
+"""ATP (Cheng et al., section 3): column-first products, then row-first ones, on DeviceMesh(d1, d2).
 
-X is sharded over columns by features, W1 over rows by hidden and over columns by features. Their products are
-partial over columns, and their sum is sharded over rows by hidden. W2 is sharded the other way round, so Z is
-summed over rows. Tokens are cut into chunks: the sum of one runs beside the product of the next (section 4).
+Rows of the mesh (d1) share the inner features, columns (d2) those of the residual: W_qkv and W_1 lie as
+[Shard(1), Shard(0)], W_o and W_2 as [Shard(0), Shard(1)], X and Z as [Replicate, Shard(1)]. The first product of a
+half is summed over columns, the second over rows; backward it is the other way round. Attention is scattered over
+columns by groups of heads and gathered after: the paper's f1 and f2. A norm sums statistics over columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
-from meshweave.algorithms.contract import Algorithm, Array, Arrays
-from meshweave.base.errors import LayoutError
-from meshweave.describe.layout import Layout, Replicate, Shard
-from meshweave.describe.layout.mesh import Mesh
+from meshweave.algorithms.block.halves import halves_of
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import HIDDEN, INNER, Dims, Side
+from meshweave.algorithms.block.sides import extent
+from meshweave.algorithms.block.strategy import AXES, MESH, BlockAlgorithm
+from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.ir.program import Program
-from meshweave.ir.program.parse import parse
-
-
-@dataclass(frozen=True)
-class BlockProblem:
-    """Z = square(X W1) W2 on a (rows, columns) mesh.
-
-        X   (tokens, features)     W1  (features, hidden)     W2  (hidden, out)     Z  (tokens, out)
-
-    Raises LayoutError for sizes under 1.
-    """
-
-    tokens: int
-    features: int
-    hidden: int
-    out: int
-    mesh_shape: tuple[int, int] = (2, 2)
-
-    def __post_init__(self) -> None:
-        if min(self.tokens, self.features, self.hidden, self.out, *self.mesh_shape) < 1:
-            raise LayoutError("tokens, widths and mesh sides of a block must be positive")
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """The number of chunks into which tokens are cut; the last one may be smaller."""
-
-    count: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.count} chunks" if self.count > 1 else "1 chunk"
-
-
-class BlockAlgorithm(Algorithm[BlockProblem, Chunks]):
-    """A strategy for a feed-forward block."""
-
-    problem_type = BlockProblem
-
-    def examples(self) -> Iterator[BlockProblem]:
-        """Yield blocks whose sizes the mesh does not divide."""
-        yield BlockProblem(7, 6, 9, 5)
-        yield BlockProblem(8, 8, 12, 4, (2, 3))
-
-    def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-        return {"Z": (inputs["X"] @ inputs["W1"]) ** 2 @ inputs["W2"]}
-
-    def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
-        return {"square": lambda y, *_: [y**2]}
+from meshweave.ir.program.expressions import evaluate
 
 
 class Atp(BlockAlgorithm):
-    """All-reduces over columns after the first product and over rows after the second."""
+    """Sums over columns after the first product of a half and over rows after the second."""
 
     name = "atp"
     title = "ATP"
     source = "Cheng et al., ATP: Adaptive Tensor Parallelism for Foundation Models, sections 3 and 4"
+    roles = (INNER, HIDDEN)
 
-    def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[Chunks]:
-        """Yield 1, 2 and 4 chunks, as the paper has them."""
-        return (Chunks(count) for count in (1, 2, 4) if count <= problem.tokens)
+    def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
+        """Yield 1, 2 and 4 chunks, scattering before attention by a reduce-scatter, then as the paper does."""
+        yield from super().candidates(problem, cluster)
+        if problem.mesh_shape[1] > 1:
+            for config in super().candidates(problem, cluster):
+                yield BlockConfig(config.chunks, "all_reduce")
 
-    def placements(self, problem: BlockProblem) -> dict[str, Layout]:
-        mesh = Mesh.of("tp", problem.mesh_shape, ("row", "col"))
-        return {
-            "X": Layout(mesh, (Replicate(), Shard(1))),
-            "W1": Layout(mesh, (Shard(1), Shard(0))),
-            "W2": Layout(mesh, (Shard(0), Shard(1))),
-            "Z": Layout(mesh, (Replicate(), Shard(1))),
-        }
+    def traffic(self, problem: BlockProblem, config: BlockConfig, rank: int) -> dict[str, int]:
+        """Return the bytes of f1 to f4 (Eq. 2), and of the statistics of norms, which that leaves out.
 
-    def program(self, problem: BlockProblem, config: Chunks) -> Program:
-        if not 1 <= config.count <= problem.tokens:
-            raise LayoutError(f"{config.count} chunks of {problem.tokens} tokens")
-        return parse(_text(problem, config.count))
+        In residuals of all tokens, of a GPT and with "all_reduce": over rows four sums of 1 / d2; over columns
+        sums of 3 + 4 forward and 1 + 4 backward and gathers of 1 + 3, each of which is half a sum, all over d1.
+        These are the 4 and 14 of Eq. 2.
+        """
+        d1, d2 = problem.mesh_shape
+        item = dtype_bytes(problem.dtype)
+        attention, feed_forward = halves_of(problem, 0)
+        hidden = self._local(problem, rank, Side("hidden", problem.hidden), ("", "hidden"))
+        qkv, heads = (
+            tuple(
+                self._local(problem, rank, Side("inner", attention.units, unit), dims)
+                for dims in (("inner", ""), ("inner", "inner"))
+            )
+            for unit in (attention.in_unit, attention.out_unit)
+        )
+        first, second = (
+            self._local(problem, rank, Side("inner", feed_forward.units, unit), ("inner", ""))
+            for unit in (feed_forward.in_unit, feed_forward.out_unit)
+        )
+        over_rows = over_columns = 0
+        for tokens in self._tokens_of_chunks(problem, config):
+            statistics = tokens * problem.norm_rows * dtype_bytes(problem.statistics_dtype)
+            passes = (
+                [(qkv, heads, first), (heads, qkv, second)] if problem.is_training else [(qkv, heads, first)]
+            )
+            for scattered, gathered, summed in passes:
+                over_rows += 2 * _summed(d1, tokens * hidden * item)
+                over_columns += 2 * _summed(d2, statistics) + _summed(d2, tokens * summed * item)
+                over_columns += tokens * (gathered[0] - gathered[1]) * item
+                if config.scatter == "all_reduce":
+                    over_columns += _summed(d2, tokens * scattered[0] * item)
+                else:
+                    over_columns += tokens * (scattered[0] - scattered[1]) * item
+        moved = {f"{MESH}.{AXES[0]}": over_rows, f"{MESH}.{AXES[1]}": over_columns}
+        return {axis: problem.layers * count for axis, count in moved.items() if count}
+
+    def _local(self, problem: BlockProblem, rank: int, side: Side, dims: Dims) -> int:
+        """Return the elements of a side that a rank has."""
+        mesh = self.mesh(problem)
+        coordinates = {f"{MESH}.{axis}": at for axis, at in zip(AXES, mesh.coords(rank), strict=True)}
+        return evaluate(extent(mesh, side, dims), coordinates)
+
+    @staticmethod
+    def _tokens_of_chunks(problem: BlockProblem, config: BlockConfig) -> Iterator[int]:
+        size = -(-problem.batch // config.chunks)
+        for start in range(0, problem.batch, size):
+            yield min(size, problem.batch - start) * problem.sequence
 
 
-def _text(problem: BlockProblem, count: int) -> str:
-    tokens, features, hidden, out = problem.tokens, problem.features, problem.hidden, problem.out
-    size = -(-tokens // count)
-    rows = f"{size} * k:min({tokens}, {size} * k + {size}), :"
-    elements = size * -(-hidden // problem.mesh_shape[0])
-    return f"""program("ATP block, {Chunks(count)} of tokens")
-tp = mesh({problem.mesh_shape}, ("row", "col"))
-X = tensor(({tokens}, {features}), "float32")
-W1 = tensor(({features}, {hidden}), "float32")
-Y = tensor(({tokens}, {hidden}), "float32")
-H = tensor(({tokens}, {hidden}), "float32")
-W2 = tensor(({hidden}, {out}), "float32")
-Z = tensor(({tokens}, {out}), "float32")
-computes(Y, product(X, W1))
-computes(H[i, j], call("square", Y[i, j]))
-computes(Z, product(H, W2))
-x = input(X, tp[R, S(1)])
-w1 = input(W1, tp[S(1), S(0)])
-y = temp(Y, tp[S(1), R])
-h = temp(H, tp[S(1), R])
-w2 = input(W2, tp[S(0), S(1)])
-z = output(Z, tp[R, S(1)])
-compute = lane()
-row = lane()
-col = lane()
-with tp:
-    for k in range({-(-tokens // size)}):
-        matmul(y[{rows}], x[{rows}], w1, lane=compute)
-        all_reduce(y[{rows}], y[{rows}], over="tp.col", lane=col)
-    for k in range({-(-tokens // size)}):
-        call(fn="square", outs=(h[{rows}],), ins=(y[{rows}],),
-             flops={elements}, bytes={8 * elements}, lane=compute)
-        matmul(z[{rows}], h[{rows}], w2, lane=compute)
-        all_reduce(z[{rows}], z[{rows}], over="tp.row", lane=row)
-"""
+def _summed(num_ranks: int, num_bytes: int) -> int:
+    """Return the bytes that a rank moves in an all-reduce."""
+    return 2 * (num_ranks - 1) * num_bytes // num_ranks

@@ -249,6 +249,17 @@ class LevelFile(FileModel):
     fanout: Count = Field(description="how many of the level below hang on one switch, at least 1")
     links: Count = Field(1, description="the number of parallel links of each of them, at least 1")
     axis: AxisFile = Field(description="a table that describes one such link")
+    direct: AxisFile | None = Field(
+        None,
+        description="a table that describes the link that any two children of one switch have besides, all "
+        "parallel links of the two as one (left out: none)",
+    )
+
+    def level(self) -> TreeLevel:
+        """Return the level that this table describes."""
+        return TreeLevel(
+            self.fanout, self.axis.axis(), self.links, self.direct.axis() if self.direct else None
+        )
 
 
 class TreeFile(FileModel):
@@ -262,9 +273,7 @@ class TreeFile(FileModel):
 
     def network(self) -> Network:
         """Return the network that this table describes. Raises DescriptionError if its values do not fit."""
-        return TreeNetwork(
-            tuple(TreeLevel(level.fanout, level.axis.axis(), level.links) for level in self.levels)
-        )
+        return TreeNetwork(tuple(level.level() for level in self.levels))
 
 
 NetworkFile = TorusFile | RingFile | HostsFile | TreeFile | FullMeshFile

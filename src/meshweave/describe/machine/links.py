@@ -116,6 +116,11 @@ class NetworkAxis:
         directions = 1 if kind in _ONE_DIRECTION else self.num_directions
         return CommConstants(directions * self.link_bytes_per_s, self.link_latency_s, self.launch_s)
 
+    @property
+    def ring_bytes_per_s(self) -> float:
+        """Return the bytes per second into a chip during an all-gather, at most what the links carry."""
+        return min(self.comm("all_gather").bytes_per_s, self.num_directions * self.link_bytes_per_s)
+
     def has_own_constants(self, kind: str) -> bool:
         """Return whether a kind has constants of its own, so that none stand in."""
         return any(known == kind for known, _ in self.constants)
@@ -140,7 +145,7 @@ def factorisations(count: int, num_dims: int) -> tuple[tuple[int, ...], ...]:
 
 def slowest_axis(axes: Iterable[NetworkAxis]) -> NetworkAxis:
     """Return the axis that sets the pace of a ring over all of `axes`; the first of equals."""
-    return min(axes, key=lambda axis: axis.comm("all_gather").bytes_per_s)
+    return min(axes, key=lambda axis: axis.ring_bytes_per_s)
 
 
 def check_axis(i: int, num_dims: int, shape: tuple[int, ...] | None, num_chips: int) -> None:

@@ -7,7 +7,8 @@ Every network has:
 
 - `num_chips`;
 - `mesh_shapes(num_dims)`: the shapes of the meshes of `num_dims` axes that it carries;
-- `axis(i, num_dims, shape)`: the links that mesh axis `i` runs over;
+- `axis(i, num_dims, shape, shared)`: the links that mesh axis `i` runs over; with `shared`, the share of them that
+  each group has while all groups of the axis communicate at once (hosts and trees; elsewhere none meet);
 - `with_chips(chips)`: the same network with another number of chips, or DescriptionError.
 """
 
@@ -109,7 +110,9 @@ class TorusNetwork:
             raise LayoutError(f"a mesh of {num_dims} axes does not fit a torus of {len(self.axes)}")
         return factorisations(self.chips, num_dims)
 
-    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+    def axis(
+        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
+    ) -> NetworkAxis:
         """Return the links that mesh axis `i` runs over, in a mesh of `shape` (default: the torus as it is).
 
         Raises:
@@ -156,7 +159,9 @@ class _OneLinkNetwork:
         check_dims(num_dims)
         return factorisations(self.size, num_dims)
 
-    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+    def axis(
+        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
+    ) -> NetworkAxis:
         """Return the links that mesh axis `i` runs over: the same for all. Raises LayoutError."""
         check_axis(i, num_dims, shape, self.num_chips)
         return self.link
@@ -208,17 +213,26 @@ class HostsNetwork:
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)
 
-    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+    def axis(
+        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
+    ) -> NetworkAxis:
         """Return `intra` if every group of mesh axis `i` stays within a host, else `nic`.
 
-        Without a shape, the last of several mesh axes is taken to be the one within a host. Raises LayoutError.
+        Without a shape, the last of several mesh axes is taken to be the one within a host. A group that takes
+        every n-th rank leaves a host beside n - 1 others: with `shared` each has its share of the NICs (ATP,
+        equation 3), else a NIC. Raises LayoutError.
         """
         check_axis(i, num_dims, shape, self.num_chips)
         if self.num_hosts == 1:
             return self.intra
         if shape is None:
             return self.intra if 0 < i == num_dims - 1 else self.nic
-        return self.intra if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1 else self.nic
+        if self.chips_per_host % math.prod(shape[i:]) == 0 or shape[i] == 1:
+            return self.intra
+        rings = min(math.prod(shape[i + 1 :]), self.chips_per_host)
+        leaving = rings * self.nic.num_directions if shared else 1
+        on_a_nic = -(-leaving // self.nics_per_host)
+        return replace(self.nic, link_bytes_per_s=max(self.nic.link_bytes_per_s / on_a_nic, 1.0))
 
     def with_chips(self, chips: int) -> HostsNetwork:
         """Return the network of whole hosts, or of one host of fewer chips. Raises DescriptionError."""
@@ -259,7 +273,9 @@ class FullMeshNetwork:
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)
 
-    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+    def axis(
+        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
+    ) -> NetworkAxis:
         """Return `inner` if every group of mesh axis `i` stays within a package, else `link`.
 
         A ring of chips in order uses each link once, so that one link sets its pace. Raises LayoutError.

@@ -1,4 +1,8 @@
-"""A tree of switches: fat where its upper links are wide, oversubscribed where they are narrow."""
+"""A tree of switches: fat where its upper links are wide, oversubscribed where they are narrow.
+
+The children of a switch may have direct links besides: GPUs bridged in pairs on a PCIe tree, or the four GPUs
+of a node that NVLinks join without a switch. A message between two such children takes their direct link.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import operator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+
+import numpy as np
 
 from meshweave.base.errors import DescriptionError
 from meshweave.base.limits import CHIPS
@@ -22,11 +28,16 @@ from meshweave.describe.machine.links import (
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """Switches with `fanout` children each; each child hangs on `links` parallel full-duplex links."""
+    """Switches with `fanout` children each; each child hangs on `links` parallel full-duplex links.
+
+    `direct` is the full-duplex link that any two children of one switch have besides, all parallel links of the
+    two as one; None where there are none.
+    """
 
     fanout: int
     axis: NetworkAxis
     links: int = 1
+    direct: NetworkAxis | None = None
 
     def __post_init__(self) -> None:
         require_at_least("tree level", 1, fanout=self.fanout, links=self.links)
@@ -42,6 +53,8 @@ class TreeNetwork:
     """Chips are the leaves, in order; `levels` go from the leaves up to the one switch at the top.
 
     A message climbs to the lowest switch above both of its ends and comes down again; switches never block.
+    Where the two children of that switch have a direct link, it takes that link instead of the two to the
+    switch.
     """
 
     levels: tuple[TreeLevel, ...]
@@ -67,23 +80,60 @@ class TreeNetwork:
         check_dims(num_dims)
         return factorisations(self.num_chips, num_dims)
 
-    def axis(self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None) -> NetworkAxis:
+    def axis(
+        self, i: int, num_dims: int = 2, shape: tuple[int, ...] | None = None, shared: bool = False
+    ) -> NetworkAxis:
         """Return the links of the slowest level that groups of mesh axis `i` cross, all links of a child as one.
 
         A ring over neighbouring leaves sends one flow up and one down each link that it crosses, so that the
-        slowest level sets its pace. If a group takes every n-th leaf, n groups share the upper links; only
-        simulation accounts for that, as for the NICs of hosts. Latency is that of the level alone. Without a
-        shape, the last of several mesh axes is taken to stay below the lowest switches, and any other to cross
-        all levels. Raises LayoutError.
+        slowest level sets its pace. If a group takes every n-th leaf, n groups meet on the upper links: with
+        `shared` each of them has its share of these (ATP, equation 3), and so have the two directions of a ring
+        that uses both; else each has all. Latency is that of the level alone. Without a shape, the last of
+        several mesh axes is taken to stay below the lowest switches, and any other to cross all levels.
+        Raises LayoutError.
         """
         check_axis(i, num_dims, shape, self.num_chips)
-        if shape is None:
-            top = 0 if 0 < i == num_dims - 1 else self._highest_level(self.num_chips, self.num_chips)
-        else:
-            top = self._highest_level(shape[i], math.prod(shape[i:]))
-        return slowest_axis(
-            replace(level.axis, link_bytes_per_s=level.child_bytes_per_s) for level in self.levels[top::-1]
-        )
+        stride, size = 1, self.num_chips
+        if shape is not None:
+            stride, size = math.prod(shape[i + 1 :]), shape[i]
+        top = 0
+        if shape is not None or not 0 < i == num_dims - 1:
+            top = self._highest_level(size, size * stride)
+        crossed: list[NetworkAxis] = []
+        for number in range(top, -1, -1):
+            level = self.levels[number]
+            flows = min(stride, self.chips_below[number]) if shared and size > 1 else 1
+            if level.direct is not None and self._has_neighbours(number, stride, size):
+                both = level.direct.num_directions if shared and size == 2 else 1
+                crossed.append(_divided(level.direct, 1, flows * both))
+            if level.direct is None or number < top:
+                both = level.axis.num_directions if shared else 1
+                crossed.append(_divided(level.axis, level.links, flows * both))
+        return slowest_axis(crossed)
+
+    def axis_between(self, src: int, dst: int) -> NetworkAxis:
+        """Return the slowest links between chips `src` and `dst`; those of the chip if they are one."""
+        crossed: list[NetworkAxis] = []
+        for level, below in zip(self.levels, self.chips_below, strict=True):
+            meet = src // (below * level.fanout) == dst // (below * level.fanout)
+            if meet and level.direct is not None and src != dst:
+                crossed.append(level.direct)
+                break
+            crossed.append(_divided(level.axis, level.links, 1))
+            if meet:
+                break
+        return slowest_axis(reversed(crossed))
+
+    def _has_neighbours(self, number: int, stride: int, size: int) -> bool:
+        """Return whether two neighbours in a ring of `size`, `stride` chips apart, meet at a switch of a level."""
+        if size == 1:
+            return number == 0
+        chips = np.arange(self.num_chips)
+        place = chips // stride % size
+        after = chips + np.where(place == size - 1, (1 - size) * stride, stride)
+        below = self.chips_below[number]
+        above = below * self.levels[number].fanout
+        return bool(((chips // above == after // above) & (chips // below != after // below)).any())
 
     def _highest_level(self, size: int, block: int) -> int:
         """Return the highest level that groups of `size` cross, each within `block` consecutive chips."""
@@ -101,3 +151,10 @@ class TreeNetwork:
             )
         *lower, top = self.levels
         return replace(self, levels=(*lower, replace(top, fanout=chips // per_child)))
+
+
+def _divided(axis: NetworkAxis, links: int, flows: int) -> NetworkAxis:
+    """Return parallel links as one, or the share of it that each of several flows has."""
+    if links == flows == 1:
+        return axis
+    return replace(axis, link_bytes_per_s=max(links * axis.link_bytes_per_s / flows, 1.0))

@@ -178,7 +178,8 @@ class CallLabels:
         for name, extent in zip(meaning.reduced, self.table.extents(meaning.out), strict=True):
             at = places.of.get(name, np.arange(0))
             counts = np.kron(counts, np.bincount(at, minlength=extent).astype(np.int32))
-        block["term"] = self.table.part(meaning.out, counts)
+        is_empty_sum = meaning.reduce == "sum" and not counts.any()
+        block["term"] = ZERO if is_empty_sum else self.table.part(meaning.out, counts)
         return block
 
     def _own_positions(self, meaning: Function, view: View, rank: int, dim: int) -> Positions:

@@ -6,6 +6,7 @@ An `Algebra` defines the elements of buffers: numbers (the oracle of `execute`),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -82,8 +83,9 @@ def product_operands(op: Matmul, a: Array, b: Array) -> tuple[Array, Array]:
     a = a.swapaxes(-1, -2) if op.transpose_a else a
     b = b.swapaxes(-1, -2) if op.transpose_b else b
     if a.ndim > 2 and b.ndim > 2 and len(op.out.selectors) == 2:
-        a = np.moveaxis(a, -2, 0).reshape(a.shape[-2], -1)
-        b = b.reshape(-1, b.shape[-1])
+        summed = math.prod(b.shape[:-1])
+        a = np.moveaxis(a, -2, 0).reshape(a.shape[-2], summed)
+        b = b.reshape(summed, b.shape[-1])
     return a, b
 
 

@@ -49,10 +49,14 @@ class CallPositions:
     def _lists(
         self, tensor: str, shape: tuple[int, ...], block: Labels, buffer: str
     ) -> Sequence[Positions | None]:
-        """Return the positions of a block per dim of its tensor; of an empty block those that are none."""
+        """Return the positions of a block per dim of its tensor; of an empty block those that are none.
+
+        None stands for a dim of which an empty block does not tell, as where it merges dims.
+        """
         if not block.size:
-            extents = block.shape if block.ndim == len(shape) else (0,) * len(shape)
-            return [None if extent else np.arange(0) for extent in extents]
+            if block.ndim != len(shape):
+                return [None] * len(shape)
+            return [None if extent else np.arange(0) for extent in block.shape]
         lists = positions_of(block["index"], shape)
         if lists is None or not merges(block.shape, [len(listed) for listed in lists]):
             raise ProgramError(f"gives call '{self.fn}' what is no block of {tensor}", buffer=buffer)

@@ -1,0 +1,329 @@
+"""The functions that blocks call: norms, attention, activations and their gradients, on numpy or torch arrays.
+
+`RealFunctions` is what models compute. `IntegerFunctions` depends on the same elements, and has the same sums, but
+is made of small integers: results are the same in any order of sums, in every dtype. Its "gradients" are no
+derivatives. A program that gives the right integers has moved the right elements to the right places.
+
+Shapes: a residual or its gradient (batch, sequence, features); parameters of a norm (rows, features); statistics
+(batch, sequence, rows); inner tensors (batch, sequence, units x columns per unit), of any number of whole units.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.contract import Array
+
+EPSILON = 1e-5
+"""What a norm adds to a variance before its root."""
+ROTARY_BASE = 10_000.0
+"""The base of rotary frequencies (Su et al., RoFormer, section 3.2.2)."""
+
+
+def array_module(x: Any) -> Any:
+    """Return the module whose functions take `x`: numpy or torch."""
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+class BlockFunctions(ABC):
+    """The functions of a problem. The names in `table` are those of `halves.Half.meanings`."""
+
+    def __init__(self, problem: BlockProblem) -> None:
+        self.problem = problem
+
+    def table(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions by name."""
+        return {
+            "statistics": self.statistics,
+            "normalize": self.normalize,
+            "norm": self.norm,
+            "norm_grad_sums": self.norm_grad_sums,
+            "normalize_grad": self.normalize_grad,
+            "normalize_weight_grad": self.normalize_weight_grad,
+            "norm_grad": self.norm_grad,
+            "norm_weight_grad": self.norm_weight_grad,
+            "attention": self.attention,
+            "attention_grad": self.attention_grad,
+            "activation": self.activation,
+            "activation_grad": self.activation_grad,
+        }
+
+    # --- norms --------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def statistics(self, x: Array) -> Array:
+        """Return sums over the features given, which add up over all features."""
+
+    @abstractmethod
+    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+        """Return the normalised features, by statistics of whole rows."""
+
+    @abstractmethod
+    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+        """Return the sums over features that the gradient of a norm needs, over the features given."""
+
+    @abstractmethod
+    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+        """Return the gradient by `x`, by statistics and sums of whole rows."""
+
+    @abstractmethod
+    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
+        """Return the gradient by the parameters, added to what earlier rows gave."""
+
+    def norm(self, x: Array, gain: Array) -> Array:
+        """Return the normalised rows."""
+        return self.normalize(x, self.statistics(x), gain)
+
+    def norm_grad(self, dy: Array, x: Array, gain: Array) -> Array:
+        """Return the gradient by whole rows `x`."""
+        statistics = self.statistics(x)
+        return self.normalize_grad(dy, x, statistics, self.norm_grad_sums(dy, x, statistics, gain), gain)
+
+    def norm_weight_grad(self, dy: Array, x: Array, so_far: Array) -> Array:
+        """Return the gradient by the parameters, of whole rows."""
+        return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
+
+    # --- attention ----------------------------------------------------------------------------------------------
+
+    def _groups(self, x: Array, width: int) -> Array:
+        """Return (batch, groups, sequence, width)."""
+        batch, sequence, columns = x.shape
+        return x.reshape(batch, sequence, columns // width, width).swapaxes(1, 2)
+
+    def _heads(self, x: Array, width: int) -> Array:
+        """Return (batch, groups, heads of a group, sequence, width)."""
+        batch, sequence, columns = x.shape
+        r = self.problem.queries_per_group
+        return array_module(x).moveaxis(x.reshape(batch, sequence, columns // (r * width), r, width), 1, 3)
+
+    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Return queries (batch, groups, heads, sequence, width), keys and values (batch, groups, 1, ...)."""
+        d, r = self.problem.head_dim, self.problem.queries_per_group
+        groups = self._groups(qkv, self.problem.group_width)
+        batch, count, sequence, _ = groups.shape
+        queries = groups[..., : r * d].reshape(batch, count, sequence, r, d).swapaxes(2, 3)
+        return queries, groups[:, :, None, :, r * d : (r + 1) * d], groups[:, :, None, :, (r + 1) * d :]
+
+    def _merged(self, queries: Array, keys: Array, values: Array) -> Array:
+        """Return what `_split` splits; keys and values are summed over the heads of a group."""
+        batch, groups, r, sequence, d = queries.shape
+        flat = queries.swapaxes(2, 3).reshape(batch, groups, sequence, r * d)
+        joined = array_module(queries).concatenate((flat, keys.sum(2), values.sum(2)), -1)
+        return joined.swapaxes(1, 2).reshape(batch, sequence, groups * self.problem.group_width)
+
+    def _joined(self, heads: Array) -> Array:
+        """Return (batch, sequence, columns) of (batch, groups, heads, sequence, width)."""
+        batch, groups, r, sequence, d = heads.shape
+        return array_module(heads).moveaxis(heads, 3, 1).reshape(batch, sequence, groups * r * d)
+
+    @abstractmethod
+    def attention(self, qkv: Array) -> list[Array]:
+        """Return the heads of some groups, and what their gradient needs of each row of scores."""
+
+    @abstractmethod
+    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+        """Return the gradient by queries, keys and values of some groups."""
+
+    # --- activations --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def activation(self, y: Array) -> Array:
+        """Return the activation of each feature, which has one column or a gate and an input."""
+
+    @abstractmethod
+    def activation_grad(self, dout: Array, y: Array) -> Array:
+        """Return the gradient by the columns."""
+
+    def _gate_and_input(self, y: Array) -> tuple[Array, Array]:
+        return y[..., 0::2], y[..., 1::2]
+
+    @staticmethod
+    def _interleaved(gate: Array, value: Array) -> Array:
+        *leading, columns = gate.shape
+        return array_module(gate).stack((gate, value), -1).reshape(*leading, 2 * columns)
+
+
+class RealFunctions(BlockFunctions):
+    """Layer norm or root-mean-square norm, causal softmax attention, GELU (tanh form) or SwiGLU."""
+
+    def _centred(self, x: Array, statistics: Array) -> tuple[Array, Array]:
+        """Return the features before gain and bias, and the reciprocal of their deviation."""
+        means = statistics / self.problem.hidden
+        if self.problem.family == "llama":
+            scale = (means + EPSILON) ** -0.5
+            return x * scale, scale
+        mean = means[..., :1]
+        scale = (means[..., 1:] - mean * mean + EPSILON) ** -0.5
+        return (x - mean) * scale, scale
+
+    def statistics(self, x: Array) -> Array:
+        squares = (x * x).sum(-1)[..., None]
+        if self.problem.family == "llama":
+            return squares
+        return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
+
+    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+        scaled = self._centred(x, statistics)[0] * gain[0]
+        return scaled if self.problem.family == "llama" else scaled + gain[1]
+
+    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+        arriving = dy * gain[0]
+        along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
+        if self.problem.family == "llama":
+            return along
+        return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
+
+    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+        centred, scale = self._centred(x, statistics)
+        means = sums / self.problem.hidden
+        change = dy * gain[0] - centred * means[..., -1:]
+        return scale * (change if self.problem.family == "llama" else change - means[..., :1])
+
+    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
+        of_gain = (dy * self._centred(x, statistics)[0]).sum((0, 1))
+        rows = (of_gain,) if self.problem.family == "llama" else (of_gain, dy.sum((0, 1)))
+        return so_far + array_module(x).stack(rows)
+
+    def _scores(self, qkv: Array) -> tuple[Array, Array, Array, Array]:
+        """Return queries and keys as they are multiplied, values, and masked scores."""
+        queries, keys, values = self._split(qkv)
+        if self.problem.family == "llama":
+            queries, keys = self._turned(queries, 1), self._turned(keys, 1)
+        module = array_module(qkv)
+        scores = queries @ keys.swapaxes(-1, -2) * self.problem.head_dim**-0.5
+        mask = np.triu(np.full(scores.shape[-2:], -np.inf), 1)
+        return queries, keys, values, scores + _like(mask, scores, module)
+
+    def _turned(self, x: Array, sign: int) -> Array:
+        """Return rows turned by their positions, or back: rotary embedding of both halves of each head."""
+        half = self.problem.head_dim // 2
+        frequencies = ROTARY_BASE ** (-np.arange(half) / max(half, 1))
+        angles = np.arange(x.shape[-2])[:, None] * frequencies
+        module = array_module(x)
+        cos, sin = _like(np.cos(angles), x, module), _like(sign * np.sin(angles), x, module)
+        first, second = x[..., :half], x[..., half : 2 * half]
+        parts = (first * cos - second * sin, first * sin + second * cos, x[..., 2 * half :])
+        return module.concatenate(parts, -1)
+
+    def attention(self, qkv: Array) -> list[Array]:
+        module = array_module(qkv)
+        _, _, values, scores = self._scores(qkv)
+        greatest = module.amax(scores, -1)[..., None]
+        weights = module.exp(scores - greatest)
+        total = weights.sum(-1)[..., None]
+        return [self._joined(weights / total @ values), self._joined(module.log(total) + greatest)]
+
+    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+        module = array_module(qkv)
+        queries, keys, values, scores = self._scores(qkv)
+        weights = module.exp(scores - self._heads(log_sums, 1))
+        arriving = self._heads(dout, self.problem.head_dim)
+        along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
+        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * self.problem.head_dim**-0.5
+        of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
+        if self.problem.family == "llama":
+            of_queries, of_keys = self._turned(of_queries, -1), self._turned(of_keys, -1)
+        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving)
+
+    def activation(self, y: Array) -> Array:
+        if self.problem.family == "llama":
+            gate, value = self._gate_and_input(y)
+            return gate * self._sigmoid(gate) * value
+        return 0.5 * y * (1 + array_module(y).tanh(_GELU * (y + 0.044715 * y**3)))
+
+    def activation_grad(self, dout: Array, y: Array) -> Array:
+        if self.problem.family == "llama":
+            gate, value = self._gate_and_input(y)
+            sigmoid = self._sigmoid(gate)
+            of_gate = dout * value * sigmoid * (1 + gate * (1 - sigmoid))
+            return self._interleaved(of_gate, dout * gate * sigmoid)
+        tanh = array_module(y).tanh(_GELU * (y + 0.044715 * y**3))
+        return dout * (0.5 * (1 + tanh) + 0.5 * y * (1 - tanh * tanh) * _GELU * (1 + 3 * 0.044715 * y * y))
+
+    @staticmethod
+    def _sigmoid(x: Array) -> Array:
+        return 0.5 * (1 + array_module(x).tanh(0.5 * x))
+
+
+_GELU = float(np.sqrt(2 / np.pi))
+
+
+class IntegerFunctions(BlockFunctions):
+    """Functions of integers that never exceed 3, for comparisons with `==`."""
+
+    def statistics(self, x: Array) -> Array:
+        small = _small(x)
+        rows = (small, small * small)[: self.problem.norm_rows]
+        return array_module(x).stack([row.sum(-1) for row in rows], -1)
+
+    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+        scaled = _small(x + statistics.sum(-1)[..., None]) * gain[0]
+        return _small(scaled if self.problem.family == "llama" else scaled + gain[1])
+
+    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+        sums = _small(dy * gain[0] + x), _small(dy - x + statistics[..., :1])
+        return array_module(x).stack([row.sum(-1) for row in sums[: self.problem.norm_rows]], -1)
+
+    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+        of_row = statistics.sum(-1)[..., None] + sums.sum(-1)[..., None]
+        return _small(dy * gain[0] + x * of_row)
+
+    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
+        of_gain = _small(dy * _small(x + statistics[..., :1])).sum((0, 1))
+        rows = (of_gain, _small(dy).sum((0, 1)))[: self.problem.norm_rows]
+        return so_far + array_module(x).stack(rows)
+
+    def _scores(self, qkv: Array) -> tuple[Array, Array, Array, Array]:
+        queries, keys, values = self._split(_small(qkv))
+        scores = _small(queries @ keys.swapaxes(-1, -2))
+        return queries, keys, values, scores * _like(np.tri(scores.shape[-2]), scores, array_module(qkv))
+
+    def attention(self, qkv: Array) -> list[Array]:
+        _, _, values, scores = self._scores(qkv)
+        return [self._joined(_small(scores @ values)), self._joined(scores.sum(-1)[..., None])]
+
+    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+        queries, keys, values, scores = self._scores(qkv)
+        arriving = self._heads(_small(dout), self.problem.head_dim)
+        along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
+        of_scores = _small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
+        of_keys, of_values = (
+            of_scores.swapaxes(-1, -2) @ queries,
+            _small(scores).swapaxes(-1, -2) @ arriving,
+        )
+        return _small(self._merged(of_scores @ keys, of_keys, of_values))
+
+    def activation(self, y: Array) -> Array:
+        if self.problem.family == "llama":
+            gate, value = self._gate_and_input(_small(y))
+            return _small(gate * value)
+        return _small(_small(y) ** 2)
+
+    def activation_grad(self, dout: Array, y: Array) -> Array:
+        if self.problem.family == "llama":
+            gate, value = self._gate_and_input(_small(y))
+            return _small(self._interleaved(_small(dout) * value, _small(dout) * gate))
+        return _small(2 * _small(dout) * _small(y))
+
+
+def _small(x: Array) -> Array:
+    """Return integers in -3 .. 3 that are equal to `x` modulo 7."""
+    return (x + 3) % 7 - 3
+
+
+def _like(values: Any, x: Array, module: Any) -> Array:
+    """Return a numpy array as an array of the kind, dtype and device of `x`."""
+    if module is np:
+        return np.asarray(values, dtype=x.dtype)
+    return x.new_tensor(values)  # type: ignore[attr-defined, no-any-return]
+
+
+def functions_of(problem: BlockProblem) -> BlockFunctions:
+    """Return the functions of a problem: real ones, or those of integers."""
+    return IntegerFunctions(problem) if problem.exact else RealFunctions(problem)

@@ -1,0 +1,62 @@
+"""Sides of tensors: how many units a dim has, and how mesh axes deal them out, evenly or not.
+
+A dim of `count` units of `unit` elements is dealt to an axis in runs of ceil(count / ranks) whole units: the first
+ranks have that many, the next one the rest, and the last ones may have none. That is `Shard` where each unit is
+one element, else `Tile`. Two axes that share a dim deal it one after the other.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.block.roles import Dims, Side, Sides
+from meshweave.describe.layout import Layout, Partial, Replicate, Shard, Tile
+from meshweave.describe.layout.layouts import Placement
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program.expressions import Index, Var, maximum, minimum
+
+
+def layout_of(mesh: Mesh, sides: Sides, dims: Dims) -> Layout:
+    """Return the layout of a tensor with these sides that lies on the mesh as `dims` says, axis by axis."""
+    left = [side.count for side in sides]
+    is_even = [True] * len(sides)
+    places = {side.dim: number for number, side in enumerate(sides)}
+    placements: list[Placement] = []
+    for dim, parts in zip(dims, mesh.shape, strict=True):
+        if not dim or dim == "partial":
+            placements.append(Partial() if dim else Replicate())
+            continue
+        at = places[dim]
+        run = -(-left[at] // parts)
+        divides = is_even[at] and left[at] % parts == 0
+        is_plain = divides or (sides[at].unit == 1 and left[at] == sides[at].count)
+        placements.append(Shard(at) if is_plain else Tile(at, run * sides[at].unit))
+        left[at], is_even[at] = run, divides
+    return Layout(mesh, tuple(placements))
+
+
+def extent(mesh: Mesh, side: Side, dims: Dims, peer_axis: int = -1) -> Index:
+    """Return the elements of a side that a rank has, as an expression in its coordinates.
+
+    Along axis number `peer_axis` the coordinate is that of the member `peer` of a collective.
+    """
+    count: Index = side.count
+    most = side.count
+    for number, (dim, parts, axis) in enumerate(zip(dims, mesh.shape, mesh.axes, strict=True)):
+        if dim != side.dim or not dim:
+            continue
+        run = -(-most // parts)
+        if isinstance(count, int) and count % parts == 0:
+            count = run
+        else:
+            at = Var("peer" if number == peer_axis else f"{mesh.name}.{axis}")
+            count = minimum(maximum(count - run * at, 0), run)
+        most = run
+    return count * side.unit
+
+
+def largest_extent(mesh: Mesh, side: Side, dims: Dims) -> int:
+    """Return the most elements of a side that any rank has; the first rank has them."""
+    count = side.count
+    for dim, parts in zip(dims, mesh.shape, strict=True):
+        if dim == side.dim and dim:
+            count = -(-count // parts)
+    return count * side.unit

@@ -1,0 +1,110 @@
+"""The base of strategies for blocks: a strategy says what each mesh axis does; the rest follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from meshweave.algorithms.block.functions import functions_of
+from meshweave.algorithms.block.layer import write_program
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.reference import reference
+from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
+from meshweave.algorithms.contract import Algorithm, Array, Arrays
+from meshweave.base.errors import LayoutError
+from meshweave.cost.machine import Machine
+from meshweave.describe.layout import Layout
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.estimate import Estimate, estimate_skeleton
+from meshweave.ir.program import Program
+from meshweave.ir.skeleton import skeleton_of
+
+MESH, AXES = "tp", ("row", "col")
+
+
+class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
+    """A strategy for the layers of a transformer.
+
+    Attributes:
+        roles: what the rows and the columns of the mesh do.
+        scatters: the values of `BlockConfig.scatter` to choose among.
+    """
+
+    problem_type = BlockProblem
+    estimate_accuracy = "upper_bound"
+    roles: ClassVar[tuple[AxisRole, AxisRole]]
+
+    def roles_of(self, problem: BlockProblem) -> Roles:
+        """Return the roles of the axes of a problem's mesh: those of a single rank are idle."""
+        pairs = zip(self.roles, problem.mesh_shape, strict=True)
+        return Roles(tuple(role if size > 1 else IDLE for role, size in pairs))
+
+    def examples(self) -> Iterator[BlockProblem]:
+        """Yield blocks of integers whose sizes a mesh of this strategy does not divide."""
+        for problem in _EXAMPLES:
+            yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
+
+    def refusal(self, problem: BlockProblem) -> str | None:
+        """Return a sentence for a second mesh axis that the strategy has no use for."""
+        if self.roles[1] is IDLE and problem.mesh_shape[1] > 1:
+            return "has one mesh axis; give a mesh of (ranks, 1)"
+        return None
+
+    def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
+        """Yield 1, 2 and 4 chunks of the batch of a rank."""
+        for count in (1, 2, 4):
+            if count <= self.local_batch(problem):
+                yield BlockConfig(count)
+
+    def local_batch(self, problem: BlockProblem) -> int:
+        """Return the most sequences that a rank works on."""
+        batch = problem.batch
+        for dim, parts in zip(self.roles_of(problem).residual, problem.mesh_shape, strict=True):
+            batch = -(-batch // parts) if dim == "batch" else batch
+        return batch
+
+    def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
+        if (reason := self.refusal(problem)) is not None:
+            raise LayoutError(f"{self.name} {reason}")
+        if not 1 <= config.chunks <= self.local_batch(problem):
+            raise LayoutError(f"{config.chunks} chunks of {self.local_batch(problem)} sequences on a rank")
+        name = f"{self.title} block, {problem.layers} layers, {config}"
+        return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
+
+    @staticmethod
+    def mesh(problem: BlockProblem) -> Mesh:
+        """Return the mesh of a problem."""
+        return Mesh.of(MESH, problem.mesh_shape, AXES)
+
+    def placements(self, problem: BlockProblem) -> dict[str, Layout]:
+        buffers = self.program(problem, BlockConfig()).buffers
+        placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
+        return {name: layout for name, layout in placed if name is not None and layout is not None}
+
+    def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
+        """Return the time of the ops of rank 0, which has the largest shards, in lanes and with their edges."""
+        return estimate_skeleton(skeleton_of(self.program(problem, config)), machine)
+
+    def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
+        return reference(problem, inputs)
+
+    def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
+        return functions_of(problem).table()
+
+    def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
+        """Return integers for functions of integers, else values around which training starts."""
+        inputs = super().random_inputs(problem, seed)
+        if problem.exact:
+            return inputs
+        draw = np.random.default_rng(seed)
+        return {name: (draw.standard_normal(x.shape) / 2).astype(x.dtype) for name, x in inputs.items()}
+
+
+_EXAMPLES = (
+    BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True),
+    BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", part="forward", exact=True),
+)

@@ -1,0 +1,219 @@
+"""The hierarchical communication matrix of a cluster (ATP, Cheng et al., section 3.4).
+
+A matrix has layers, the outermost first. A layer divides each rank of the layer above into `size` ranks,
+groups of devices or single ones. It says how many bytes per second pass between any two of them (the
+point-to-point matrix), and how many each exchanges with all others of the layer (the group bandwidth).
+
+A matrix is a view: `communication_matrix` reads it off the network of a cluster, be it from the catalog, from
+a file or calibrated; measured constants of collectives limit what one ring carries. Rates are those of one
+direction, since an all-reduce sends and receives at once. For what the view cannot tell, `measured` holds
+all-reduce bandwidths of whole meshes. `matrix_file` reads matrices that have no cluster behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshweave.base.errors import DescriptionError
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.links import NetworkAxis, factorisations
+from meshweave.describe.machine.network import FullMeshNetwork, HostsNetwork, RingNetwork, TorusNetwork
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+
+Matrix = tuple[tuple[int, ...], ...]
+"""Bytes per second from one rank of a layer (row) to another (column); 0 on the diagonal."""
+
+
+@dataclass(frozen=True)
+class MatrixLayer:
+    """One layer of a matrix.
+
+    Attributes:
+        name: what joins the ranks of the layer.
+        p2p_bytes_per_s: bytes per second from rank to rank.
+        group_bytes_per_s: bytes per second from each rank to all others of the layer together.
+        flow_bytes_per_s: the most that one ring of devices carries across the layer, 0 for as much as there
+        is. The
+            paper's matrix has no such number, and so cannot tell what a lone ring reaches on its IC1.
+
+    Raises:
+        DescriptionError: the matrix is not square, or a rate is out of range.
+    """
+
+    name: str
+    p2p_bytes_per_s: Matrix
+    group_bytes_per_s: tuple[int, ...]
+    flow_bytes_per_s: int = 0
+
+    def __post_init__(self) -> None:
+        size = len(self.group_bytes_per_s)
+        if (
+            not size
+            or len(self.p2p_bytes_per_s) != size
+            or {len(row) for row in self.p2p_bytes_per_s} != {size}
+        ):
+            raise DescriptionError(
+                f"layer {self.name}: the point-to-point matrix is not square with a row for each of the {size} "
+                "group bandwidths"
+            )
+        if min(self.group_bytes_per_s) < 1 or min(map(min, self.p2p_bytes_per_s)) < 0:
+            raise DescriptionError(
+                f"layer {self.name}: group bandwidths are at least 1 byte per second, others at least 0"
+            )
+
+    @classmethod
+    def uniform(cls, name: str, size: int, p2p: int, group: int, flow: int = 0) -> MatrixLayer:
+        """Return a layer whose ranks are all alike, and so are its pairs."""
+        rows = tuple(tuple(p2p if i != j else 0 for j in range(size)) for i in range(size))
+        return cls(name, rows, (group,) * size, flow)
+
+    @classmethod
+    def ring(cls, name: str, size: int, link: int, flow: int = 0) -> MatrixLayer:
+        """Return a layer of a ring, in which each rank has a link to the next and one to the one before."""
+        rows = [[0] * size for _ in range(size)]
+        for i in range(size if size > 1 else 0):
+            for step in (-1, 1):
+                rows[i][(i + step) % size] += link
+        return cls(name, tuple(map(tuple, rows)), (2 * link,) * size, flow)
+
+    @property
+    def size(self) -> int:
+        """Return the number of ranks of the layer in one rank of the layer above."""
+        return len(self.group_bytes_per_s)
+
+
+@dataclass(frozen=True)
+class MeasuredBandwidth:
+    """Measured all-reduce bandwidths of DeviceMesh(d1, d2): bytes of the reduced tensor per second.
+
+    `first` is that of the groups along the first dimension, `second` along the second; None for a dimension
+    of 1.
+    """
+
+    mesh_shape: tuple[int, int]
+    first: int | None
+    second: int | None
+
+
+@dataclass(frozen=True)
+class CommunicationMatrix:
+    """Layers of a machine, the outermost first, and what was measured of whole meshes.
+
+    Raises:
+        DescriptionError: there is no layer, or a measured mesh has another number of devices.
+    """
+
+    name: str
+    layers: tuple[MatrixLayer, ...]
+    measured: tuple[MeasuredBandwidth, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise DescriptionError(f"matrix {self.name}: layers is empty; give one at least")
+        for known in self.measured:
+            if math.prod(known.mesh_shape) != self.num_devices:
+                raise DescriptionError(
+                    f"matrix {self.name}: the measured mesh {known.mesh_shape} does not have its "
+                    f"{self.num_devices} devices"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Return the number of devices: the product of the sizes of all layers."""
+        return math.prod(layer.size for layer in self.layers)
+
+    def devices_below(self, number: int) -> int:
+        """Return the number of devices in one rank of a layer, counted from 0, the outermost."""
+        return math.prod(layer.size for layer in self.layers[number + 1 :])
+
+    def measured_on(self, mesh_shape: tuple[int, int]) -> MeasuredBandwidth | None:
+        """Return what was measured on a mesh, if anything was."""
+        return next((known for known in self.measured if known.mesh_shape == mesh_shape), None)
+
+    def with_measured(self, measured: tuple[MeasuredBandwidth, ...]) -> CommunicationMatrix:
+        """Return the matrix with measured bandwidths."""
+        return replace(self, measured=measured)
+
+
+def communication_matrix(cluster: Cluster, shape: tuple[int, ...] | None = None) -> CommunicationMatrix:
+    """Return the matrix of a cluster: one layer per level of its network.
+
+    A switch and a ring have one layer, hosts and packages two, a tree one per level, a torus one per axis;
+    layers of one rank are left out.
+
+    Args:
+        shape: the shape of a torus that may have several (default: the one nearest to a cube).
+
+    Raises:
+        DescriptionError: `shape` is no shape of the torus.
+    """
+    layers = tuple(layer for layer in _layers(cluster, shape) if layer.size > 1)
+    if not layers:
+        layers = (MatrixLayer("device", ((0,),), (1,)),)
+    return CommunicationMatrix(cluster.name, layers)
+
+
+def _layers(cluster: Cluster, shape: tuple[int, ...] | None) -> Iterator[MatrixLayer]:
+    network = cluster.network
+    match network:
+        case TorusNetwork():
+            yield from _torus_layers(network, shape)
+        case HostsNetwork():
+            for axis, size, ports in (
+                (network.nic, network.num_hosts, network.nics_per_host),
+                (network.intra, network.chips_per_host, 1),
+            ):
+                port = ports * int(axis.link_bytes_per_s)
+                yield MatrixLayer.uniform(axis.name, size, port, port, _flow(axis))
+        case FullMeshNetwork():
+            for axis, size, links in (
+                (network.link, network.num_packages, network.chips_per_package),
+                (network.inner, network.chips_per_package, 1),
+            ):
+                yield _pairs_layer(axis, size, links)
+        case TreeNetwork():
+            ports = min((int(x.child_bytes_per_s) for x in network.levels[:1] if x.direct), default=0)
+            for number in range(len(network.levels) - 1, -1, -1):
+                yield _tree_layer(network.levels[number], ports if number else 0)
+        case RingNetwork():
+            link = network.link
+            yield MatrixLayer.ring(link.name, network.size, int(link.link_bytes_per_s), _flow(link))
+        case _:
+            axis = network.link
+            port = int(axis.link_bytes_per_s)
+            yield MatrixLayer.uniform(axis.name, network.size, port, port, _flow(axis))
+
+
+def _torus_layers(network: TorusNetwork, shape: tuple[int, ...] | None) -> Iterator[MatrixLayer]:
+    if shape is None:
+        shape = network.shape or min(factorisations(network.chips, len(network.axes)), key=sum)
+    if math.prod(shape) != network.chips or shape not in network.mesh_shapes(len(shape)):
+        raise DescriptionError(f"a torus of {network.chips} chips has no shape {shape}")
+    below = network.chips
+    for i, size in enumerate(shape):
+        below //= size
+        axis = network.axis(i, len(shape), shape)
+        yield MatrixLayer.ring(axis.name, size, below * int(axis.link_bytes_per_s), _flow(axis))
+
+
+def _tree_layer(level: TreeLevel, port: int) -> MatrixLayer:
+    """Return the layer of a level of a tree; `port` is the rate of a chip's own port to it, 0 for no limit."""
+    if level.direct is not None:
+        return _pairs_layer(level.direct, level.fanout, 1)
+    link = int(level.child_bytes_per_s)
+    flow = min(_flow(replace(level.axis, link_bytes_per_s=link)), link)
+    return MatrixLayer.uniform(level.axis.name, level.fanout, link, link, min(flow, port or flow))
+
+
+def _pairs_layer(axis: NetworkAxis, size: int, links: int) -> MatrixLayer:
+    """Return a layer of which any two ranks have as many links of their own."""
+    pair = links * int(axis.link_bytes_per_s)
+    return MatrixLayer.uniform(axis.name, size, pair, max(size - 1, 1) * pair, _flow(axis))
+
+
+def _flow(axis: NetworkAxis) -> int:
+    """Return the bytes per second into a device of one ring over links of this kind, as prices have it."""
+    links = axis.num_directions * axis.link_bytes_per_s
+    return max(int(min(links, axis.comm("all_reduce").bytes_per_s)), 1)
