@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TOOLS := $(VENV)/.build-tools
 STAMP := $(VENV)/.installed
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -12,7 +13,7 @@ MODULES := $(shell find src -name '*.py' | sort | cksum)
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test coverage lint sanitize docs bench slow clean FORCE
+.PHONY: demo test coverage lint sanitize sanitized-core docs bench slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -23,8 +24,11 @@ $(VENV)/.modules: FORCE | $(BIN)/python
 	@echo '$(MODULES)' | cmp -s - $@ || echo '$(MODULES)' > $@
 FORCE:
 
-$(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules | $(BIN)/python
+$(TOOLS): constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --no-compile -c constraints.txt scikit-build-core nanobind cmake ninja
+	touch $@
+
+$(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules $(TOOLS) | $(BIN)/python
 	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[torch,mpi,docs,dev]'
 	touch $@
 
@@ -35,8 +39,9 @@ demo: $(STAMP)
 		--algorithm meshslice,collective \
 		--trace demo-out/trace.json --svg demo-out/timeline.svg
 
-# One worker a core; labs wait for each other (tests/conftest.py).
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8
+# One worker a core. Each begins with a contiguous half, so that tests share what their module sets up, and an idle one
+# takes over tests of others. Labs wait for each other (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 test: $(STAMP)
 	$(PYTEST)
@@ -52,8 +57,11 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 # The tests of the simulator on a core built with address and undefined behaviour sanitizers.
-sanitize: $(STAMP)
+sanitize: sanitized-core $(STAMP)
 	.ci/sanitize $(BIN)/python
+
+sanitized-core: $(TOOLS)
+	.ci/sanitize --build $(BIN)/python
 
 # All tests, also those that take minutes, with many more examples (tests/sampling.py).
 slow: $(STAMP)

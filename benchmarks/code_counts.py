@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -52,11 +53,17 @@ def counts(root: Path) -> dict[str, int]:
 Trees = dict[Path, ast.Module]
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """Return all nodes of a module; every count goes over them."""
+    return tuple(ast.walk(tree))
+
+
 def repeated_class_names(trees: Trees) -> dict[str, list[Path]]:
     """Return the class names with more than one definition, leading underscores left out."""
     places = collections.defaultdict(list)
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(path)
     return {name: paths for name, paths in places.items() if len(paths) > 1}
@@ -80,7 +87,7 @@ def undocumented(trees: Trees) -> list[tuple[Path, str]]:
     inherited = {
         item.name
         for tree in trees.values()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef)
         for item in node.body
         if isinstance(item, ast.FunctionDef) and ast.get_docstring(item)
@@ -88,7 +95,7 @@ def undocumented(trees: Trees) -> list[tuple[Path, str]]:
     derived = {
         node.name
         for tree in trees.values()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ClassDef) and node.bases
     }
     return [
@@ -104,7 +111,7 @@ def long_functions(trees: Trees) -> list[tuple[Path, str]]:
     return [
         (path, node.name)
         for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and num_lines(node) > LONGEST_FUNCTION
     ]
 
@@ -121,7 +128,7 @@ def riddles(trees: Trees) -> list[tuple[Path, str]]:
     """Return variables, parameters and attributes whose name does not say what they hold."""
     names = []
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             name = {ast.Name: "id", ast.arg: "arg", ast.Attribute: "attr"}.get(type(node))
             if name and getattr(node, name) in ("found", "way", "ways"):
                 names.append((path, getattr(node, name)))
@@ -131,7 +138,7 @@ def riddles(trees: Trees) -> list[tuple[Path, str]]:
 def docstrings(trees: Trees) -> Iterator[str]:
     """Yield all docstrings."""
     for tree in trees.values():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, Definition | ast.Module):
                 text = ast.get_docstring(node)
                 if text:
@@ -142,13 +149,15 @@ def private_torch(trees: Trees) -> list[Path]:
     """Return the files that use names of torch with a leading underscore."""
     files = []
     for path, tree in trees.items():
-        text = "\n".join(code_lines(tree, path.read_text()).values())
-        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        uses_torch = "torch" in path.read_text()
+        source = path.read_text()
+        if "torch" not in source and "dist" not in source:
+            continue
+        text = "\n".join(code_lines(tree, source).values())
+        attributes = {node.attr for node in nodes(tree) if isinstance(node, ast.Attribute)}
         if (
             PRIVATE_TORCH.search(text)
             or PRIVATE_TORCH.search(imports(tree))
-            or (uses_torch and attributes & PRIVATE_ATTRIBUTES)
+            or ("torch" in source and attributes & PRIVATE_ATTRIBUTES)
         ):
             files.append(path)
     return files
@@ -156,14 +165,14 @@ def private_torch(trees: Trees) -> list[Path]:
 
 def imports(tree: ast.Module) -> str:
     return "\n".join(
-        ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+        ast.unparse(node) for node in nodes(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
     )
 
 
 def code_lines(tree: ast.Module, text: str) -> dict[int, str]:
     """Return the lines of code by number, stripped; no comments, docstrings, imports or single brackets."""
     left_out = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_text or isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))

@@ -55,7 +55,7 @@ peaks = {rank: (plan.local_bytes(rank), plan.scratch_bytes(rank)) for rank in pr
 rank = max(peaks, key=lambda one: sum(peaks[one]))
 row = {
     "plan_s": planned - began, "program_s": done - planned, "wall_s": done - began,
-    "tensors": len(problem.items), "unit_tasks": len(plan.tasks), "turns": len(plan.multicasts),
+    "tensors": len(problem.moves), "unit_tasks": len(plan.tasks), "turns": len(plan.multicasts),
     "pieces": sum(len(task.pieces) for task in plan.tasks), "messages": plan.num_messages,
     "ops": len(program.body), "bound_s": plan.bound_s, "predicted_s": plan.predicted_s,
     "bytes_across_hosts": plan.bytes_across_hosts, "least_bytes_across_hosts": plan.least_bytes_across_hosts,

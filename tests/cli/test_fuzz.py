@@ -1,7 +1,8 @@
-"""Thousands of damaged files and command lines: a mistake is a line a problem on stderr and status 2, no more.
+"""Damaged files and command lines: a mistake is a line a problem on stderr and status 2, no more.
 
-Each input is made from a good one by one or two random changes, the same ones in every run. What a change
-leaves right ends with status 0; nothing ends in an exception, a traceback, a hang or a file written.
+There are a thousand by default, ten thousand under `make slow`. Each input is made from a good one by one or two
+random changes, the same ones in every run. What a change leaves right ends with status 0; nothing ends in an
+exception, a traceback, a hang or a file written.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from damage import CLUSTER, CONFIG, HOSTS, MODEL, RUBBISH, TREE, changed_json, c
 from meshweave.base.errors import UnsupportedError
 from meshweave.check import runner, verifier
 from meshweave.cli.app import run_app
+from sampling import scaled
 
 CASE_S = 10
 """No single input may take longer; a hundredth is usual."""
@@ -96,32 +98,32 @@ def plan_args(model: str, cluster: str) -> list[str]:
 @pytest.mark.parametrize("text", [CLUSTER, HOSTS, TREE], ids=["torus", "hosts", "tree"])
 def test_damaged_clusters(case: Case, text: str) -> None:
     model, rng = case.file("model.toml", MODEL), random.Random(1)
-    for _ in range(250):
+    for _ in range(scaled(250)):
         path = case.file("cluster.toml", changed_lines(rng, text))
         case.check([*plan_args(model, path), "--json"])
     for content in RUBBISH:
         assert "cluster.toml" in case.check(plan_args(model, case.file("cluster.toml", content)))
-    case.judge(250)
+    case.judge(scaled(250))
 
 
 def test_damaged_models(case: Case) -> None:
     cluster, rng = case.file("cluster.toml", CLUSTER), random.Random(2)
-    for _ in range(300):
+    for _ in range(scaled(300)):
         path = case.file("model.toml", changed_lines(rng, MODEL))
         case.check([*plan_args(path, cluster), "--json"])
     for content in RUBBISH:
         assert "model.toml" in case.check(plan_args(case.file("model.toml", content), cluster))
-    case.judge(300)
+    case.judge(scaled(300))
 
 
 def test_damaged_hugging_face_configs(case: Case) -> None:
     cluster, rng = case.file("cluster.toml", CLUSTER), random.Random(3)
-    for _ in range(300):
+    for _ in range(scaled(300)):
         path = case.file("config.json", changed_json(rng, CONFIG))
         case.check([*plan_args(path, cluster), "--json"])
     for content in RUBBISH:
         assert "config.json" in case.check(plan_args(case.file("config.json", content), cluster))
-    case.judge(300)
+    case.judge(scaled(300))
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ def test_damaged_plans(case: Case, no_processes: None) -> None:
     assert run_app([*args, "--algorithms", "meshslice,collective", "--json"]) == 0
     data, rng = json.loads(good.read_text()), random.Random(4)
     few = ["--layer", "out", "--algorithm", "collective", "--max-dim", "16", "--json"]
-    for number in range(400):
+    for number in range(scaled(400)):
         path = case.file("plan.json", changed_json(rng, data))
         if number % 2:
             case.check(["verify", path, "--ranks", "2", *few], allowed=(0, 1, 2))
@@ -150,7 +152,7 @@ def test_damaged_plans(case: Case, no_processes: None) -> None:
             case.check(["run", path, "--ranks", "4", "--layer", "out", "--max-dim", "64"])
     for content in RUBBISH:
         assert "plan.json" in case.check(["verify", case.file("plan.json", content)])
-    case.judge(400)
+    case.judge(scaled(400))
 
 
 def test_damaged_programs(case: Case) -> None:
@@ -161,13 +163,13 @@ def test_damaged_programs(case: Case) -> None:
             assert run_app(["show", *args, "--m", "16", "--n", "16", "--k", "16", "--block", "1"]) == 0
         texts.append(out.getvalue())
     rng = random.Random(5)
-    for number in range(500):
+    for number in range(scaled(500)):
         path = case.file("program.txt", changed_program(rng, texts[number % len(texts)]))
         said = case.check(["show", path])
         assert not said.startswith("error") or "program.txt" in said, said
     for content in RUBBISH:
         case.check(["show", case.file("program.txt", content)])
-    case.judge(500)
+    case.judge(scaled(500))
 
 
 # --- command lines --------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ def test_damaged_command_lines(case: Case, no_processes: None, monkeypatch: pyte
     }
     case.file("model.toml", MODEL)
     verbs = list(OPTIONS)
-    for number in range(720):
+    for number in range(scaled(720)):
         verb = verbs[number % len(verbs)]
         args = [rng.choice(first[verb])] if rng.random() < 0.9 else []
         for _ in range(rng.randrange(1, 4)):
@@ -268,7 +270,7 @@ def test_damaged_command_lines(case: Case, no_processes: None, monkeypatch: pyte
         if verb == "show":  # without proving what is right, which takes its time
             args.append("--no-check")
         case.check([verb if rng.random() < 0.98 else f"{verb}s", *args])
-    case.judge(720)
+    case.judge(scaled(720))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from meshweave.cli.app import run_app
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program.parse import parse
 from meshweave.tune import reshard as tune_reshard
+from sampling import scaled
 
 PAPER = ("--shape", "1024,1024,512", "--dtype", "float32", "--cluster", "p3.8xlarge")
 CASE_5 = ("--from", "2x4 S1RR", "--to", "2x4 S0RR", *PAPER)
@@ -213,7 +214,7 @@ def test_damaged_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "8,8,8",
         "naive",
     )
-    for _ in range(400):
+    for _ in range(scaled(400)):
         args = list(SMALL)
         for _ in range(rng.randrange(1, 3)):
             option = rng.choice((*options, "--ranks", "--simulate", "--row-per-host", "--json", "--bogus"))
@@ -222,13 +223,13 @@ def test_damaged_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         if rng.random() < 0.1:
             del args[rng.randrange(len(args))]
         case.check(["reshard", *args])
-    case.judge(400)
+    case.judge(scaled(400))
 
 
 def test_damaged_clusters_and_models(tmp_path: Path) -> None:
     case, rng = Case(tmp_path), random.Random(32)
     config = CONFIG | {"model_type": "llama"}
-    for number in range(200):
+    for number in range(scaled(200)):
         if number % 2:
             path = case.file("cluster.toml", changed_lines(rng, HOSTS))
             case.check(["reshard", *SMALL[:-2], "--cluster", path, "--strategy", "broadcast", "--simulate"])
@@ -236,4 +237,4 @@ def test_damaged_clusters_and_models(tmp_path: Path) -> None:
             path = case.file("config.json", changed_json(rng, config))
             args = ["--from", "2x2", "--to", "1x2", "--cluster", "dgx-h100", "--order", "best"]
             case.check(["reshard", path, *args, "--strategy", "broadcast"])
-    case.judge(200)
+    case.judge(scaled(200))

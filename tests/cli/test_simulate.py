@@ -16,6 +16,7 @@ from damage import CLUSTER, RUBBISH, TREE, changed_json, changed_lines, changed_
 from test_fuzz import VALUES, Case
 
 from meshweave.cli.app import run_app
+from sampling import scaled
 
 
 def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
@@ -238,21 +239,21 @@ with tp:
 
 def test_damaged_programs(tmp_path: Path, text: str) -> None:
     case, rng, good = Case(tmp_path), random.Random(11), Path(text).read_text()
-    for _ in range(300):
+    for _ in range(scaled(300)):
         path = case.file("program.txt", changed_program(rng, good))
         case.check(["simulate", path, "--cluster", "tpu-v4-pod", "--json"])
     for content in RUBBISH:
         case.check(["simulate", case.file("program.txt", content), "--cluster", "tpu-v4-pod"])
-    case.judge(300)
+    case.judge(scaled(300))
 
 
 def test_damaged_plans(tmp_path: Path, plan: str) -> None:
     case, rng, data = Case(tmp_path), random.Random(12), json.loads(Path(plan).read_text())
     data["candidates"] = [c for c in data["candidates"] if c["algorithm"] in ("meshslice", "collective")]
-    for _ in range(200):
+    for _ in range(scaled(200)):
         path = case.file("plan.json", changed_json(rng, data))
         case.check(["simulate", path, "--algorithm", "all", "--layer", "ff1", "--pass", "forward", "--json"])
-    case.judge(200)
+    case.judge(scaled(200))
 
 
 @pytest.mark.parametrize(
@@ -262,10 +263,10 @@ def test_damaged_plans(tmp_path: Path, plan: str) -> None:
 )
 def test_damaged_clusters(tmp_path: Path, text: str, cluster: str) -> None:
     case, rng = Case(tmp_path), random.Random(13)
-    for _ in range(150):
+    for _ in range(scaled(150)):
         path = case.file("cluster.toml", changed_lines(rng, cluster))
         case.check(["simulate", text, "--cluster", path, "--logical"])
-    case.judge(150)
+    case.judge(scaled(150))
 
 
 def test_damaged_command_lines(tmp_path: Path, text: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +274,7 @@ def test_damaged_command_lines(tmp_path: Path, text: str, plan: str, monkeypatch
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     case, rng = Case(tmp_path), random.Random(14)
     options = ("--cluster", "--layer", "--pass", "--algorithm", "--mesh", "--lower", "--against", "--ranks")
-    for number in range(300):
+    for number in range(scaled(300)):
         args = [rng.choice((text, plan, plan, "nowhere.json", "", "-"))]
         for _ in range(rng.randrange(0, 3)):
             option = rng.choice((*options, "--logical", "--json", "--bogus"))
@@ -283,4 +284,4 @@ def test_damaged_command_lines(tmp_path: Path, text: str, plan: str, monkeypatch
         if number % 2:
             args += ["--pass", "forward"]
         case.check(["simulate", *args])
-    case.judge(300)
+    case.judge(scaled(300))

@@ -50,12 +50,19 @@ def guide(name: str) -> str:
 
 def test_calibration_in_the_guide() -> None:
     saved = tomllib.loads((pages.ROOT / "benchmarks/results/torus-4x4-50mbit.toml").read_text())
-    steps_ms = [
-        1e3 * axis["constants"][kind]["sync_s"]
-        for axis in saved["network"]["axes"]
-        for kind in ("all_gather", "reduce_scatter", "send_recv")
-    ]
-    assert f"of such a lab has {min(steps_ms):.1f} to {max(steps_ms):.1f} ms" in guide("lab")
+
+    def steps(*kinds: str) -> str:
+        steps_ms = [
+            1e3 * axis["constants"][kind]["sync_s"] for axis in saved["network"]["axes"] for kind in kinds
+        ]
+        return f"{min(steps_ms):.1f} to {max(steps_ms):.1f} ms"
+
+    assert f"of such a lab has {steps('all_gather', 'reduce_scatter', 'send_recv')}" in guide("lab")
+    decision = pages.ROOT / "docs" / "decisions" / "0014-constants-are-those-of-busy-links.md"
+    assert (
+        f"costs {steps('all_gather', 'reduce_scatter')}, and a single message {steps('send_recv')}"
+        in " ".join(decision.read_text().split())
+    )
 
 
 def test_the_cost_of_calls_in_order_in_the_guide() -> None:

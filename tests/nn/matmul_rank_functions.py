@@ -199,7 +199,8 @@ def inconsistent_orders(check: Check) -> None:
     mesh = square()
     whole = torch.arange(16.0).reshape(4, 4)
     a, b = placed(whole, mesh, (S1, S1)), placed(whole, mesh, (SS(0, split_factor=2), S0))
-    for out in (None, (P, P), (S0, S1), (R, R), (S1, S1)):
+    outs: list[Placements | None] = [None, (P, P), (S0, S1), (R, R), (S1, S1)]
+    for out in check.some(outs, 2):
         check.equal(f"166598 -> {out}", meshweave.matmul(a, b, out, context=check.context), whole @ whole)
 
 
@@ -220,7 +221,7 @@ def batched(check: Check) -> None:
         ((6,), (R, P), (S1, R), None),
         ((6,), (S0, R), (S0, R), (P, R)),
     ]
-    for shape, left, right, out in check.some(cases, 2):
+    for shape, left, right, out in check.some(cases, 3):
         a, b = (
             placed(integers(shape, 1), mesh, left).requires_grad_(),
             placed(w, mesh, right).requires_grad_(),
@@ -235,11 +236,12 @@ def batched(check: Check) -> None:
 def transposed(check: Check) -> None:
     """Operands that lie the other way round in memory, as views or by themselves."""
     mesh = square()
-    for left, right, out in (
+    cases: list[tuple[Placements, Placements, Placements | None]] = [
         ((S1, S0), (S1, S0), None),
         ((R, S1), (S0, R), (S0, S1)),
         ((P, S0), (S1, S1), (R, P)),
-    ):
+    ]
+    for left, right, out in check.some(cases, 2):
         a, w = placed(integers((6, 7), 1), mesh, left), placed(integers((5, 6), 2), mesh, right)
         a.requires_grad_(), w.requires_grad_()
         check.product("transposed", a.t(), w.t(), out)
@@ -260,7 +262,7 @@ def dtypes(check: Check) -> None:
         ((P, S1), (S0, R), (S1, S0)),
         ((S1, S1), (S0, S0), (P, R)),
     ]
-    for dtype, (left, right, out) in check.some(itertools.product(dtypes, placements), 4):
+    for dtype, (left, right, out) in check.some(itertools.product(dtypes, placements), 5):
         a = placed(integers((5, 6), 1, dtype), mesh, left)
         b = placed(integers((6, 3), 2, dtype), mesh, right)
         is_real = dtype.is_floating_point
@@ -270,7 +272,7 @@ def dtypes(check: Check) -> None:
 def empty(check: Check) -> None:
     """Ranks that hold nothing, and sizes of nothing."""
     line, mesh = init_device_mesh("cpu", (4,)), square()
-    for m, n, k in ((1, 3, 3), (3, 1, 1), (5, 3, 1), (0, 3, 2), (2, 3, 0)):
+    for m, n, k in check.some([(1, 3, 3), (3, 1, 1), (0, 3, 2), (5, 3, 1), (2, 3, 0)], 2):
         whole_a, whole_b = integers((m, k), 1), integers((k, n), 2)
         for left, right, out in check.some([(S1, S0, None), (S0, S0, S1), (P, S1, P)], 3):
             a, b = (
@@ -294,11 +296,11 @@ def chosen(check: Check) -> None:
         (S1, SS(1, split_factor=2)),
     ]
     variants = itertools.product(("a", "b", "c"), outs)
-    for number, (stationary, out) in check.some(enumerate(variants), 4):
+    for number, (stationary, out) in check.some(enumerate(variants), 5):
         left, right = (((S0, S1), (P, S0)), ((R, S0), (S1, R)), ((S1, P), (S0, S0)))[number % 3]
         a = placed(integers((8, 6), 1), mesh, left).requires_grad_()
         b = placed(integers((6, 8), 2), mesh, right).requires_grad_()
         check.product(f"stationary {stationary}", a, b, out, stationary=stationary)
-    for cluster in ("local-cpu", "h100-node"):
+    for cluster in check.some(["h100-node", "local-cpu"], 2):
         a, b = placed(integers((8, 6), 1), mesh, (S0, S1)), placed(integers((6, 8), 2), mesh, (S0, S1))
         check.product(cluster, a.requires_grad_(), b.requires_grad_(), cluster=cluster)

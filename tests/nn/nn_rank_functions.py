@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,57 +15,58 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.matmul2d import matmul2d
 
 _SIZES = [(24, 16, 32), (13, 11, 17), (5, 40, 9), (3, 2, 7)]
+_VARIANTS = [("meshslice", 3, 1), ("meshslice", (1, 2, 1), 2), ("collective", 1, 0), ("meshslice", 2, 0)]
+"""Algorithm, slices, directions of rings."""
 
 
 def forward_and_backward(context: Any, payload: Mapping[str, Any]) -> list[str]:
     """Every dataflow, even and uneven sizes, slices and rings: shards of C, A' and B' against dense autograd.
 
-    Small integers in float64 make the comparison exact. Returns what differs.
+    Small integers in float64 make the comparison exact. Every `payload["every"]`-th case is taken. Returns what
+    differs.
     """
     rows, columns = payload["mesh"]
     mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("row", "col"))
     shared = TorchContext(liveness=context.liveness, deadline_s=30)
     wrong = []
-    for m, n, k in _SIZES:
-        for dataflow in ("os", "ls", "rs"):
-            for number, (algorithm, slices, ways) in enumerate(
-                [("meshslice", 3, 1), ("meshslice", (1, 2, 1), 2), ("collective", 1, 0), ("meshslice", 2, 0)]
-            ):
-                case = f"{algorithm} {dataflow} {m}x{n}x{k} slices {slices} rings {ways}"
-                generator = torch.Generator().manual_seed(m * 1000 + n * 100 + k + number)
-                a_shape = (k, m) if dataflow == "rs" else (m, k)
-                b_shape = (n, k) if dataflow == "ls" else (k, n)
-                a, b, weight = (
-                    torch.randint(-4, 5, shape, generator=generator).double()
-                    for shape in (a_shape, b_shape, (m, n))
-                )
-                dense_a, dense_b = a.clone().requires_grad_(), b.clone().requires_grad_()
-                left = dense_a.T if dataflow == "rs" else dense_a
-                right = dense_b.T if dataflow == "ls" else dense_b
-                dense = left @ right
-                (dense * weight).sum().backward()
+    cases = itertools.product(_SIZES, ("os", "ls", "rs"), enumerate(_VARIANTS))
+    for (m, n, k), dataflow, (number, (algorithm, slices, ways)) in itertools.islice(
+        cases, 0, None, payload["every"]
+    ):
+        case = f"{algorithm} {dataflow} {m}x{n}x{k} slices {slices} rings {ways}"
+        generator = torch.Generator().manual_seed(m * 1000 + n * 100 + k + number)
+        a_shape = (k, m) if dataflow == "rs" else (m, k)
+        b_shape = (n, k) if dataflow == "ls" else (k, n)
+        a, b, weight = (
+            torch.randint(-4, 5, shape, generator=generator).double() for shape in (a_shape, b_shape, (m, n))
+        )
+        dense_a, dense_b = a.clone().requires_grad_(), b.clone().requires_grad_()
+        left = dense_a.T if dataflow == "rs" else dense_a
+        right = dense_b.T if dataflow == "ls" else dense_b
+        dense = left @ right
+        (dense * weight).sum().backward()
 
-                mine_a, mine_b = (_shard(mesh, t, context.rank).requires_grad_() for t in (a, b))
-                out = matmul2d(
-                    mine_a,
-                    mine_b,
-                    mesh=mesh,
-                    shape=(m, n, k),
-                    dataflow=dataflow,
-                    algorithm=algorithm,
-                    slices=slices,
-                    block=2,
-                    ring_ways=ways,
-                    context=shared,
-                )
-                (out * _shard(mesh, weight, context.rank)).sum().backward()
-                for what, found, expected in (
-                    ("C", out, dense),
-                    ("A'", mine_a.grad, dense_a.grad),
-                    ("B'", mine_b.grad, dense_b.grad),
-                ):
-                    if not torch.equal(found, _shard(mesh, expected.detach(), context.rank)):
-                        wrong.append(f"{case}: {what}")
+        mine_a, mine_b = (_shard(mesh, t, context.rank).requires_grad_() for t in (a, b))
+        out = matmul2d(
+            mine_a,
+            mine_b,
+            mesh=mesh,
+            shape=(m, n, k),
+            dataflow=dataflow,
+            algorithm=algorithm,
+            slices=slices,
+            block=2,
+            ring_ways=ways,
+            context=shared,
+        )
+        (out * _shard(mesh, weight, context.rank)).sum().backward()
+        for what, found, expected in (
+            ("C", out, dense),
+            ("A'", mine_a.grad, dense_a.grad),
+            ("B'", mine_b.grad, dense_b.grad),
+        ):
+            if not torch.equal(found, _shard(mesh, expected.detach(), context.rank)):
+                wrong.append(f"{case}: {what}")
     wrong += _mistakes(mesh, shared, context.rank)
     shared.close()
     return wrong

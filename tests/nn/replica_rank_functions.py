@@ -22,7 +22,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 import meshweave
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import ShardSpec, layout_of
+from meshweave.nn.dtensor import layout_of
+from meshweave.nn.shard_spec import ShardSpec
 
 KINDS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -23,7 +23,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
 from meshweave.describe.layout import Layout
-from meshweave.nn.dtensor import ShardSpec, layout_of
+from meshweave.nn.dtensor import layout_of
+from meshweave.nn.shard_spec import ShardSpec
 
 R, P, SS = Replicate(), Partial(), _StridedShard
 S0, S1, S2 = (Shard(dim) for dim in range(3))

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 import meshweave
 from meshweave.base.errors import MeshweaveError
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import ShardSpec
+from meshweave.nn.shard_spec import ShardSpec
 
 # --- gradients --------------------------------------------------------------------------------------------------
 

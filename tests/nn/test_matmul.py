@@ -29,7 +29,7 @@ def every_pair(mesh: tuple[int, int], kinds: int, transport: str, step: int, tim
 
 @pytest.mark.gloo
 def test_pairs_of_placements_with_partial_sums_on_four_ranks() -> None:
-    every_pair((2, 2), 4, "messages", 37, 200)
+    every_pair((2, 2), 4, "messages", 61, 200)
 
 
 @pytest.mark.slow
@@ -41,7 +41,7 @@ def test_pairs_of_placements_on_six_ranks() -> None:
 @pytest.mark.gloo
 @pytest.mark.skipif(bool(lacks()), reason=f"shared memory {lacks()}")
 def test_pairs_of_placements_in_shared_memory() -> None:
-    every_pair((2, 2), 4, "shared", 53, 200)
+    every_pair((2, 2), 4, "shared", 91, 200)
 
 
 @pytest.mark.slow

@@ -199,14 +199,21 @@ def test_every_golden_program_has_a_path_without_gaps(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_a_path_without_gaps(name: str) -> None:
-    """Random sizes, mostly uneven, on pods with two-way rings; lowered to rings as well."""
+    """Random sizes, mostly uneven, on pods with two-way rings; lowered to rings as well.
+
+    By default of few slices: hundreds of them take seconds, and repeat the same steps.
+    """
+    most = scaled(40)
     rng, entry = random.Random(name), ALGORITHMS[name]
     shapes = [shape for chips in (4, 8, 16) for shape in entry.mesh_shapes(chips)]
     for _ in range(scaled(4)):
         shape = rng.choice(shapes)
         sizes = (rng.randrange(64, 2000) for _ in range(3))
         problem = Matmul2dProblem(*sizes, shape, rng.choice(entry.dataflows), "bfloat16")
-        made = entry.program(problem, rng.choice(list(entry.candidates(problem))))
+        offered = list(entry.candidates(problem))
+        made = entry.program(
+            problem, rng.choice([one for one in offered if one.slice_count <= most] or offered)
+        )
         cluster = load_cluster(f"tpu-v4-pod:{problem.num_chips}")
         path_of(made, cluster)
         path_of(lower_rings(made, 2), cluster)

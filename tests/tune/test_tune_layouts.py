@@ -59,7 +59,7 @@ def brute_force(
     [
         pytest.param(4, None, marks=pytest.mark.slow),
         pytest.param(2, 9000, marks=pytest.mark.slow),
-        (2, 7500),
+        pytest.param(2, 7500, marks=pytest.mark.slow),
         (2, 6500),
     ],
 )
@@ -78,12 +78,17 @@ def test_it_finds_what_trying_everything_finds(
         assert memory_bytes is None or one.matrix_bytes + one.extra_bytes <= memory_bytes
 
 
-@pytest.mark.parametrize("rates", [SLOW, FREE])
 @pytest.mark.parametrize(
-    "given",
-    mostly_slow([{"a": CYCLIC}, {"a": PARTIAL}, {"b": COPIED, "c": row_block(4, 2)}, {"c": PARTIAL}], 2),
+    "case",
+    mostly_slow(
+        itertools.product(
+            [{"a": CYCLIC}, {"a": PARTIAL}, {"b": COPIED, "c": row_block(4, 2)}, {"c": PARTIAL}], [SLOW, FREE]
+        ),
+        3,
+    ),
 )
-def test_given_layouts_are_kept(given: dict[str, Layout], rates: RankRates) -> None:
+def test_given_layouts_are_kept(case: tuple[dict[str, Layout], RankRates]) -> None:
+    given, rates = case
     free = grid_layouts(range(4))
     (found,) = tune_layouts(14, 11, 9, 4, rates, **given)  # type: ignore[arg-type]
     for operand, layout in given.items():
@@ -92,10 +97,12 @@ def test_given_layouts_are_kept(given: dict[str, Layout], rates: RankRates) -> N
     assert found.tuned.estimate.total_s == pytest.approx(brute_force((14, 11, 9), options, rates, None)[0])
 
 
-@pytest.mark.parametrize("sizes", [(3, 2, 4), (7, 40, 9), (64, 64, 64)])
-@pytest.mark.parametrize("count", [4, 6])
-@pytest.mark.parametrize("rates", [SLOW, FREE])
-def test_no_estimate_is_below_its_bound(sizes: tuple[int, int, int], count: int, rates: RankRates) -> None:
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow(itertools.product([(3, 2, 4), (7, 40, 9), (64, 64, 64)], [4, 6], [SLOW, FREE]), 5),
+)
+def test_no_estimate_is_below_its_bound(case: tuple[tuple[int, int, int], int, RankRates]) -> None:
+    sizes, count, rates = case
     free = (*grid_layouts(range(count)), block_cyclic((3, 2), count))
     seconds, moved = LayoutBounds(sizes, {"a": free, "b": free, "c": free}, rates).least()
     places = list(itertools.product(range(len(free)), repeat=3))

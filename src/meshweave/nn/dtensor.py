@@ -1,4 +1,4 @@
-"""The one place where DTensors become layouts and layouts DTensors: `layout_of`, `placements_of`, `ShardSpec`.
+"""The one place where DTensors become layouts and layouts DTensors: `layout_of`, `placements_of`, `mesh_of`.
 
 A product sees every tensor as a matrix. A DTensor of more dims has its leading ones folded into the rows, and a
 vector is one row on the left of a product, one column on the right; placements still name the dims of the DTensor.
@@ -19,7 +19,6 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -101,66 +100,6 @@ def layout_on(
     )
     order = tuple((int(dim), tuple(map(int, dims))) for dim, dims in shard_order or ())
     return _layout(mesh, converted, tuple(map(int, shape)), side, order)
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """How a tensor lies on a device mesh: PyTorch's DTensorSpec without shape and dtype.
-
-    Attributes:
-        placements: one per dim of the device mesh; None where they are yet to be chosen.
-        shard_order: in which order mesh dims shard a tensor dim, where not from left to right.
-    """
-
-    device_mesh: DeviceMesh
-    placements: tuple[TorchPlacement, ...] | None
-    shard_order: compat.ShardOrder | None = None
-
-    @classmethod
-    def of(cls, tensor: DTensor) -> ShardSpec:
-        """Return how a DTensor lies."""
-        spec = compat.spec_of(tensor)
-        return cls(spec.mesh, tuple(spec.placements), compat.explicit_shard_order(spec))
-
-    @property
-    def is_partial(self) -> bool:
-        """Return whether any placement is partial."""
-        return any(isinstance(placement, TorchPartial) for placement in self.placements or ())
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether placements are Shard and Replicate only, applied from left to right."""
-        plain = (TorchShard, TorchReplicate)
-        return self.shard_order is None and all(
-            type(placement) in plain for placement in self.placements or ()
-        )
-
-    @property
-    def gradient(self) -> ShardSpec:
-        """The spec of a gradient: replicated where the tensor is partial, for each term has the sum's gradient."""
-        return self.without_partial([TorchReplicate()] * self.device_mesh.ndim)
-
-    def without_partial(self, instead: Sequence[TorchPlacement]) -> ShardSpec:
-        """Return the spec with the placements of `instead` on the mesh dims where this one is partial."""
-        if not self.is_partial:
-            return self
-        assert self.placements is not None
-        pairs = zip(self.placements, instead, strict=True)
-        return ShardSpec(
-            self.device_mesh, tuple(new if isinstance(old, TorchPartial) else old for old, new in pairs)
-        )
-
-    def layout(self, shape: Sequence[int], side: Side = "left") -> Layout:
-        """Return the layout of a tensor of global `shape`. Raises LayoutError, see `layout_of`."""
-        assert self.placements is not None
-        # First, for torch makes no spec of what does not fit, in other words.
-        layout_on(self.device_mesh, self.placements, shape, side, self.shard_order)
-        return layout_of(self.torch_spec(shape, torch.float32), side)
-
-    def torch_spec(self, shape: Sequence[int], dtype: torch.dtype) -> compat.DTensorSpec:
-        """Return torch's spec of a row-major tensor. Raises UnsupportedError, see `compat.make_spec`."""
-        assert self.placements is not None
-        return compat.make_spec(self.device_mesh, self.placements, shape, dtype, self.shard_order)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from meshweave.describe.machine.cluster import Cluster
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import MatrixView, ShardSpec, mesh_of, size_text
+from meshweave.nn.dtensor import MatrixView, mesh_of, size_text
 from meshweave.nn.matmul import (
     NOT_COMPILED,
     MatmulOptions,
@@ -30,6 +30,7 @@ from meshweave.nn.matmul import (
     refuse_second_derivative,
     saved_operands,
 )
+from meshweave.nn.shard_spec import ShardSpec
 from meshweave.nn.transports import Transport
 
 _LINEAR = torch.nn.functional.linear

@@ -26,8 +26,9 @@ from meshweave.execute.torch import compat
 from meshweave.execute.torch.cache import CachedProgram
 from meshweave.execute.torch.call_order import call_order, require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import MatrixView, ShardSpec, from_the_front, layout_on, mesh_of, size_text
+from meshweave.nn.dtensor import MatrixView, from_the_front, layout_on, mesh_of, size_text
 from meshweave.nn.products import DTYPES, LocalProduct, Matrix, cheapest, prepare_cached, problem_of, tune
+from meshweave.nn.shard_spec import ShardSpec
 from meshweave.nn.transports import Transport, check_transport, resolve
 
 Stationary = Literal["auto", "a", "b", "c"]

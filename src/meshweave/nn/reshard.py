@@ -22,7 +22,7 @@ from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.cache import program_bytes
 from meshweave.execute.torch.call_order import call_order, share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import ShardSpec, size_text
+from meshweave.nn.dtensor import size_text
 from meshweave.nn.resharding import (
     DTensorMove,
     ReshardSession,
@@ -32,6 +32,7 @@ from meshweave.nn.resharding import (
     summed_part,
     with_article,
 )
+from meshweave.nn.shard_spec import ShardSpec
 
 
 def reshard(

@@ -26,7 +26,7 @@ from meshweave.execute.torch import compat
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.call_order import share_refusal
 from meshweave.execute.torch.context import TorchContext
-from meshweave.nn.dtensor import ShardSpec, mesh_of
+from meshweave.nn.dtensor import mesh_of
 from meshweave.nn.reshard import HOW_TO_DISTRIBUTE
 from meshweave.nn.resharding import (
     DTensorMove,
@@ -38,6 +38,7 @@ from meshweave.nn.resharding import (
     summed_part,
     with_article,
 )
+from meshweave.nn.shard_spec import ShardSpec
 
 Placements = Mapping[str, Sequence[Placement]] | Callable[[str, DTensor], Sequence[Placement]]
 

@@ -40,8 +40,9 @@ from meshweave.execute.torch.cache import description_bytes
 from meshweave.execute.torch.call_order import require_process_group
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import Program
-from meshweave.nn.dtensor import ShardSpec, from_the_front, size_text
+from meshweave.nn.dtensor import from_the_front, size_text
 from meshweave.nn.products import DTYPES
+from meshweave.nn.shard_spec import ShardSpec
 
 _AS = {
     "uint8": (
