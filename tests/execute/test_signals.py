@@ -70,7 +70,7 @@ def drawn(number, rng):
 
 def test_survivors_name_the_rank_that_got_a_signal():
     # One that hosts the store, and one that does not: rank 0 may then be the first to leave.
-    cases = [["shared", "SIGTERM", 0, 1.0], ["messages", "SIGKILL", 1, 0.3]]
+    cases = [["shared", "SIGTERM", 0, 0.2], ["messages", "SIGKILL", 1, 0.3]]
     assert judge(cases, 300.0) == []
 
 

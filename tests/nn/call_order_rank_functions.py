@@ -349,8 +349,11 @@ def cases(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
 # --- no process group -------------------------------------------------------------------------------------------
 
 
-def without_group(context: Any, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is said of calls after `destroy_process_group`, and in the old context in a new group."""
+def without_group(context: Any) -> dict[str, Any]:
+    """Return what is said of calls after `destroy_process_group`, and in the old context in a new group.
+
+    What comes later in this process has the new group.
+    """
     old = TorchContext(deadline_s=DEADLINE_S)
     calls = {"old context": Calls(old), "default context": Calls(None)}
     for each in calls.values():
