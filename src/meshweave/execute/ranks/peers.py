@@ -7,6 +7,7 @@ other hosts.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -53,7 +54,19 @@ class PeerProcesses:
 
     def ended(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` whose processes have ended."""
-        return sorted(rank for rank in ranks if rank in self._here and self._here[rank].is_gone)
+        return sorted(rank for rank in ranks if rank in self._here and _has_ended(self._here[rank]))
+
+
+def _has_ended(process: Owner) -> bool:
+    if not process.is_gone:
+        return False
+    try:
+        os.kill(process.pid, 0)
+    except PermissionError:  # another user's, which /proc may hide (hidepid)
+        return False
+    except ProcessLookupError:
+        pass
+    return True
 
 
 def _host() -> str:
