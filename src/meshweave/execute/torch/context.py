@@ -173,7 +173,7 @@ class TorchContext:
                 else:
                     form = partial(self._new_group, channel, ranks, among_members)
                     others = [rank for rank in ranks if rank != self.rank]
-                    look = partial(wait.check_peers, lambda others=others: others)
+                    look = partial(wait.check_peers, others.copy)
                     group = call_within(wait.timeout.total_seconds(), form, look)
             self._groups[known] = group
 
