@@ -64,6 +64,10 @@ def test_schedules_are_simulated_fastest_first(capsys: pytest.CaptureFixture[str
         (["layouts", *SMALL, "--dtype", "float7"], "float7"),
         (["layouts", *SMALL, "--m", "0"], "--m"),
         (["layouts", *SMALL[:-1], "tpu-v4-pod:4096"], "at most 64"),
+        (
+            ["schedule", *SMALL[:-1], "tpu-v4-pod:64"],
+            "3,072 local products on all ranks, over the limit of 2,048",
+        ),
         (["schedule", *SMALL, "--kind", "greedi"], "did you mean 'greedy'"),
         (["schedule", *SMALL, "--kind", ","], "list of names is empty"),
         (["schedule", *SMALL, "--c", "2by2"], "ROWSxCOLS"),

@@ -180,9 +180,15 @@ def test_without_torch_the_rest_still_runs(plan_path: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.gloo
-def test_processes_start_once_and_agree(capsys: pytest.CaptureFixture[str], plan_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithms",
+    [["--algorithm", "collective,meshslice"], pytest.param([], marks=pytest.mark.slow, id="all")],
+)
+def test_processes_start_once_and_agree(
+    capsys: pytest.CaptureFixture[str], plan_path: Path, algorithms: list[str]
+) -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
-    status, report = verified(capsys, str(plan_path), "--ranks", "2", *QUICK)
+    status, report = verified(capsys, str(plan_path), "--ranks", "2", *QUICK, *algorithms)
     assert status == 0 and report["processes"] == "ran"
     errors = {(p["max_abs_error_in_process"], p["max_abs_error_on_processes"]) for p in report["products"]}
     assert errors == {(0.0, 0.0)}

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.torch.call_order import call_order
 from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.world import signed_store
 
 
 def ring(context, payload):
@@ -132,7 +135,11 @@ def stopping(context, payload):
 
 
 def stopped_while_forming(context, payload):
-    """Rank 2 has told its address to a group that the others come to later, and is stopped meanwhile."""
+    """Rank 2 has told its address to a group that the others come to later, and is stopped meanwhile.
+
+    By lot (the order of ports) gloo lets it connect or be connected to, and only the first is waited for. Where it
+    is connected to by both others, one of these kills it.
+    """
     ours = TorchContext(deadline_s=1.0 if context.rank < 2 else 60.0)
     if context.rank < 2:
         pid = context.store.get("stopped").decode()
@@ -140,6 +147,33 @@ def stopped_while_forming(context, payload):
             time.sleep(0.01)
     else:
         threading.Thread(target=stop_once_published, args=(context.store,)).start()
+    problem = Matmul2dProblem(m=12, n=12, k=12, mesh_shape=(1, 3), ranks=(0, 1, 2))
+    ours.prepare(ALGORITHMS["collective"].program(problem, Matmul2dConfig()))
+    context.store.set(f"formed/{context.rank}", "")
+    context.store.wait(["formed/0", "formed/1"])
+    if context.rank == 0:
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def killed_while_others_agree(context, payload):
+    """Rank 2 is killed when the others have spoken, before it has: no connection breaks by that."""
+    ours = TorchContext(liveness=context.liveness, deadline_s=200.0)
+    exchange(ours, range(3), "words", "the first agreement")
+    if context.rank == 2:
+        sequence = call_order(ours).sequence(range(3))
+        while not signed_store().check([sequence.words_key(2, rank) for rank in (0, 1)]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange(ours, range(3), "words", "the second agreement")
+
+
+def killed_while_others_form_a_group(context, payload):
+    """Rank 2 is killed before it comes to form a group, for which the others wait."""
+    ours = TorchContext(liveness=context.liveness, deadline_s=200.0)
+    if context.rank == 2:
+        context.store.wait(["forming/0", "forming/1"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.store.set(f"forming/{context.rank}", "")
     problem = Matmul2dProblem(m=12, n=12, k=12, mesh_shape=(1, 3), ranks=(0, 1, 2))
     ours.prepare(ALGORITHMS["collective"].program(problem, Matmul2dConfig()))
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshweave.base.errors import BindError
+from meshweave.base.errors import BindError, DeadlineError, LayoutError, RankLostError
 
 dist = pytest.importorskip("torch.distributed")
 
 from meshweave.execute.ranks.agreement import _check_same_talk  # noqa: E402
+from meshweave.execute.torch import call_order  # noqa: E402
 from meshweave.execute.torch.call_order import wire_tag  # noqa: E402
 from meshweave.execute.torch.call_watch import out_of_order  # noqa: E402
+from meshweave.execute.torch.context import TorchContext  # noqa: E402
 from meshweave.execute.torch.world import SignedStore  # noqa: E402
 
 RANKS = (0, 1, 2)
@@ -55,6 +59,41 @@ def test_a_rank_that_waits_in_what_this_one_has_begun_breaks_nothing() -> None:
     look(store)
     waits(store, RANKS, 1, 3)
     look(store)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+class HangingStore:
+    """A store whose host is stopped."""
+
+    def set(self, key: str, value: str) -> None:
+        raise TimeoutError("timed out after 2.0 s")
+
+
+def test_a_refusal_that_cannot_be_told_leaves_the_error_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_order, "signed_store", lambda limit_s: HangingStore())
+    order = call_order.CallOrder(TorchContext(liveness=False))
+    sequence = order.sequences[0, 1] = call_order.CallSequence(order, (0, 1))
+    sequence.refuse("matmul", RuntimeError("why"))
+    assert sequence.recent[-1][1].refusal == "RuntimeError: why"
+
+
+@pytest.mark.parametrize("kind", [RankLostError, DeadlineError])
+def test_what_liveness_tells_all_is_not_told_again(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    context = TorchContext(liveness=False)
+    context.is_distributed, context.rank, context.liveness = True, 0, cast(Any, "tells the others")
+    told: list[str] = []
+    monkeypatch.setattr(
+        call_order.CallOrder,
+        "sequence",
+        lambda *_: SimpleNamespace(refuse=lambda title, _: told.append(title)),
+    )
+    lost = kind("rank 1 stopped answering", (1,)) if kind is RankLostError else kind("gave up")
+    for error, expected in ((lost, []), (LayoutError("no such dim"), ["matmul"])):
+        with pytest.raises(type(error)), call_order.share_refusal(context, (0, 1), "matmul"):
+            raise error
+        assert told == expected
 
 
 # --- tags -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Ranks forked from processes that have imported torch: as good as new ones, and none outlives its server."""
 
 import os
-import signal
 import sys
 from pathlib import Path
 
@@ -18,13 +17,6 @@ pytestmark = [
 ]
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_server():
-    """Ranks of these tests are forks of one server, which takes a second or two to start."""
-    with fork_servers(num_servers=1) as servers:
-        yield servers
 
 
 def seen_by_ranks(num_ranks=2, **env):
@@ -62,28 +54,23 @@ def test_a_fork_has_imported_what_the_first_dtensor_needs():
 
 
 def test_ranks_of_different_servers_have_hash_seeds_of_their_own():
-    with fork_servers(preload=["torch.distributed"]):
-        hashes = [rank["hash"] for rank in seen_by_ranks(4)]
+    hashes = [rank["hash"] for rank in seen_by_ranks(4)]  # by the two servers of these tests
     assert hashes[0] == hashes[2] != hashes[1] == hashes[3]
 
 
-def test_a_server_that_was_killed_takes_its_ranks_along_and_is_started_anew():
-    server = seen_by_ranks(1)[0]["parent"]
-    os.kill(server, signal.SIGKILL)
-    second = seen_by_ranks(1)[0]["parent"]
-    assert second != server
-    with pytest.raises(RankLostError, match=r"^rank 0 was killed by SIGKILL, rank 1 was killed by SIGKILL$"):
-        launch("rank_functions:kill_parent", 2, {}, timeout_s=60.0, env={"PYTHONPATH": str(HERE)})
-    assert seen_by_ranks(1)[0]["parent"] not in (server, second)
-
-
-def test_the_context_ends_its_servers_and_brings_the_outer_ones_back():
+def test_a_killed_server_takes_its_ranks_along_and_is_started_anew_and_the_context_ends_it():
     outer = active_fork_servers()
     with fork_servers(preload=["torch.distributed"], num_servers=1) as servers:
         assert active_fork_servers() is servers
-        server = seen_by_ranks(1)[0]["parent"]
-        assert Path(f"/proc/{server}").exists()
-    assert not Path(f"/proc/{server}").exists() and active_fork_servers() is outer
+        first = seen_by_ranks(1)[0]["parent"]
+        with pytest.raises(
+            RankLostError, match=r"^rank 0 was killed by SIGKILL, rank 1 was killed by SIGKILL$"
+        ):
+            launch("rank_functions:kill_parent", 2, {}, timeout_s=60.0, env={"PYTHONPATH": str(HERE)})
+        second = seen_by_ranks(1)[0]["parent"]
+        assert second != first
+        assert Path(f"/proc/{second}").exists()
+    assert not Path(f"/proc/{second}").exists() and active_fork_servers() is outer
 
 
 def test_launching_from_several_threads_keeps_the_ranks_apart():

@@ -6,9 +6,10 @@ import threading
 import time
 
 import pytest
+from memory_store import MemoryStore
 
 from meshweave.base.errors import DeadlineError, LayoutError, RankLostError, UnsupportedError
-from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, News, blame, ranks_text
+from meshweave.execute.ranks.blame import Beat, News
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token, sign, verify
 
@@ -16,48 +17,6 @@ INTERVAL_S, STALE_S = 0.02, 0.2
 PATIENCE_S = 240.0
 """A bound on waits for what is certain to come, however loaded the machine is; less than pytest's own timeout."""
 CLOSED = "gloo: Connection closed by peer"
-
-
-class MemoryStore:
-    """What `torch.distributed.HashStore` does, with a plug to pull."""
-
-    def __init__(self, data=None, lock=None):
-        self.data = {} if data is None else data
-        self.lock = lock or threading.Lock()
-        self.plugged = True
-        self.free_to_answer = threading.Event()
-        self.free_to_answer.set()
-
-    def handle(self):
-        return MemoryStore(self.data, self.lock)
-
-    def _call(self):
-        self.free_to_answer.wait(10.0)
-        if not self.plugged:
-            raise RuntimeError("Broken pipe")
-
-    def set(self, key, value):
-        self._call()
-        self.data[key] = value.encode()
-
-    def get(self, key):
-        self._call()
-        return self.data[key]
-
-    def check(self, keys):
-        self._call()
-        return all(key in self.data for key in keys)
-
-    def multi_get(self, keys):
-        self._call()
-        return [self.data[key] for key in keys]
-
-    def compare_set(self, key, expected, desired):
-        self._call()
-        with self.lock:
-            if self.data.get(key, b"").decode() == expected:
-                self.data[key] = desired.encode()
-            return self.data[key]
 
 
 @pytest.fixture
@@ -71,7 +30,7 @@ def world():
         options = {"interval_s": INTERVAL_S, "stale_s": STALE_S, **options}
         made.extend(Liveness(handle, r, range(num_ranks), **options) for r, handle in enumerate(handles))
         until = time.monotonic() + PATIENCE_S
-        while len(store.data) < num_ranks:
+        while not store.check([f"meshweave/hb/{rank}" for rank in range(num_ranks)]):
             assert time.monotonic() < until
             time.sleep(0.001)
         return made, handles
@@ -89,91 +48,6 @@ def fail(liveness, message=CLOSED, deadline_s=None, **options):
     ):
         raise RuntimeError(message)
     return caught.value
-
-
-def feed(watch, *rounds, elapsed_s=0.2):
-    for beats in rounds:
-        watch.feed(elapsed_s, beats)
-
-
-class TestWatch:
-    def watch(self, *others):
-        return HeartbeatWatch(others, interval_s=0.2, stale_s=1.0)
-
-    def test_a_beat_that_was_under_way_is_no_sign_of_life(self):
-        watch = self.watch(1)
-        feed(watch, {1: Beat(7)}, {1: Beat(8)})
-        assert watch.is_undecided
-        feed(watch, *[{1: Beat(8)}] * 5)
-        assert watch.silent == [1] and not watch.is_undecided
-
-    def test_two_more_beats_are(self):
-        watch = self.watch(1)
-        feed(watch, {1: Beat(7)}, {1: Beat(8)}, {1: Beat(9)})
-        assert not watch.is_undecided and watch.silent == []
-
-    def test_a_rank_that_falls_silent_later_is_in_doubt_again(self):
-        watch = self.watch(1)
-        feed(watch, {1: Beat(7)}, {1: Beat(9)}, *[{1: Beat(9)}] * 4)
-        assert watch.is_undecided and watch.silent == []
-
-    def test_a_paused_observer_blames_nobody(self):
-        watch = self.watch(1)
-        feed(watch, {1: Beat(7)})
-        feed(watch, {1: Beat(7)}, {1: Beat(7)}, elapsed_s=3600.0)
-        assert watch.silent == []
-
-    def test_a_rank_that_never_came_is_silent(self):
-        watch = self.watch(1)
-        feed(watch, *[{}] * 6)
-        assert watch.silent == [1]
-
-    def test_a_farewell_ends_the_doubt_without_blame(self):
-        watch = self.watch(1)
-        feed(watch, {1: Beat(7, "done")}, *[{1: Beat(7, "done")}] * 9)
-        assert watch.silent == [] and not watch.is_undecided
-
-
-def test_a_beat_survives_the_store():
-    for beat in (Beat(3), Beat(4, "failed", "ValueError: a b  c")):
-        assert Beat.decode(beat.encode()) == beat
-
-
-@pytest.mark.parametrize(
-    ("states", "accused", "peers", "overdue", "missing", "reason"),
-    [
-        # The culprit, and not those who left because of it.
-        ({1: "lost", 2: None, 3: "lost"}, (), None, False, (2,), "rank 2 never answered"),
-        ({1: "lost", 2: "alive", 3: "stopped"}, (2,), None, False, (2,), "rank 2 stopped answering"),
-        ({1: "done", 2: "failed", 3: "alive"}, (), None, False, (2,), "rank 2 failed (why)"),
-        ({1: "done", 2: "failed", 3: "alive"}, (3,), None, False, (2, 3), None),
-        # Told to stop before left early, and both only for want of anybody lost.
-        ({1: "done", 2: "stopped"}, (), None, False, (2,), "rank 2 was told to stop (why)"),
-        ({1: "done", 2: "done"}, (), None, False, (1, 2), "ranks 1 and 2 left early"),
-        ({1: "done", 2: "done"}, (), [2], False, (2,), "rank 2 left early"),
-        # Somebody finished, and the wait for somebody else runs late.
-        ({1: "done", 2: "alive"}, (), None, True, (), ""),
-        ({1: "done", 2: "alive"}, (), [1], True, (1,), "rank 1 left early"),
-        # All the others agree that it is us, and whatever else happens is what became of that.
-        ({1: "lost", 2: "lost"}, (0,), None, False, (0,), None),
-        ({1: "lost", 2: None, 3: "failed"}, (0,), None, False, (0,), None),
-    ],
-)
-def test_who_is_to_blame(states, accused, peers, overdue, missing, reason):
-    watch = HeartbeatWatch(states, interval_s=0.2, stale_s=1.0)
-    for count in range(8):
-        feed(watch, {r: Beat(count if s == "alive" else 5, s, "why") for r, s in states.items() if s})
-    finding = blame(0, watch, accused, peers, overdue)
-    assert finding.missing == missing
-    assert reason is None or finding.reason == reason
-
-
-def test_ranks_text():
-    assert [ranks_text(ranks) for ranks in ([2], [5, 2], [7, 5, 2])] == [
-        "rank 2",
-        "ranks 2 and 5",
-        "ranks 2, 5 and 7",
-    ]
 
 
 def test_a_lost_rank_is_named_by_all_and_the_first_to_leave_by_none(world):
@@ -265,6 +139,19 @@ def test_a_store_that_is_gone_or_hangs(world, dead, store_rank, missing):
         with pytest.raises(RankLostError, match="the store is gone"):
             ranks[0].missing()
     handles[0].free_to_answer.set()
+
+
+def test_a_store_is_hosted_by_whom_it_usually_is_until_that_rank_says_otherwise(world):
+    store = MemoryStore()
+    lone = Liveness(store, 0, range(2), interval_s=INTERVAL_S, stale_s=STALE_S, likely_store_rank=1)
+    store.plugged = False  # before rank 1 could say anything
+    assert fail(lone).missing == (1,)
+    lone.close()
+    ranks, handles = world(2, likely_store_rank=1)  # and rank 1 says that it hosts none
+    while ranks[0]._heart.news.store_rank is None:
+        time.sleep(0.001)
+    handles[0].plugged = False
+    assert fail(ranks[0]).missing == ()
 
 
 def test_a_store_whose_host_left_because_of_another_rank(world):

@@ -1,6 +1,7 @@
 """Programs over gloo: equal to the numpy run to the last bit, in order, and clear about what goes wrong."""
 
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,8 +52,8 @@ with q:
 """
 
 
-def rank_0(text, tensors, **options):
-    return bind(parse(text), 0, tensors, context=TorchContext(deadline_s=0.2), **options)
+def rank_0(text, tensors, deadline_s=0.2, **options):
+    return bind(parse(text), 0, tensors, context=TorchContext(deadline_s=deadline_s), **options)
 
 
 # --- between processes -----------------------------------------------------------------------------------
@@ -166,12 +167,26 @@ def test_a_lane_that_does_not_get_on_is_named():
     bound = rank_0(LOCAL, {"x": torch.ones(4, 6, dtype=torch.int64)}, calls={"think": think})
     try:
         with pytest.raises(
-            DeadlineError, match=r"^add 0.2 gave up after 0.4 s: lane compute .* past call 0.1"
+            DeadlineError, match=r"^add 0.2 gave up after 0.6 s: lane compute .* past call 0.1"
         ):
             bound.run()
         assert not has_ended.is_set()
     finally:
         may_end.set()
+
+
+@pytest.mark.slow
+def test_a_lane_that_finds_out_after_its_deadline_who_is_lost_is_heard():
+    """Its wait ends at the deadline, and then it listens to the others, longer where the store hangs."""
+
+    def think(x):
+        time.sleep(7.0)
+        raise RankLostError("rank 1 stopped answering", (1,))
+
+    tensors = {"x": torch.ones(4, 6, dtype=torch.int64)}
+    bound = rank_0(LOCAL, tensors, deadline_s=3.0, calls={"think": think})
+    with pytest.raises(RankLostError):
+        bound.run()
 
 
 def test_a_context_keeps_one_cache_per_owner_and_closes_what_is_in_it():

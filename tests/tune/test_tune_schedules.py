@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
+from meshweave.algorithms.universal.issue_order import SearchEffort
+from meshweave.algorithms.universal.schedule import ProductNode, ScheduleGraph
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.grid import block_2d, row_block
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.simulate import simulate
-from meshweave.tune.schedules import SCHEDULE_KINDS, search_schedule
+from meshweave.tune.schedules import SCHEDULE_KINDS, _effort, search_schedule
 
 
 def test_every_kind_is_simulated_and_the_fastest_comes_first() -> None:
@@ -32,3 +34,14 @@ def test_every_kind_is_simulated_and_the_fastest_comes_first() -> None:
     assert simulate(direct, Machine.of(cluster, direct, logical=True)).duration_s == pytest.approx(
         by_kind["direct"].simulated_s
     )
+
+
+def test_the_work_of_a_search_is_bounded_for_all_ranks_together() -> None:
+    """Ranks whose links all differ, and many products each: once this took as many states as there are ranks."""
+    effort = SearchEffort()
+    few = [ScheduleGraph((), (ProductNode(1.0, (), 0.0),) * 2)] * 8
+    many = [ScheduleGraph((), (ProductNode(float(rank), (), 0.0),) * 40) for rank in range(16)]
+    assert _effort(few, None) == effort  # they are alike: searched once
+    bounded = _effort(many, None)
+    assert bounded.max_states * 16 <= effort.max_states and bounded.max_selections < effort.max_selections
+    assert _effort(many, 7).max_states == 7

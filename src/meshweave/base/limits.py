@@ -81,6 +81,10 @@ SIMULATED_RANK_OPS = Limit(20_000, "ops on one rank", _SIMULATED)
 SIMULATED_MESSAGES = Limit(30_000_000, "messages", _SIMULATED)
 SIMULATED_ROUTES = Limit(200_000, "pairs of ranks that send to each other", _SIMULATED)
 
+SCHEDULED_PRODUCTS = Limit(
+    2048, "local products on all ranks", "a product whose issue order `tune schedule` searches"
+)
+
 LIMITS = (
     *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, NESTING, VALUES, KEY_PARTS),
     *(CHIPS, MODEL_TENSORS),
@@ -94,5 +98,6 @@ LIMITS = (
         SIMULATED_MESSAGES,
         SIMULATED_ROUTES,
     ),
+    SCHEDULED_PRODUCTS,
 )
 """All limits, in the order in which the reference lists them."""

@@ -31,6 +31,12 @@ class Owner:
         """Return the owner that stands for this process. Raises OSError where there is no /proc to read."""
         return cls(_pid_space(), os.getpid(), _start_of(os.getpid()) or 0)
 
+    @classmethod
+    def parse(cls, text: str) -> Owner:
+        """Return the owner of which `text` is the str. Raises ValueError where it is none."""
+        pid_space, pid, start = text.split("-")
+        return cls(pid_space, int(pid), int(start))
+
     @property
     def is_gone(self) -> bool:
         """Whether it surely ended: a process of another pid namespace is never taken to have."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
+from meshweave.base.limits import SCHEDULED_PRODUCTS
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.entries import SettingsOption, read_entry
 from meshweave.cli.options import (
@@ -128,7 +129,11 @@ def schedule(
     ] = "all",
     max_states: Annotated[
         int | None,
-        typer.Option(min=1, help="States that the exhaustive search may weigh per rank before it settles."),
+        typer.Option(
+            min=1,
+            help="States that the exhaustive search may weigh per rank before it settles. "
+            "Default: up to 20,000, fewer where ranks have much work that differs.",
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -148,11 +153,13 @@ def schedule(
     rows = f"{target.num_chips}x1"
     grid_a, grid_b, grid_c = (read_grid(text or rows, target.num_chips) for text in (a, b, c))
     problem = UniversalProblem(m, n, k, grid_a, grid_b, grid_c, read_dtype(dtype))
-    limits = {} if max_states is None else {"max_states": max_states}
     wanted = _schedule_kinds(kinds)
     with progress_bar("simulating schedules", plain_lines=True) as progress:
         config = tune_universal(problem, RankRates.of(target, problem.dtype)).config
-        results = search_schedule(problem, config, target, kinds=wanted, progress=progress, **limits)
+        _check_schedule(problem, config)
+        results = search_schedule(
+            problem, config, target, kinds=wanted, max_states=max_states, progress=progress
+        )
     if json:
         print_json({"config": str(config), "schedules": [_schedule_json(result) for result in results]})
         return
@@ -227,6 +234,17 @@ def _cluster(text: str, max_ranks: int) -> Cluster:
             f"{printable(text)} has {cluster.num_chips} chips; the search takes at most {max_ranks}: give NAME:N"
         )
     return cluster
+
+
+def _check_schedule(problem: UniversalProblem, config: UniversalConfig) -> None:
+    from meshweave.algorithms.universal import Slicing
+
+    slicing, most = Slicing(problem, config), SCHEDULED_PRODUCTS.most
+    num_products = sum(len(slicing.steps(rank)) for rank in problem.ranks)
+    if num_products > most:
+        raise UnsupportedError(
+            f"the product on {len(problem.ranks)} ranks {SCHEDULED_PRODUCTS.refusal(num_products)}"
+        )
 
 
 def _schedule_kinds(text: str) -> Any:

@@ -6,7 +6,7 @@ simulated. The paper found direct execution almost always as good as the order o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -14,12 +14,19 @@ from meshweave.algorithms.universal import Slicing, UniversalConfig, UniversalPr
 from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.issue_order import (
     MAX_STATES,
+    SearchEffort,
     direct_order,
     exhaustive_search,
     schedule_graph,
     schedule_stages,
 )
-from meshweave.algorithms.universal.schedule import IssueOrder, flatten_stages, staged_s
+from meshweave.algorithms.universal.schedule import (
+    MAX_SELECTIONS,
+    IssueOrder,
+    ScheduleGraph,
+    flatten_stages,
+    staged_s,
+)
 from meshweave.base.progress import Progress, no_progress
 from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
@@ -28,6 +35,10 @@ from meshweave.simulate import simulate
 
 SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
 """All schedule kinds; "direct" is the first."""
+
+_STATES, _SELECTIONS = 160_000, 80_000
+"""The most states, and selections, that are weighed per kind, each times the products of its graph, unless told
+otherwise: it takes a second or two, for the time of each grows with the graph."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +70,20 @@ def search_schedule(
     cluster: Cluster,
     *,
     kinds: Sequence[ScheduleKind] = SCHEDULE_KINDS,
-    max_states: int = MAX_STATES,
+    max_states: int | None = None,
     progress: Progress = no_progress,
 ) -> tuple[SimulatedSchedule, ...]:
     """Return the order that each schedule kind gives on a cluster, the fastest in simulation first.
 
     Of equally fast ones, those earlier in `kinds` come first. `config.schedule` is not used; to compute by a
-    schedule of the result, set it to its `kind` and `config.rates` to `RankRates.of(cluster)`, or pass `orders` to
-    `universal_program`.
+    schedule of the result, pass its `orders` to `universal_program`.
 
     Raises LayoutError where the problem does not fit the cluster.
 
     Args:
         max_states: the most states that the exhaustive search weighs per rank. The search ends there with the best
-            order so far, the same on every machine.
+            order so far, the same on every machine. By default `MAX_STATES`, or fewer where ranks have many
+            products, or each its own graph, such that the search takes seconds.
     """
     schedules = []
     for number, kind in enumerate(kinds):
@@ -87,12 +98,13 @@ def schedule_universal(
     cluster: Cluster,
     kind: ScheduleKind,
     *,
-    max_states: int = MAX_STATES,
+    max_states: int | None = None,
 ) -> SimulatedSchedule:
     """Return the order that one schedule kind gives on a cluster, simulated; see `search_schedule`."""
     slicing, rates = Slicing(problem, config), RankRates.of(cluster, problem.dtype)
     graphs = {rank: schedule_graph(slicing, rank, rates) for rank in problem.ranks}
-    stages = {rank: schedule_stages(kind, graph, max_states) for rank, graph in graphs.items()}
+    effort = _effort(graphs.values(), max_states)
+    stages = {rank: schedule_stages(kind, graph, effort) for rank, graph in graphs.items()}
     if kind == "direct":
         orders = {rank: direct_order(slicing.steps(rank), rank) for rank in problem.ranks}
     else:
@@ -102,7 +114,7 @@ def schedule_universal(
     slowest_s = max(staged_s(stages[rank], graph) for rank, graph in graphs.items())
     if kind != "exhaustive":
         return SimulatedSchedule(kind, orders, simulated_s, slowest_s)
-    results = [exhaustive_search(graph, max_states) for graph in graphs.values()]
+    results = [exhaustive_search(graph, effort) for graph in graphs.values()]
     return SimulatedSchedule(
         kind,
         orders,
@@ -112,3 +124,11 @@ def schedule_universal(
         num_proven=sum(result.proven for result in results),
         num_states=sum(result.states for result in results),
     )
+
+
+def _effort(graphs: Collection[ScheduleGraph], max_states: int | None) -> SearchEffort:
+    """Return what is weighed for each rank; `max_states` if given."""
+    num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
+    if max_states is None:
+        max_states = min(MAX_STATES, max(1, _STATES // num_products))
+    return SearchEffort(max_states, min(MAX_SELECTIONS, max(1, _SELECTIONS // num_products)))

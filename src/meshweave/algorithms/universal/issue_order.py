@@ -10,7 +10,7 @@ late as it can, and `prefetch` more, by which fetches run ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,6 +18,7 @@ from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.panels import ProductStep
 from meshweave.algorithms.universal.problem import OPERANDS, Operand
 from meshweave.algorithms.universal.schedule import (
+    MAX_SELECTIONS,
     FetchNode,
     IssueOrder,
     ProductNode,
@@ -39,6 +40,20 @@ STAGE_LIMITS = StageLimits()
 MAX_STATES = 20_000
 """The most states that an exhaustive search weighs per rank. Unlike a time limit, it gives the same schedule on
 every machine."""
+
+
+@dataclass(frozen=True)
+class SearchEffort:
+    """How much a search of one rank's schedule may weigh. Equal efforts give equal schedules.
+
+    Attributes:
+        max_states: the most states, of an exhaustive search.
+        max_selections: the most selections per stage, see `cost_greedy`.
+    """
+
+    max_states: int = MAX_STATES
+    max_selections: int = MAX_SELECTIONS
+
 
 PanelKey = tuple[int, Operand]
 """The number of a step, and one of its matrices."""
@@ -100,30 +115,25 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 
 
 def schedule_stages(
-    kind: ScheduleKind, graph: ScheduleGraph, max_states: int = MAX_STATES
+    kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
 ) -> tuple[Stage, ...]:
-    """Return the stages of a schedule of one rank within `STAGE_LIMITS`.
-
-    Args:
-        max_states: the most states that the exhaustive search weighs.
-    """
+    """Return the stages of a schedule of one rank within `STAGE_LIMITS`."""
     if kind == "exhaustive":
-        return exhaustive_search(graph, max_states).stages
-    return _heuristic_stages(kind, graph)
+        return exhaustive_search(graph, effort).stages
+    return _heuristic_stages(kind, graph, effort.max_selections)
 
 
 @lru_cache(maxsize=4096)
-def exhaustive_search(graph: ScheduleGraph, max_states: int = MAX_STATES) -> ScheduleSearchResult:
+def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort()) -> ScheduleSearchResult:
     """Return the result of the exhaustive search for one rank within `STAGE_LIMITS`."""
-    return exhaustive(graph, STAGE_LIMITS, max_states=max_states)
+    return exhaustive(graph, STAGE_LIMITS, max_states=effort.max_states, max_selections=effort.max_selections)
 
 
 @lru_cache(maxsize=1024)
-def _heuristic_stages(kind: ScheduleKind, graph: ScheduleGraph) -> tuple[Stage, ...]:
-    heuristics: Mapping[str, Callable[[ScheduleGraph, StageLimits], tuple[Stage, ...]]] = {
-        "direct": direct, "greedy": greedy, "cost-greedy": cost_greedy
-    }  # fmt: skip
-    return heuristics[kind](graph, STAGE_LIMITS)
+def _heuristic_stages(kind: ScheduleKind, graph: ScheduleGraph, max_selections: int) -> tuple[Stage, ...]:
+    if kind == "cost-greedy":
+        return cost_greedy(graph, STAGE_LIMITS, max_selections)
+    return (direct if kind == "direct" else greedy)(graph, STAGE_LIMITS)
 
 
 def issue_order(slicing: Slicing, rank: int) -> IssueOrder:

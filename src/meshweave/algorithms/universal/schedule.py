@@ -177,21 +177,24 @@ def greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
 
 
 MAX_SELECTIONS = 2000
-"""The most selections that `cost_greedy` weighs per stage; if there are more, it takes the first items only."""
+"""The most selections that `cost_greedy` weighs per stage unless told otherwise; if there are more, it takes the
+first items only."""
 
 
-def cost_greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
+def cost_greedy(
+    graph: ScheduleGraph, limits: StageLimits, max_selections: int = MAX_SELECTIONS
+) -> tuple[Stage, ...]:
     """Return stages filled up to the limits so that each exposes the least communication (section 4.3).
 
     It prefers selections after which some product is ready, then those whose compute and communication differ
-    least, then those whose stage is longest.
+    least, then those whose stage is longest. Per stage it weighs `max_selections`, or the one of the first items.
     """
 
     def pick(state: ScheduleState) -> Stage:
         pools = [graph.ready(state), graph.unfetched(state), graph.unaccumulated(state)]
         sizes = [min(len(pool), most) for pool, most in zip(pools, astuple(limits), strict=True)]
         width = max(map(len, pools))
-        while width > max(sizes) and _num_selections(pools, sizes, width) > MAX_SELECTIONS:
+        while width > max(sizes) and _num_selections(pools, sizes, width) > max_selections:
             width -= 1
         best: tuple[tuple[bool, float, float], Stage] | None = None
         for products, fetches, accumulates in cartesian(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from meshweave.algorithms.universal.schedule import (
+    MAX_SELECTIONS,
     ScheduleGraph,
     ScheduleState,
     Selection,
@@ -60,6 +61,7 @@ def exhaustive(
     limits: StageLimits,
     budget_s: float = math.inf,
     max_states: int = 200_000,
+    max_selections: int = MAX_SELECTIONS,
 ) -> ScheduleSearchResult:
     """Search all sequences of stages for the one of least `staged_s` (section 4.3), by branch and bound.
 
@@ -69,9 +71,12 @@ def exhaustive(
     Args:
         budget_s: seconds after which the search ends.
         max_states: states after which it ends. Where this limit stops it, equal input gives equal results.
+        max_selections: see `cost_greedy`, whose stages are the first that are known.
     """
     stop = time.monotonic() + budget_s
-    heuristics = [heuristic(graph, limits) for heuristic in (direct, greedy, cost_greedy)]
+    heuristics = (
+        direct(graph, limits), greedy(graph, limits), cost_greedy(graph, limits, max_selections)
+    )  # fmt: skip
     best = min(heuristics, key=lambda stages: staged_s(stages, graph))
     best_s, lower_bound = staged_s(best, graph), _LowerBound(graph, limits)
     start: ScheduleState = (0, 0, 0)

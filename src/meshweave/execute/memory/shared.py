@@ -35,7 +35,8 @@ from torch import Tensor
 from meshweave.base.errors import BindError, UnsupportedError, did_you_mean
 from meshweave.execute.memory.base import SIGNALS, Key, RemoteMemory, RemoteSlot, Window, segment_size
 from meshweave.execute.memory.pool import Segment, aligned, take
-from meshweave.execute.ranks.agreement import lost, waiting
+from meshweave.execute.ranks.agreement import waiting
+from meshweave.execute.ranks.peers import RanksEndedError
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.views import Action, chain_actions
 
@@ -204,7 +205,7 @@ class SharedMemory(RemoteMemory):
                     look = now
                     ended = self._ended(missing())
                     if ended and not ready():
-                        raise lost(self.context, what, ended)
+                        raise RanksEndedError(ended)
 
     def _ended(self, ranks: Sequence[int]) -> list[int]:
         """Return those of `ranks` whose processes run no more."""

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, RankLostError
+from meshweave.base.errors import BindError
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.torch.call_order import CallSequence, call_order
 from meshweave.execute.torch.call_watch import out_of_order
@@ -144,9 +144,9 @@ def _check_same_talk(
 def waiting(
     context: TorchContext, what: str, peers: Sequence[int], unheard: Callable[[], Sequence[int]] = tuple
 ) -> Iterator[Callable[[], None]]:
-    """Guard a wait by polling: yields what to call between two looks, which raises once time is up.
+    """Guard a wait by polling: yields what to call between two looks. It raises once time is up, or a peer ended.
 
-    `unheard` returns the ranks that have not come, for the error.
+    `unheard` returns the ranks that have not come: those whose ends matter, and whom the error names.
 
     Raises RankLostError or DeadlineError, see `TorchContext.guard`; UnsupportedError where another lane of this
     process has failed meanwhile.
@@ -159,25 +159,13 @@ def waiting(
         def overdue() -> None:
             order.check_verdict()
             context.lane_threads.check()
+            wait.check_peers(unheard)
             if time.monotonic() >= until:
                 with contextlib.suppress(RuntimeError, OSError):  # the store may be gone
                     wait.unheard = tuple(unheard())
                 raise RuntimeError(f"timed out waiting for {what}")
 
         yield overdue
-
-
-def lost(context: TorchContext, what: str, dead: Sequence[int]) -> MeshweaveError:
-    """Return the error for ranks whose processes are known to have ended while they were waited for."""
-    try:
-        with context.guard(what, dead):
-            raise RuntimeError(f"{ranks_text(dead)} closed the connection")
-    except (RankLostError, DeadlineError) as error:
-        if isinstance(error, RankLostError) and error.missing:
-            return error
-    except RuntimeError:
-        pass
-    return RankLostError(f"{ranks_text(dead)} ended while waiting for {what}", tuple(dead))
 
 
 def agree(context: TorchContext, program: Program, *, talk: Talk | None = None) -> None:

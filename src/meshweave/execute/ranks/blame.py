@@ -43,13 +43,17 @@ class Beat:
         return cls(int(count), cast(State, state), detail, heard)
 
 
+NO_RANK = -1
+
+
 @dataclass(frozen=True, slots=True)
 class News:
     """What all ranks must know even where the store ends: it is one value of the store, which every rank reads.
 
     Attributes:
         lost: the ranks that some rank has given up.
-        store_rank: the rank whose process hosts the store; None where none of the ranks does, or none knows.
+        store_rank: the rank whose process hosts the store; NO_RANK where none of them does; None where no rank has
+            said.
         farewell: the `state` and `detail` with which that rank leaves; "" while it stays.
     """
 

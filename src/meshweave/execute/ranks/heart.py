@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshweave.execute.ranks.blame import Beat, HeartbeatWatch, News, State
+from meshweave.execute.ranks.peers import PeerProcesses, own_process
 from meshweave.execute.ranks.signing import sign, verify
 
 _NEWS_KEY = "meshweave/news"
@@ -72,6 +73,7 @@ class Heart:
         self._wake = threading.Event()
         self._watches: list[HeartbeatWatch] = []
         self._last_beats: dict[int, Beat] = {}  # of others that have beaten: reading them cannot block
+        self._peers, self._sought = PeerProcesses(), frozenset[int]()
         self._state: State = "alive"
         self._detail = ""
         # Of our state and news: the current, and the last in the store.
@@ -98,6 +100,13 @@ class Heart:
     def wait_for_beat(self) -> None:
         """Wait for the end of the next beat, an interval at most. The caller holds `round`."""
         self.round.wait(self._interval_s)
+
+    def ended(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of `ranks` whose processes, on this host, have ended. The next beat looks for them."""
+        ranks = set(ranks)
+        if unknown := self._peers.unknown(ranks):
+            self._sought = frozenset(unknown)
+        return self._peers.ended(ranks)
 
     @property
     def is_beating(self) -> bool:
@@ -151,6 +160,7 @@ class Heart:
 
     def _beat(self, store: Store) -> None:
         count, last = 0, time.monotonic()
+        store.set(_process_key(self._rank), sign(_process_key(self._rank), own_process()))
         while True:
             closing = self._closing or not self._is_wanted()
             self._wake.clear()
@@ -163,6 +173,7 @@ class Heart:
             # Also the round trip that proves that the beat has arrived.
             news = _merge_news(store, news)
             beats, unreadable = self._read_beats(store) if watched else ({}, set())
+            self._find_processes(store)
             now = time.monotonic()
             with self.round:
                 is_new = news.merge(self.news) != self.news
@@ -198,6 +209,15 @@ class Heart:
                 self._last_beats[rank] = beat
         return {rank: self._last_beats.get(rank) for rank in self._others}, unreadable
 
+    def _find_processes(self, store: Store) -> None:
+        """Look for the processes that somebody waits for."""
+        for rank in self._peers.unknown(self._sought) if self._sought else ():
+            key = _process_key(rank)
+            words = verify(key, store.get(key)) if store.check([key]) else None
+            if words is not None:
+                self._peers.add(rank, words)
+        self._sought = frozenset()
+
 
 def _merge_news(store: Store, ours: News) -> News:
     """Return the news of the store and ours, which are in the store afterwards, too."""
@@ -216,11 +236,16 @@ def _merge_news(store: Store, ours: News) -> News:
             return news
 
 
-def hosts_store(store: Any) -> bool:
-    """Return whether this process hosts a TCPStore, perhaps inside of PrefixStores; on Linux, else False."""
+def innermost_store(store: Any) -> Any:
+    """Return the store that is inside of PrefixStores, or the one given."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
-    port = getattr(store, "port", None)
+    return store
+
+
+def hosts_store(store: Any) -> bool:
+    """Return whether this process hosts a TCPStore, perhaps inside of PrefixStores; on Linux, else False."""
+    port = getattr(innermost_store(store), "port", None)
     if port is None or not sys.platform.startswith("linux"):
         return False
     listening = set()
@@ -239,3 +264,7 @@ def hosts_store(store: Any) -> bool:
 
 def _beat_key(rank: int) -> str:
     return f"meshweave/hb/{rank}"
+
+
+def _process_key(rank: int) -> str:
+    return f"meshweave/process/{rank}"

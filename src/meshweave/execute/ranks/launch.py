@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +24,11 @@ from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, Rank
 from meshweave.base.owner import temporary_folder
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.fork_server import ForkRequest, active_fork_servers
+from meshweave.execute.ranks.job import STOPPED, LaunchJob, Report, result_path
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.signing import TOKEN_VARIABLE, new_token
 
 _POLL_S = 0.02
-STOPPED = "stopped"  # the kind of report that a rank leaves which a signal ended
 
 
 @dataclass(frozen=True)
@@ -73,65 +73,6 @@ class RankPlace:
     env: Mapping[str, str] = field(default_factory=dict)
     network_namespace: str = ""
     fork_startup: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class LaunchJob:
-    """The function that every rank runs and its arguments, as `job.json` in the folder shared with the parent."""
-
-    target: str
-    payload: dict[str, Any]
-    deadline_s: float
-    interval_s: float
-    stale_s: float
-    parent_pid: int
-
-    def write(self, folder: Path) -> None:
-        """Write the job into `folder`. Raises BindError where the payload is not JSON."""
-        try:
-            text = json.dumps(asdict(self))
-        except (TypeError, ValueError) as error:
-            raise BindError(f"the payload of {self.target} is not JSON: {error}") from None
-        (folder / "job.json").write_text(text)
-
-    @classmethod
-    def read(cls, folder: Path) -> LaunchJob:
-        """Return the job that was written into `folder`."""
-        return cls(**json.loads((folder / "job.json").read_text()))
-
-
-@dataclass(frozen=True)
-class Report:
-    """The error or signal that ended a rank, as `report-<rank>.json`.
-
-    Attributes:
-        kind: the name of the error's class, or STOPPED.
-        ours: whether the error is a MeshweaveError or the report of a signal, which need no traceback.
-        missing: the ranks that a RankLostError names, or that a signal's report does.
-    """
-
-    kind: str
-    message: str
-    ours: bool = False
-    missing: tuple[int, ...] = ()
-    traceback: str = ""
-
-
-def result_path(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves what its function returned."""
-    return folder / f"result-{rank}.json"
-
-
-def report_path(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank leaves its `Report`."""
-    return folder / f"report-{rank}.json"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, all of it or nothing: the writer may be killed at any moment."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value))
-    part.replace(path)
 
 
 def launch(
@@ -344,7 +285,7 @@ class _LaunchedRanks:
 
     def error(self, timeout_s: float) -> Exception:
         """Return the error to raise: that of a rank that died or failed, before those that lost it."""
-        said = {rank: _read_report(self.folder, rank) for rank in self.ended if self._is_bad(rank)}
+        said = {rank: Report.read(self.folder, rank) for rank in self.ended if self._is_bad(rank)}
         reports = {rank: _last_words(report, self.ended[rank]) for rank, report in sorted(said.items())}
         error = self._root(said, timeout_s)
         vars(error)["reports"] = reports  # whatever its class
@@ -377,14 +318,6 @@ class _LaunchedRanks:
             words = f"{ranks_text(lost)} stopped answering; {ranks_text(self.ended_by_us)} {late}"
             return RankLostError(words, lost)
         return DeadlineError(f"{ranks_text(self.ended_by_us)} {late}")
-
-
-def _read_report(folder: Path, rank: int) -> Report | None:
-    path = report_path(folder, rank)
-    if not path.exists():
-        return None
-    fields = json.loads(path.read_text())
-    return Report(**{**fields, "missing": tuple(fields["missing"])})
 
 
 def _is_suspended(pid: int) -> bool:

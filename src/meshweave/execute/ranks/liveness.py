@@ -34,6 +34,7 @@ from typing import Self
 
 from meshweave.base.errors import DeadlineError, MeshweaveError, RankLostError, UnsupportedError
 from meshweave.execute.ranks.blame import (
+    NO_RANK,
     Beat,
     BlamedRanks,
     HeartbeatWatch,
@@ -44,19 +45,23 @@ from meshweave.execute.ranks.blame import (
     ranks_text,
 )
 from meshweave.execute.ranks.heart import Heart, Store, hosts_store
+from meshweave.execute.ranks.peers import RanksEndedError
 from meshweave.execute.ranks.signals import SignalReport, write_stderr
+
+_FIRST_LOOK_S, _LOOK_S = 0.3, 0.2  # at whether the processes of ranks that are waited for still run
 
 
 class Guard:
     """Wraps one blocking wait; see `Liveness.guard`."""
 
-    __slots__ = ("_liveness", "_peers", "_start", "deadline_s", "unheard", "what")
+    __slots__ = ("_liveness", "_next_look", "_peers", "_start", "deadline_s", "unheard", "what")
 
     def __init__(self, liveness: Liveness, what: str, deadline_s: float, peers: Iterable[int] | None) -> None:
         self._liveness, self._peers = liveness, peers
         self.what, self.deadline_s, self._start = what, deadline_s, time.monotonic()
         self.unheard: Sequence[int] = ()
         """The ranks that have not come, where the caller knows; a missed deadline names them."""
+        self._next_look = self._start + _FIRST_LOOK_S
 
     @property
     def waited_s(self) -> float:
@@ -69,8 +74,29 @@ class Guard:
         # gloo takes a timeout of zero to mean its default.
         return timedelta(seconds=max(self.deadline_s - self.waited_s, 0.001))
 
+    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
+        """See whether ranks that have yet to come have ended; for waits that poll, at each look.
+
+        Args:
+            unheard: returns the ranks that have not come; called where one of the peers has ended. It may fail
+                as the store does, and then nothing is known.
+
+        Raises RanksEndedError, which this guard explains. Only processes on this host are seen, on Linux.
+        """
+        if self._peers is None or (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
+        if ended := set(self._liveness._heart.ended(self._peers)):
+            try:
+                ended.intersection_update(unheard())
+            except (RuntimeError, OSError):
+                return
+            if ended:
+                raise RanksEndedError(ended)
+
     def __enter__(self) -> Self:
         self._start = time.monotonic()
+        self._next_look = self._start + _FIRST_LOOK_S
         self._liveness._waits[id(self)] = self.what
         return self
 
@@ -80,7 +106,10 @@ class Guard:
         try:
             if isinstance(error, RuntimeError | OSError) and not isinstance(error, MeshweaveError):
                 overdue = self.waited_s >= self.deadline_s or _says_timeout(error)
-                explained = self._liveness._explain(self, overdue, self._peers)
+                peers = error.ranks if isinstance(error, RanksEndedError) else self._peers
+                explained = self._liveness._explain(self, overdue, peers)
+                if explained is None and isinstance(error, RanksEndedError):
+                    explained = RankLostError(f"{error} while waiting for {self.what}", error.ranks)
                 if explained is not None:
                     raise explained from error
         finally:
@@ -107,6 +136,7 @@ class Liveness:
         deadline_s: seconds a guarded wait may take unless it says otherwise.
         store_rank: the rank whose process hosts the store, where it is one of the ranks. A rank whose own process
             does finds that out (on Linux), and the others learn it from that rank.
+        likely_store_rank: the one that hosts it unless it says otherwise; believed where it did not live to say.
         is_wanted: asked with each heartbeat; once it says no, this rank leaves in peace.
 
     Also a context manager: leaving it closes it, with the error if there is one.
@@ -122,6 +152,7 @@ class Liveness:
         stale_s: float = 2.0,
         deadline_s: float = 60.0,
         store_rank: int | None = None,
+        likely_store_rank: int | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         assert 0 < interval_s < stale_s, (interval_s, stale_s)
@@ -129,8 +160,9 @@ class Liveness:
         self._stale_s = stale_s
         # Longest wait for the heartbeats to settle while nobody is in doubt.
         self._settle_s = stale_s + max(5 * interval_s, stale_s / 2)
-        if store_rank is None and hosts_store(store):
-            store_rank = rank
+        if store_rank is None:
+            store_rank = rank if hosts_store(store) else NO_RANK if rank == likely_store_rank else None
+        self._likely_store_rank = likely_store_rank
         self._waits: dict[int, str] = {}  # what guards are waiting for, to be named when a signal comes
         self._closed = False
         self._signals: SignalReport | None = None
@@ -303,14 +335,14 @@ class Liveness:
             news, paused_s = heart.news, heart.paused_s
             if not heart.store_gone and watch.num_rounds:
                 return blame(self.rank, watch, news.lost, peers, overdue)
-        host = news.store_rank
+        host = self._likely_store_rank if news.store_rank is None else news.store_rank
         if self.rank in news.lost or (heart.store_gone and paused_s and host != self.rank):
             paused = f" for {paused_s:.0f} s" if paused_s else ""
             missing = tuple(sorted(news.lost | {self.rank}))
             return BlamedRanks(missing, f"{given_up_text(self.rank)}{paused}")
         if news.lost:  # the store's host left because of these, or with these
             return BlamedRanks(tuple(sorted(news.lost)), f"{ranks_text(news.lost)} stopped answering")
-        if host is None or host == self.rank:
+        if host in (None, NO_RANK, self.rank):
             return BlamedRanks((), "the store is gone (nobody knows which rank hosted it)")
         state, _, detail = news.farewell.partition(" ")
         if state == "overdue":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from meshweave.base.errors import BindError, UnsupportedError
+from meshweave.base.errors import BindError, DeadlineError, RankLostError, UnsupportedError
 from meshweave.execute.torch.call_watch import CallWatch, WatchedCalls, record_key
 from meshweave.execute.torch.groups import CountsPerWorld
 from meshweave.execute.torch.world import signed_store
@@ -40,6 +40,7 @@ ENTRY_TAG = TAGS_PER_PROGRAM - 1
 
 _NUM_TAGS = 1 << 31
 _NUM_REMEMBERED = 32
+_TELL_S = 2.0  # that each of two writes to the store may take
 
 TALK, REFUSED = "agree", "refuse"
 
@@ -127,8 +128,8 @@ class CallSequence:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
         number = self.begin(CallKind(REFUSED, title, why))
         self.end(error)
-        store = signed_store(5.0)
-        with contextlib.suppress(RuntimeError):
+        store = signed_store(_TELL_S)
+        with contextlib.suppress(RuntimeError, OSError):  # the store may be gone, or hang
             order.publish(store)
             store.set(self.words_key(number, order.rank), json.dumps({"refuses": why, "title": title}))
 
@@ -302,7 +303,9 @@ def share_refusal(context: TorchContext, ranks: Sequence[int], title: str) -> It
         try:
             yield
         except Exception as error:  # of the caller's functions, too: the others must not wait for this rank
-            if not getattr(error, _SHARED, False):
+            # Of ranks that are lost or late all are told by their liveness, and the store may be lost with them.
+            is_told = isinstance(error, RankLostError | DeadlineError) and context.liveness is not None
+            if not is_told and not getattr(error, _SHARED, False):
                 order.sequence(ranks).refuse(order.title, error)
             raise
 

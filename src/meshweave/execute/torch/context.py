@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -24,6 +24,7 @@ from meshweave.base.errors import BindError, DeadlineError, MeshweaveError, Rank
 from meshweave.execute.ranks.blame import ranks_text
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
+from meshweave.execute.ranks.peers import RanksEndedError
 from meshweave.execute.torch import compat
 from meshweave.execute.torch.cache import DEFAULT_CACHE_BYTES, ProgramCache
 from meshweave.execute.torch.groups import GroupKey, assign_channels, group_keys, group_name
@@ -37,13 +38,14 @@ CacheT = TypeVar("CacheT", bound=MutableMapping[Any, Any])
 class GuardedWait(Protocol):
     """A guard around one blocking wait: `timeout` is what is left of its deadline.
 
-    Who waits may set `unheard`, the ranks that have not come, before it raises.
+    Who waits may set `unheard`, the ranks that have not come, before it raises. Who polls calls `check_peers`.
     """
 
     unheard: Sequence[int]
 
     @property
     def timeout(self) -> timedelta: ...
+    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -59,12 +61,17 @@ class _WaitWithoutLiveness:
         self._what, self.timeout = what, timeout
         self.unheard: Sequence[int] = ()
 
+    def check_peers(self, unheard: Callable[[], Sequence[int]]) -> None:
+        """Do nothing: the processes of other ranks are not known."""
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, RanksEndedError):
+            raise RankLostError(f"{error} while waiting for {self._what}", error.ranks) from error
         if isinstance(error, RuntimeError | OSError):
             words = " ".join(str(error).split())
             if "timed out" in words.lower() or "timeout" in words.lower():
@@ -166,7 +173,9 @@ class TorchContext:
                         dist.all_reduce(torch.zeros(1, device=self.device), group=group)
                 else:
                     form = partial(self._new_group, channel, ranks, among_members)
-                    group = call_within(wait.timeout.total_seconds(), form)
+                    others = [rank for rank in ranks if rank != self.rank]
+                    look = partial(wait.check_peers, others.copy)
+                    group = call_within(wait.timeout.total_seconds(), form, look)
             self._groups[known] = group
 
     def _new_group(self, channel: int, ranks: Sequence[int], among_members: bool) -> Any:

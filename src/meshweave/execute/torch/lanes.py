@@ -23,6 +23,8 @@ from meshweave.base.errors import DeadlineError, UnsupportedError
 from meshweave.execute.torch.views import Action
 
 _BUSY = "a program already runs in this context: give each its own TorchContext"
+_REPORT_S = 5.0  # from the deadline of a lane's wait to its error, at most: it listens to the other ranks
+_TICK_S = 0.5
 _GRACE_S = 1.0  # how long the other lanes have to stop after a failure before `run` raises without them
 
 Waits = tuple[tuple[int, int], ...]
@@ -222,22 +224,28 @@ class LaneThreads:
     def _sleep(self, lane: LaneRun, count: int, what: str) -> None:
         """Until `lane` has completed `count` steps.
 
-        The deadline is twice that of a wait for other ranks and starts anew with each step that the lane
-        completes: where it is stuck in such a wait itself, it is the one to report.
+        The deadline is twice that of a wait for other ranks, and what it takes to find out why such a wait failed.
+        It starts anew with each step that the lane completes: where that is stuck in such a wait itself, it is the
+        one to report.
         """
-        seen, until = -1, 0.0
+        seen, waited_s = -1, 0.0
+        limit_s = 2 * self._deadline_s + min(self._deadline_s, _REPORT_S)
         with lane.progress:
             while lane.done < count and self.error is None:
                 if lane.done != seen:
-                    seen, until = lane.done, time.monotonic() + 2 * self._deadline_s
+                    seen, waited_s = lane.done, 0.0
                 lane.wanted = min(lane.wanted, count)  # before `done` is looked at once more
                 if lane.done >= count:
                     return
-                if not lane.progress.wait(max(until - time.monotonic(), 0.0)) and lane.done == seen:
-                    raise DeadlineError(
-                        f"{what} gave up after {2 * self._deadline_s:g} s: lane {lane.name} does not get "
-                        f"past {lane.labels[seen]}"
-                    )
+                begin = time.monotonic()
+                if not lane.progress.wait(min(_TICK_S, limit_s - waited_s)) and lane.done == seen:
+                    # No more than that: a signal may have stopped this process, and no clock.
+                    waited_s += min(time.monotonic() - begin, 2 * _TICK_S)
+                    if waited_s >= limit_s:
+                        raise DeadlineError(
+                            f"{what} gave up after {limit_s:g} s: lane {lane.name} does not get "
+                            f"past {lane.labels[seen]}"
+                        )
         if lane.done < count:
             raise _Abandoned
 

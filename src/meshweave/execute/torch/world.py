@@ -6,6 +6,7 @@ each of one write, one look and one read (0.1 ms of processor time a beat over l
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from meshweave.execute.ranks.heart import innermost_store
 from meshweave.execute.ranks.liveness import Liveness
 from meshweave.execute.ranks.patience import call_within
 from meshweave.execute.ranks.signing import sign, verify
@@ -45,10 +47,22 @@ def world_liveness() -> Liveness | None:
                 store,
                 dist.get_rank(),
                 range(dist.get_world_size()),
+                likely_store_rank=_usual_store_rank(store),
                 is_wanted=lambda: _is_default(reference),
             )
             _current = reference, liveness
         return _current[1]
+
+
+def _usual_store_rank(store: Any) -> int | None:
+    """Return the rank that hosts a store by torch's own rendezvous; None where another one may have made it.
+
+    By the environment rank 0 does (`torch.distributed.rendezvous`, torch 2.9 and 2.13), unless an agent of
+    torchrun does, which sets TORCHELASTIC_USE_AGENT_STORE.
+    """
+    port = getattr(innermost_store(store), "port", None)
+    is_by_environment = port is not None and os.environ.get("MASTER_PORT") == str(port)
+    return 0 if is_by_environment and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else None
 
 
 def adopt(liveness: Liveness) -> None:

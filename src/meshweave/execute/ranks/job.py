@@ -1,0 +1,81 @@
+"""What passes between `launch` and its ranks as JSON files in a private folder: the job, results and reports."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshweave.base.errors import BindError
+
+STOPPED = "stopped"
+"""The kind of report that a rank leaves which a signal ended."""
+
+
+@dataclass(frozen=True)
+class LaunchJob:
+    """The function that every rank runs and its arguments, as `job.json` in the folder shared with the parent."""
+
+    target: str
+    payload: dict[str, Any]
+    deadline_s: float
+    interval_s: float
+    stale_s: float
+    parent_pid: int
+
+    def write(self, folder: Path) -> None:
+        """Write the job into `folder`. Raises BindError where the payload is not JSON."""
+        try:
+            text = json.dumps(asdict(self))
+        except (TypeError, ValueError) as error:
+            raise BindError(f"the payload of {self.target} is not JSON: {error}") from None
+        (folder / "job.json").write_text(text)
+
+    @classmethod
+    def read(cls, folder: Path) -> LaunchJob:
+        """Return the job that was written into `folder`."""
+        return cls(**json.loads((folder / "job.json").read_text()))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The error or signal that ended a rank, as `report-<rank>.json`.
+
+    Attributes:
+        kind: the name of the error's class, or STOPPED.
+        ours: whether the error is a MeshweaveError or the report of a signal, which need no traceback.
+        missing: the ranks that a RankLostError names, or that a signal's report does.
+    """
+
+    kind: str
+    message: str
+    ours: bool = False
+    missing: tuple[int, ...] = ()
+    traceback: str = ""
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> Report | None:
+        """Return the report that a rank has left in `folder`; None where it has left none."""
+        path = report_path(folder, rank)
+        if not path.exists():
+            return None
+        fields = json.loads(path.read_text())
+        return cls(**{**fields, "missing": tuple(fields["missing"])})
+
+
+def result_path(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank leaves what its function returned."""
+    return folder / f"result-{rank}.json"
+
+
+def report_path(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank leaves its `Report`."""
+    return folder / f"report-{rank}.json"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as JSON, all of it or nothing: the writer may be killed at any moment."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
