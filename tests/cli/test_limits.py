@@ -133,7 +133,7 @@ PLAN_ON = ["plan", "gpt3", "--cluster", "FILE", "--algorithms", "collective"]
 RESHARD = ["reshard", "FILE", "--from", "2x2", "--to", "1x4", "--cluster", "p3.8xlarge"]
 MANY = MODEL.replace("num_layers = 2", "num_layers = 10_000_000")
 DESCRIPTIONS: list[tuple[list[str], str, str | bytes, str]] = [
-    (RESHARD, "model.toml", MANY, "90,000,003 tensors, over the limit of 8,192"),
+    (RESHARD, "model.toml", MANY, "90,000,003 tensors, over the limit of 4,096"),
     (PLAN, "model.toml", MODEL + "x" + ".x" * 20_000 + " = 1\n", "20,001 parts of a dotted key"),
     (PLAN, "model.toml", MODEL + "[" + ".".join(["x"] * 20_000) + "]\n", "20,000 parts of a dotted key"),
     (PLAN, "model.toml", MODEL + f"x = {deep(100)}\n", "more than 64 levels of nested tables"),

@@ -43,7 +43,7 @@ KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")
 # --- descriptions ---------------------------------------------------------------------------------------
 
 CHIPS = Limit(1 << 16, "chips", "a cluster")
-MODEL_TENSORS = Limit(1 << 13, "tensors", "the state dict of a model that is resharded")
+MODEL_TENSORS = Limit(1 << 12, "tensors", "the state dict of a model that is resharded")
 
 # --- programs -------------------------------------------------------------------------------------------
 
