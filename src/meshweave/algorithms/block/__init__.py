@@ -11,13 +11,16 @@ from meshweave.algorithms.block.data_parallel import DataParallel, ZeroOne, Zero
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.strategy import BlockAlgorithm
-from meshweave.algorithms.block.two_d import Collective2d
+from meshweave.algorithms.block.two_d import Collective2d, MeshSliceBlock, SummaBlock, WangBlock
 
 ENTRIES: tuple[BlockAlgorithm, ...] = (
     Atp(),
     Megatron(),
     MegatronSequence(),
     Collective2d(),
+    MeshSliceBlock(),
+    WangBlock(),
+    SummaBlock(),
     DataParallel(),
     ZeroOne(),
     ZeroTwo(),

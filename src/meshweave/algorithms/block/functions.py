@@ -6,10 +6,12 @@ derivatives. A program that gives the right integers has moved the right element
 
 Shapes: a residual or its gradient (batch, sequence, features); parameters of a norm (rows, features); statistics
 (batch, sequence, rows); inner tensors (batch, sequence, units x columns per unit), of any number of whole units.
+Batch and sequence may be one dim.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,7 +20,9 @@ from typing import Any
 import numpy as np
 
 from meshweave.algorithms.block.problem import BlockProblem
-from meshweave.algorithms.contract import Array
+
+Values = Any
+"""A numpy array or a torch tensor."""
 
 EPSILON = 1e-5
 """What a norm adds to a variance before its root."""
@@ -57,94 +61,95 @@ class BlockFunctions(ABC):
     # --- norms --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def statistics(self, x: Array) -> Array:
+    def statistics(self, x: Values) -> Values:
         """Return sums over the features given, which add up over all features."""
 
     @abstractmethod
-    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
         """Return the normalised features, by statistics of whole rows."""
 
     @abstractmethod
-    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
         """Return the sums over features that the gradient of a norm needs, over the features given."""
 
     @abstractmethod
-    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
         """Return the gradient by `x`, by statistics and sums of whole rows."""
 
     @abstractmethod
-    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
         """Return the gradient by the parameters, added to what earlier rows gave."""
 
-    def norm(self, x: Array, gain: Array) -> Array:
+    def norm(self, x: Values, gain: Values) -> Values:
         """Return the normalised rows."""
         return self.normalize(x, self.statistics(x), gain)
 
-    def norm_grad(self, dy: Array, x: Array, gain: Array) -> Array:
+    def norm_grad(self, dy: Values, x: Values, gain: Values) -> Values:
         """Return the gradient by whole rows `x`."""
         statistics = self.statistics(x)
         return self.normalize_grad(dy, x, statistics, self.norm_grad_sums(dy, x, statistics, gain), gain)
 
-    def norm_weight_grad(self, dy: Array, x: Array, so_far: Array) -> Array:
+    def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
         """Return the gradient by the parameters, of whole rows."""
         return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
 
     # --- attention ----------------------------------------------------------------------------------------------
 
-    def _groups(self, x: Array, width: int) -> Array:
-        """Return (batch, groups, sequence, width)."""
-        batch, sequence, columns = x.shape
-        return x.reshape(batch, sequence, columns // width, width).swapaxes(1, 2)
+    def _units(self, x: Values, width: int) -> Values:
+        """Return (batch, sequence, units, width) of whole sequences."""
+        sequence, columns = self.problem.sequence, x.shape[-1]
+        batch = math.prod(x.shape[:-1]) // sequence
+        return x.reshape(batch, sequence, columns // width, width)
 
-    def _heads(self, x: Array, width: int) -> Array:
+    def _heads(self, x: Values, width: int) -> Values:
         """Return (batch, groups, heads of a group, sequence, width)."""
-        batch, sequence, columns = x.shape
         r = self.problem.queries_per_group
-        return array_module(x).moveaxis(x.reshape(batch, sequence, columns // (r * width), r, width), 1, 3)
+        units = self._units(x, r * width)
+        return array_module(x).moveaxis(units.reshape(*units.shape[:-1], r, width), 1, 3)
 
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
+    def _split(self, qkv: Values) -> tuple[Values, Values, Values]:
         """Return queries (batch, groups, heads, sequence, width), keys and values (batch, groups, 1, ...)."""
         d, r = self.problem.head_dim, self.problem.queries_per_group
-        groups = self._groups(qkv, self.problem.group_width)
+        groups = self._units(qkv, self.problem.group_width).swapaxes(1, 2)
         batch, count, sequence, _ = groups.shape
         queries = groups[..., : r * d].reshape(batch, count, sequence, r, d).swapaxes(2, 3)
         return queries, groups[:, :, None, :, r * d : (r + 1) * d], groups[:, :, None, :, (r + 1) * d :]
 
-    def _merged(self, queries: Array, keys: Array, values: Array) -> Array:
-        """Return what `_split` splits; keys and values are summed over the heads of a group."""
+    def _merged(self, queries: Values, keys: Values, values: Values, like: Values) -> Values:
+        """Return what `_split` splits, shaped `like` it; keys and values are summed over the heads of a group."""
         batch, groups, r, sequence, d = queries.shape
         flat = queries.swapaxes(2, 3).reshape(batch, groups, sequence, r * d)
         joined = array_module(queries).concatenate((flat, keys.sum(2), values.sum(2)), -1)
-        return joined.swapaxes(1, 2).reshape(batch, sequence, groups * self.problem.group_width)
+        return joined.swapaxes(1, 2).reshape(like.shape)
 
-    def _joined(self, heads: Array) -> Array:
-        """Return (batch, sequence, columns) of (batch, groups, heads, sequence, width)."""
-        batch, groups, r, sequence, d = heads.shape
-        return array_module(heads).moveaxis(heads, 3, 1).reshape(batch, sequence, groups * r * d)
+    def _joined(self, heads: Values, like: Values) -> Values:
+        """Return rows of columns of (batch, groups, heads, sequence, width), for the tokens of `like`."""
+        _, groups, r, _, d = heads.shape
+        return array_module(heads).moveaxis(heads, 3, 1).reshape(*like.shape[:-1], groups * r * d)
 
     @abstractmethod
-    def attention(self, qkv: Array) -> list[Array]:
+    def attention(self, qkv: Values) -> list[Values]:
         """Return the heads of some groups, and what their gradient needs of each row of scores."""
 
     @abstractmethod
-    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
         """Return the gradient by queries, keys and values of some groups."""
 
     # --- activations --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def activation(self, y: Array) -> Array:
+    def activation(self, y: Values) -> Values:
         """Return the activation of each feature, which has one column or a gate and an input."""
 
     @abstractmethod
-    def activation_grad(self, dout: Array, y: Array) -> Array:
+    def activation_grad(self, dout: Values, y: Values) -> Values:
         """Return the gradient by the columns."""
 
-    def _gate_and_input(self, y: Array) -> tuple[Array, Array]:
+    def _gate_and_input(self, y: Values) -> tuple[Values, Values]:
         return y[..., 0::2], y[..., 1::2]
 
     @staticmethod
-    def _interleaved(gate: Array, value: Array) -> Array:
+    def _interleaved(gate: Values, value: Values) -> Values:
         *leading, columns = gate.shape
         return array_module(gate).stack((gate, value), -1).reshape(*leading, 2 * columns)
 
@@ -152,7 +157,7 @@ class BlockFunctions(ABC):
 class RealFunctions(BlockFunctions):
     """Layer norm or root-mean-square norm, causal softmax attention, GELU (tanh form) or SwiGLU."""
 
-    def _centred(self, x: Array, statistics: Array) -> tuple[Array, Array]:
+    def _centred(self, x: Values, statistics: Values) -> tuple[Values, Values]:
         """Return the features before gain and bias, and the reciprocal of their deviation."""
         means = statistics / self.problem.hidden
         if self.problem.family == "llama":
@@ -162,35 +167,35 @@ class RealFunctions(BlockFunctions):
         scale = (means[..., 1:] - mean * mean + EPSILON) ** -0.5
         return (x - mean) * scale, scale
 
-    def statistics(self, x: Array) -> Array:
+    def statistics(self, x: Values) -> Values:
         squares = (x * x).sum(-1)[..., None]
         if self.problem.family == "llama":
             return squares
         return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
 
-    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
         scaled = self._centred(x, statistics)[0] * gain[0]
         return scaled if self.problem.family == "llama" else scaled + gain[1]
 
-    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
         arriving = dy * gain[0]
         along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
         if self.problem.family == "llama":
             return along
         return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
 
-    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
         centred, scale = self._centred(x, statistics)
         means = sums / self.problem.hidden
         change = dy * gain[0] - centred * means[..., -1:]
         return scale * (change if self.problem.family == "llama" else change - means[..., :1])
 
-    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
-        of_gain = (dy * self._centred(x, statistics)[0]).sum((0, 1))
-        rows = (of_gain,) if self.problem.family == "llama" else (of_gain, dy.sum((0, 1)))
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
+        of_gain = _over_rows(dy * self._centred(x, statistics)[0])
+        rows = (of_gain,) if self.problem.family == "llama" else (of_gain, _over_rows(dy))
         return so_far + array_module(x).stack(rows)
 
-    def _scores(self, qkv: Array) -> tuple[Array, Array, Array, Array]:
+    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         """Return queries and keys as they are multiplied, values, and masked scores."""
         queries, keys, values = self._split(qkv)
         if self.problem.family == "llama":
@@ -200,7 +205,7 @@ class RealFunctions(BlockFunctions):
         mask = np.triu(np.full(scores.shape[-2:], -np.inf), 1)
         return queries, keys, values, scores + _like(mask, scores, module)
 
-    def _turned(self, x: Array, sign: int) -> Array:
+    def _turned(self, x: Values, sign: int) -> Values:
         """Return rows turned by their positions, or back: rotary embedding of both halves of each head."""
         half = self.problem.head_dim // 2
         frequencies = ROTARY_BASE ** (-np.arange(half) / max(half, 1))
@@ -211,15 +216,15 @@ class RealFunctions(BlockFunctions):
         parts = (first * cos - second * sin, first * sin + second * cos, x[..., 2 * half :])
         return module.concatenate(parts, -1)
 
-    def attention(self, qkv: Array) -> list[Array]:
+    def attention(self, qkv: Values) -> list[Values]:
         module = array_module(qkv)
         _, _, values, scores = self._scores(qkv)
         greatest = module.amax(scores, -1)[..., None]
         weights = module.exp(scores - greatest)
         total = weights.sum(-1)[..., None]
-        return [self._joined(weights / total @ values), self._joined(module.log(total) + greatest)]
+        return [self._joined(weights / total @ values, qkv), self._joined(module.log(total) + greatest, qkv)]
 
-    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
         module = array_module(qkv)
         queries, keys, values, scores = self._scores(qkv)
         weights = module.exp(scores - self._heads(log_sums, 1))
@@ -229,15 +234,15 @@ class RealFunctions(BlockFunctions):
         of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
         if self.problem.family == "llama":
             of_queries, of_keys = self._turned(of_queries, -1), self._turned(of_keys, -1)
-        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving)
+        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving, qkv)
 
-    def activation(self, y: Array) -> Array:
+    def activation(self, y: Values) -> Values:
         if self.problem.family == "llama":
             gate, value = self._gate_and_input(y)
             return gate * self._sigmoid(gate) * value
         return 0.5 * y * (1 + array_module(y).tanh(_GELU * (y + 0.044715 * y**3)))
 
-    def activation_grad(self, dout: Array, y: Array) -> Array:
+    def activation_grad(self, dout: Values, y: Values) -> Values:
         if self.problem.family == "llama":
             gate, value = self._gate_and_input(y)
             sigmoid = self._sigmoid(gate)
@@ -247,7 +252,7 @@ class RealFunctions(BlockFunctions):
         return dout * (0.5 * (1 + tanh) + 0.5 * y * (1 - tanh * tanh) * _GELU * (1 + 3 * 0.044715 * y * y))
 
     @staticmethod
-    def _sigmoid(x: Array) -> Array:
+    def _sigmoid(x: Values) -> Values:
         return 0.5 * (1 + array_module(x).tanh(0.5 * x))
 
 
@@ -257,38 +262,38 @@ _GELU = float(np.sqrt(2 / np.pi))
 class IntegerFunctions(BlockFunctions):
     """Functions of integers that never exceed 3, for comparisons with `==`."""
 
-    def statistics(self, x: Array) -> Array:
+    def statistics(self, x: Values) -> Values:
         small = _small(x)
         rows = (small, small * small)[: self.problem.norm_rows]
         return array_module(x).stack([row.sum(-1) for row in rows], -1)
 
-    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
         scaled = _small(x + statistics.sum(-1)[..., None]) * gain[0]
         return _small(scaled if self.problem.family == "llama" else scaled + gain[1])
 
-    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
         sums = _small(dy * gain[0] + x), _small(dy - x + statistics[..., :1])
         return array_module(x).stack([row.sum(-1) for row in sums[: self.problem.norm_rows]], -1)
 
-    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
         of_row = statistics.sum(-1)[..., None] + sums.sum(-1)[..., None]
         return _small(dy * gain[0] + x * of_row)
 
-    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
-        of_gain = _small(dy * _small(x + statistics[..., :1])).sum((0, 1))
-        rows = (of_gain, _small(dy).sum((0, 1)))[: self.problem.norm_rows]
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
+        of_gain = _over_rows(_small(dy * _small(x + statistics[..., :1])))
+        rows = (of_gain, _over_rows(_small(dy)))[: self.problem.norm_rows]
         return so_far + array_module(x).stack(rows)
 
-    def _scores(self, qkv: Array) -> tuple[Array, Array, Array, Array]:
+    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         queries, keys, values = self._split(_small(qkv))
         scores = _small(queries @ keys.swapaxes(-1, -2))
         return queries, keys, values, scores * _like(np.tri(scores.shape[-2]), scores, array_module(qkv))
 
-    def attention(self, qkv: Array) -> list[Array]:
+    def attention(self, qkv: Values) -> list[Values]:
         _, _, values, scores = self._scores(qkv)
-        return [self._joined(_small(scores @ values)), self._joined(scores.sum(-1)[..., None])]
+        return [self._joined(_small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
 
-    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
         queries, keys, values, scores = self._scores(qkv)
         arriving = self._heads(_small(dout), self.problem.head_dim)
         along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
@@ -297,31 +302,36 @@ class IntegerFunctions(BlockFunctions):
             of_scores.swapaxes(-1, -2) @ queries,
             _small(scores).swapaxes(-1, -2) @ arriving,
         )
-        return _small(self._merged(of_scores @ keys, of_keys, of_values))
+        return _small(self._merged(of_scores @ keys, of_keys, of_values, qkv))
 
-    def activation(self, y: Array) -> Array:
+    def activation(self, y: Values) -> Values:
         if self.problem.family == "llama":
             gate, value = self._gate_and_input(_small(y))
             return _small(gate * value)
         return _small(_small(y) ** 2)
 
-    def activation_grad(self, dout: Array, y: Array) -> Array:
+    def activation_grad(self, dout: Values, y: Values) -> Values:
         if self.problem.family == "llama":
             gate, value = self._gate_and_input(_small(y))
             return _small(self._interleaved(_small(dout) * value, _small(dout) * gate))
         return _small(2 * _small(dout) * _small(y))
 
 
-def _small(x: Array) -> Array:
+def _over_rows(x: Values) -> Values:
+    """Return the sum over all dims but the last."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
+
+
+def _small(x: Values) -> Values:
     """Return integers in -3 .. 3 that are equal to `x` modulo 7."""
     return (x + 3) % 7 - 3
 
 
-def _like(values: Any, x: Array, module: Any) -> Array:
+def _like(values: Any, x: Values, module: Any) -> Values:
     """Return a numpy array as an array of the kind, dtype and device of `x`."""
     if module is np:
         return np.asarray(values, dtype=x.dtype)
-    return x.new_tensor(values)  # type: ignore[attr-defined, no-any-return]
+    return x.new_tensor(values)
 
 
 def functions_of(problem: BlockProblem) -> BlockFunctions:

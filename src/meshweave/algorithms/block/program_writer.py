@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.products import product_program
 from meshweave.algorithms.block.roles import Dims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
 from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import (
     FULL,
@@ -18,6 +20,7 @@ from meshweave.ir.program import (
     Buffer,
     Call,
     Copy,
+    Include,
     Lane,
     Matmul,
     Op,
@@ -25,6 +28,7 @@ from meshweave.ir.program import (
     ReduceScatter,
     Repeat,
     Statement,
+    Submesh,
     Var,
     View,
     Zero,
@@ -70,23 +74,25 @@ class ProgramWriter(BlockWriter):
 
     # --- chunks -------------------------------------------------------------------------------------------------
 
-    def _chunk_range(self) -> Range:
-        """Return the sequences of chunk number `CHUNK` of those that a rank has."""
+    def _chunk_range(self, unit: int) -> Range:
+        """Return the part of a batch dim that is chunk number `CHUNK` of what a rank has; `unit` is a sequence."""
         if self.num_chunks == 1:
             return FULL
         start: Index = self.chunk * CHUNK
         stop: Index = start + self.chunk
         if not isinstance(self._batch, int):
-            return Range(minimum(self._batch, start), minimum(self._batch, stop))
-        return Range(start, minimum(self._batch, stop) if self._batch % self.chunk else stop)
+            start = minimum(self._batch, start)
+        if not isinstance(self._batch, int) or self._batch % self.chunk:
+            stop = minimum(self._batch, stop)
+        return Range(start * unit, stop * unit)
 
     def _view(self, stored: Stored) -> View:
         """Return the part of a buffer that belongs to the chunk, or all of it where there are no tokens."""
-        selectors = (self._chunk_range() if side.dim == "batch" else FULL for side in stored.sides)
+        selectors = (self._chunk_range(side.unit) if side.dim == "batch" else FULL for side in stored.sides)
         return View(stored.buffer, tuple(selectors), stored.slot)
 
     def extent(self, side: Side, dims: Dims) -> Index:
-        chunk = self._chunk_range()
+        chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
         return chunk.stop - chunk.start
@@ -147,6 +153,18 @@ class ProgramWriter(BlockWriter):
                 lane=COMPUTE,
             )
         )
+
+    def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None:
+        program = product_program(name, problem, self.config.slices)
+        part = f"{name}_{problem.dataflow}_{problem.m}x{problem.n}x{problem.k}"
+        mesh = self.mesh.name
+        views = tuple((formal, self._view(stored)) for formal, stored in (("a", a), ("b", b), ("c", out)))
+        lanes = tuple((lane.name, lane.name) for lane in program.lanes)
+        for lane, _ in lanes:
+            self._lanes[lane] = None
+        whole = Submesh(mesh, (FULL,) * len(self.mesh.shape))
+        meshes = ((program.meshes[0].name, whole),)
+        self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 
     def add(self, out: Stored, term: Stored) -> None:
         self._do(Add(out=self._view(out), src=self._view(term), lane=COMPUTE))

@@ -14,6 +14,8 @@ from typing import Literal
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import Dim, Dims, Side, Sides
 from meshweave.algorithms.block.sides import largest_extent
+from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
@@ -141,6 +143,19 @@ class BlockWriter(ABC):
         sums_chunks: bool = False,
     ) -> None:
         """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
+
+    def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
+        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs."""
+        assert self.num_chunks == 1
+        (rows, columns), (b_rows, b_columns) = ([side.size for side in x.sides] for x in (a, b))
+        m, k = (columns, rows) if dataflow == "rs" else (rows, columns)
+        n = b_rows if dataflow == "ls" else b_columns
+        problem = Matmul2dProblem(m, n, k, self.mesh.shape, dataflow, out.dtype)
+        self._include(name, problem, out, a, b)
+        self.cut()
+
+    @abstractmethod
+    def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None: ...
 
     @abstractmethod
     def add(self, out: Stored, term: Stored) -> None:
