@@ -12,6 +12,7 @@ import pytest
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.functions import functions_of
 from meshweave.algorithms.block.roles import IDLE, product
+from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.cost.machine import Machine
@@ -199,15 +200,23 @@ def test_every_strategy_has_an_estimate_for_gpt_3_on_512_ranks(entry: BlockAlgor
 def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
     entry: BlockAlgorithm, layers: int
 ) -> None:
+    """Slices of uneven shards are largest on different ranks, and included products say so of the largest."""
     cluster = load_cluster("tpu-v4-pod:6")
     for mesh in meshes(entry, 6):
         problem = BlockProblem(7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16")
+        if isinstance(entry, IncludedProducts):
+            problem = replace(problem, batch=6)
         for config in entry.candidates(problem):
             program = entry.program(problem, config)
             machine = Machine.of(cluster, program)
-            assert entry.estimate(problem, config, machine) == estimate_skeleton(
-                skeleton_of(program), machine
+            known, read = (
+                entry.estimate(problem, config, machine),
+                estimate_skeleton(skeleton_of(program), machine),
             )
+            if program.includes:
+                assert read.total_s * (1 - 1e-9) <= known.total_s <= read.total_s * (1 + 1e-3)
+            else:
+                assert known == read
 
 
 def exposed_s(problem: BlockProblem, name: str, chunks: int) -> float:
@@ -242,7 +251,7 @@ def test_weights_are_gathered_beside_the_products_of_the_layer_before() -> None:
     program = algorithm("zero3").program(problem, BlockConfig())
     machine = Machine.of(load_cluster("tpu-v4-pod:4"), program)
     parts = estimate(program, machine)
-    assert parts.total_s < parts.compute_s + parts.copy_s + parts.communication_s / 6
+    assert parts.total_s < parts.compute_s + parts.copy_s + parts.communication_s / 5
 
 
 def test_calls_name_their_work() -> None:

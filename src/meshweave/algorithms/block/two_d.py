@@ -84,3 +84,4 @@ class SummaBlock(IncludedProducts):
     title = "SUMMA block (2D tensor parallelism)"
     source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
     product_2d = "summa"
+    slices = (1, 4)
