@@ -54,6 +54,11 @@ class BlockFunctions(ABC):
             "norm_weight_grad": self.norm_weight_grad,
             "attention": self.attention,
             "attention_grad": self.attention_grad,
+            "split_heads": self.split_heads,
+            "attend": self.attend,
+            "finish_attention": self.finish_attention,
+            "attend_grad": self.attend_grad,
+            "merge_heads": self.merge_heads,
             "activation": self.activation,
             "activation_grad": self.activation_grad,
         }
@@ -96,10 +101,11 @@ class BlockFunctions(ABC):
     # --- attention ----------------------------------------------------------------------------------------------
 
     def _units(self, x: Values, width: int) -> Values:
-        """Return (batch, sequence, units, width) of whole sequences."""
-        sequence, columns = self.problem.sequence, x.shape[-1]
-        batch = math.prod(x.shape[:-1]) // sequence
-        return x.reshape(batch, sequence, columns // width, width)
+        """Return (batch, sequence, units, width); tokens in one dim are whole sequences."""
+        *tokens, columns = x.shape
+        if len(tokens) == 1:
+            tokens = [tokens[0] // self.problem.sequence, self.problem.sequence]
+        return x.reshape(*tokens, columns // width, width)
 
     def _heads(self, x: Values, width: int) -> Values:
         """Return (batch, groups, heads of a group, sequence, width)."""
@@ -134,6 +140,65 @@ class BlockFunctions(ABC):
     @abstractmethod
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
         """Return the gradient by queries, keys and values of some groups."""
+
+    # --- ring attention -----------------------------------------------------------------------------------------
+
+    def _keys(self, keys: Values) -> tuple[Values, Values]:
+        """Return keys and values (batch, groups, 1, positions, width) of what goes round."""
+        d = self.problem.head_dim
+        units = self._units(keys, 2 * d).swapaxes(1, 2)[:, :, None]
+        return units[..., :d], units[..., d:]
+
+    def _joined_keys(self, keys: Values, values: Values, like: Values) -> Values:
+        """Return what `_keys` splits, summed over the heads of a group."""
+        joined = array_module(keys).concatenate((keys.sum(2), values.sum(2)), -1)
+        return joined.swapaxes(1, 2).reshape(like.shape)
+
+    @abstractmethod
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        """Return queries, and keys with values, of tokens at some positions."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+        so_far: Values,
+        greatest: Values,
+        weights: Values,
+    ) -> list[Values]:
+        """Return numerators, greatest scores and sums of weights with more keys; all are 0 before the first."""
+
+    @abstractmethod
+    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        """Return what `attention` does, from what all keys gave."""
+
+    @abstractmethod
+    def attend_grad(
+        self,
+        dout: Values,
+        queries: Values,
+        out: Values,
+        log_sums: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+    ) -> list[Values]:
+        """Return what some keys add to the gradient of queries, and some queries to that of keys and values."""
+
+    def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
+        """Return the gradient by what `split_heads` takes."""
+        d, r = self.problem.head_dim, self.problem.queries_per_group
+        queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
+        like = array_module(of_queries).concatenate((of_queries, of_keys), -1)
+        assert like.shape[-1] == queries.shape[1] * (r + 2) * d
+        return self._merged(*self._before_turn(queries, keys, positions), values, like)
+
+    @abstractmethod
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        """Return gradients by queries and keys before they were turned by their positions."""
 
     # --- activations --------------------------------------------------------------------------------------------
 
@@ -198,20 +263,25 @@ class RealFunctions(BlockFunctions):
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         """Return queries and keys as they are multiplied, values, and masked scores."""
         queries, keys, values = self._split(qkv)
-        if self.problem.family == "llama":
-            queries, keys = self._turned(queries, 1), self._turned(keys, 1)
-        module = array_module(qkv)
-        scores = queries @ keys.swapaxes(-1, -2) * self.problem.head_dim**-0.5
-        mask = np.triu(np.full(scores.shape[-2:], -np.inf), 1)
-        return queries, keys, values, scores + _like(mask, scores, module)
+        here = _like(np.arange(queries.shape[-2]), queries)
+        queries, keys = self._turned(queries, here), self._turned(keys, here)
+        return queries, keys, values, self._masked(queries, keys, here, here)
 
-    def _turned(self, x: Values, sign: int) -> Values:
+    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
+        """Return scores, minus infinity for keys after the query."""
+        scores = queries @ keys.swapaxes(-1, -2) * self.problem.head_dim**-0.5
+        never = _like(np.array(-np.inf), scores)
+        return array_module(scores).where(here[:, None] >= there[None, :], scores, never)
+
+    def _turned(self, x: Values, positions: Values, sign: int = 1) -> Values:
         """Return rows turned by their positions, or back: rotary embedding of both halves of each head."""
+        if self.problem.family == "gpt":
+            return x
         half = self.problem.head_dim // 2
         frequencies = ROTARY_BASE ** (-np.arange(half) / max(half, 1))
-        angles = np.arange(x.shape[-2])[:, None] * frequencies
+        angles = positions[:, None] * _like(frequencies, positions)
         module = array_module(x)
-        cos, sin = _like(np.cos(angles), x, module), _like(sign * np.sin(angles), x, module)
+        cos, sin = module.cos(angles), sign * module.sin(angles)
         first, second = x[..., :half], x[..., half : 2 * half]
         parts = (first * cos - second * sin, first * sin + second * cos, x[..., 2 * half :])
         return module.concatenate(parts, -1)
@@ -232,9 +302,66 @@ class RealFunctions(BlockFunctions):
         along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
         of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * self.problem.head_dim**-0.5
         of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
-        if self.problem.family == "llama":
-            of_queries, of_keys = self._turned(of_queries, -1), self._turned(of_keys, -1)
+        here = _like(np.arange(queries.shape[-2]), queries)
+        of_queries, of_keys = self._turned(of_queries, here, -1), self._turned(of_keys, here, -1)
         return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving, qkv)
+
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        queries, keys, values = self._split(qkv)
+        queries, keys = self._turned(queries, positions), self._turned(keys, positions)
+        joined = array_module(qkv).concatenate((keys, values), -1)
+        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+
+    def attend(
+        self,
+        queries: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+        so_far: Values,
+        greatest: Values,
+        weights: Values,
+    ) -> list[Values]:
+        if not there.shape[0]:
+            return [so_far, greatest, weights]
+        module, d = array_module(queries), self.problem.head_dim
+        own_keys, values = self._keys(keys)
+        scores = self._masked(self._heads(queries, d), own_keys, here, there)
+        total, before = self._heads(weights, 1), self._heads(greatest, 1)
+        before = module.where(total > 0, before, _like(np.array(-np.inf), before))
+        most = module.maximum(before, module.amax(scores, -1)[..., None])
+        finite = module.where(most > -np.inf, most, _like(np.array(0.0), most))
+        shrunk, new = module.exp(before - finite), module.exp(scores - finite)
+        out = self._heads(so_far, d) * shrunk + new @ values
+        total = total * shrunk + new.sum(-1)[..., None]
+        return [self._joined(part, queries) for part in (out, finite, total)]
+
+    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        d = self.problem.head_dim
+        out = self._heads(so_far, d) / self._heads(weights, 1)
+        return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
+
+    def attend_grad(
+        self,
+        dout: Values,
+        queries: Values,
+        out: Values,
+        log_sums: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+    ) -> list[Values]:
+        module, d = array_module(queries), self.problem.head_dim
+        own_keys, values = self._keys(keys)
+        rows, arriving = self._heads(queries, d), self._heads(dout, d)
+        weights = module.exp(self._masked(rows, own_keys, here, there) - self._heads(log_sums, 1))
+        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
+        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * d**-0.5
+        of_keys, of_values = of_scores.swapaxes(-1, -2) @ rows, weights.swapaxes(-1, -2) @ arriving
+        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
+
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        return self._turned(queries, positions, -1), self._turned(keys, positions, -1)
 
     def activation(self, y: Values) -> Values:
         if self.problem.family == "llama":
@@ -287,7 +414,7 @@ class IntegerFunctions(BlockFunctions):
     def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
         queries, keys, values = self._split(_small(qkv))
         scores = _small(queries @ keys.swapaxes(-1, -2))
-        return queries, keys, values, scores * _like(np.tri(scores.shape[-2]), scores, array_module(qkv))
+        return queries, keys, values, scores * _like(np.tri(scores.shape[-2]), scores)
 
     def attention(self, qkv: Values) -> list[Values]:
         _, _, values, scores = self._scores(qkv)
@@ -303,6 +430,61 @@ class IntegerFunctions(BlockFunctions):
             _small(scores).swapaxes(-1, -2) @ arriving,
         )
         return _small(self._merged(of_scores @ keys, of_keys, of_values, qkv))
+
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        queries, keys, values = self._split(_small(qkv))
+        joined = array_module(qkv).concatenate((keys, values), -1)
+        return [self._joined(queries, qkv), self._joined(joined, qkv)]
+
+    def _seen(self, queries: Values, keys: Values, here: Values, there: Values) -> tuple[Values, Values]:
+        """Return scores of keys up to each query, and which those are."""
+        mask = _as((here[:, None] >= there[None, :]), queries)
+        return _small(queries @ keys.swapaxes(-1, -2)) * mask, mask
+
+    def attend(
+        self,
+        queries: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+        so_far: Values,
+        greatest: Values,
+        weights: Values,
+    ) -> list[Values]:
+        own_keys, values = self._keys(keys)
+        scores, mask = self._seen(self._heads(queries, self.problem.head_dim), own_keys, here, there)
+        count = mask.sum(-1)[None, :, None]
+        more = self._joined(scores @ values, queries), self._joined(scores.sum(-1)[..., None], queries)
+        return [so_far + more[0], greatest + more[1], weights + count]
+
+    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        return [_small(so_far), greatest]
+
+    def attend_grad(
+        self,
+        dout: Values,
+        queries: Values,
+        out: Values,
+        log_sums: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+    ) -> list[Values]:
+        d = self.problem.head_dim
+        own_keys, values = self._keys(keys)
+        rows, arriving = self._heads(queries, d), self._heads(_small(dout), d)
+        scores, _ = self._seen(rows, own_keys, here, there)
+        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
+        of_scores = _small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
+        of_keys = of_scores.swapaxes(-1, -2) @ rows
+        of_values = _small(scores).swapaxes(-1, -2) @ arriving
+        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
+
+    def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
+        return _small(super().merge_heads(of_queries, of_keys, positions))
+
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        return queries, keys
 
     def activation(self, y: Values) -> Values:
         if self.problem.family == "llama":
@@ -327,11 +509,16 @@ def _small(x: Values) -> Values:
     return (x + 3) % 7 - 3
 
 
-def _like(values: Any, x: Values, module: Any) -> Values:
+def _like(values: Any, x: Values) -> Values:
     """Return a numpy array as an array of the kind, dtype and device of `x`."""
-    if module is np:
+    if array_module(x) is np:
         return np.asarray(values, dtype=x.dtype)
     return x.new_tensor(values)
+
+
+def _as(truth: Values, x: Values) -> Values:
+    """Return truth values as 0 and 1 in the dtype of `x`."""
+    return truth * _like(np.array(1), x)
 
 
 def functions_of(problem: BlockProblem) -> BlockFunctions:

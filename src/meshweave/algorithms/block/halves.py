@@ -129,8 +129,8 @@ class Half:
 
     # --- equations ----------------------------------------------------------------------------------------------
 
-    def meanings(self, two_steps: bool) -> Iterator[Meaning]:
-        """Yield the equations of the forward part, with a norm in one step or two."""
+    def meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
+        """Yield the equations of the forward part, with a norm in one step or two, and its core as given."""
         stream, gain = self.stream, self.gain
         if two_steps:
             element, sums = TensorPart(stream, self._element), TensorPart(self.statistics, self._row)
@@ -145,7 +145,7 @@ class Half:
             yield Function(TensorPart(self.normal, self._row), "norm", ins)
         yield Product(self.inner, self.normal, self.w_in)
         yield Same(f"{self.inner}_units", self.inner)
-        yield from self._core()
+        yield from self._core() if core is None else core
         yield Product(self.product, self.core, self.w_out)
         yield Sum(self.result, (stream, self.product))
 
@@ -159,12 +159,12 @@ class Half:
             yield Function(TensorPart(f"{name}_units", GROUP), "attention", (group,), output=number)
             yield Same(name, f"{name}_units")
 
-    def gradient_meanings(self, two_steps: bool) -> Iterator[Meaning]:
-        """Yield the equations of the backward part, with the gradient of a norm in one step or two."""
+    def gradient_meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
+        """Yield the equations of the backward part; the arguments are those of `meanings`."""
         arriving = f"D{self.result}"
         yield Product(f"D{self.core}", arriving, self.w_out, transpose_b=True)
         yield Product(f"D{self.w_out}", self.core, arriving, transpose_a=True)
-        yield from self._core_gradient()
+        yield from self._core_gradient() if core is None else core
         yield Product(f"D{self.normal}", f"D{self.inner}", self.w_in, transpose_b=True)
         yield Product(f"D{self.w_in}", self.normal, f"D{self.inner}", transpose_a=True)
         yield from self._norm_gradient(two_steps)

@@ -12,6 +12,14 @@ from dataclasses import dataclass, field, replace
 from meshweave.algorithms.block.halves import Half, halves_of_layers, token_sizes
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
+from meshweave.algorithms.block.ring_core import RingCore
+from meshweave.algorithms.block.ring_equations import (
+    POSITIONS,
+    ring_gradient_meanings,
+    ring_gradient_tensors,
+    ring_meanings,
+    ring_tensors,
+)
 from meshweave.algorithms.block.roles import TOKENS, Dim, Dims, Roles, Side, Sides, dual, product
 from meshweave.algorithms.block.sides import layout_of
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
@@ -20,6 +28,7 @@ from meshweave.describe.layout import Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import On, Program, Tensor
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.skeleton import Skeleton
 
 GRADIENTS = "gradients"
@@ -44,17 +53,24 @@ def assemble(writer: ProgramWriter, roles: Roles, name: str) -> Program:
     """Return the program of what has been written, with the equations of its layers."""
     problem, is_flat = writer.problem, roles.is_flat
     halves = halves_of_layers(problem, is_flat)
-    meanings = [meaning for half in halves for meaning in half.meanings(roles.two_step_norms)]
-    if problem.is_training:
-        for half in reversed(halves):
-            meanings += half.gradient_meanings(roles.two_step_norms)
+    rings = [half for half in halves if half.is_attention and roles.ring_axis is not None]
+    meanings: list[Meaning] = []
+    for half in halves:
+        meanings += half.meanings(roles.two_step_norms, ring_meanings(half) if half in rings else None)
+    for half in reversed(halves) if problem.is_training else ():
+        core = ring_gradient_meanings(half) if half in rings else None
+        meanings += half.gradient_meanings(roles.two_step_norms, core)
     needed = {meaning.out for meaning in meanings}
     needed |= {buffer.tensor for buffer in writer.buffers.values() if buffer.tensor is not None}
     tensors = [Tensor("X", (*token_sizes(problem, is_flat), problem.hidden), problem.dtype)]
     tensors += [tensor for half in halves for tensor in half.tensors()]
+    tensors += [tensor for half in rings for tensor in ring_tensors(half)]
     if problem.is_training:
         tensors.append(replace(tensors[0], name="DZ"))
         tensors += [tensor for half in reversed(halves) for tensor in half.gradient_tensors()]
+        tensors += [tensor for half in rings for tensor in ring_gradient_tensors(half)]
+    if rings:
+        tensors.append(Tensor(POSITIONS, (problem.sequence,), problem.statistics_dtype))
     return Program(
         name,
         (writer.mesh,),
@@ -112,6 +128,7 @@ class LayerWriter:
     stored: dict[str, Stored] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
+    _rings: dict[int, RingCore] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the forward part, and for training the backward part."""
@@ -164,6 +181,12 @@ class LayerWriter:
             self.stored[name] = writer.new(name.lower(), name, sides, dims, dtype, "input")
         if problem.is_training:
             self.stored["DZ"] = writer.new("dz", "DZ", residual, roles.residual, dtype, "input")
+        if roles.ring_axis is not None:
+            sides: Sides = (Side("sequence", problem.sequence),)
+            nowhere: Dims = ("",) * len(roles.axes)
+            self.stored[POSITIONS] = writer.new(
+                POSITIONS.lower(), POSITIONS, sides, nowhere, problem.statistics_dtype, "input"
+            )
         self.stored["Z"] = writer.new("z", "Z", residual, roles.residual, dtype, "output")
         if problem.is_training:
             self.stored["DX"] = writer.new("dx", "DX", residual, roles.residual, dtype, "output")
@@ -191,8 +214,10 @@ class LayerWriter:
                 self.stored[f"{site.weight}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
             return self.stored[f"{site.weight}_whole"]
         name = site.weight.removesuffix(str(site.half.layer)).rstrip("_").lower()
-        out = self.writer.two_slots(f"{name}_whole", kept, used, site.half.layer % 2)
-        return self.writer.gather_once(kept, out, used, WEIGHTS)
+        out = replace(kept, buffer=f"{name}_whole", dims=used, slot=site.half.layer % 2)
+        return self.writer.gather_once(
+            kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
+        )
 
     def _landing(self, tensor: str, sides: Sides, natural: Dims, final: Dims) -> tuple[Stored, Stored]:
         """Return the buffer that a product writes, and that in which its result is to lie.
@@ -306,6 +331,12 @@ class LayerWriter:
             return
         rows = self._inner_sides(half, problem.queries_per_group)
         log_sums = self._new(half.log_sums, rows, inner.dims, problem.statistics_dtype)
+        if (axis := self.roles.ring_axis) is not None:
+            ring = RingCore(self.writer, half, axis, inner, core, log_sums, self.stored[POSITIONS])
+            self._rings[half.layer] = ring
+            ring.forward()
+            self.writer.cut()
+            return
         self.writer.call(
             "attention", (core, log_sums), (inner,), "attention", self._attention_shape(log_sums)
         )
@@ -356,7 +387,10 @@ class LayerWriter:
         stored = self.stored
         inner = stored[half.inner]
         out = self._new(f"D{half.inner}", inner.sides, inner.dims)
-        if half.is_attention:
+        if half.is_attention and half.layer in self._rings:
+            self._rings[half.layer].backward(of_core, out)
+            self.writer.cut()
+        elif half.is_attention:
             log_sums = stored[half.log_sums]
             ins = (of_core, inner, stored[half.core], log_sums)
             shape = self._attention_shape(log_sums)

@@ -102,6 +102,9 @@ GATHERED_ONCE = replace(FULLY_SHARDED, name="gathered once", keeps_weights=True)
 REDUCED_LAST = replace(GATHERED_ONCE, name="reduced last", reduces_last=True)
 """The same with whole gradients until all of them are complete (ZeRO-1)."""
 
+RING = AxisRole("ring", "sequence", "sequence", "sequence", "sequence", "sequence")
+"""Context parallelism by ring attention: sequences are sharded, and keys and values go round."""
+
 HEADS_FOR_SEQUENCE = AxisRole(
     "heads for sequence", "sequence", "sequence", "inner", "sequence", "sequence", keeps_gathered=True
 )
@@ -153,6 +156,12 @@ class Roles:
     def residual(self) -> Dims:
         """Return how the residual lies."""
         return tuple(role.residual for role in self.axes)
+
+    @property
+    def ring_axis(self) -> int | None:
+        """Return the mesh axis along which the keys of attention go round; None where they do not."""
+        axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
+        return axes[0] if axes else None
 
     def core(self, is_attention: bool) -> Dims:
         """Return how the inner tensors of a half lie."""

@@ -7,14 +7,14 @@ hundreds of configs on hundreds of ranks writes no program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import Dims, Side
 from meshweave.algorithms.block.sides import largest_extent
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored
+from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored, Window
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
@@ -144,6 +144,7 @@ class SkeletonWriter(BlockWriter):
             self._note(op, 0, list(last.values()))
 
     def _users_of(self, stored: Stored, chunk: int) -> _Users:
+        assert isinstance(stored.slot, int)
         place = (stored.buffer, stored.slot, chunk if stored.has_tokens else -1)
         users = self._users.get(place)
         if users is None:
@@ -172,6 +173,16 @@ class SkeletonWriter(BlockWriter):
             return self.chunk * side.unit
         return self._largest(side, dims)
 
+    def extent_of(self, stored: Stored, number: int) -> Index:
+        side, window = stored.sides[number], stored.window
+        if window is not None and side.dim == "sequence":
+            return self._window_extent(side, window)
+        return self.extent(side, stored.dims)
+
+    def _window_extent(self, side: Side, window: Window) -> int:
+        """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
+        return self._largest(side, window.dims)
+
     def _largest(self, side: Side, dims: Dims) -> int:
         key = side, dims
         known = self._extents.get(key)
@@ -181,8 +192,15 @@ class SkeletonWriter(BlockWriter):
 
     def _elements_per_sequence(self, stored: Stored) -> int:
         """Return the elements of a buffer for each sequence of the batch; all of them where it has no tokens."""
-        sizes = [self._largest(side, stored.dims) for side in stored.sides]
+        sizes = [self._size(stored, number) for number in range(len(stored.sides))]
         return math.prod([stored.sides[0].unit, *sizes[1:]] if stored.has_tokens else sizes)
+
+    def _size(self, stored: Stored, number: int) -> int:
+        """Return the elements of a dim of rank 0, of the batch all that it has."""
+        side, window = stored.sides[number], stored.window
+        if window is not None and side.dim == "sequence":
+            return self._window_extent(side, window)
+        return self._largest(side, stored.dims)
 
     def _bytes(self, stored: Stored, size: int) -> int:
         count = self._elements_per_sequence(stored) * (size if stored.has_tokens else 1)
@@ -250,10 +268,36 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype, "add"), (term, out), (out,))
 
     def zero(self, out: Stored) -> None:
+        count, has_tokens = self._elements_per_sequence(out), out.has_tokens
         op = _Pending(
-            COMPUTE, lambda _: move_work(self._elements_per_sequence(out), out.dtype, "zero"), (), (out,)
+            COMPUTE,
+            lambda size: move_work(count * (size if has_tokens else 1), out.dtype, "zero"),
+            (),
+            (out,),
         )
-        self._add_task(op, op.work_of(0), 0)
+        if has_tokens:
+            self._body.append(op)
+        else:
+            self._add_task(op, op.work_of(1), 0)
+
+    def copy(self, out: Stored, src: Stored) -> None:
+        per_sequence = self._elements_per_sequence(out)
+        self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
+
+    def turns(self, count: int) -> Iterator[Index]:
+        yield from range(count)
+
+    def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
+        if not when:
+            return
+        per_sequence, parts = self._elements_per_sequence(src), self.mesh.shape[axis]
+        over, item = self._over(axis), dtype_bytes(out.dtype)
+        self._do(
+            self._lane(axis, lane),
+            lambda size: Transfer("permute", over, parts, size * per_sequence * item),
+            (src,),
+            (out,),
+        )
 
     # --- moving -------------------------------------------------------------------------------------------------
 
