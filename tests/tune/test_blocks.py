@@ -13,7 +13,7 @@ from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import Cluster, NetworkAxis, TreeLevel, TreeNetwork, load_cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.block_reasons import gains_s, link_uses, name_of, reason
+from meshweave.tune.block_reasons import gains_s, axis_uses, name_of, reason
 from meshweave.tune.blocks import block_machine, block_meshes, mesh_of, rank_blocks
 from meshweave.tune.ranking import rank_configs
 from sampling import examples
@@ -52,7 +52,7 @@ def test_the_machine_of_the_paper_whose_root_is_slow() -> None:
     assert (name_of(first), name_of(second)) == ("atp 2x4", "atp 4x2")
     assert [entry.simulated is not None for entry in ranking.entries[:4]] == [True, True, True, False]
     assert first.seconds >= first.estimate.total_s * 0.999  # contention adds
-    uses = list(link_uses(first, block_machine(cluster, (2, 4))))
+    uses = list(axis_uses(first, block_machine(cluster, (2, 4))))
     assert {use.link for use in uses} == {"root", "socket"}
     assert sum(use.seconds for use in uses) == pytest.approx(first.estimate.transfer_s, rel=0.02)
     megatron = next(position for position, x in enumerate(ranking.entries) if name_of(x) == "atp 8x1")

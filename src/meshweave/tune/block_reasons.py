@@ -31,7 +31,7 @@ SAME = 1e-6
 
 
 @dataclass(frozen=True)
-class LinkUse:
+class AxisUse:
     """What a rank moves along one mesh axis: its bytes, and what a ring has of the slowest links there."""
 
     link: str
@@ -44,13 +44,13 @@ class LinkUse:
         return self.num_bytes / self.bytes_per_s
 
 
-def link_uses(entry: RankedConfig, machine: Machine) -> Iterator[LinkUse]:
+def axis_uses(entry: RankedConfig, machine: Machine) -> Iterator[AxisUse]:
     """Yield what a rank moves along each mesh axis, that which takes longest first."""
     uses = []
     for axis, num_bytes in entry.traffic_bytes.items():
         if num_bytes:
             rate = machine.rate(axis, "all_reduce", shared=True)
-            uses.append(LinkUse(machine.axis(axis, shared=True).name, num_bytes, rate))
+            uses.append(AxisUse(machine.axis(axis, shared=True).name, num_bytes, rate))
     yield from sorted(uses, key=lambda use: -use.seconds)
 
 
@@ -109,7 +109,7 @@ def _hidden(entry: RankedConfig) -> str:
 
 
 def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: RankedConfig) -> str:
-    uses = [list(link_uses(entry, ranking.machine(entry))) for entry in (faster, slower)]
+    uses = [list(axis_uses(entry, ranking.machine(entry))) for entry in (faster, slower)]
     spent: dict[str, float] = {}
     for use in (*uses[0], *uses[1]):
         spent[use.link] = spent.get(use.link, 0.0) + use.seconds
@@ -130,13 +130,13 @@ def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: Ranked
     )
 
 
-def _on(link: str, uses: list[LinkUse]) -> LinkUse | None:
+def _on(link: str, uses: list[AxisUse]) -> AxisUse | None:
     """Return all that is moved over a link as one, at the rate at which it is moved on the whole."""
     on_link = [use for use in uses if use.link == link]
     if not on_link:
         return None
     num_bytes = sum(use.num_bytes for use in on_link)
-    return LinkUse(link, num_bytes, num_bytes / sum(use.seconds for use in on_link))
+    return AxisUse(link, num_bytes, num_bytes / sum(use.seconds for use in on_link))
 
 
 def _share(a: int, b: int) -> str:

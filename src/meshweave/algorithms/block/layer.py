@@ -6,18 +6,29 @@ products of weight gradients then run beside the reduction of the gradient of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.block.halves import Half, halves_of
+from meshweave.algorithms.block.halves import Half, halves_of_layers, token_sizes
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
-from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
+from meshweave.algorithms.block.ring_core import RingCore
+from meshweave.algorithms.block.ring_equations import (
+    POSITIONS,
+    ring_gradient_meanings,
+    ring_gradient_tensors,
+    ring_meanings,
+    ring_tensors,
+)
+from meshweave.algorithms.block.roles import TOKENS, Dim, Dims, Roles, Side, Sides, dual, product
+from meshweave.algorithms.block.sides import layout_of
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
 from meshweave.algorithms.block.writer import BlockWriter, Stored
+from meshweave.describe.layout import Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import On, Program, Tensor
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.meanings import Meaning
 from meshweave.ir.skeleton import Skeleton
 
 GRADIENTS = "gradients"
@@ -28,22 +39,7 @@ def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh
     """Return the program of a block on a mesh whose axes have these roles."""
     writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
     LayerWriter(problem, roles, writer).write()
-    halves = _halves(problem)
-    meanings = [meaning for half in halves for meaning in half.meanings(roles.two_step_norms)]
-    if problem.is_training:
-        for half in reversed(halves):
-            meanings += half.gradient_meanings(roles.two_step_norms)
-    needed = {meaning.out for meaning in meanings}
-    needed |= {buffer.tensor for buffer in writer.buffers.values() if buffer.tensor is not None}
-    return Program(
-        name,
-        (mesh,),
-        tuple(tensor for tensor in _tensors(problem) if tensor.name in needed),
-        tuple(writer.buffers.values()),
-        writer.lanes,
-        (On(mesh.name, tuple(writer.statements)),),
-        tuple(meanings),
-    )
+    return assemble(writer, roles, name)
 
 
 def write_skeleton(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> Skeleton:
@@ -53,23 +49,69 @@ def write_skeleton(problem: BlockProblem, config: BlockConfig, roles: Roles, mes
     return writer.skeleton()
 
 
+def assemble(writer: ProgramWriter, roles: Roles, name: str) -> Program:
+    """Return the program of what has been written, with the equations of its layers."""
+    problem, is_flat = writer.problem, roles.is_flat
+    halves = halves_of_layers(problem, is_flat)
+    rings = [half for half in halves if half.is_attention and roles.ring_axis is not None]
+    meanings: list[Meaning] = []
+    for half in halves:
+        meanings += half.meanings(roles.two_step_norms, ring_meanings(half) if half in rings else None)
+    for half in reversed(halves) if problem.is_training else ():
+        core = ring_gradient_meanings(half) if half in rings else None
+        meanings += half.gradient_meanings(roles.two_step_norms, core)
+    needed = {meaning.out for meaning in meanings}
+    needed |= {buffer.tensor for buffer in writer.buffers.values() if buffer.tensor is not None}
+    tensors = [Tensor("X", (*token_sizes(problem, is_flat), problem.hidden), problem.dtype)]
+    tensors += [tensor for half in halves for tensor in half.tensors()]
+    tensors += [tensor for half in rings for tensor in ring_tensors(half)]
+    if problem.is_training:
+        tensors.append(replace(tensors[0], name="DZ"))
+        tensors += [tensor for half in reversed(halves) for tensor in half.gradient_tensors()]
+        tensors += [tensor for half in rings for tensor in ring_gradient_tensors(half)]
+    if rings:
+        tensors.append(Tensor(POSITIONS, (problem.sequence,), problem.statistics_dtype))
+    return Program(
+        name,
+        (writer.mesh,),
+        tuple(tensor for tensor in tensors if tensor.name in needed),
+        tuple(writer.buffers.values()),
+        writer.lanes,
+        (On(writer.mesh.name, tuple(writer.statements)),),
+        tuple(meanings),
+    )
+
+
 def _batch_dims(roles: Roles) -> Dims:
     return tuple("batch" if dim == "batch" else "" for dim in roles.residual)
 
 
-def _halves(problem: BlockProblem) -> list[Half]:
-    return [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
+@dataclass(frozen=True)
+class Site:
+    """One of the two products of a half, with its gradients."""
 
+    half: Half
+    is_first: bool
 
-def _tensors(problem: BlockProblem) -> Iterator[Tensor]:
-    residual = (problem.batch, problem.sequence, problem.hidden)
-    yield Tensor("X", residual, problem.dtype)
-    for half in _halves(problem):
-        yield from half.tensors()
-    if problem.is_training:
-        yield Tensor("DZ", residual, problem.dtype)
-        for half in reversed(_halves(problem)):
-            yield from half.gradient_tensors()
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.half.w_in if self.is_first else self.half.w_out
+
+    @property
+    def operand(self) -> str:
+        """Return the name of what is multiplied by the weight."""
+        return self.half.normal if self.is_first else self.half.core
+
+    @property
+    def k(self) -> Dim:
+        """Return the dim over which the product sums."""
+        return "hidden" if self.is_first else "inner"
+
+    @property
+    def other_k(self) -> Dim:
+        """Return the dim over which the gradient of the operand sums."""
+        return "inner" if self.is_first else "hidden"
 
 
 @dataclass
@@ -77,7 +119,7 @@ class LayerWriter:
     """Writes all layers of a problem with the ops of a writer.
 
     Attributes:
-        stored: where each tensor lies, by name; what is gathered for a product has the name of its use as well.
+        stored: where each tensor lies, by name; an operand where it is multiplied has " gathered" after its name.
     """
 
     problem: BlockProblem
@@ -86,10 +128,11 @@ class LayerWriter:
     stored: dict[str, Stored] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
+    _rings: dict[int, RingCore] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the forward part, and for training the backward part."""
-        halves = _halves(self.problem)
+        halves = halves_of_layers(self.problem, self.roles.is_flat)
         self._declare(halves)
         for half in halves:
             self._forward(half)
@@ -104,7 +147,10 @@ class LayerWriter:
 
     @property
     def _token_sides(self) -> Sides:
-        return Side("batch", self.problem.batch), Side("sequence", self.problem.sequence)
+        batch, sequence = self.problem.batch, self.problem.sequence
+        if self.roles.is_flat:
+            return (Side("batch", batch, sequence),)
+        return Side("batch", batch), Side("sequence", sequence)
 
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
@@ -127,14 +173,20 @@ class LayerWriter:
         for half in halves:
             weights += [
                 (half.gain, (Side("", problem.norm_rows), hidden), roles.gain),
-                (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.w_in),
-                (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.w_out),
+                (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.weight(True)),
+                (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.weight(False)),
             ]
         for name, sides, used in weights:
             dims = used if sides[0].dim == "" else roles.stored(used, sides)
             self.stored[name] = writer.new(name.lower(), name, sides, dims, dtype, "input")
         if problem.is_training:
             self.stored["DZ"] = writer.new("dz", "DZ", residual, roles.residual, dtype, "input")
+        if roles.ring_axis is not None:
+            sides: Sides = (Side("sequence", problem.sequence),)
+            nowhere: Dims = ("",) * len(roles.axes)
+            self.stored[POSITIONS] = writer.new(
+                POSITIONS.lower(), POSITIONS, sides, nowhere, problem.statistics_dtype, "input"
+            )
         self.stored["Z"] = writer.new("z", "Z", residual, roles.residual, dtype, "output")
         if problem.is_training:
             self.stored["DX"] = writer.new("dx", "DX", residual, roles.residual, dtype, "output")
@@ -152,18 +204,20 @@ class LayerWriter:
             )
         return self.stored[tensor]
 
-    def _weight(self, name: str, layer: int, used: Dims) -> Stored:
+    def _weight(self, site: Site) -> Stored:
         """Return a weight where it is multiplied: gathered, if it is kept in parts."""
-        kept = self.stored[name]
+        kept, used = self.stored[site.weight], self.roles.weight(site.is_first)
         if kept.dims == used:
             return kept
         if self.roles.keeps_weights:
-            if f"{name}_whole" not in self.stored:
-                self.stored[f"{name}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
-            return self.stored[f"{name}_whole"]
-        site = name.removesuffix(str(layer)).rstrip("_").lower()
-        out = self.writer.two_slots(f"{site}_whole", kept, used, layer % 2)
-        return self.writer.gather_once(kept, out, used, WEIGHTS)
+            if f"{site.weight}_whole" not in self.stored:
+                self.stored[f"{site.weight}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
+            return self.stored[f"{site.weight}_whole"]
+        name = site.weight.removesuffix(str(site.half.layer)).rstrip("_").lower()
+        out = replace(kept, buffer=f"{name}_whole", dims=used, slot=site.half.layer % 2)
+        return self.writer.gather_once(
+            kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
+        )
 
     def _landing(self, tensor: str, sides: Sides, natural: Dims, final: Dims) -> tuple[Stored, Stored]:
         """Return the buffer that a product writes, and that in which its result is to lie.
@@ -178,45 +232,83 @@ class LayerWriter:
             return replace(out, dims=natural), out
         return self.writer.part_of(out, natural), out
 
-    def _product(
-        self, tensor: str, sides: Sides, a: Stored, b: Stored, *, k: str, final: Dims, **how: bool
-    ) -> Stored:
-        """Write a product along `k` and move its result to where it is to lie."""
-        natural = product(a.dims, b.dims, (k,))  # type: ignore[arg-type]
+    # --- products -----------------------------------------------------------------------------------------------
+
+    def _multiply(self, site: Site) -> Stored:
+        """Write a product of the forward part: operand and weight are moved to it, and its result from it."""
+        operand = self.stored[site.operand]
+        tensor, sides, final = self._result(site)
+        if self._is_2d(site):
+            out = self._new(tensor, sides, final)
+            self.writer.product_2d(self.roles.product_2d, "os", out, operand, self.stored[site.weight])
+            return out
+        weight = self._weight(site)
+        operand = self.writer.move(operand, self.roles.operand(site.is_first), "all")
+        self.stored[f"{site.operand} gathered"] = operand
+        natural = product(operand.dims, weight.dims, (site.k,))
         landed, out = self._landing(tensor, sides, natural, final)
-        self.writer.matmul(landed, a, b, **how)
+        self.writer.matmul(landed, operand, weight)
         self.writer.move(landed, final, "moved", into=out)
         return out
+
+    def _multiply_back(self, site: Site, arriving: Stored) -> Stored:
+        """Write the products for the gradients of an operand, which is returned, and later of a weight."""
+        first = self.stored[site.operand]
+        tensor, final = f"D{site.operand}", first.dims
+        if self._is_2d(site):
+            out = self._new(tensor, first.sides, final)
+            self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self.stored[site.weight])
+            gradient = self.stored[f"D{site.weight}"]
+            self._then(lambda: self.writer.product_2d(self.roles.product_2d, "rs", gradient, first, arriving))
+            return out
+        arriving = self.writer.move(arriving, dual(self.roles.product(site.is_first)), "all")
+        if self.roles.keeps_gathered:
+            operand = self.stored[f"{site.operand} gathered"]
+        else:
+            operand = self.writer.move(first, self.roles.operand(site.is_first), "again")
+        weight = self._weight(site)
+        natural = product(arriving.dims, weight.dims, (site.other_k,))
+        landed, out = self._landing(tensor, first.sides, natural, final)
+        self.writer.matmul(landed, arriving, weight, transpose_b=True)
+        self.writer.move(landed, final, "moved", into=out)
+        self._then(lambda: self._weight_gradient(site.weight, operand, arriving))
+        return out
+
+    def _result(self, site: Site) -> tuple[str, Sides, Dims]:
+        """Return what a product of the forward part makes: the tensor, its sides, and how it is to lie."""
+        half = site.half
+        if site.is_first:
+            dims = self.roles.core(half.is_attention)
+            return half.inner, self._inner_sides(half, half.in_unit), dims
+        return half.result, self._residual_sides(), self.roles.residual
+
+    def _is_2d(self, site: Site) -> bool:
+        """Return whether a product is included as one of a 2D algorithm, whose parts are those of `Shard`."""
+        if not self.roles.is_flat:
+            return False
+        _, sides, final = self._result(site)
+        operand, weight = self.stored[site.operand], self.stored[site.weight]
+        layouts = [layout_of(self.writer.mesh, sides, final)]
+        layouts += [layout_of(self.writer.mesh, stored.sides, stored.dims) for stored in (operand, weight)]
+        return not any(isinstance(p, Tile) for layout in layouts for p in layout.placements)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def _forward(self, half: Half) -> None:
-        roles, writer, stream = self.roles, self.writer, self.stored[half.stream]
-        normal = self._norm(half, stream)
-        core_dims = roles.core(half.is_attention)
-        w_in = self._weight(half.w_in, half.layer, roles.w_in)
-        entry = self.stored[f"{half.normal}_entry"] = writer.move(normal, roles.entry, "all")
-        inner = self._product(
-            half.inner, self._inner_sides(half, half.in_unit), entry, w_in, k="hidden", final=core_dims
-        )
-        core = self._core(half, inner)
-        w_out = self._weight(half.w_out, half.layer, roles.w_out)
-        operand = self.stored[f"{half.core}_exit"] = writer.move(core, roles.exit, "all")
-        result = self._product(
-            half.result, self._residual_sides(), operand, w_out, k="inner", final=roles.residual
-        )
-        writer.add(result, stream)
+        stream = self.stored[half.stream]
+        self._norm(half, stream)
+        self._core(half, self._multiply(Site(half, True)))
+        self.writer.add(self._multiply(Site(half, False)), stream)
 
-    def _norm(self, half: Half, stream: Stored) -> Stored:
+    def _norm(self, half: Half, stream: Stored) -> None:
         roles, writer, gain = self.roles, self.writer, self.stored[half.gain]
         normal = self._new(half.normal, self._residual_sides(), roles.residual)
         shape = self._rows_and_features(stream)
         if not roles.two_step_norms:
             writer.call("norm", (normal,), (stream, gain), "norm", shape)
-            return normal
+            return
         sums = self._row_sums(half.statistics, "statistics", (stream,))
         writer.call("normalize", (normal,), (stream, sums, gain), "norm", shape)
-        return normal
 
     def _row_sums(self, tensor: str, fn: str, ins: tuple[Stored, ...]) -> Stored:
         """Write a call that makes sums over the features of each row, and their sum over ranks."""
@@ -227,61 +319,40 @@ class LayerWriter:
         return sums
 
     def _rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
-        batch, sequence, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
-        return batch * sequence, features
+        *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
+        return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
 
-    def _core(self, half: Half, inner: Stored) -> Stored:
+    def _core(self, half: Half, inner: Stored) -> None:
         problem = self.problem
         core = self._new(half.core, self._inner_sides(half, half.out_unit), inner.dims)
         if not half.is_attention:
             shape: tuple[Index, ...] = (self.writer.elements(core),)
             self.writer.call("activation", (core,), (inner,), "elementwise", shape)
-            return core
+            return
         rows = self._inner_sides(half, problem.queries_per_group)
         log_sums = self._new(half.log_sums, rows, inner.dims, problem.statistics_dtype)
+        if (axis := self.roles.ring_axis) is not None:
+            ring = RingCore(self.writer, half, axis, inner, core, log_sums, self.stored[POSITIONS])
+            self._rings[half.layer] = ring
+            ring.forward()
+            self.writer.cut()
+            return
         self.writer.call(
             "attention", (core, log_sums), (inner,), "attention", self._attention_shape(log_sums)
         )
-        return core
 
     def _attention_shape(self, log_sums: Stored) -> tuple[Index, ...]:
-        batch, sequence, heads = (self.writer.extent(side, log_sums.dims) for side in log_sums.sides)
-        return batch, heads, sequence, sequence, self.problem.head_dim
+        tokens, heads = self._rows_and_features(log_sums)
+        sequence = self.problem.sequence
+        return tokens // sequence, heads, sequence, sequence, self.problem.head_dim
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def _backward(self, half: Half) -> None:
-        roles, writer, stored = self.roles, self.writer, self.stored
-        core_dims = roles.core(half.is_attention)
-        w_out = self._weight(half.w_out, half.layer, roles.w_out)
-        arriving = writer.move(stored[f"D{half.result}"], dual(roles.product_out), "all")
-        operand = self._operand_again(half.core, "exit", roles.exit)
-        of_core = self._product(
-            f"D{half.core}",
-            stored[half.core].sides,
-            arriving,
-            w_out,
-            k="hidden",
-            final=core_dims,
-            transpose_b=True,
-        )
-        self._then(lambda: self._weight_gradient(half.w_out, operand, arriving))
-        entry = self._operand_again(half.normal, "entry", roles.entry)
-        w_in = self._weight(half.w_in, half.layer, roles.w_in)
-        of_inner = writer.move(self._core_gradient(half, of_core), dual(roles.product_in), "all")
-        of_normal = self._product(
-            f"D{half.normal}", self._residual_sides(), of_inner, w_in, k="inner", final=roles.residual,
-            transpose_b=True,
-        )  # fmt: skip
-        self._then(lambda: self._weight_gradient(half.w_in, entry, of_inner))
+        of_core = self._multiply_back(Site(half, False), self.stored[f"D{half.result}"])
+        of_normal = self._multiply_back(Site(half, True), self._core_gradient(half, of_core))
         self._norm_gradient(half, of_normal)
         self._write_later()
-
-    def _operand_again(self, tensor: str, use: str, dims: Dims) -> Stored:
-        """Return the operand of a forward product for the gradient of its weight: kept, or gathered again."""
-        if self.roles.keeps_gathered:
-            return self.stored[f"{tensor}_{use}"]
-        return self.writer.move(self.stored[tensor], dims, "again")
 
     def _then(self, write: Callable[[], None]) -> None:
         """Write what is not waited for: now, if a communication has just ended the loop, else after the next."""
@@ -316,7 +387,10 @@ class LayerWriter:
         stored = self.stored
         inner = stored[half.inner]
         out = self._new(f"D{half.inner}", inner.sides, inner.dims)
-        if half.is_attention:
+        if half.is_attention and half.layer in self._rings:
+            self._rings[half.layer].backward(of_core, out)
+            self.writer.cut()
+        elif half.is_attention:
             log_sums = stored[half.log_sums]
             ins = (of_core, inner, stored[half.core], log_sums)
             shape = self._attention_shape(log_sums)
@@ -334,7 +408,7 @@ class LayerWriter:
         statistics: tuple[Stored, ...] = ()
         if roles.two_step_norms:
             statistics = (stored[half.statistics],)
-            ins = (of_normal, stream, *statistics, gain)
+            ins: tuple[Stored, ...] = (of_normal, stream, *statistics, gain)
             sums = self._row_sums(half.norm_gradient_sums, "norm_grad_sums", ins)
             self._then(lambda: self._gain_gradient(half, of_normal, statistics))
             fn, ins = "normalize_grad", (of_normal, stream, *statistics, sums, gain)

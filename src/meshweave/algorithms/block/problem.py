@@ -134,11 +134,15 @@ class BlockConfig:
             the products of the next. The last one may be smaller.
         scatter: how a sum of which each rank needs a part gets there: by "reduce_scatter", or by "all_reduce",
             after which a rank takes its part.
+        slices: the most slices of each 2D product.
     """
 
     chunks: int = 1
     scatter: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
+    slices: int = 0
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"
+        if self.slices:
+            text = f"S={self.slices}"
         return text if self.scatter == "reduce_scatter" else f"{text}, all-reduce before scatter"

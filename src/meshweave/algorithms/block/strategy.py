@@ -57,11 +57,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
         """Yield 1, 2 and 4 chunks of the batch of a rank."""
         for count in (1, 2, 4):
-            if count <= self.local_batch(problem):
+            if count <= self.max_chunks(problem):
                 yield BlockConfig(count)
 
-    def local_batch(self, problem: BlockProblem) -> int:
-        """Return the most sequences that a rank works on."""
+    def max_chunks(self, problem: BlockProblem) -> int:
+        """Return the most chunks there can be: the most sequences that a rank works on."""
         batch = problem.batch
         for dim, parts in zip(self.roles_of(problem).residual, problem.mesh_shape, strict=True):
             batch = -(-batch // parts) if dim == "batch" else batch
@@ -70,8 +70,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
         if (reason := self.refusal(problem)) is not None:
             raise LayoutError(f"{self.name} {reason}")
-        if not 1 <= config.chunks <= self.local_batch(problem):
-            raise LayoutError(f"{config.chunks} chunks of {self.local_batch(problem)} sequences on a rank")
+        if not 1 <= config.chunks <= self.max_chunks(problem):
+            raise LayoutError(
+                f"{config.chunks} chunks of a block that {self.name} cuts into {self.max_chunks(problem)}"
+            )
         name = f"{self.title} block, {problem.layers} layers, {config}"
         return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
 
@@ -81,7 +83,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return Mesh.of(MESH, problem.mesh_shape, AXES)
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
-        buffers = self.program(problem, BlockConfig()).buffers
+        buffers = self.program(problem, next(self.candidates(problem))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
