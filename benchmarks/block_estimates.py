@@ -3,7 +3,8 @@
     python benchmarks/block_estimates.py [--save]
 
 Every strategy on every mesh of each machine, forward and backward, with its fastest config by estimate. "error" is
-estimate over simulation, less one: negative where the simulation met contention that the closed form does not know.
+estimate over simulation, less one: below 0 where the simulation met contention, of which the closed form knows
+nothing.
 """
 
 from __future__ import annotations
@@ -81,12 +82,15 @@ def main() -> None:
         errors = [abs(row["error"]) for row in made]
         worst = max(made, key=lambda row: abs(row["error"]))
         print(
-            f"{case[0]:<12} {case[1]:<14} {len(made):>3} rows, mean |error| {statistics.mean(errors):6.2%}, largest "
-            f"{worst['error']:+.1%} ({worst['strategy']} {worst['mesh']}), {time.perf_counter() - began:.0f} s"
+            f"{case[0]:<12} {case[1]:<14} {len(made):>3} rows, mean |error| {statistics.mean(errors):6.2%}, "
+            f"largest {worst['error']:+.1%} ({worst['strategy']} {worst['mesh']}), "
+            f"{time.perf_counter() - began:.0f} s"
         )
     errors = [abs(row["error"]) for row in rows]
     mean = statistics.mean(errors)
-    print(f"all: {len(rows)} rows, mean |error| {mean:.2%}, goal {GOAL:.0%}: {'met' if mean <= GOAL else 'missed'}")
+    print(
+        f"all: {len(rows)} rows, mean |error| {mean:.2%}, goal {GOAL:.0%}: {'met' if mean <= GOAL else 'missed'}"
+    )
     if arguments.save:
         print(save("block_estimates", {"goal": GOAL, "mean_error": mean, "rows": rows}))
 

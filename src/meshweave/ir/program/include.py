@@ -105,7 +105,9 @@ class Submesh:
         ranks = np.array(mesh.ranks, dtype=np.int64).reshape(mesh.shape)[tuple(chosen)]
         if self.order is not None:
             if sorted(self.order) != list(range(ranks.ndim)):
-                raise ProgramError(f"{self} orders axes {self.order}, and there are {ranks.ndim}")
+                raise ProgramError(
+                    f"{self} transposes axes {self.order}; give a permutation of 0 to {ranks.ndim - 1}"
+                )
             ranks = ranks.transpose(self.order)
         return ranks.shape, tuple(ranks.reshape(-1).tolist())
 
@@ -179,8 +181,11 @@ class Include(Collective):
             for inner, outer in zip(mesh.ranks, actual, strict=True):
                 if ranks.setdefault(inner, outer) != outer:
                     raise ProgramError(
-                        f"rank {inner} of {self.part} would be rank {ranks[inner]} and rank {outer}"
+                        f"the sub-meshes given for {self.part} put its rank {inner} on ranks {ranks[inner]} and "
+                        f"{outer}; give sub-meshes that agree"
                     )
         if len(set(ranks.values())) < len(ranks):
-            raise ProgramError(f"two ranks of {self.part} would be one rank here")
+            raise ProgramError(
+                f"the sub-meshes given for {self.part} overlap; give each of its ranks a rank of its own"
+            )
         return dict(sorted(ranks.items()))

@@ -62,7 +62,9 @@ def read_arguments(call: ast.Call, names: tuple[str, ...], optional: int = 0) ->
     """Return the arguments of a call by their names, None for optional ones that are left out."""
     values: dict[str, ast.expr] = dict(zip(names, call.args, strict=False))
     for keyword in call.keywords:
-        if keyword.arg not in names or keyword.arg in values:
+        if keyword.arg in values:
+            raise fault_at(call, f"argument '{keyword.arg}' is given twice")
+        if keyword.arg not in names:
             raise fault_at(call, f"no argument '{keyword.arg}' here{did_you_mean(keyword.arg or '', names)}")
         values[keyword.arg] = keyword.value
     if len(call.args) > len(names) or any(name not in values for name in names[: len(names) - optional]):

@@ -3,13 +3,14 @@
 A program says *how* each rank computes; a meaning says *what* comes out, as an equation between whole
 tensors:
 
-    computes(Y, product(X, W))                                    Y = X W, also with leading batch dims
-    computes(Z, add(X, Y))                                        Z = X + Y, a residual
-    computes(Q, same(P))                                          Q = P, element for element in row-major
-    order computes(N[i, :], call("norm", X[i, :], G))                   row i of N is norm(row i of X, all of
-    G) computes(M[i], call("row_max", S[i, j], reduce="max"))        M[i] = max over j of what calls make of
-    S[i, j] computes(D[a, b], call("grad", E[i, b], X[i, a], reduce="sum"))  a weight gradient: a sum over
-    rows i
+    computes(Y, product(X, W))                        Y = X W, also with leading batch dims
+    computes(Z, add(X, Y))                            Z = X + Y, a residual
+    computes(Q, same(P))                              Q = P, element for element in row-major order
+    computes(N[i, :], call("norm", X[i, :], G))       row i of N is norm(row i of X, all of G)
+    computes(M[i], call("row_max", S[i, j], reduce="max"))
+                                                      M[i] = max over j of what calls make of S[i, j]
+    computes(D[a, b], call("grad", E[i, b], X[i, a], reduce="sum"))
+                                                      a weight gradient: a sum over rows i
 
 The last three declare how the results of a `call` depend on the rows of its inputs: a name stands for one
 position of a dim, `:` for the whole dim. That is all that a proof needs to know of a function.

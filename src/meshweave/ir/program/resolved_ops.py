@@ -54,7 +54,7 @@ class ResolvedOps:
         self._forms: dict[int, int] = {}
 
     def form(self, op: Op) -> int:
-        """Return the number of a resolved op's form; of one that is shared with no other, one below 0."""
+        """Return a number that equal forms share; below 0, and its own, for an op that is shared with no other."""
         return self._forms.get(id(op), -1 - id(op))
 
     def get(self, op: Op, env: Mapping[str, int], rank: int) -> Op:
