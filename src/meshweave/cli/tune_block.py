@@ -153,7 +153,7 @@ def _meshes(text: str) -> tuple[MeshShape, ...] | None:
 
 
 def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
-    from meshweave.tune.block_reasons import reason
+    from meshweave.tune.block_reasons import block_reason
     from meshweave.tune.blocks import mesh_of
 
     rows = []
@@ -171,7 +171,7 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
                 "peak_bytes": entry.peak_bytes,
                 "fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
                 "margin": ranking.margin(position),
-                "reason": reason(ranking, position),
+                "reason": block_reason(ranking, position),
             }
         )
     return {

@@ -76,7 +76,7 @@ def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:
     return gains
 
 
-def reason(ranking: BlockRanking, position: int = 0) -> str:
+def block_reason(ranking: BlockRanking, position: int = 0) -> str:
     """Return in one sentence why an entry is ahead of the next one; "" for the last one."""
     if position + 1 >= len(ranking.entries):
         return ""

@@ -34,7 +34,7 @@ class LayerTable(FileModel):
     size: Count | None = Field(
         None, description="the number of ranks of the layer, at least 1 (left out: that of the lists below)"
     )
-    p2p_bytes_per_s: Rate | list[list[float]] = Field(
+    p2p_bytes_per_s: float | list[list[float]] = Field(
         description="bytes per second between two ranks, a number for all pairs or a matrix of numbers"
     )
     group_bytes_per_s: Rate | list[Rate] = Field(
