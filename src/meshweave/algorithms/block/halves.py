@@ -64,20 +64,21 @@ class Half:
         return token_sizes(self.problem, self.is_flat)
 
     @property
-    def _token_names(self) -> Dims:
+    def token_names(self) -> Dims:
+        """Return names for the positions of tokens."""
         return ("i",) if self.is_flat else ("b", "s")
 
     @property
     def _row(self) -> Dims:
-        return (*self._token_names, None)
+        return (*self.token_names, None)
 
     @property
     def _element(self) -> Dims:
-        return (*self._token_names, "j")
+        return (*self.token_names, "j")
 
     @property
     def _unit(self) -> Dims:
-        return (*self._token_names, "j", None)
+        return (*self.token_names, "j", None)
 
     @property
     def log_sums(self) -> str:
@@ -131,6 +132,15 @@ class Half:
 
     def meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
         """Yield the equations of the forward part, with a norm in one step or two, and its core as given."""
+        yield from self.norm_meanings(two_steps)
+        yield Product(self.inner, self.normal, self.w_in)
+        yield Same(f"{self.inner}_units", self.inner)
+        yield from self._core() if core is None else core
+        yield Product(self.product, self.core, self.w_out)
+        yield Sum(self.result, (self.stream, self.product))
+
+    def norm_meanings(self, two_steps: bool) -> Iterator[Meaning]:
+        """Yield the equations of the norm."""
         stream, gain = self.stream, self.gain
         if two_steps:
             element, sums = TensorPart(stream, self._element), TensorPart(self.statistics, self._row)
@@ -143,11 +153,6 @@ class Half:
         else:
             ins = (TensorPart(stream, self._row), TensorPart(gain, (None, None)))
             yield Function(TensorPart(self.normal, self._row), "norm", ins)
-        yield Product(self.inner, self.normal, self.w_in)
-        yield Same(f"{self.inner}_units", self.inner)
-        yield from self._core() if core is None else core
-        yield Product(self.product, self.core, self.w_out)
-        yield Sum(self.result, (stream, self.product))
 
     def _core(self) -> Iterator[Meaning]:
         if not self.is_attention:
@@ -167,7 +172,7 @@ class Half:
         yield from self._core_gradient() if core is None else core
         yield Product(f"D{self.normal}", f"D{self.inner}", self.w_in, transpose_b=True)
         yield Product(f"D{self.w_in}", self.normal, f"D{self.inner}", transpose_a=True)
-        yield from self._norm_gradient(two_steps)
+        yield from self.norm_gradient_meanings(two_steps)
         yield Sum(f"D{self.stream}", (arriving, self.norm_gradient))
 
     def _core_gradient(self) -> Iterator[Meaning]:
@@ -183,7 +188,8 @@ class Half:
             yield Function(TensorPart(units, unit), "activation_grad", ins)
         yield Same(f"D{self.inner}", units)
 
-    def _norm_gradient(self, two_steps: bool) -> Iterator[Meaning]:
+    def norm_gradient_meanings(self, two_steps: bool) -> Iterator[Meaning]:
+        """Yield the equations of the gradient of the norm."""
         normal, gain = f"D{self.normal}", TensorPart(self.gain, (None, "j" if two_steps else None))
         dims = self._element if two_steps else self._row
         ins = TensorPart(normal, dims), TensorPart(self.stream, dims)
