@@ -149,6 +149,8 @@ def _type(annotation: Any) -> str:
 
 
 def _plural(words: str) -> str:
+    if words.startswith("list of "):
+        return words.replace("list", "lists", 1)
     return words.replace("table]", "tables]") if words.startswith("[") else f"{words}s"
 
 

@@ -1,8 +1,8 @@
 """Find the two kinds of numbers of the fitted reading of ATP's table 3, each on one of its rows.
 
 The rate of products is the share of the catalog's with which M3 without chunks reaches the printed throughput on
-IC3. With it, the rate of all links of another machine is the share with which M3 does there. No other row is looked
-at.
+IC3. With it, the rate of all links of another machine is the share with which M3 does there. No other row is
+looked at.
 
     python validation/fit_atp.py
 """
