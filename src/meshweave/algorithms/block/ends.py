@@ -20,8 +20,8 @@ from meshweave.algorithms.block.end_equations import (
     TOKENS_IN,
     head_of,
 )
-from meshweave.algorithms.block.halves import Half
-from meshweave.algorithms.block.layer import LayerWriter, Site, WeightSpec
+from meshweave.algorithms.block.halves import Half, Site
+from meshweave.algorithms.block.layer import LayerWriter, WeightSpec
 from meshweave.algorithms.block.roles import TOKENS, Dims, Side, Sides, dual, product
 from meshweave.algorithms.block.writer import Stored
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Dim
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Dims, Function, Meaning, Product, Same, Sum, TensorPart
 
@@ -206,6 +207,34 @@ class Half:
         yield Function(sums, "norm_grad_sums", (*ins, statistics, gain), reduce="sum")
         yield Function(out, "normalize_grad", (*ins, statistics, sums, gain))
         yield Function(of_gain, "normalize_weight_grad", (*ins, statistics, of_gain), reduce="sum")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One of the two products of a half, with its gradients."""
+
+    half: Half
+    is_first: bool
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.half.w_in if self.is_first else self.half.w_out
+
+    @property
+    def operand(self) -> str:
+        """Return the name of what is multiplied by the weight."""
+        return self.half.normal if self.is_first else self.half.core
+
+    @property
+    def k(self) -> Dim:
+        """Return the dim over which the product sums."""
+        return "hidden" if self.is_first else "inner"
+
+    @property
+    def other_k(self) -> Dim:
+        """Return the dim over which the gradient of the operand sums."""
+        return "inner" if self.is_first else "hidden"
 
 
 def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:

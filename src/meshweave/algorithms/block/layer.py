@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.block.halves import Half, halves_of_layers
+from meshweave.algorithms.block.halves import Half, Site, halves_of_layers
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.ring_core import RingCore
 from meshweave.algorithms.block.ring_equations import (
     POSITIONS,
 )
-from meshweave.algorithms.block.roles import TOKENS, Dim, Dims, Roles, Side, Sides, dual, product
+from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
 from meshweave.algorithms.block.sides import layout_of
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
 from meshweave.describe.layout import Tile
@@ -27,34 +27,6 @@ WEIGHTS = "weights"
 
 WeightSpec = tuple[str, Sides, Dims]
 """The name of a weight, its sides, and how it lies where it is used."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """One of the two products of a half, with its gradients."""
-
-    half: Half
-    is_first: bool
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.half.w_in if self.is_first else self.half.w_out
-
-    @property
-    def operand(self) -> str:
-        """Return the name of what is multiplied by the weight."""
-        return self.half.normal if self.is_first else self.half.core
-
-    @property
-    def k(self) -> Dim:
-        """Return the dim over which the product sums."""
-        return "hidden" if self.is_first else "inner"
-
-    @property
-    def other_k(self) -> Dim:
-        """Return the dim over which the gradient of the operand sums."""
-        return "inner" if self.is_first else "hidden"
 
 
 @dataclass
