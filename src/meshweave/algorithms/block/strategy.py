@@ -76,7 +76,8 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             raise LayoutError(
                 f"{config.chunks} chunks of a block that {self.name} cuts into {self.max_chunks(problem)}"
             )
-        name = f"{self.title} block, {problem.layers} layers, {config}"
+        layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
+        name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
 
     @staticmethod

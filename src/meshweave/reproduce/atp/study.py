@@ -66,7 +66,7 @@ FITTED_LINKS = {"ic1": 0.443, "ic2": 0.928, "ic3": 1.0, "ic4": 0.209}
 `validation/fit_atp.py` finds them: that of products on IC3, then that of links on each other machine. No other row
 was used.
 """
-ATP, SUMMA, COLLECTIVE = "atp", "summa_block", "collective_2d"
+ATP, SUMMA, COLLECTIVE = "atp", "summa_block", "collective_block"
 
 
 @dataclass(frozen=True)
