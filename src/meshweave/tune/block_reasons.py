@@ -22,6 +22,9 @@ _SHARES = {
     Fraction(2, 3): "two thirds of",
     Fraction(1, 4): "a quarter of",
     Fraction(3, 4): "three quarters of",
+    Fraction(1, 5): "a fifth of",
+    Fraction(1, 6): "a sixth of",
+    Fraction(1, 7): "a seventh of",
     Fraction(1, 8): "an eighth of",
     Fraction(1, 1): "as many as",
 }
@@ -76,11 +79,12 @@ def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:
     return gains
 
 
-def reason(ranking: BlockRanking, position: int = 0) -> str:
-    """Return in one sentence why an entry is ahead of the next one; "" for the last one."""
-    if position + 1 >= len(ranking.entries):
+def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = None) -> str:
+    """Return in one sentence why an entry is ahead of another one, by default the next; "" where there is none."""
+    other = position + 1 if other is None else other
+    if not position < other < len(ranking.entries):
         return ""
-    faster, slower = ranking.entries[position : position + 2]
+    faster, slower = ranking.entries[position], ranking.entries[other]
     gains = gains_s(faster, slower)
     part = max(gains, key=lambda name: gains[name])
     if abs(slower.seconds / faster.seconds - 1) < SAME:
@@ -100,6 +104,15 @@ def reason(ranking: BlockRanking, position: int = 0) -> str:
     if part == "overlap":
         return f"{name_of(faster)} {_hidden(faster)}, {name_of(slower)} {_hidden(slower)}"
     return _transfer_reason(ranking, faster, slower)
+
+
+def next_strategy(ranking: BlockRanking) -> int | None:
+    """Return the position of the first entry of another strategy and another time than the first entry's."""
+    first = ranking.entries[0]
+    for position, entry in enumerate(ranking.entries):
+        if entry.algorithm.name != first.algorithm.name and abs(entry.seconds / first.seconds - 1) >= SAME:
+            return position
+    return None
 
 
 def _hidden(entry: RankedConfig) -> str:

@@ -42,6 +42,8 @@ class Atp(BlockAlgorithm):
         sums of 3 + 4 forward and 1 + 4 backward and gathers of 1 + 3, each of which is half a sum, all over d1.
         These are the 4 and 14 of Eq. 2.
         """
+        if problem.vocabulary:
+            return super().traffic(problem, config, rank)
         d1, d2 = problem.mesh_shape
         item = dtype_bytes(problem.dtype)
         attention, feed_forward = halves_of(problem, 0)

@@ -1,7 +1,7 @@
 """The functions that blocks call: norms, attention, activations and their gradients, on numpy or torch arrays.
 
-`RealFunctions` is what models compute. `IntegerFunctions` depends on the same elements, and has the same sums, but
-is made of small integers: results are the same in any order of sums, in every dtype. Its "gradients" are no
+Models compute `real_functions`. Those of `integer_functions` depend on the same elements, and have the same sums,
+but are made of small integers: results are the same in any order of sums, in every dtype. Their "gradients" are no
 derivatives. A program that gives the right integers has moved the right elements to the right places.
 
 Shapes: a residual or its gradient (batch, sequence, features); parameters of a norm (rows, features); statistics
@@ -23,11 +23,6 @@ from meshweave.algorithms.block.problem import BlockProblem
 
 Values = Any
 """A numpy array or a torch tensor."""
-
-EPSILON = 1e-5
-"""What a norm adds to a variance before its root."""
-ROTARY_BASE = 10_000.0
-"""The base of rotary frequencies (Su et al., RoFormer, section 3.2.2)."""
 
 
 def array_module(x: Any) -> Any:
@@ -59,6 +54,12 @@ class BlockFunctions(ABC):
             "finish_attention": self.finish_attention,
             "attend_grad": self.attend_grad,
             "merge_heads": self.merge_heads,
+            "embed": self.embed,
+            "embed_grad": self.embed_grad,
+            "row_max": self.row_max,
+            "softmax_sums": self.softmax_sums,
+            "loss": self.loss,
+            "loss_grad": self.loss_grad,
             "activation": self.activation,
             "activation_grad": self.activation_grad,
         }
@@ -200,6 +201,51 @@ class BlockFunctions(ABC):
     def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
         """Return gradients by queries and keys before they were turned by their positions."""
 
+    # --- embedding and loss -------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
+        """Return the rows of part of a table for tokens, zeros for tokens of other parts.
+
+        `vocabulary` has the consecutive tokens that the rows are of.
+        """
+        rows, is_here = _rows_of(tokens, vocabulary)
+        if not vocabulary.shape[0]:
+            return like(np.zeros((*tokens.shape, table.shape[-1])), table)
+        return table[rows] * is_here[..., None]
+
+    def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
+        """Return the gradient by part of a table, added to what earlier tokens gave."""
+        rows, is_here = _rows_of(tokens, vocabulary)
+        if not vocabulary.shape[0]:
+            return so_far
+        terms = (dx * is_here[..., None]).reshape(math.prod(tokens.shape), dx.shape[-1])
+        rows = rows.reshape(math.prod(tokens.shape))
+        if array_module(dx) is not np:
+            return so_far.index_add(0, rows, terms)
+        total = so_far.copy()
+        np.add.at(total, rows, terms)
+        return total
+
+    def row_max(self, logits: Values) -> Values:
+        """Return the greatest of part of the logits of each token; minus infinity of none."""
+        if not logits.shape[-1]:
+            return like(np.full(logits.shape[:-1], -np.inf), logits)
+        return array_module(logits).amax(logits, -1)
+
+    @abstractmethod
+    def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
+        """Return two sums over part of the logits of each token: of exponentials, and of the target's logit."""
+
+    @abstractmethod
+    def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
+        """Return the loss of tokens, added to that of earlier ones."""
+
+    @abstractmethod
+    def loss_grad(
+        self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
+    ) -> Values:
+        """Return the gradient by part of the logits."""
+
     # --- activations --------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -219,308 +265,27 @@ class BlockFunctions(ABC):
         return array_module(gate).stack((gate, value), -1).reshape(*leading, 2 * columns)
 
 
-class RealFunctions(BlockFunctions):
-    """Layer norm or root-mean-square norm, causal softmax attention, GELU (tanh form) or SwiGLU."""
-
-    def _centred(self, x: Values, statistics: Values) -> tuple[Values, Values]:
-        """Return the features before gain and bias, and the reciprocal of their deviation."""
-        means = statistics / self.problem.hidden
-        if self.problem.family == "llama":
-            scale = (means + EPSILON) ** -0.5
-            return x * scale, scale
-        mean = means[..., :1]
-        scale = (means[..., 1:] - mean * mean + EPSILON) ** -0.5
-        return (x - mean) * scale, scale
-
-    def statistics(self, x: Values) -> Values:
-        squares = (x * x).sum(-1)[..., None]
-        if self.problem.family == "llama":
-            return squares
-        return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
-
-    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
-        scaled = self._centred(x, statistics)[0] * gain[0]
-        return scaled if self.problem.family == "llama" else scaled + gain[1]
-
-    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        arriving = dy * gain[0]
-        along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
-        if self.problem.family == "llama":
-            return along
-        return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
-
-    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        centred, scale = self._centred(x, statistics)
-        means = sums / self.problem.hidden
-        change = dy * gain[0] - centred * means[..., -1:]
-        return scale * (change if self.problem.family == "llama" else change - means[..., :1])
-
-    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        of_gain = _over_rows(dy * self._centred(x, statistics)[0])
-        rows = (of_gain,) if self.problem.family == "llama" else (of_gain, _over_rows(dy))
-        return so_far + array_module(x).stack(rows)
-
-    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
-        """Return queries and keys as they are multiplied, values, and masked scores."""
-        queries, keys, values = self._split(qkv)
-        here = _like(np.arange(queries.shape[-2]), queries)
-        queries, keys = self._turned(queries, here), self._turned(keys, here)
-        return queries, keys, values, self._masked(queries, keys, here, here)
-
-    def _masked(self, queries: Values, keys: Values, here: Values, there: Values) -> Values:
-        """Return scores, minus infinity for keys after the query."""
-        scores = queries @ keys.swapaxes(-1, -2) * self.problem.head_dim**-0.5
-        never = _like(np.array(-np.inf), scores)
-        return array_module(scores).where(here[:, None] >= there[None, :], scores, never)
-
-    def _turned(self, x: Values, positions: Values, sign: int = 1) -> Values:
-        """Return rows turned by their positions, or back: rotary embedding of both halves of each head."""
-        if self.problem.family == "gpt":
-            return x
-        half = self.problem.head_dim // 2
-        frequencies = ROTARY_BASE ** (-np.arange(half) / max(half, 1))
-        angles = positions[:, None] * _like(frequencies, positions)
-        module = array_module(x)
-        cos, sin = module.cos(angles), sign * module.sin(angles)
-        first, second = x[..., :half], x[..., half : 2 * half]
-        parts = (first * cos - second * sin, first * sin + second * cos, x[..., 2 * half :])
-        return module.concatenate(parts, -1)
-
-    def attention(self, qkv: Values) -> list[Values]:
-        module = array_module(qkv)
-        _, _, values, scores = self._scores(qkv)
-        greatest = module.amax(scores, -1)[..., None]
-        weights = module.exp(scores - greatest)
-        total = weights.sum(-1)[..., None]
-        return [self._joined(weights / total @ values, qkv), self._joined(module.log(total) + greatest, qkv)]
-
-    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        module = array_module(qkv)
-        queries, keys, values, scores = self._scores(qkv)
-        weights = module.exp(scores - self._heads(log_sums, 1))
-        arriving = self._heads(dout, self.problem.head_dim)
-        along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
-        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * self.problem.head_dim**-0.5
-        of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
-        here = _like(np.arange(queries.shape[-2]), queries)
-        of_queries, of_keys = self._turned(of_queries, here, -1), self._turned(of_keys, here, -1)
-        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving, qkv)
-
-    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        queries, keys, values = self._split(qkv)
-        queries, keys = self._turned(queries, positions), self._turned(keys, positions)
-        joined = array_module(qkv).concatenate((keys, values), -1)
-        return [self._joined(queries, qkv), self._joined(joined, qkv)]
-
-    def attend(
-        self,
-        queries: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-        so_far: Values,
-        greatest: Values,
-        weights: Values,
-    ) -> list[Values]:
-        if not there.shape[0]:
-            return [so_far, greatest, weights]
-        module, d = array_module(queries), self.problem.head_dim
-        own_keys, values = self._keys(keys)
-        scores = self._masked(self._heads(queries, d), own_keys, here, there)
-        total, before = self._heads(weights, 1), self._heads(greatest, 1)
-        before = module.where(total > 0, before, _like(np.array(-np.inf), before))
-        most = module.maximum(before, module.amax(scores, -1)[..., None])
-        finite = module.where(most > -np.inf, most, _like(np.array(0.0), most))
-        shrunk, new = module.exp(before - finite), module.exp(scores - finite)
-        out = self._heads(so_far, d) * shrunk + new @ values
-        total = total * shrunk + new.sum(-1)[..., None]
-        return [self._joined(part, queries) for part in (out, finite, total)]
-
-    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        d = self.problem.head_dim
-        out = self._heads(so_far, d) / self._heads(weights, 1)
-        return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
-
-    def attend_grad(
-        self,
-        dout: Values,
-        queries: Values,
-        out: Values,
-        log_sums: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-    ) -> list[Values]:
-        module, d = array_module(queries), self.problem.head_dim
-        own_keys, values = self._keys(keys)
-        rows, arriving = self._heads(queries, d), self._heads(dout, d)
-        weights = module.exp(self._masked(rows, own_keys, here, there) - self._heads(log_sums, 1))
-        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
-        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * d**-0.5
-        of_keys, of_values = of_scores.swapaxes(-1, -2) @ rows, weights.swapaxes(-1, -2) @ arriving
-        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
-
-    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
-        return self._turned(queries, positions, -1), self._turned(keys, positions, -1)
-
-    def activation(self, y: Values) -> Values:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(y)
-            return gate * self._sigmoid(gate) * value
-        return 0.5 * y * (1 + array_module(y).tanh(_GELU * (y + 0.044715 * y**3)))
-
-    def activation_grad(self, dout: Values, y: Values) -> Values:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(y)
-            sigmoid = self._sigmoid(gate)
-            of_gate = dout * value * sigmoid * (1 + gate * (1 - sigmoid))
-            return self._interleaved(of_gate, dout * gate * sigmoid)
-        tanh = array_module(y).tanh(_GELU * (y + 0.044715 * y**3))
-        return dout * (0.5 * (1 + tanh) + 0.5 * y * (1 - tanh * tanh) * _GELU * (1 + 3 * 0.044715 * y * y))
-
-    @staticmethod
-    def _sigmoid(x: Values) -> Values:
-        return 0.5 * (1 + array_module(x).tanh(0.5 * x))
+def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:
+    """Return the number of each token in part of a vocabulary, 0 for others, and whether it is in it."""
+    first = vocabulary[0] if vocabulary.shape[0] else 0
+    rows = tokens - first
+    is_here = (rows >= 0) & (rows < vocabulary.shape[0])
+    rows = rows * is_here
+    return (rows.astype(np.int64) if array_module(rows) is np else rows.long()), is_here
 
 
-_GELU = float(np.sqrt(2 / np.pi))
-
-
-class IntegerFunctions(BlockFunctions):
-    """Functions of integers that never exceed 3, for comparisons with `==`."""
-
-    def statistics(self, x: Values) -> Values:
-        small = _small(x)
-        rows = (small, small * small)[: self.problem.norm_rows]
-        return array_module(x).stack([row.sum(-1) for row in rows], -1)
-
-    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
-        scaled = _small(x + statistics.sum(-1)[..., None]) * gain[0]
-        return _small(scaled if self.problem.family == "llama" else scaled + gain[1])
-
-    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        sums = _small(dy * gain[0] + x), _small(dy - x + statistics[..., :1])
-        return array_module(x).stack([row.sum(-1) for row in sums[: self.problem.norm_rows]], -1)
-
-    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
-        of_row = statistics.sum(-1)[..., None] + sums.sum(-1)[..., None]
-        return _small(dy * gain[0] + x * of_row)
-
-    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        of_gain = _over_rows(_small(dy * _small(x + statistics[..., :1])))
-        rows = (of_gain, _over_rows(_small(dy)))[: self.problem.norm_rows]
-        return so_far + array_module(x).stack(rows)
-
-    def _scores(self, qkv: Values) -> tuple[Values, Values, Values, Values]:
-        queries, keys, values = self._split(_small(qkv))
-        scores = _small(queries @ keys.swapaxes(-1, -2))
-        return queries, keys, values, scores * _like(np.tri(scores.shape[-2]), scores)
-
-    def attention(self, qkv: Values) -> list[Values]:
-        _, _, values, scores = self._scores(qkv)
-        return [self._joined(_small(scores @ values), qkv), self._joined(scores.sum(-1)[..., None], qkv)]
-
-    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        queries, keys, values, scores = self._scores(qkv)
-        arriving = self._heads(_small(dout), self.problem.head_dim)
-        along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
-        of_scores = _small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
-        of_keys, of_values = (
-            of_scores.swapaxes(-1, -2) @ queries,
-            _small(scores).swapaxes(-1, -2) @ arriving,
-        )
-        return _small(self._merged(of_scores @ keys, of_keys, of_values, qkv))
-
-    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
-        queries, keys, values = self._split(_small(qkv))
-        joined = array_module(qkv).concatenate((keys, values), -1)
-        return [self._joined(queries, qkv), self._joined(joined, qkv)]
-
-    def _seen(self, queries: Values, keys: Values, here: Values, there: Values) -> tuple[Values, Values]:
-        """Return scores of keys up to each query, and which those are."""
-        mask = _as((here[:, None] >= there[None, :]), queries)
-        return _small(queries @ keys.swapaxes(-1, -2)) * mask, mask
-
-    def attend(
-        self,
-        queries: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-        so_far: Values,
-        greatest: Values,
-        weights: Values,
-    ) -> list[Values]:
-        own_keys, values = self._keys(keys)
-        scores, mask = self._seen(self._heads(queries, self.problem.head_dim), own_keys, here, there)
-        count = mask.sum(-1)[None, :, None]
-        more = self._joined(scores @ values, queries), self._joined(scores.sum(-1)[..., None], queries)
-        return [so_far + more[0], greatest + more[1], weights + count]
-
-    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
-        return [_small(so_far), greatest]
-
-    def attend_grad(
-        self,
-        dout: Values,
-        queries: Values,
-        out: Values,
-        log_sums: Values,
-        keys: Values,
-        here: Values,
-        there: Values,
-    ) -> list[Values]:
-        d = self.problem.head_dim
-        own_keys, values = self._keys(keys)
-        rows, arriving = self._heads(queries, d), self._heads(_small(dout), d)
-        scores, _ = self._seen(rows, own_keys, here, there)
-        along = (arriving * self._heads(out, d)).sum(-1)[..., None]
-        of_scores = _small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
-        of_keys = of_scores.swapaxes(-1, -2) @ rows
-        of_values = _small(scores).swapaxes(-1, -2) @ arriving
-        return [self._joined(of_scores @ own_keys, queries), self._joined_keys(of_keys, of_values, keys)]
-
-    def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
-        return _small(super().merge_heads(of_queries, of_keys, positions))
-
-    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
-        return queries, keys
-
-    def activation(self, y: Values) -> Values:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(_small(y))
-            return _small(gate * value)
-        return _small(_small(y) ** 2)
-
-    def activation_grad(self, dout: Values, y: Values) -> Values:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(_small(y))
-            return _small(self._interleaved(_small(dout) * value, _small(dout) * gate))
-        return _small(2 * _small(dout) * _small(y))
-
-
-def _over_rows(x: Values) -> Values:
+def over_rows(x: Values) -> Values:
     """Return the sum over all dims but the last."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
 
 
-def _small(x: Values) -> Values:
-    """Return integers in -3 .. 3 that are equal to `x` modulo 7."""
-    return (x + 3) % 7 - 3
-
-
-def _like(values: Any, x: Values) -> Values:
+def like(values: Any, x: Values) -> Values:
     """Return a numpy array as an array of the kind, dtype and device of `x`."""
     if array_module(x) is np:
         return np.asarray(values, dtype=x.dtype)
     return x.new_tensor(values)
 
 
-def _as(truth: Values, x: Values) -> Values:
+def as_numbers(truth: Values, x: Values) -> Values:
     """Return truth values as 0 and 1 in the dtype of `x`."""
-    return truth * _like(np.array(1), x)
-
-
-def functions_of(problem: BlockProblem) -> BlockFunctions:
-    """Return the functions of a problem: real ones, or those of integers."""
-    return IntegerFunctions(problem) if problem.exact else RealFunctions(problem)
+    return truth * like(np.array(1), x)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Dim
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Dims, Function, Meaning, Product, Same, Sum, TensorPart
 
@@ -64,20 +65,21 @@ class Half:
         return token_sizes(self.problem, self.is_flat)
 
     @property
-    def _token_names(self) -> Dims:
+    def token_names(self) -> Dims:
+        """Return names for the positions of tokens."""
         return ("i",) if self.is_flat else ("b", "s")
 
     @property
     def _row(self) -> Dims:
-        return (*self._token_names, None)
+        return (*self.token_names, None)
 
     @property
     def _element(self) -> Dims:
-        return (*self._token_names, "j")
+        return (*self.token_names, "j")
 
     @property
     def _unit(self) -> Dims:
-        return (*self._token_names, "j", None)
+        return (*self.token_names, "j", None)
 
     @property
     def log_sums(self) -> str:
@@ -131,6 +133,15 @@ class Half:
 
     def meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
         """Yield the equations of the forward part, with a norm in one step or two, and its core as given."""
+        yield from self.norm_meanings(two_steps)
+        yield Product(self.inner, self.normal, self.w_in)
+        yield Same(f"{self.inner}_units", self.inner)
+        yield from self._core() if core is None else core
+        yield Product(self.product, self.core, self.w_out)
+        yield Sum(self.result, (self.stream, self.product))
+
+    def norm_meanings(self, two_steps: bool) -> Iterator[Meaning]:
+        """Yield the equations of the norm."""
         stream, gain = self.stream, self.gain
         if two_steps:
             element, sums = TensorPart(stream, self._element), TensorPart(self.statistics, self._row)
@@ -143,11 +154,6 @@ class Half:
         else:
             ins = (TensorPart(stream, self._row), TensorPart(gain, (None, None)))
             yield Function(TensorPart(self.normal, self._row), "norm", ins)
-        yield Product(self.inner, self.normal, self.w_in)
-        yield Same(f"{self.inner}_units", self.inner)
-        yield from self._core() if core is None else core
-        yield Product(self.product, self.core, self.w_out)
-        yield Sum(self.result, (stream, self.product))
 
     def _core(self) -> Iterator[Meaning]:
         if not self.is_attention:
@@ -167,7 +173,7 @@ class Half:
         yield from self._core_gradient() if core is None else core
         yield Product(f"D{self.normal}", f"D{self.inner}", self.w_in, transpose_b=True)
         yield Product(f"D{self.w_in}", self.normal, f"D{self.inner}", transpose_a=True)
-        yield from self._norm_gradient(two_steps)
+        yield from self.norm_gradient_meanings(two_steps)
         yield Sum(f"D{self.stream}", (arriving, self.norm_gradient))
 
     def _core_gradient(self) -> Iterator[Meaning]:
@@ -183,7 +189,8 @@ class Half:
             yield Function(TensorPart(units, unit), "activation_grad", ins)
         yield Same(f"D{self.inner}", units)
 
-    def _norm_gradient(self, two_steps: bool) -> Iterator[Meaning]:
+    def norm_gradient_meanings(self, two_steps: bool) -> Iterator[Meaning]:
+        """Yield the equations of the gradient of the norm."""
         normal, gain = f"D{self.normal}", TensorPart(self.gain, (None, "j" if two_steps else None))
         dims = self._element if two_steps else self._row
         ins = TensorPart(normal, dims), TensorPart(self.stream, dims)
@@ -200,6 +207,34 @@ class Half:
         yield Function(sums, "norm_grad_sums", (*ins, statistics, gain), reduce="sum")
         yield Function(out, "normalize_grad", (*ins, statistics, sums, gain))
         yield Function(of_gain, "normalize_weight_grad", (*ins, statistics, of_gain), reduce="sum")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One of the two products of a half, with its gradients."""
+
+    half: Half
+    is_first: bool
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.half.w_in if self.is_first else self.half.w_out
+
+    @property
+    def operand(self) -> str:
+        """Return the name of what is multiplied by the weight."""
+        return self.half.normal if self.is_first else self.half.core
+
+    @property
+    def k(self) -> Dim:
+        """Return the dim over which the product sums."""
+        return "hidden" if self.is_first else "inner"
+
+    @property
+    def other_k(self) -> Dim:
+        """Return the dim over which the gradient of the operand sums."""
+        return "inner" if self.is_first else "hidden"
 
 
 def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:

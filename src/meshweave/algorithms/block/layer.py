@@ -9,109 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.block.halves import Half, halves_of_layers, token_sizes
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.program_writer import ProgramWriter
+from meshweave.algorithms.block.halves import Half, Site, halves_of_layers
+from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.ring_core import RingCore
 from meshweave.algorithms.block.ring_equations import (
     POSITIONS,
-    ring_gradient_meanings,
-    ring_gradient_tensors,
-    ring_meanings,
-    ring_tensors,
 )
-from meshweave.algorithms.block.roles import TOKENS, Dim, Dims, Roles, Side, Sides, dual, product
+from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
 from meshweave.algorithms.block.sides import layout_of
-from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
-from meshweave.algorithms.block.writer import BlockWriter, Stored
+from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
 from meshweave.describe.layout import Tile
-from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import On, Program, Tensor
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.meanings import Meaning
-from meshweave.ir.skeleton import Skeleton
 
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
 
 
-def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, name: str) -> Program:
-    """Return the program of a block on a mesh whose axes have these roles."""
-    writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
-    LayerWriter(problem, roles, writer).write()
-    return assemble(writer, roles, name)
-
-
-def write_skeleton(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> Skeleton:
-    """Return the tasks of rank 0 of that program."""
-    writer = SkeletonWriter(problem, config, mesh, _batch_dims(roles))
-    LayerWriter(problem, roles, writer).write()
-    return writer.skeleton()
-
-
-def assemble(writer: ProgramWriter, roles: Roles, name: str) -> Program:
-    """Return the program of what has been written, with the equations of its layers."""
-    problem, is_flat = writer.problem, roles.is_flat
-    halves = halves_of_layers(problem, is_flat)
-    rings = [half for half in halves if half.is_attention and roles.ring_axis is not None]
-    meanings: list[Meaning] = []
-    for half in halves:
-        meanings += half.meanings(roles.two_step_norms, ring_meanings(half) if half in rings else None)
-    for half in reversed(halves) if problem.is_training else ():
-        core = ring_gradient_meanings(half) if half in rings else None
-        meanings += half.gradient_meanings(roles.two_step_norms, core)
-    needed = {meaning.out for meaning in meanings}
-    needed |= {buffer.tensor for buffer in writer.buffers.values() if buffer.tensor is not None}
-    tensors = [Tensor("X", (*token_sizes(problem, is_flat), problem.hidden), problem.dtype)]
-    tensors += [tensor for half in halves for tensor in half.tensors()]
-    tensors += [tensor for half in rings for tensor in ring_tensors(half)]
-    if problem.is_training:
-        tensors.append(replace(tensors[0], name="DZ"))
-        tensors += [tensor for half in reversed(halves) for tensor in half.gradient_tensors()]
-        tensors += [tensor for half in rings for tensor in ring_gradient_tensors(half)]
-    if rings:
-        tensors.append(Tensor(POSITIONS, (problem.sequence,), problem.statistics_dtype))
-    return Program(
-        name,
-        (writer.mesh,),
-        tuple(tensor for tensor in tensors if tensor.name in needed),
-        tuple(writer.buffers.values()),
-        writer.lanes,
-        (On(writer.mesh.name, tuple(writer.statements)),),
-        tuple(meanings),
-    )
-
-
-def _batch_dims(roles: Roles) -> Dims:
-    return tuple("batch" if dim == "batch" else "" for dim in roles.residual)
-
-
-@dataclass(frozen=True)
-class Site:
-    """One of the two products of a half, with its gradients."""
-
-    half: Half
-    is_first: bool
-
-    @property
-    def weight(self) -> str:
-        """Return the name of the weight."""
-        return self.half.w_in if self.is_first else self.half.w_out
-
-    @property
-    def operand(self) -> str:
-        """Return the name of what is multiplied by the weight."""
-        return self.half.normal if self.is_first else self.half.core
-
-    @property
-    def k(self) -> Dim:
-        """Return the dim over which the product sums."""
-        return "hidden" if self.is_first else "inner"
-
-    @property
-    def other_k(self) -> Dim:
-        """Return the dim over which the gradient of the operand sums."""
-        return "inner" if self.is_first else "hidden"
+WeightSpec = tuple[str, Sides, Dims]
+"""The name of a weight, its sides, and how it lies where it is used."""
 
 
 @dataclass
@@ -132,16 +47,35 @@ class LayerWriter:
 
     def write(self) -> None:
         """Write the forward part, and for training the backward part."""
-        halves = halves_of_layers(self.problem, self.roles.is_flat)
-        self._declare(halves)
-        for half in halves:
+        self._declare()
+        self._before()
+        for half in self._halves:
             self._forward(half)
+        self._after()
         if self.problem.is_training:
-            for half in reversed(halves):
+            self._before_backward()
+            for half in reversed(self._halves):
                 self._backward(half)
+            self._after_backward()
         self.writer.cut()
         for landed, out in self._reductions:
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
+
+    @property
+    def _halves(self) -> list[Half]:
+        return halves_of_layers(self.problem, self.roles.is_flat)
+
+    def _before(self) -> None:
+        """Write what is before the first layer."""
+
+    def _after(self) -> None:
+        """Write what is after the last layer."""
+
+    def _before_backward(self) -> None:
+        """Write what is before the backward part of the last layer."""
+
+    def _after_backward(self) -> None:
+        """Write what is after the backward part of the first layer."""
 
     # --- sides --------------------------------------------------------------------------------------------------
 
@@ -163,38 +97,52 @@ class LayerWriter:
 
     # --- operands and results -----------------------------------------------------------------------------------
 
-    def _declare(self, halves: list[Half]) -> None:
-        """Declare inputs and outputs, in the order of their use."""
-        problem, roles, writer = self.problem, self.roles, self.writer
-        residual, dtype = self._residual_sides(), problem.dtype
-        hidden = Side("hidden", problem.hidden)
-        self.stored["X"] = writer.new("x", "X", residual, roles.residual, dtype, "input")
-        weights: list[tuple[str, Sides, Dims]] = []
-        for half in halves:
+    def _weights(self) -> list[WeightSpec]:
+        """Return all weights: name, sides, and how each lies where it is used."""
+        hidden, roles = Side("hidden", self.problem.hidden), self.roles
+        weights: list[WeightSpec] = []
+        for half in self._halves:
             weights += [
-                (half.gain, (Side("", problem.norm_rows), hidden), roles.gain),
+                (half.gain, (Side("", self.problem.norm_rows), hidden), roles.gain),
                 (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.weight(True)),
                 (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.weight(False)),
             ]
-        for name, sides, used in weights:
+        return weights
+
+    def _declare(self) -> None:
+        """Declare inputs and outputs, in the order of their use."""
+        problem, roles, writer = self.problem, self.roles, self.writer
+        self._declare_inputs()
+        for name, sides, used in self._weights():
             dims = used if sides[0].dim == "" else roles.stored(used, sides)
-            self.stored[name] = writer.new(name.lower(), name, sides, dims, dtype, "input")
-        if problem.is_training:
-            self.stored["DZ"] = writer.new("dz", "DZ", residual, roles.residual, dtype, "input")
+            self.stored[name] = writer.new(name.lower(), name, sides, dims, problem.dtype, "input")
         if roles.ring_axis is not None:
-            sides: Sides = (Side("sequence", problem.sequence),)
+            positions: Sides = (Side("sequence", problem.sequence),)
             nowhere: Dims = ("",) * len(roles.axes)
             self.stored[POSITIONS] = writer.new(
-                POSITIONS.lower(), POSITIONS, sides, nowhere, problem.statistics_dtype, "input"
+                POSITIONS.lower(), POSITIONS, positions, nowhere, problem.statistics_dtype, "input"
             )
-        self.stored["Z"] = writer.new("z", "Z", residual, roles.residual, dtype, "output")
-        if problem.is_training:
-            self.stored["DX"] = writer.new("dx", "DX", residual, roles.residual, dtype, "output")
-            for name, sides, used in weights:
-                dims = used if sides[0].dim == "" else roles.gradient(used, sides)
-                self.stored[f"D{name}"] = writer.new(
-                    f"d{name.lower()}", f"D{name}", sides, dims, dtype, "output"
-                )
+        self._declare_outputs()
+        for name, sides, used in self._weights() if problem.is_training else ():
+            dims = used if sides[0].dim == "" else roles.gradient(used, sides)
+            self.stored[f"D{name}"] = writer.new(
+                f"d{name.lower()}", f"D{name}", sides, dims, problem.dtype, "output"
+            )
+
+    def _declare_inputs(self) -> None:
+        """Declare the inputs that are no weights."""
+        for name in ("X", "DZ") if self.problem.is_training else ("X",):
+            self._declare_residual(name, "input")
+
+    def _declare_outputs(self) -> None:
+        """Declare the outputs that are no gradients of weights."""
+        for name in ("Z", "DX") if self.problem.is_training else ("Z",):
+            self._declare_residual(name, "output")
+
+    def _declare_residual(self, name: str, kind: Kind) -> None:
+        self.stored[name] = self.writer.new(
+            name.lower(), name, self._residual_sides(), self.roles.residual, self.problem.dtype, kind
+        )
 
     def _new(self, tensor: str, sides: Sides, dims: Dims, dtype: str = "") -> Stored:
         """Return the buffer of a tensor: that which is declared for it, or a new one."""
@@ -415,7 +363,8 @@ class LayerWriter:
         else:
             fn, ins = "norm_grad", (of_normal, stream, gain)
         writer.call(fn, (out,), ins, "norm", shape, "input_grad")
-        writer.add(out, stored[f"D{half.result}"])
+        if half.result:
+            writer.add(out, stored[f"D{half.result}"])
         if not roles.two_step_norms:
             self._then(lambda: self._gain_gradient(half, of_normal, statistics))
 

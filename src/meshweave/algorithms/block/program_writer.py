@@ -227,9 +227,9 @@ class ProgramWriter(BlockWriter):
         peers = extent(self.mesh, sides[dim], dims, axis)
         return None if own == peers else peers
 
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None:
+    def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None:
         both = self._view(stored)
-        self._do(AllReduce(out=both, src=both, over=self._over(axis), lane=lane))
+        self._do(AllReduce(out=both, src=both, op=op, over=self._over(axis), lane=lane))
 
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
         sizes = self._sizes(src.sides, dim, out.dims, axis)

@@ -321,7 +321,7 @@ class SkeletonWriter(BlockWriter):
             (out,),
         )
 
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None:
+    def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None:
         self._transfer("all_reduce", stored, stored, axis, lane, (stored, stored))
 
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:

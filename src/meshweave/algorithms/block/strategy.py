@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from meshweave.algorithms.block.functions import functions_of
-from meshweave.algorithms.block.layer import write_program, write_skeleton
+from meshweave.algorithms.block.assembly import write_program, write_skeleton
+from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
+from meshweave.algorithms.block.function_table import functions_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.reference import reference
+from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
 from meshweave.algorithms.contract import Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
@@ -74,7 +76,8 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             raise LayoutError(
                 f"{config.chunks} chunks of a block that {self.name} cuts into {self.max_chunks(problem)}"
             )
-        name = f"{self.title} block, {problem.layers} layers, {config}"
+        layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
+        name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
 
     @staticmethod
@@ -102,12 +105,17 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return functions_of(problem).table()
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
-        """Return integers for functions of integers, else values around which training starts."""
+        """Return integers for functions of integers, else values around which training starts; random tokens."""
         inputs = super().random_inputs(problem, seed)
-        if problem.exact:
-            return inputs
         draw = np.random.default_rng(seed)
-        return {name: (draw.standard_normal(x.shape) / 2).astype(x.dtype) for name, x in inputs.items()}
+        for name, value in inputs.items():
+            if name in (TOKENS_IN, TARGETS):
+                value[...] = draw.integers(0, problem.vocabulary, value.shape)
+            elif name in (IDS_IN, IDS_OUT, POSITIONS):
+                value[...] = np.arange(value.size)
+            elif not problem.exact:
+                value[...] = draw.standard_normal(value.shape) / 2
+        return inputs
 
 
 _EXAMPLES = (

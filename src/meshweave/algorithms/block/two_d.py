@@ -23,8 +23,8 @@ from meshweave.describe.machine.cluster import Cluster
 class Collective2d(BlockAlgorithm):
     """One all-gather per moving operand of a product, one reduce-scatter of a moving result."""
 
-    name = "collective_2d"
-    title = "Collective 2D"
+    name = "collective_block"
+    title = "Collective block"
     source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
     roles = (FULLY_SHARDED, COLUMNS)
 

@@ -206,7 +206,13 @@ class BlockWriter(ABC):
     # --- moving -------------------------------------------------------------------------------------------------
 
     def move(
-        self, src: Stored, dims: Dims, suffix: str, lane: str = "", into: Stored | None = None
+        self,
+        src: Stored,
+        dims: Dims,
+        suffix: str,
+        lane: str = "",
+        into: Stored | None = None,
+        op: str = "sum",
     ) -> Stored:
         """Move a tensor to where `dims` says, along one axis after another, and return where it is then.
 
@@ -216,13 +222,14 @@ class BlockWriter(ABC):
         Args:
             suffix: the end of names of new buffers.
             lane: what the names of lanes have after that of the axis.
+            op: how terms are combined.
         """
         axes = _order(src.dims, dims)
         left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
         for axis in axes:
             after = (*src.dims[:axis], dims[axis], *src.dims[axis + 1 :])
             if src.dims[axis] == "partial" and not dims[axis]:
-                self._all_reduce(src, axis, self._lane(axis, lane))
+                self._all_reduce(src, axis, self._lane(axis, lane), op)
                 src = replace(src, dims=after)
                 continue
             left -= 1
@@ -270,7 +277,7 @@ class BlockWriter(ABC):
         return f"{self.mesh.axes[axis]}_{lane}" if lane else self.mesh.axes[axis]
 
     @abstractmethod
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None: ...
+    def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None: ...
 
     @abstractmethod
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None: ...

@@ -17,6 +17,7 @@ from meshweave.describe.machine.hierarchy import (
 from meshweave.reproduce.atp.study import (
     CHUNKS,
     COLLECTIVE,
+    FITTED,
     LOAD,
     MODELS,
     READINGS,
@@ -316,7 +317,7 @@ for _reading in (*READINGS, SERIAL, OWN_MESH):
     OURS[f"least_gain{_suffix}"] = _gain_row(_least, _reading)
     OURS[f"largest_gain{_suffix}"] = _gain_row(_largest, _reading)
     OURS[f"gain_of_m4{_suffix}"] = _gain_row(_of_m4, _reading)
-for _reading in READINGS:
+for _reading in (*READINGS, FITTED):
     _suffix = f"_{_reading}" if _reading else ""
     for _chunks in CHUNKS:
         _name = "baseline" if _chunks == 1 else f"chunk{_chunks}"
@@ -324,6 +325,7 @@ for _reading in READINGS:
             OURS[f"table3_{_name}{_suffix}"] = _table3(_chunks, _reading)
         if _chunks > 1:
             OURS[f"gain_of_{_name}{_suffix}"] = _chunk_gain(_chunks, _reading)
+OURS["table3_baseline_cal"] = _table3(1, FITTED)
 
 
 def row(study: AtpStudy, entry: PublishedRow, subject: str) -> JudgedRow:

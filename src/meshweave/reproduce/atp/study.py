@@ -14,7 +14,8 @@ Readings that the paper leaves open, each scored beside the others:
 - a GPU communicates along rows and columns at once, or one collective after another ("one stream"), as NCCL does
   on one stream behind CUDA_DEVICE_MAX_CONNECTIONS=1 (section 4.2);
 - Megatron-LM 2.6 hides the sums of gradients of inputs as ATP does, or runs one op after another ("serial");
-- 2D products broadcast panels (SUMMA, as Colossal-AI does), or gather their operands ("collective").
+- 2D products broadcast panels (SUMMA, as Colossal-AI does), or gather their operands ("collective");
+- rates are those of the sources, or two kinds of them are fitted on M3 without chunks ("fitted").
 """
 
 from __future__ import annotations
@@ -57,7 +58,15 @@ PAPER_COLUMNS = {("ic1", 8): 4, ("ic4", 16): 2, ("ic4-flat", 16): 2}
 """i of the ATP-i that the paper chooses, 1 where nothing is said (sections 5.1 and 5.3)."""
 CHUNKS = (1, 2, 4)
 READINGS = ("", "unfused", "four_bytes", "one_stream")
-ATP, SUMMA, COLLECTIVE = "atp", "summa_block", "collective_2d"
+FITTED = "fitted"
+FITTED_FLOPS = 0.721
+FITTED_LINKS = {"ic1": 0.443, "ic2": 0.928, "ic3": 1.0, "ic4": 0.209}
+"""Shares of the catalog's rates of products and links with which M3 without chunks comes out as in table 3.
+
+`validation/fit_atp.py` finds them: that of products on IC3, then that of links on each other machine. No other row
+was used.
+"""
+ATP, SUMMA, COLLECTIVE = "atp", "summa_block", "collective_block"
 
 
 @dataclass(frozen=True)
@@ -86,16 +95,22 @@ def cluster_of(machine: str, num_gpus: int) -> Cluster:
     return load_cluster(f"{MACHINES[machine]}:{num_gpus}")
 
 
-def with_four_bytes(cluster: Cluster) -> Cluster:
-    """Return a machine on whose links elements take 4 bytes in place of 2: all rates halved."""
+def with_links(cluster: Cluster, share: float) -> Cluster:
+    """Return a machine all of whose links have a share of their rates."""
 
-    def slower(axis: NetworkAxis) -> NetworkAxis:
+    def changed(axis: NetworkAxis) -> NetworkAxis:
         constants = tuple(
-            (kind, replace(known, bytes_per_s=known.bytes_per_s / 2)) for kind, known in axis.constants
+            (kind, replace(known, bytes_per_s=known.bytes_per_s * share)) for kind, known in axis.constants
         )
-        return replace(axis, link_bytes_per_s=axis.link_bytes_per_s / 2, constants=constants)
+        return replace(axis, link_bytes_per_s=axis.link_bytes_per_s * share, constants=constants)
 
-    return replace(cluster, network=with_axes(cluster.network, slower))
+    return replace(cluster, network=with_axes(cluster.network, changed))
+
+
+def with_products(cluster: Cluster, share: float) -> Cluster:
+    """Return a machine whose products and calls run at a share of their rates."""
+    chip = cluster.chip
+    return replace(cluster, chip=chip.with_flops_per_s(chip.flops_per_s(LOAD.dtype) * share))
 
 
 def with_unfused_attention(cluster: Cluster, model: Transformer) -> Cluster:
@@ -151,7 +166,9 @@ class AtpStudy:
         """Return the machine of a case in its reading."""
         cluster = cluster_of(case.machine, case.num_gpus)
         if case.reading == "four_bytes":
-            return with_four_bytes(cluster)
+            return with_links(cluster, 0.5)
+        if case.reading == FITTED:
+            return with_links(with_products(cluster, FITTED_FLOPS), FITTED_LINKS[case.machine])
         if case.reading == "unfused":
             return with_unfused_attention(cluster, MODELS[case.model])
         return cluster
