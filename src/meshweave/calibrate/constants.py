@@ -15,15 +15,9 @@ from meshweave.describe.machine.cluster import (
     COMM_KINDS,
     Cluster,
     CommConstants,
-    FullMeshNetwork,
-    HostsNetwork,
-    Network,
     NetworkAxis,
-    RingNetwork,
-    SwitchNetwork,
-    TorusNetwork,
-    TreeNetwork,
 )
+from meshweave.describe.machine.network import with_axes
 
 BUSY_NOTE = (
     "Constants are those of all mesh axes busy at once, in both ring directions, with products beside them, as "
@@ -243,7 +237,7 @@ def _cluster(
         return replace(axis, constants=constants, source=f"{source}; {said}")
 
     notes = " ".join(f"{text.rstrip('.')}." for text in (note or base.note, BUSY_NOTE) if text)
-    network = _with_axes(base.network, calibrated)
+    network = with_axes(base.network, calibrated)
     return replace(base, chip=chip, network=network, source=source, note=notes)
 
 
@@ -255,20 +249,3 @@ def _at_least_one(rate_per_s: float) -> float:
 def _rounded(value: float) -> float:
     """Return the value rounded to six digits, more than any measurement is good for."""
     return float(f"{value:.6g}")
-
-
-def _with_axes(network: Network, change: Any) -> Network:
-    match network:
-        case TorusNetwork():
-            return replace(network, axes=tuple(change(axis) for axis in network.axes))
-        case HostsNetwork():
-            return replace(network, intra=change(network.intra), nic=change(network.nic))
-        case FullMeshNetwork():
-            return replace(network, inner=change(network.inner), link=change(network.link))
-        case TreeNetwork():
-            levels = (
-                replace(x, axis=change(x.axis), direct=x.direct and change(x.direct)) for x in network.levels
-            )
-            return replace(network, levels=tuple(levels))
-        case RingNetwork() | SwitchNetwork():
-            return replace(network, link=change(network.link))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,12 +12,14 @@ from meshweave.cli.entries import SettingsOption, read_entry
 from meshweave.cli.options import (
     JSON_HELP,
     print_json,
+    print_table,
     progress_bar,
     read_bytes,
     read_dtype,
     read_grid,
     read_names,
 )
+from meshweave.cli.tune_block import block, mesh
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
@@ -158,6 +159,10 @@ def schedule(
     _print_schedules(problem, config, target, results)
 
 
+tune.command()(block)
+tune.command()(mesh)
+
+
 @tune.command("algorithm")
 def rank_algorithms(
     name: Annotated[
@@ -193,7 +198,7 @@ def rank_algorithms(
         times = (format_s(item[key]) for key in ("estimate_s", "exposed_s"))
         amounts = (format_bytes(item[key]) for key in ("traffic_bytes", "peak_bytes"))
         rows.append((item["algorithm"], item["config"], str(item["number"]), *times, *amounts))
-    _print_table(head, rows, num_left=2)
+    print_table(head, rows, num_left=2)
     typer.echo("Moved and peak: on one rank.")
 
 
@@ -257,7 +262,7 @@ def _print_layouts(results: tuple[TunedLayouts, ...]) -> None:
         amounts = (format_bytes(data[name]) for name in ("moved_bytes", "matrix_bytes", "extra_bytes"))
         names = (data[name] for name in ("a", "b", "c", "config"))
         rows.append((*names, format_s(data["estimate_s"]), *amounts))
-    _print_table(head, rows, num_left=4)
+    print_table(head, rows, num_left=4)
     typer.echo(
         "2 x (3 x 2): two copies, each in blocks on a grid of 3 x 2. Moved: by all ranks together. "
         "Matrices and besides: the most on a rank."
@@ -294,21 +299,8 @@ def _print_schedules(
         if result.bound_s is not None:
             proven, bound = f"{result.num_proven} of {len(problem.ranks)} ranks", format_s(result.bound_s)
         rows.append((result.kind, format_s(result.simulated_s), format_s(result.staged_s), bound, proven))
-    _print_table(("schedule", "simulated", "staged", "staged at least", "proven best"), rows, num_left=1)
+    print_table(("schedule", "simulated", "staged", "staged at least", "proven best"), rows, num_left=1)
     typer.echo(
         "Staged: as if the slowest rank waited for all its transfers and products after every stage, the cost "
         "that greedy and exhaustive schedules lower."
     )
-
-
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for number, column in enumerate(head):
-        table.add_column(column, justify="left" if number < num_left else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=None if Console().is_terminal else 130, highlight=False).print(table)

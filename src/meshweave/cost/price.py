@@ -64,14 +64,11 @@ def price(
     """Return the price of one op.
 
     Args:
-        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between
-        them.
+        endpoints: the ranks (sender, receiver) of a message, whose price then has the slowest links between them.
             Without endpoints, and for a step of a collective, it has the constants of the mesh axis.
-        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a
-        ring
-            each link carries h messages. By default the amount is h times the message. With `shares_links` it
-            is the message alone, and the rate a share of 1 / h. Groups of an axis then have their links
-            whole.
+        shares_links: whether the caller simulates the sharing of links itself. In a permute over h hops of a ring
+            each link carries h messages. By default the amount is h times the message. With `shares_links` it is
+            the message alone, and the rate a share of 1 / h; groups of an axis then have their links whole.
 
     Raises:
         UnsupportedError: the machine cannot place the group.

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from meshweave.algorithms.block.halves import Half, halves_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
-from meshweave.algorithms.block.writer import BlockWriter, Stored, elements
+from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
+from meshweave.algorithms.block.writer import BlockWriter, Stored
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import On, Program, Tensor
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.skeleton import Skeleton
 
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
@@ -23,64 +26,79 @@ WEIGHTS = "weights"
 
 def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, name: str) -> Program:
     """Return the program of a block on a mesh whose axes have these roles."""
-    return _LayerWriter(problem, config, roles, mesh).program(name)
+    writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
+    LayerWriter(problem, roles, writer).write()
+    halves = _halves(problem)
+    meanings = [meaning for half in halves for meaning in half.meanings(roles.two_step_norms)]
+    if problem.is_training:
+        for half in reversed(halves):
+            meanings += half.gradient_meanings(roles.two_step_norms)
+    needed = {meaning.out for meaning in meanings}
+    needed |= {buffer.tensor for buffer in writer.buffers.values() if buffer.tensor is not None}
+    return Program(
+        name,
+        (mesh,),
+        tuple(tensor for tensor in _tensors(problem) if tensor.name in needed),
+        tuple(writer.buffers.values()),
+        writer.lanes,
+        (On(mesh.name, tuple(writer.statements)),),
+        tuple(meanings),
+    )
+
+
+def write_skeleton(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> Skeleton:
+    """Return the tasks of rank 0 of that program."""
+    writer = SkeletonWriter(problem, config, mesh, _batch_dims(roles))
+    LayerWriter(problem, roles, writer).write()
+    return writer.skeleton()
+
+
+def _batch_dims(roles: Roles) -> Dims:
+    return tuple("batch" if dim == "batch" else "" for dim in roles.residual)
+
+
+def _halves(problem: BlockProblem) -> list[Half]:
+    return [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
+
+
+def _tensors(problem: BlockProblem) -> Iterator[Tensor]:
+    residual = (problem.batch, problem.sequence, problem.hidden)
+    yield Tensor("X", residual, problem.dtype)
+    for half in _halves(problem):
+        yield from half.tensors()
+    if problem.is_training:
+        yield Tensor("DZ", residual, problem.dtype)
+        for half in reversed(_halves(problem)):
+            yield from half.gradient_tensors()
 
 
 @dataclass
-class _LayerWriter:
+class LayerWriter:
+    """Writes all layers of a problem with the ops of a writer.
+
+    Attributes:
+        stored: where each tensor lies, by name; what is gathered for a product has the name of its use as well.
+    """
+
     problem: BlockProblem
-    config: BlockConfig
     roles: Roles
-    mesh: Mesh
-    writer: BlockWriter = field(init=False)
+    writer: BlockWriter
     stored: dict[str, Stored] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        batch_dims: Dims = tuple("batch" if dim == "batch" else "" for dim in self.roles.residual)
-        self.writer = BlockWriter(self.problem, self.config, self.mesh, batch_dims)
-
-    def program(self, name: str) -> Program:
-        problem, two_steps = self.problem, self.roles.two_step_norms
-        halves = [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
+    def write(self) -> None:
+        """Write the forward part, and for training the backward part."""
+        halves = _halves(self.problem)
         self._declare(halves)
         for half in halves:
             self._forward(half)
-        if problem.is_training:
+        if self.problem.is_training:
             for half in reversed(halves):
                 self._backward(half)
         self.writer.cut()
         for landed, out in self._reductions:
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
-        meanings = [meaning for half in halves for meaning in half.meanings(two_steps)]
-        if problem.is_training:
-            meanings += [
-                meaning for half in reversed(halves) for meaning in half.gradient_meanings(two_steps)
-            ]
-        needed = {meaning.out for meaning in meanings} | {
-            buffer.tensor for buffer in self.writer.buffers.values() if buffer.tensor is not None
-        }
-        return Program(
-            name,
-            (self.mesh,),
-            tuple(tensor for tensor in self._tensors(halves) if tensor.name in needed),
-            tuple(self.writer.buffers.values()),
-            self.writer.lanes,
-            (On(self.mesh.name, tuple(self.writer.statements)),),
-            tuple(meanings),
-        )
-
-    def _tensors(self, halves: list[Half]) -> Iterator[Tensor]:
-        problem = self.problem
-        residual = (problem.batch, problem.sequence, problem.hidden)
-        yield Tensor("X", residual, problem.dtype)
-        for half in halves:
-            yield from half.tensors()
-        if problem.is_training:
-            yield Tensor("DZ", residual, problem.dtype)
-            for half in reversed(halves):
-                yield from half.gradient_tensors()
 
     # --- sides --------------------------------------------------------------------------------------------------
 
@@ -204,7 +222,7 @@ class _LayerWriter:
         """Write a call that makes sums over the features of each row, and their sum over ranks."""
         sums = self._new(tensor, self._row_sides(), self.roles.statistics, self.problem.statistics_dtype)
         natural: Dims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
-        self.writer.call(fn, (sums,), ins, "reduction", (elements(self.writer, ins[0]),))
+        self.writer.call(fn, (sums,), ins, "reduction", (self.writer.elements(ins[0]),))
         self.writer.move(replace(sums, dims=natural), self.roles.statistics, "moved")
         return sums
 
@@ -216,7 +234,7 @@ class _LayerWriter:
         problem = self.problem
         core = self._new(half.core, self._inner_sides(half, half.out_unit), inner.dims)
         if not half.is_attention:
-            shape: tuple[Index, ...] = (elements(self.writer, core),)
+            shape: tuple[Index, ...] = (self.writer.elements(core),)
             self.writer.call("activation", (core,), (inner,), "elementwise", shape)
             return core
         rows = self._inner_sides(half, problem.queries_per_group)
@@ -304,7 +322,7 @@ class _LayerWriter:
             shape = self._attention_shape(log_sums)
             self.writer.call("attention_grad", (out,), ins, "attention", shape, "input_grad")
         else:
-            shape = (elements(self.writer, of_core),)
+            shape = (self.writer.elements(of_core),)
             self.writer.call("activation_grad", (out,), (of_core, inner), "elementwise", shape, "input_grad")
         return out
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from meshweave.algorithms.block.functions import functions_of
-from meshweave.algorithms.block.layer import write_program
+from meshweave.algorithms.block.layer import write_program, write_skeleton
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
@@ -21,7 +21,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.program import Program
-from meshweave.ir.skeleton import skeleton_of
+from meshweave.ir.skeleton import Skeleton
 
 MESH, AXES = "tp", ("row", "col")
 
@@ -87,7 +87,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
         """Return the time of the ops of rank 0, which has the largest shards, in lanes and with their edges."""
-        return estimate_skeleton(skeleton_of(self.program(problem, config)), machine)
+        return estimate_skeleton(self.skeleton(problem, config), machine)
+
+    def skeleton(self, problem: BlockProblem, config: BlockConfig) -> Skeleton:
+        """Return the tasks of rank 0 of the program."""
+        return write_skeleton(problem, config, self.roles_of(problem), self.mesh(problem))
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         return reference(problem, inputs)

@@ -1,4 +1,4 @@
-"""Writes the ops of a block: buffers with layouts, loops over chunks, and what moves a tensor to another layout.
+"""How the tensors of a block are moved from layout to layout: the base of what writes programs and skeletons.
 
 Ops are added one after another. Those of one chunk form the body of a loop over chunks, which ends after each
 communication (`cut`): in the compute lane the products of all chunks then follow each other, and the communication
@@ -7,39 +7,22 @@ of a chunk runs beside the products of the next, and beside whatever the compute
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import Dim, Dims, Side, Sides
-from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
+from meshweave.algorithms.block.sides import largest_extent
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import (
-    FULL,
-    Add,
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Buffer,
-    Call,
-    Copy,
-    Lane,
-    Matmul,
-    Op,
-    Range,
-    ReduceScatter,
-    Repeat,
-    Statement,
-    Var,
-    View,
-    Zero,
-)
-from meshweave.ir.program.expressions import Index, minimum
+from meshweave.ir.program.expressions import Index
 
-CHUNK = Var("k")
-"""The number of the chunk, in loops over chunks."""
 COMPUTE = "compute"
+"""The lane of everything that is no communication."""
+
+Kind = Literal["input", "output", "temp"]
+Part = Literal["", "input_grad", "weight_grad"]
 
 
 @dataclass(frozen=True)
@@ -59,114 +42,82 @@ class Stored:
         return self.sides[0].dim == "batch"
 
 
-class BlockWriter:
-    """The statements, buffers and lanes of a program on `mesh`, as they are written."""
+class BlockWriter(ABC):
+    """Writes the ops of a block on `mesh`.
+
+    Attributes:
+        batch_dims: how the batch lies on the mesh, in the operands of every op.
+        chunk: the most sequences of a chunk on any rank; `num_chunks` is how many chunks there are.
+    """
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
-        self.problem, self.config, self.mesh = problem, config, mesh
-        self.buffers: dict[str, Buffer] = {}
-        self.statements: list[Statement] = []
-        self._body: list[Statement] = []
-        self._lanes: dict[str, None] = {COMPUTE: None}
-        side = Side("batch", problem.batch)
-        self._batch = extent(mesh, side, batch_dims)
-        largest = largest_extent(mesh, side, batch_dims)
-        self._chunk = -(-largest // config.chunks)
-        self.num_chunks = -(-largest // self._chunk)
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        """Return the lanes that ops use, compute first."""
-        return tuple(Lane(name) for name in self._lanes)
+        self.problem, self.config, self.mesh, self.batch_dims = problem, config, mesh, batch_dims
+        self.largest_batch = largest_extent(mesh, Side("batch", problem.batch), batch_dims)
+        self.chunk = -(-self.largest_batch // config.chunks)
+        self.num_chunks = -(-self.largest_batch // self.chunk)
+        self._names: set[str] = set()
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     def new(
-        self,
-        name: str,
-        tensor: str,
-        sides: Sides,
-        dims: Dims,
-        dtype: str,
-        kind: Literal["input", "output", "temp"] = "temp",
+        self, name: str, tensor: str, sides: Sides, dims: Dims, dtype: str, kind: Kind = "temp"
     ) -> Stored:
         """Declare a buffer for a tensor that lies on the mesh as `dims` says, and return it."""
-        assert name not in self.buffers, name
-        layout = layout_of(self.mesh, sides, dims)
-        self.buffers[name] = Buffer(name, kind, self.mesh.name, dtype, tensor, layout)
-        return Stored(name, tensor, sides, dims, dtype)
+        assert name not in self._names, name
+        self._names.add(name)
+        stored = Stored(name, tensor, sides, dims, dtype)
+        self._declare(stored, kind)
+        return stored
+
+    def two_slots(self, name: str, stored: Stored, dims: Dims, slot: int) -> Stored:
+        """Return slot number `slot` of a scratch buffer of two for a tensor, which layers use by turns."""
+        out = Stored(name, stored.tensor, stored.sides, dims, stored.dtype, slot)
+        if name not in self._names:
+            self._names.add(name)
+            self._declare_slots(out, min(2, self.problem.layers))
+        return out
+
+    def part_of(self, out: Stored, dims: Dims) -> Stored:
+        """Return a new buffer for terms of what `out` is to hold."""
+        return self._like(out, dims, "part")
 
     def _like(self, stored: Stored, dims: Dims, suffix: str) -> Stored:
         """Return a new buffer for the same tensor that lies in another way."""
-        name = f"{stored.tensor.lower()}_{suffix}"
+        base = name = f"{stored.tensor.lower()}_{suffix}"
         number = 2
-        while name in self.buffers:
-            name, number = f"{stored.tensor.lower()}_{suffix}{number}", number + 1
+        while name in self._names:
+            name, number = f"{base}{number}", number + 1
         return self.new(name, stored.tensor, stored.sides, dims, stored.dtype)
 
-    def two_slots(self, name: str, stored: Stored, dims: Dims, slot: int) -> Stored:
-        """Return slot number `slot` of a scratch buffer of two, which layers use by turns."""
-        if name not in self.buffers:
-            shape = tuple(extent(self.mesh, side, dims) for side in stored.sides)
-            self.buffers[name] = Buffer(
-                name, "scratch", self.mesh.name, stored.dtype, shape=shape, slots=min(2, self.problem.layers)
-            )
-        return Stored(name, stored.tensor, stored.sides, dims, stored.dtype, slot)
+    @abstractmethod
+    def _declare(self, stored: Stored, kind: Kind) -> None: ...
 
-    # --- chunks -------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def _declare_slots(self, stored: Stored, slots: int) -> None: ...
 
-    def _chunk_range(self) -> Range:
-        """Return the sequences of chunk number `CHUNK` of those that a rank has."""
-        if self.num_chunks == 1:
-            return FULL
-        start: Index = self._chunk * CHUNK
-        stop: Index = start + self._chunk
-        if not isinstance(self._batch, int):
-            return Range(minimum(self._batch, start), minimum(self._batch, stop))
-        if self._batch % self._chunk:
-            stop = minimum(self._batch, stop)
-        return Range(start, stop)
-
-    def view(self, stored: Stored) -> View:
-        """Return the part of a buffer that belongs to the chunk, or all of it where there are no tokens."""
-        selectors = (self._chunk_range() if side.dim == "batch" else FULL for side in stored.sides)
-        return View(stored.buffer, tuple(selectors), stored.slot)
-
+    @abstractmethod
     def extent(self, side: Side, dims: Dims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
-        chunk = self._chunk_range()
-        if side.dim != "batch" or chunk == FULL:
-            return extent(self.mesh, side, dims)
-        assert chunk.stop is not None
-        return chunk.stop - chunk.start
 
-    def do(self, op: Op) -> None:
-        """Add an op of the chunk."""
-        self._body.append(op)
-        self._lanes[op.lane] = None
-
-    def cut(self) -> None:
-        """End the loop over chunks."""
-        if not self._body:
-            return
-        if self.num_chunks > 1:
-            self.statements.append(Repeat(str(CHUNK), self.num_chunks, tuple(self._body)))
-        else:
-            self.statements.extend(self._body)
-        self._body = []
-
-    @property
-    def is_between_loops(self) -> bool:
-        """Return whether no loop is being written."""
-        return not self._body
-
-    def once(self, op: Op) -> None:
-        """Add an op before the loop that is being written."""
-        self.statements.append(op)
-        self._lanes[op.lane] = None
+    def elements(self, stored: Stored) -> Index:
+        """Return the elements of a chunk of a buffer."""
+        total: Index = 1
+        for side in stored.sides:
+            total = total * self.extent(side, stored.dims)
+        return total
 
     # --- compute ------------------------------------------------------------------------------------------------
 
+    @property
+    @abstractmethod
+    def is_between_loops(self) -> bool:
+        """Return whether no loop over chunks is being written."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """End the loop over chunks."""
+
+    @abstractmethod
     def call(
         self,
         fn: str,
@@ -174,12 +125,11 @@ class BlockWriter:
         ins: tuple[Stored, ...],
         work: str,
         shape: tuple[Index, ...],
-        part: Literal["", "input_grad", "weight_grad"] = "",
+        part: Part = "",
     ) -> None:
         """Add a call of a function on the chunk."""
-        views = tuple(map(self.view, outs)), tuple(map(self.view, ins))
-        self.do(Call(fn=fn, outs=views[0], ins=views[1], work=work, shape=shape, part=part, lane=COMPUTE))
 
+    @abstractmethod
     def matmul(
         self,
         out: Stored,
@@ -191,27 +141,14 @@ class BlockWriter:
         sums_chunks: bool = False,
     ) -> None:
         """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
-        accumulate: Index = CHUNK > 0 if sums_chunks and self.num_chunks > 1 else 0
-        views = self.view(out), self.view(a), self.view(b)
-        self.do(
-            Matmul(
-                out=views[0],
-                a=views[1],
-                b=views[2],
-                transpose_a=transpose_a,
-                transpose_b=transpose_b,
-                accumulate=accumulate,
-                lane=COMPUTE,
-            )
-        )
 
+    @abstractmethod
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""
-        self.do(Add(out=self.view(out), src=self.view(term), lane=COMPUTE))
 
+    @abstractmethod
     def zero(self, out: Stored) -> None:
-        """Set a buffer without tokens to zero, once."""
-        self.once(Zero(out=self.view(out), lane=COMPUTE))
+        """Set a buffer without tokens to zero, before the loop that is being written."""
 
     # --- moving -------------------------------------------------------------------------------------------------
 
@@ -220,27 +157,25 @@ class BlockWriter:
     ) -> Stored:
         """Move a tensor to where `dims` says, along one axis after another, and return where it is then.
 
-        Gathers come first, from the last axis that shares a dim to the first, then sums, then cuts. An all-reduce
-        is made in place. Without `into` the result is in `src` or a new buffer.
+        Gathers come first, from the last axis that shares a dim to the first, then sums, then the rest. A sum that
+        all ranks need is made in place. Without `into` the result is in `src` or a new buffer.
 
         Args:
             suffix: the end of names of new buffers.
             lane: what the names of lanes have after that of the axis.
         """
-        axes = self._order(src.dims, dims)
-        in_place = [axis for axis in axes if dims[axis] == "" and src.dims[axis] == "partial"]
-        left = len(axes) - len(in_place)
+        axes = _order(src.dims, dims)
+        left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
         for axis in axes:
             after = (*src.dims[:axis], dims[axis], *src.dims[axis + 1 :])
-            if axis in in_place:
-                self._all_reduce(src, axis, lane)
+            if src.dims[axis] == "partial" and not dims[axis]:
+                self._all_reduce(src, axis, self._lane(axis, lane))
                 src = replace(src, dims=after)
                 continue
             left -= 1
-            if into is not None and not left:
-                out = replace(into, dims=after)
-            else:
-                out = self._like(src, after, suffix)
+            out = (
+                replace(into, dims=after) if into is not None and not left else self._like(src, after, suffix)
+            )
             self._step(out, src, axis, lane)
             src = out
         if axes:
@@ -249,44 +184,31 @@ class BlockWriter:
 
     def move_once(self, src: Stored, dims: Dims, lane: str, into: Stored | None = None) -> Stored:
         """Move a tensor without tokens, between loops, and return where it is then."""
-        assert self.is_between_loops
+        assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
         out = self.move(src, dims, "whole", lane, into)
         self.num_chunks = chunks
         return out
 
+    @abstractmethod
     def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Gather a weight before the loop that is being written, and return where it is then."""
-        body, self._body = self._body, []
-        out = self.move_once(kept, dims, lane, into)
-        self._body = body
-        return out
-
-    def part_of(self, out: Stored, dims: Dims) -> Stored:
-        """Return a new buffer for terms of what `out` is to hold."""
-        return self._like(out, dims, "part")
-
-    def _order(self, before: Dims, after: Dims) -> list[int]:
-        """Return the axes along which something moves: gathers from the last, then sums, then what remains."""
-        changed = [axis for axis, dim in enumerate(before) if dim != after[axis]]
-        gathers = [axis for axis in changed if before[axis] != "partial" and not after[axis]]
-        sums = [axis for axis in changed if before[axis] == "partial" and not after[axis]]
-        return [*reversed(gathers), *sums, *(axis for axis in changed if axis not in (*gathers, *sums))]
+        """Move a weight before the loop that is being written, and return where it is then."""
 
     def _step(self, out: Stored, src: Stored, axis: int, lane: str) -> None:
         """Move a tensor along one axis."""
         before, after = src.dims[axis], out.dims[axis]
+        name = self._lane(axis, lane)
         if before == "partial" and self.config.scatter == "all_reduce" and after == "inner":
-            self._all_reduce(src, axis, lane)
+            self._all_reduce(src, axis, name)
             before = ""
         if before == "partial":
-            self._reduce_scatter(out, src, axis, after, lane)
+            self._reduce_scatter(out, src, axis, _place(src.sides, after), name)
         elif not before:
-            self._take(out, src, axis, after)
+            self._take(out, src, axis, _place(src.sides, after))
         elif not after:
-            self._all_gather(out, src, axis, before, lane)
+            self._all_gather(out, src, axis, _place(src.sides, before), name)
         else:
-            self._all_to_all(out, src, axis, lane)
+            self._all_to_all(out, src, axis, (_place(src.sides, after), _place(src.sides, before)), name)
 
     def _over(self, axis: int) -> str:
         return f"{self.mesh.name}.{self.mesh.axes[axis]}"
@@ -294,67 +216,34 @@ class BlockWriter:
     def _lane(self, axis: int, lane: str) -> str:
         return f"{self.mesh.axes[axis]}_{lane}" if lane else self.mesh.axes[axis]
 
-    def _sizes(self, sides: Sides, number: int, dims: Dims, axis: int) -> Index | None:
-        """Return what member `peer` has along a dim; None where all have the same."""
-        own = extent(self.mesh, sides[number], dims)
-        peers = extent(self.mesh, sides[number], dims, axis)
-        return None if own == peers else peers
+    @abstractmethod
+    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None: ...
 
-    @staticmethod
-    def _place(sides: Sides, dim: Dim) -> int:
-        for number, side in enumerate(sides):
-            if side.dim == dim:
-                return number
-        raise LayoutError(f"a tensor with dims {[side.dim for side in sides]} has no dim '{dim}'")
+    @abstractmethod
+    def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None: ...
 
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None:
-        both = self.view(stored)
-        self.do(AllReduce(out=both, src=both, over=self._over(axis), lane=self._lane(axis, lane)))
+    @abstractmethod
+    def _all_gather(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None: ...
 
-    def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: Dim, lane: str) -> None:
-        at = self._place(src.sides, dim)
-        sizes = self._sizes(src.sides, at, out.dims, axis)
-        over, name = self._over(axis), self._lane(axis, lane)
-        self.do(
-            ReduceScatter(out=self.view(out), src=self.view(src), dim=at, sizes=sizes, over=over, lane=name)
-        )
+    @abstractmethod
+    def _all_to_all(self, out: Stored, src: Stored, axis: int, dims: tuple[int, int], lane: str) -> None:
+        """Send parts along the first of two dims, and join what arrives along the second."""
 
-    def _all_gather(self, out: Stored, src: Stored, axis: int, dim: Dim, lane: str) -> None:
-        at = self._place(src.sides, dim)
-        sizes = self._sizes(src.sides, at, src.dims, axis)
-        over, name = self._over(axis), self._lane(axis, lane)
-        self.do(AllGather(out=self.view(out), src=self.view(src), dim=at, sizes=sizes, over=over, lane=name))
-
-    def _all_to_all(self, out: Stored, src: Stored, axis: int, lane: str) -> None:
-        split, joined = (self._place(src.sides, dims[axis]) for dims in (out.dims, src.dims))
-        self.do(
-            AllToAll(
-                out=self.view(out),
-                src=self.view(src),
-                split_dim=split,
-                concat_dim=joined,
-                send_sizes=self._sizes(src.sides, split, out.dims, axis),
-                recv_sizes=self._sizes(src.sides, joined, src.dims, axis),
-                over=self._over(axis),
-                lane=self._lane(axis, lane),
-            )
-        )
-
-    def _take(self, out: Stored, src: Stored, axis: int, dim: Dim) -> None:
+    @abstractmethod
+    def _take(self, out: Stored, src: Stored, axis: int, dim: int) -> None:
         """Copy this rank's part of what all ranks along an axis have."""
-        at = self._place(src.sides, dim)
-        side = src.sides[at]
-        run = largest_extent(self.mesh, side, out.dims)
-        start = minimum(run * Var(self._over(axis)), extent(self.mesh, side, src.dims))
-        whole = self.view(src)
-        part = Range(start, start + extent(self.mesh, side, out.dims))
-        selectors = (*whole.selectors[:at], part, *whole.selectors[at + 1 :])
-        self.do(Copy(out=self.view(out), src=replace(whole, selectors=selectors), lane=COMPUTE))
 
 
-def elements(writer: BlockWriter, stored: Stored) -> Index:
-    """Return the elements of a chunk of a buffer."""
-    total: Index = 1
-    for side in stored.sides:
-        total = total * writer.extent(side, stored.dims)
-    return total
+def _order(before: Dims, after: Dims) -> list[int]:
+    """Return the axes along which something moves: gathers from the last, then sums, then what remains."""
+    changed = [axis for axis, dim in enumerate(before) if dim != after[axis]]
+    gathers = [axis for axis in changed if before[axis] != "partial" and not after[axis]]
+    sums = [axis for axis in changed if before[axis] == "partial" and not after[axis]]
+    return [*reversed(gathers), *sums, *(axis for axis in changed if axis not in (*gathers, *sums))]
+
+
+def _place(sides: Sides, dim: Dim) -> int:
+    for number, side in enumerate(sides):
+        if side.dim == dim:
+            return number
+    raise LayoutError(f"a tensor of {', '.join(side.dim for side in sides)} has no dim '{dim}'")

@@ -34,9 +34,8 @@ class MatrixLayer:
         name: what joins the ranks of the layer.
         p2p_bytes_per_s: bytes per second from rank to rank.
         group_bytes_per_s: bytes per second from each rank to all others of the layer together.
-        flow_bytes_per_s: the most that one ring of devices carries across the layer, 0 for as much as there
-        is. The
-            paper's matrix has no such number, and so cannot tell what a lone ring reaches on its IC1.
+        flow_bytes_per_s: the most that one ring of devices carries across the layer, 0 for as much as there is.
+            The paper's matrix has no such number, and so cannot tell what a lone ring reaches on its IC1.
 
     Raises:
         DescriptionError: the matrix is not square, or a rate is out of range.

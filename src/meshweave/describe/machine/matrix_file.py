@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -17,7 +18,7 @@ from meshweave.describe.files import (
     is_path,
     load_table,
 )
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.hierarchy import (
     CommunicationMatrix,
     MatrixLayer,
@@ -105,26 +106,34 @@ class MatrixFile(FileModel):
     )
 
 
-def load_matrix(name_or_path: str | Path) -> CommunicationMatrix:
-    """Return the matrix of a file, or the view of a cluster: its catalog name, or its TOML or JSON file.
+def load_machine(name_or_path: str | Path) -> tuple[CommunicationMatrix | Cluster, CommunicationMatrix]:
+    """Return what a name stands for, and its matrix: a cluster and the view of it, or a matrix twice.
 
-    A file that has `chip` and `network` is a cluster's.
+    A name is one of the catalog, or a file: that of a cluster if it has `network`, else that of a matrix.
 
     Raises:
         DescriptionError: there is no such entry or file, or it is wrong.
     """
-    if not isinstance(name_or_path, Path) and not is_path(name_or_path):
-        return communication_matrix(load_cluster(name_or_path))
-    data = load_table(name_or_path)
-    if "network" in data:
-        return communication_matrix(load_cluster(name_or_path))
-    table = check_table(MatrixFile, data, name_or_path)
+    if is_path(str(name_or_path)) and "network" not in (data := load_table(name_or_path)):
+        matrix = _matrix_from(data, name_or_path)
+        return matrix, matrix
+    cluster = load_cluster(name_or_path)
+    return cluster, communication_matrix(cluster)
+
+
+def load_matrix(name_or_path: str | Path) -> CommunicationMatrix:
+    """Return the matrix of a file, or the view of a cluster; see `load_machine`."""
+    return load_machine(name_or_path)[1]
+
+
+def _matrix_from(data: dict[str, Any], file: str | Path) -> CommunicationMatrix:
+    table = check_table(MatrixFile, data, file)
     if (table.cluster is None) == (not table.layers):
-        fail(name_or_path, "layers", "give either layers or a cluster")
+        fail(file, "layers", "give either layers or a cluster")
     try:
         measured = tuple(entry.bandwidth() for entry in table.measured)
         if table.cluster is not None:
             return communication_matrix(load_cluster(table.cluster)).with_measured(measured)
         return CommunicationMatrix(table.name, tuple(entry.layer() for entry in table.layers), measured)
     except DescriptionError as error:
-        fail(name_or_path, "", str(error))
+        fail(file, "", str(error))

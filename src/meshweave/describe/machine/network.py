@@ -15,7 +15,7 @@ Every network has:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -46,6 +46,7 @@ __all__ = [
     "TreeNetwork",
     "factorisations",
     "require_at_least",
+    "with_axes",
 ]
 
 
@@ -301,3 +302,21 @@ class FullMeshNetwork:
 
 
 Network = TorusNetwork | RingNetwork | SwitchNetwork | HostsNetwork | TreeNetwork | FullMeshNetwork
+
+
+def with_axes(network: Network, change: Callable[[NetworkAxis], NetworkAxis]) -> Network:
+    """Return a network with every kind of link of it changed."""
+    match network:
+        case TorusNetwork():
+            return replace(network, axes=tuple(change(axis) for axis in network.axes))
+        case HostsNetwork():
+            return replace(network, intra=change(network.intra), nic=change(network.nic))
+        case FullMeshNetwork():
+            return replace(network, inner=change(network.inner), link=change(network.link))
+        case TreeNetwork():
+            levels = (
+                replace(x, axis=change(x.axis), direct=x.direct and change(x.direct)) for x in network.levels
+            )
+            return replace(network, levels=tuple(levels))
+        case RingNetwork() | SwitchNetwork():
+            return replace(network, link=change(network.link))

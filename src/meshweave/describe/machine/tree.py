@@ -103,7 +103,7 @@ class TreeNetwork:
         for number in range(top, -1, -1):
             level = self.levels[number]
             flows = min(stride, self.chips_below[number]) if shared and size > 1 else 1
-            if level.direct is not None and self._has_neighbours(number, stride, size):
+            if level.direct is not None and (top == 0 or self._has_neighbours(number, stride, size)):
                 both = level.direct.num_directions if shared and size == 2 else 1
                 crossed.append(_divided(level.direct, 1, flows * both))
             if level.direct is None or number < top:
@@ -126,8 +126,6 @@ class TreeNetwork:
 
     def _has_neighbours(self, number: int, stride: int, size: int) -> bool:
         """Return whether two neighbours in a ring of `size`, `stride` chips apart, meet at a switch of a level."""
-        if size == 1:
-            return number == 0
         chips = np.arange(self.num_chips)
         place = chips // stride % size
         after = chips + np.where(place == size - 1, (1 - size) * stride, stride)

@@ -1,0 +1,201 @@
+"""Writes a block as a program: a template in mesh coordinates and the number of the chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import Dims, Side, Sides
+from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
+from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.ir.program import (
+    FULL,
+    Add,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Buffer,
+    Call,
+    Copy,
+    Lane,
+    Matmul,
+    Op,
+    Range,
+    ReduceScatter,
+    Repeat,
+    Statement,
+    Var,
+    View,
+    Zero,
+)
+from meshweave.ir.program.expressions import Index, minimum
+
+CHUNK = Var("k")
+"""The number of the chunk, in loops over chunks."""
+
+
+class ProgramWriter(BlockWriter):
+    """The statements, buffers and lanes of a program, as they are written.
+
+    Attributes:
+        buffers: every buffer by name.
+        statements: all statements before the loop that is being written.
+    """
+
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+        super().__init__(problem, config, mesh, batch_dims)
+        self.buffers: dict[str, Buffer] = {}
+        self.statements: list[Statement] = []
+        self._body: list[Statement] = []
+        self._lanes: dict[str, None] = {COMPUTE: None}
+        self._batch = extent(mesh, Side("batch", problem.batch), batch_dims)
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """Return the lanes that ops use, compute first."""
+        return tuple(map(Lane, self._lanes))
+
+    def _declare(self, stored: Stored, kind: Kind) -> None:
+        layout = layout_of(self.mesh, stored.sides, stored.dims)
+        self.buffers[stored.buffer] = Buffer(
+            stored.buffer, kind, self.mesh.name, stored.dtype, stored.tensor, layout
+        )
+
+    def _declare_slots(self, stored: Stored, slots: int) -> None:
+        shape = tuple(extent(self.mesh, side, stored.dims) for side in stored.sides)
+        self.buffers[stored.buffer] = Buffer(
+            stored.buffer, "scratch", self.mesh.name, stored.dtype, shape=shape, slots=slots
+        )
+
+    # --- chunks -------------------------------------------------------------------------------------------------
+
+    def _chunk_range(self) -> Range:
+        """Return the sequences of chunk number `CHUNK` of those that a rank has."""
+        if self.num_chunks == 1:
+            return FULL
+        start: Index = self.chunk * CHUNK
+        stop: Index = start + self.chunk
+        if not isinstance(self._batch, int):
+            return Range(minimum(self._batch, start), minimum(self._batch, stop))
+        return Range(start, minimum(self._batch, stop) if self._batch % self.chunk else stop)
+
+    def _view(self, stored: Stored) -> View:
+        """Return the part of a buffer that belongs to the chunk, or all of it where there are no tokens."""
+        selectors = (self._chunk_range() if side.dim == "batch" else FULL for side in stored.sides)
+        return View(stored.buffer, tuple(selectors), stored.slot)
+
+    def extent(self, side: Side, dims: Dims) -> Index:
+        chunk = self._chunk_range()
+        if side.dim != "batch" or chunk.stop is None:
+            return extent(self.mesh, side, dims)
+        return chunk.stop - chunk.start
+
+    def _do(self, op: Op) -> None:
+        self._body.append(op)
+        self._lanes[op.lane] = None
+
+    @property
+    def is_between_loops(self) -> bool:
+        return not self._body
+
+    def cut(self) -> None:
+        if self._body and self.num_chunks > 1:
+            self.statements.append(Repeat(CHUNK.name, self.num_chunks, tuple(self._body)))
+        else:
+            self.statements.extend(self._body)
+        self._body = []
+
+    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
+        body, self._body = self._body, []
+        out = self.move_once(kept, dims, lane, into)
+        self._body = body
+        return out
+
+    # --- compute ------------------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        fn: str,
+        outs: tuple[Stored, ...],
+        ins: tuple[Stored, ...],
+        work: str,
+        shape: tuple[Index, ...],
+        part: Part = "",
+    ) -> None:
+        written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
+        self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
+
+    def matmul(
+        self,
+        out: Stored,
+        a: Stored,
+        b: Stored,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        sums_chunks: bool = False,
+    ) -> None:
+        self._do(
+            Matmul(
+                out=self._view(out),
+                a=self._view(a),
+                b=self._view(b),
+                transpose_a=transpose_a,
+                transpose_b=transpose_b,
+                accumulate=CHUNK > 0 if sums_chunks and self.num_chunks > 1 else 0,
+                lane=COMPUTE,
+            )
+        )
+
+    def add(self, out: Stored, term: Stored) -> None:
+        self._do(Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
+
+    def zero(self, out: Stored) -> None:
+        self.statements.append(Zero(out=self._view(out), lane=COMPUTE))
+
+    # --- moving -------------------------------------------------------------------------------------------------
+
+    def _sizes(self, sides: Sides, dim: int, dims: Dims, axis: int) -> Index | None:
+        """Return what member `peer` has along a dim; None where all have the same."""
+        own = extent(self.mesh, sides[dim], dims)
+        peers = extent(self.mesh, sides[dim], dims, axis)
+        return None if own == peers else peers
+
+    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None:
+        both = self._view(stored)
+        self._do(AllReduce(out=both, src=both, over=self._over(axis), lane=lane))
+
+    def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
+        sizes = self._sizes(src.sides, dim, out.dims, axis)
+        written, read = self._view(out), self._view(src)
+        self._do(ReduceScatter(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane))
+
+    def _all_gather(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
+        sizes = self._sizes(src.sides, dim, src.dims, axis)
+        written, read = self._view(out), self._view(src)
+        self._do(AllGather(out=written, src=read, dim=dim, sizes=sizes, over=self._over(axis), lane=lane))
+
+    def _all_to_all(self, out: Stored, src: Stored, axis: int, dims: tuple[int, int], lane: str) -> None:
+        split, joined = dims
+        self._do(
+            AllToAll(
+                out=self._view(out),
+                src=self._view(src),
+                split_dim=split,
+                concat_dim=joined,
+                send_sizes=self._sizes(src.sides, split, out.dims, axis),
+                recv_sizes=self._sizes(src.sides, joined, src.dims, axis),
+                over=self._over(axis),
+                lane=lane,
+            )
+        )
+
+    def _take(self, out: Stored, src: Stored, axis: int, dim: int) -> None:
+        side = src.sides[dim]
+        run = largest_extent(self.mesh, side, out.dims)
+        start = minimum(run * Var(self._over(axis)), extent(self.mesh, side, src.dims))
+        whole = self._view(src)
+        part = Range(start, start + extent(self.mesh, side, out.dims))
+        selectors = (*whole.selectors[:dim], part, *whole.selectors[dim + 1 :])
+        self._do(Copy(out=self._view(out), src=replace(whole, selectors=selectors), lane=COMPUTE))

@@ -1,0 +1,287 @@
+"""`meshweave tune block` and `meshweave tune mesh`: the strategy and the mesh that fit a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from meshweave.base.errors import LayoutError
+from meshweave.base.units import format_bytes, format_s
+from meshweave.cli.options import (
+    JSON_HELP,
+    check_writable,
+    print_json,
+    print_table,
+    progress_bar,
+    read_dtype,
+    read_mesh,
+    read_names,
+)
+from meshweave.describe.machine.cluster import load_cluster
+
+if TYPE_CHECKING:
+    from meshweave.cost.device_meshes import MeshShape, MeshTime
+    from meshweave.describe.machine.hierarchy import CommunicationMatrix
+    from meshweave.tune.blocks import BlockRanking
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(help="A catalog model (gpt3), a TOML file, or a Hugging Face config.json or its folder."),
+]
+BatchOption = Annotated[int, typer.Option(min=1, help="Sequences of all chips together.")]
+SequenceOption = Annotated[int, typer.Option("--seq", min=1, help="Tokens per sequence.")]
+DtypeOption = Annotated[str, typer.Option(help="Element type of activations and weights.")]
+JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
+
+def block(
+    model: ModelArgument,
+    cluster: Annotated[
+        str, typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips.")
+    ],
+    batch: BatchOption = 4,
+    seq: SequenceOption = 2048,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Layers that are one program.")] = 1,
+    dtype: DtypeOption = "bfloat16",
+    algorithms: Annotated[
+        str, typer.Option("--algorithm", help="Strategies to choose among, with commas, or 'all'.")
+    ] = "all",
+    meshes: Annotated[
+        str, typer.Option("--mesh", help="Meshes ROWSxCOLS to choose among, with commas, or 'all'.")
+    ] = "all",
+    simulated: Annotated[
+        int, typer.Option("--simulate", min=0, max=64, help="How many of the best to simulate.")
+    ] = 4,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="How many to list, the fastest first.")] = 10,
+    svg: Annotated[Path | None, typer.Option(help="Draw the listed strategies into this SVG file.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Rank the strategies for a model's layers on a machine: every strategy, mesh and number of chunks.
+
+    A strategy shards the layers of a transformer, forward and backward: ATP, Megatron's tensor parallelism, 2D
+    products and others. All are estimated; then the best are simulated with contention, which decides their order.
+
+    Example: meshweave tune block gpt3 --cluster atp-ic1
+    """
+    from meshweave.describe.model import load_model
+    from meshweave.describe.model.workload import Workload
+    from meshweave.tune.blocks import rank_blocks
+
+    check_writable(svg)
+    with progress_bar("ranking strategies") as progress:
+        ranking = rank_blocks(
+            load_model(model),
+            Workload(batch, seq, read_dtype(dtype)),
+            load_cluster(cluster),
+            layers=layers,
+            algorithms=read_names(algorithms),
+            mesh_shapes=_meshes(meshes),
+            max_simulated=simulated,
+            progress=progress,
+        )
+    if svg is not None:
+        from meshweave.report.timeline import write_text
+
+        write_text(svg, _picture(ranking, count))
+    if json:
+        print_json(_ranking_json(ranking, count))
+        return
+    _print_ranking(ranking, count)
+    if svg is not None:
+        typer.echo(f"written: {svg}")
+
+
+def mesh(
+    machine: Annotated[
+        str, typer.Argument(help="A catalog cluster, its file, or the file of a communication matrix.")
+    ],
+    model: Annotated[str, typer.Option(help="A catalog model, or its file.")] = "gpt3",
+    batch: BatchOption = 4,
+    seq: SequenceOption = 2048,
+    dtype: DtypeOption = "bfloat16",
+    printed: Annotated[
+        bool, typer.Option("--printed", help="Divide B1' by d2 on every layer, as equation 3 is printed.")
+    ] = False,
+    corrected: Annotated[
+        bool, typer.Option("--corrected/--uncorrected", help="Let point-to-point bandwidths limit groups.")
+    ] = True,
+    json: JsonOption = False,
+) -> None:
+    """Rank the device meshes of a machine by ATP's equations 2 to 4, from its hierarchical communication matrix.
+
+    The matrix is read off the cluster. A file may give its layers instead, or all-reduce bandwidths that were
+    measured. Times are those of all-reduces of one layer, forward and backward, without latency and overlap.
+
+    Example: meshweave tune mesh atp-ic4
+    """
+    from meshweave.cost.device_meshes import rank_meshes
+    from meshweave.describe.machine.matrix_file import load_machine
+    from meshweave.describe.model import load_model
+    from meshweave.describe.model.workload import Workload
+
+    source, matrix = load_machine(machine)
+    times = rank_meshes(
+        source,
+        load_model(model),
+        Workload(batch, seq, read_dtype(dtype)),
+        corrected=corrected,
+        sharing="printed" if printed else "devices",
+    )
+    if json:
+        print_json({"layers": _layers_json(matrix), "meshes": [_time_json(time) for time in times]})
+        return
+    _print_meshes(matrix, times)
+
+
+def _meshes(text: str) -> tuple[MeshShape, ...] | None:
+    names = read_names(text)
+    if names is None:
+        return None
+    shapes = []
+    for name in names:
+        shape = read_mesh(name)
+        if len(shape) != 2:
+            raise LayoutError(f"a block runs on a mesh of two sides, such as 2x4, not {name}")
+        shapes.append((shape[0], shape[1]))
+    return tuple(shapes)
+
+
+# --- strategies -------------------------------------------------------------------------------------------------
+
+
+def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
+    from meshweave.tune.block_reasons import reason
+    from meshweave.tune.blocks import mesh_of
+
+    rows = []
+    for position, entry in enumerate(ranking.entries[:count]):
+        rows.append(
+            {
+                "algorithm": entry.algorithm.name,
+                "mesh": list(mesh_of(entry)),
+                "config": str(entry.config),
+                "seconds": entry.seconds,
+                "exposed_s": entry.exposed_s,
+                "estimate_s": entry.estimate.total_s,
+                "simulated_s": entry.simulated[0] if entry.simulated else None,
+                "traffic_bytes": entry.traffic_bytes,
+                "peak_bytes": entry.peak_bytes,
+                "fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
+                "margin": ranking.margin(position),
+                "reason": reason(ranking, position),
+            }
+        )
+    return {
+        "model": ranking.model.name,
+        "cluster": ranking.cluster.name,
+        "num_chips": ranking.cluster.num_chips,
+        "layers": ranking.layers,
+        "num_priced": ranking.num_priced,
+        "entries": rows,
+    }
+
+
+def _print_ranking(ranking: BlockRanking, count: int) -> None:
+    data = _ranking_json(ranking, count)
+    model, load = ranking.model, ranking.workload
+    layers = "a layer" if ranking.layers == 1 else f"{ranking.layers} layers"
+    typer.echo(
+        f"{layers} of {model.name}, {load.batch} x {load.sequence} tokens, {load.dtype}, on "
+        f"{ranking.cluster.num_chips} chips of {ranking.cluster.name}; {ranking.num_priced} configs priced"
+    )
+    head = ("strategy", "mesh", "config", "simulated", "estimate", "exposed", "peak", "to the next")
+    rows = []
+    for entry in data["entries"]:
+        simulated = "-" if entry["simulated_s"] is None else format_s(entry["simulated_s"])
+        margin = "-" if entry["margin"] is None else f"{100 * entry['margin']:+.1f} %"
+        peak = format_bytes(entry["peak_bytes"]) + ("" if entry["fits"] else " too much")
+        mesh_text = "x".join(map(str, entry["mesh"]))
+        times = (simulated, format_s(entry["estimate_s"]), format_s(entry["exposed_s"]))
+        rows.append((entry["algorithm"], mesh_text, entry["config"], *times, peak, margin))
+    print_table(head, rows, num_left=3)
+    if data["entries"] and data["entries"][0]["reason"]:
+        typer.echo(f"Why the first is ahead of the second: {data['entries'][0]['reason']}.")
+    typer.echo(
+        "Exposed: time in which no product runs. Peak: bytes of one chip, weights and activations included."
+    )
+
+
+def _picture(ranking: BlockRanking, count: int) -> str:
+    from meshweave.report.stacks import Stack, stacked_chart
+    from meshweave.tune.block_reasons import name_of
+
+    stacks = [
+        Stack(name_of(entry), ((entry.seconds - entry.exposed_s) * 1e3, entry.exposed_s * 1e3))
+        for entry in ranking.entries[:count]
+    ]
+    title = f"{ranking.model.name} on {ranking.cluster.num_chips} chips of {ranking.cluster.name}"
+    return stacked_chart(title, stacks, ("products", "exposed"), "ms")
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------
+
+
+def _layers_json(matrix: CommunicationMatrix) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": layer.name,
+            "size": layer.size,
+            "p2p_bytes_per_s": [list(row) for row in layer.p2p_bytes_per_s],
+            "group_bytes_per_s": list(layer.group_bytes_per_s),
+            "flow_bytes_per_s": layer.flow_bytes_per_s or None,
+        }
+        for layer in matrix.layers
+    ]
+
+
+def _time_json(time: MeshTime) -> dict[str, Any]:
+    bandwidth = time.bandwidth
+    rates = {
+        name: None if value is None else float(value)
+        for name, value in (
+            ("first_link_bytes_per_s", bandwidth.first_link),
+            ("second_link_bytes_per_s", bandwidth.second_link),
+            ("first_bytes_per_s", bandwidth.first),
+            ("second_bytes_per_s", bandwidth.second),
+        )
+    }
+    seconds = {
+        "first_s": float(time.first_s),
+        "second_s": float(time.second_s),
+        "total_s": float(time.total_s),
+    }
+    layers = {"first_layer": bandwidth.first_layer, "second_layer": bandwidth.second_layer}
+    return {"mesh": list(time.mesh_shape), "measured": bandwidth.measured, **rates, **layers, **seconds}
+
+
+def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> None:
+    typer.echo(f"{matrix.name}, {matrix.num_devices} devices, layers from the outermost")
+    rows = []
+    for layer in matrix.layers:
+        pairs = [rate for row in layer.p2p_bytes_per_s for rate in row if rate]
+        flow = f"{format_bytes(layer.flow_bytes_per_s)}/s" if layer.flow_bytes_per_s else "-"
+        group = f"{format_bytes(min(layer.group_bytes_per_s))}/s"
+        rows.append((layer.name, str(layer.size), f"{format_bytes(min(pairs, default=0))}/s", group, flow))
+    print_table(("layer", "ranks", "pair", "group", "one ring"), rows, num_left=1)
+    rows = []
+    for time in times:
+        data = _time_json(time)
+        rates = [
+            "-" if data[key] is None else f"{format_bytes(data[key])}/s"
+            for key in (
+                "first_link_bytes_per_s",
+                "second_link_bytes_per_s",
+                "first_bytes_per_s",
+                "second_bytes_per_s",
+            )
+        ]
+        limits = [
+            data[key] or ("measured" if data["measured"] else "-") for key in ("first_layer", "second_layer")
+        ]
+        seconds = [format_s(data[key]) for key in ("first_s", "second_s", "total_s")]
+        rows.append(("x".join(map(str, data["mesh"])), f"ATP-{data['mesh'][1]}", *limits, *rates, *seconds))
+    head = ("mesh", "name", "1st crosses", "2nd crosses", "B1'", "B2'", "B1", "B2", "T1", "T2", "T")
+    print_table(head, rows, num_left=4)

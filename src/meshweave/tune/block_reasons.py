@@ -1,0 +1,147 @@
+"""Why one strategy for a block is faster than another, in numbers and in words.
+
+The difference of two estimates is a sum of differences: of products and copies, of latency, of transfers, and of
+the communication that runs beside products. The reason is the largest of these in favour of the faster one. A
+difference of transfers is traced to a link: the one over which both together spend most time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from meshweave.base.units import format_bytes, format_s
+from meshweave.cost.machine import Machine
+from meshweave.tune.blocks import BlockRanking, mesh_of
+from meshweave.tune.ranking import RankedConfig
+
+_SHARES = {
+    Fraction(1, 2): "half",
+    Fraction(1, 3): "a third of",
+    Fraction(2, 3): "two thirds of",
+    Fraction(1, 4): "a quarter of",
+    Fraction(3, 4): "three quarters of",
+    Fraction(1, 8): "an eighth of",
+    Fraction(1, 1): "as many as",
+}
+_NEAR = 0.06
+SAME = 1e-6
+"""Times that differ by a smaller share count as the same."""
+
+
+@dataclass(frozen=True)
+class LinkUse:
+    """What a rank moves along one mesh axis: its bytes, and what a ring has of the slowest links there."""
+
+    link: str
+    num_bytes: int
+    bytes_per_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the bytes alone."""
+        return self.num_bytes / self.bytes_per_s
+
+
+def link_uses(entry: RankedConfig, machine: Machine) -> Iterator[LinkUse]:
+    """Yield what a rank moves along each mesh axis, that which takes longest first."""
+    uses = []
+    for axis, num_bytes in entry.traffic_bytes.items():
+        if num_bytes:
+            rate = machine.rate(axis, "all_reduce", shared=True)
+            uses.append(LinkUse(machine.axis(axis, shared=True).name, num_bytes, rate))
+    yield from sorted(uses, key=lambda use: -use.seconds)
+
+
+def name_of(entry: RankedConfig) -> str:
+    """Return the name of an entry as tables have it: `atp 2x4`."""
+    rows, columns = mesh_of(entry)
+    return f"{entry.algorithm.name} {rows}x{columns}"
+
+
+def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:
+    """Return by how many seconds each part of the slower one's estimate is larger; they add up to the difference.
+
+    The parts are "products" (with copies), "latency", "transfers", and "overlap": the time that the faster one
+    hides beyond that of the slower.
+    """
+    a, b = faster.estimate, slower.estimate
+    gains = {
+        "products": b.compute_s + b.copy_s - a.compute_s - a.copy_s,
+        "latency": b.launch_s + b.sync_s - a.launch_s - a.sync_s,
+        "transfers": b.transfer_s - a.transfer_s,
+    }
+    gains["overlap"] = b.total_s - a.total_s - sum(gains.values())
+    return gains
+
+
+def reason(ranking: BlockRanking, position: int = 0) -> str:
+    """Return in one sentence why an entry is ahead of the next one; "" for the last one."""
+    if position + 1 >= len(ranking.entries):
+        return ""
+    faster, slower = ranking.entries[position : position + 2]
+    gains = gains_s(faster, slower)
+    part = max(gains, key=lambda name: gains[name])
+    if abs(slower.seconds / faster.seconds - 1) < SAME:
+        return f"{name_of(faster)} and {name_of(slower)} take the same time"
+    if faster.estimate.total_s >= slower.estimate.total_s or gains[part] <= 0:
+        return (
+            f"{name_of(faster)} loses less to shared links: by estimate, without contention, {name_of(slower)} "
+            f"takes {format_s(slower.estimate.total_s)} and it {format_s(faster.estimate.total_s)}"
+        )
+    if part == "products":
+        a, b = (x.estimate.compute_s + x.estimate.copy_s for x in (faster, slower))
+        return f"{name_of(faster)} computes and copies for {format_s(a)}, {name_of(slower)} for {format_s(b)}"
+    if part == "latency":
+        a, b = (x.estimate.launch_s + x.estimate.sync_s for x in (faster, slower))
+        waits = f"waits {format_s(a)} for launches and steps of rings"
+        return f"{name_of(faster)} {waits}, {name_of(slower)} {format_s(b)}"
+    if part == "overlap":
+        return f"{name_of(faster)} {_hidden(faster)}, {name_of(slower)} {_hidden(slower)}"
+    return _transfer_reason(ranking, faster, slower)
+
+
+def _hidden(entry: RankedConfig) -> str:
+    times = entry.estimate
+    hidden = times.compute_s + times.copy_s + times.communication_s - times.total_s
+    return f"hides {format_s(max(hidden, 0.0))} of {format_s(times.communication_s)} of communication"
+
+
+def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: RankedConfig) -> str:
+    uses = [list(link_uses(entry, ranking.machine(entry))) for entry in (faster, slower)]
+    spent: dict[str, float] = {}
+    for use in (*uses[0], *uses[1]):
+        spent[use.link] = spent.get(use.link, 0.0) + use.seconds
+    link = max(spent, key=lambda name: spent[name])
+    a, b = (_on(link, some) for some in uses)
+    if b is None:
+        others = ", ".join(f"{format_bytes(use.num_bytes)} over {use.link}" for use in uses[1]) or "nothing"
+        return f"{name_of(faster)} moves less: {name_of(slower)} moves {others}"
+    if a is None:
+        return (
+            f"{name_of(faster)} keeps off {link}, over which {name_of(slower)} moves "
+            f"{format_bytes(b.num_bytes)} at {format_bytes(b.bytes_per_s)}/s"
+        )
+    return (
+        f"{name_of(faster)} moves {_share(a.num_bytes, b.num_bytes)} the bytes of {name_of(slower)} over {link} "
+        f"({format_bytes(a.num_bytes)} at {format_bytes(a.bytes_per_s)}/s a ring, not "
+        f"{format_bytes(b.num_bytes)} at {format_bytes(b.bytes_per_s)}/s)"
+    )
+
+
+def _on(link: str, uses: list[LinkUse]) -> LinkUse | None:
+    """Return all that is moved over a link as one, at the rate at which it is moved on the whole."""
+    on_link = [use for use in uses if use.link == link]
+    if not on_link:
+        return None
+    num_bytes = sum(use.num_bytes for use in on_link)
+    return LinkUse(link, num_bytes, num_bytes / sum(use.seconds for use in on_link))
+
+
+def _share(a: int, b: int) -> str:
+    ratio = a / b
+    near = min(_SHARES, key=lambda share: abs(ratio / float(share) - 1))
+    if abs(ratio / float(near) - 1) <= _NEAR:
+        return _SHARES[near]
+    return f"{ratio:.2f} times"

@@ -1,0 +1,157 @@
+"""Every strategy for a transformer block, on every mesh of a cluster, in every number of chunks: one ranking.
+
+Each strategy is an algorithm for `BlockProblem`, and each mesh a problem of its own. All configs of all strategies
+are priced on all meshes: closed forms over skeletons take milliseconds, also with thousands of chips.
+`ranking.simulate_best` then simulates the first few with contention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.table import algorithm
+from meshweave.base.errors import LayoutError, UnsupportedError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.cost.device_meshes import MeshShape, device_meshes
+from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+from meshweave.tune.ranking import RankedConfig, simulate_best, solvers
+
+AXES = ("row", "col")
+
+
+@dataclass(frozen=True)
+class BlockRanking:
+    """Strategies for a block of a model on a cluster, the fastest first.
+
+    Attributes:
+        entries: the best config of every strategy on every mesh.
+        num_priced: how many configs were priced.
+    """
+
+    model: Transformer
+    workload: Workload
+    cluster: Cluster
+    layers: int
+    entries: tuple[RankedConfig, ...]
+    num_priced: int
+
+    @property
+    def fitting(self) -> tuple[RankedConfig, ...]:
+        """Return the entries whose peak fits the memory of a chip."""
+        limit = self.cluster.chip.memory_bytes
+        return tuple(entry for entry in self.entries if entry.peak_bytes <= limit)
+
+    def machine(self, entry: RankedConfig) -> Machine:
+        """Return the cluster with the mesh of an entry laid on it."""
+        return block_machine(self.cluster, mesh_of(entry))
+
+    def margin(self, position: int = 0) -> float | None:
+        """Return by which share of its own time the next entry is slower; None for the last one."""
+        if position + 1 >= len(self.entries):
+            return None
+        return self.entries[position + 1].seconds / self.entries[position].seconds - 1
+
+
+def mesh_of(entry: RankedConfig) -> MeshShape:
+    """Return the mesh shape of an entry."""
+    assert isinstance(entry.problem, BlockProblem)
+    return entry.problem.mesh_shape
+
+
+def block_machine(cluster: Cluster, mesh_shape: MeshShape) -> Machine:
+    """Return a cluster with the mesh of a block laid on it."""
+    return mesh_machine(cluster, mesh_shape, AXES, logical=True)
+
+
+def block_meshes(cluster: Cluster) -> tuple[MeshShape, ...]:
+    """Return the meshes (rows, columns) that the network carries, those with the fewest columns first."""
+    carried = set(cluster.network.mesh_shapes(2))
+    return tuple(mesh for mesh in device_meshes(cluster.num_chips) if mesh in carried)
+
+
+def rank_blocks(
+    model: Transformer,
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    layers: int = 1,
+    algorithms: Sequence[str] | None = None,
+    mesh_shapes: Sequence[MeshShape] | None = None,
+    max_simulated: int = 0,
+    progress: Progress = no_progress,
+) -> BlockRanking:
+    """Return all strategies for some layers of a model on all chips of a cluster, forward and backward.
+
+    Args:
+        layers: how many consecutive layers are one program.
+        algorithms: names of strategies to choose among; None takes all.
+        mesh_shapes: meshes to choose among; None takes all that the network carries.
+        max_simulated: how many entries at the head are simulated with contention, which orders them anew.
+        progress: called with the numbers of meshes priced and entries simulated so far, and of all of them.
+
+    Raises:
+        UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes.
+        LayoutError: a mesh does not have the chips of the cluster.
+    """
+    search = _Search(cluster)
+    meshes = block_meshes(cluster) if mesh_shapes is None else mesh_shapes
+    total = len(meshes) + max_simulated
+    for number, mesh in enumerate(meshes):
+        search.add(BlockProblem.of(model, workload, mesh, layers=layers), algorithms)
+        progress(number + 1, total)
+    if not search.best:
+        raise UnsupportedError(
+            f"no strategy runs a block of {model.name} on {cluster.num_chips} chips of {cluster.name}"
+            + (f": {search.refusals[0]}" if search.refusals else "")
+        )
+    ranked = sorted(search.best.values(), key=lambda entry: entry.seconds)
+    if max_simulated:
+        ranked = simulate_best(
+            ranked, cluster, max_simulated, lambda count: progress(len(meshes) + count, total)
+        )
+    return BlockRanking(model, workload, cluster, layers, tuple(ranked), search.num_priced)
+
+
+class _Search:
+    """The best config so far of every strategy on every mesh."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.best: dict[tuple[str, MeshShape], RankedConfig] = {}
+        self.refusals: list[str] = []
+        self.num_priced = 0
+
+    def add(self, problem: BlockProblem, names: Sequence[str] | None) -> None:
+        """Price every config of the strategies that run a problem. Raises UnsupportedError for an unknown name."""
+        known = solvers(problem)
+        machine = block_machine(self.cluster, problem.mesh_shape)
+        for name in names if names is not None else known:
+            if name not in known:
+                self._note_refusal(problem, name)
+                continue
+            for config in known[name].candidates(problem, self.cluster):
+                try:
+                    estimate = known[name].estimate(problem, config, machine)
+                except LayoutError as error:
+                    self.refusals.append(f"{name}: {error}")
+                    continue
+                self._keep(RankedConfig(known[name], problem, config, estimate), problem.mesh_shape)
+
+    def _keep(self, entry: RankedConfig, mesh_shape: MeshShape) -> None:
+        self.num_priced += 1
+        key = (entry.algorithm.name, mesh_shape)
+        if key not in self.best or entry.seconds < self.best[key].seconds:
+            self.best[key] = entry
+
+    def _note_refusal(self, problem: BlockProblem, name: str) -> None:
+        try:
+            solvers(problem, [name])
+        except UnsupportedError as error:
+            if not issubclass(BlockProblem, algorithm(name).problem_type):
+                raise
+            self.refusals.append(str(error))

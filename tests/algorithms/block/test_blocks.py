@@ -1,0 +1,315 @@
+"""Every strategy computes the block of a single rank, forward and backward, exactly where numbers allow it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
+from meshweave.algorithms.block.functions import functions_of
+from meshweave.algorithms.block.roles import IDLE, product
+from meshweave.algorithms.table import algorithm
+from meshweave.base.errors import LayoutError, MeshweaveError
+from meshweave.cost.machine import Machine
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model.model_file import load_model
+from meshweave.describe.model.workload import Workload
+from meshweave.estimate import estimate, estimate_skeleton
+from meshweave.execute.numpy import run_numpy
+from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Call, Collective, Matmul
+from meshweave.ir.skeleton import skeleton_of
+from meshweave.ir.work import traffic
+from meshweave.simulate.reference import simulate
+from sampling import mostly_slow
+
+GPT = BlockProblem(4, 2, 6, 3, 3, 2, 7, dtype="float64")
+LLAMA = BlockProblem(4, 3, 5, 6, 3, 3, 5, dtype="float64", family="llama")
+"""Three groups of heads for up to eight ranks, and widths that nothing divides."""
+
+
+def meshes(entry: BlockAlgorithm, num_ranks: int) -> list[tuple[int, int]]:
+    """Return the meshes of so many ranks that a strategy has."""
+    shapes = [(rows, num_ranks // rows) for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
+    return [shape for shape in shapes if entry.refusal(replace(GPT, mesh_shape=shape)) is None]
+
+
+CASES = [
+    (entry.name, replace(shape, mesh_shape=mesh, layers=layers))
+    for number, entry in enumerate(ENTRIES)
+    for layers in (1, 2)
+    for num_ranks in (2, 4, 6, 8)
+    for mesh in meshes(entry, num_ranks)
+    for shape in (GPT, LLAMA)
+]
+
+
+def check_block(name: str, problem: BlockProblem) -> None:
+    """Prove every config, and compare real functions to a relative 1e-12 and functions of integers exactly."""
+    entry = algorithm(name)
+    for config in (next(entry.candidates(problem)), list(entry.candidates(problem))[-1]):
+        program = entry.program(problem, config)
+        assert validate(program).skipped == ()
+        for is_exact in (False, True):
+            stated = replace(problem, exact=is_exact)
+            inputs = entry.random_inputs(stated, seed=1)
+            expected = entry.reference(stated, inputs)
+            outputs = run_numpy(program, inputs, calls=entry.functions(stated)).outputs
+            assert set(outputs) == set(expected)
+            for tensor, value in expected.items():
+                bound = 0 if is_exact else 1e-12 * np.abs(value).max()
+                assert np.abs(outputs[tensor] - value).max() <= bound, (tensor, config)
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, 10), ids=str)
+def test_a_strategy_computes_the_block_of_a_single_rank(case: tuple[str, BlockProblem]) -> None:
+    check_block(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES])
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_strategy_computes_four_layers(name: str, shape: BlockProblem) -> None:
+    for mesh in meshes(algorithm(name), 4):
+        check_block(name, replace(shape, mesh_shape=mesh, layers=4))
+
+
+def test_a_single_rank_needs_no_communication_and_computes_the_reference() -> None:
+    problem = replace(LLAMA, mesh_shape=(1, 1), layers=2)
+    for entry in ENTRIES:
+        program = entry.program(problem, BlockConfig())
+        assert not any(isinstance(op, Collective) for op in program.ops())
+    check_block("megatron", problem)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_the_reference_is_the_derivative_that_torch_finds(shape: BlockProblem) -> None:
+    torch = pytest.importorskip("torch")
+    problem = replace(shape, mesh_shape=(1, 1), layers=2)
+    entry = algorithm("megatron")
+    inputs = entry.random_inputs(problem)
+    expected = entry.reference(problem, inputs)
+    functions = functions_of(problem)
+    known = {name: torch.tensor(value, requires_grad=name != "DZ") for name, value in inputs.items()}
+    x = known["X"]
+    for layer in range(problem.layers):
+        heads, _ = functions.attention(functions.norm(x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"])
+        x = x + heads @ known[f"WO{layer}"]
+        inner = functions.norm(x, known[f"GF{layer}"]) @ known[f"W1_{layer}"]
+        x = x + functions.activation(inner) @ known[f"W2_{layer}"]
+    x.backward(known["DZ"])
+    np.testing.assert_allclose(x.detach().numpy(), expected.pop("Z"), rtol=1e-12, atol=1e-12)
+    for name, value in expected.items():
+        np.testing.assert_allclose(known[name[1:]].grad.numpy(), value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_functions_of_integers_depend_on_every_element_of_what_they_read(shape: BlockProblem) -> None:
+    """A block that does not depend on an input would not show that the input was moved to the wrong place."""
+    problem = replace(shape, exact=True, mesh_shape=(1, 1))
+    entry = algorithm("megatron")
+    base = [entry.random_inputs(problem, seed) for seed in range(4)]
+    before = [entry.reference(problem, inputs) for inputs in base]
+    for name in base[0]:
+        for at in np.ndindex(base[0][name].shape):
+            changed = False
+            for inputs, outputs in zip(base, before, strict=True):
+                moved = {**inputs, name: inputs[name].copy()}
+                moved[name][at] += 1
+                after = entry.reference(problem, moved)
+                changed |= any((after[key] != outputs[key]).any() for key in outputs)
+            assert changed, (name, at)
+
+
+# --- traffic and time -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [(8, 1), (4, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_traffic_of_atp_is_equation_2_and_the_statistics_of_norms(mesh: tuple[int, int], layers: int) -> None:
+    d1, d2 = mesh
+    problem = BlockProblem(2, 8, 32, 8, 8, 4, 128, mesh, layers)
+    program = algorithm("atp").program(problem, BlockConfig(1, "all_reduce"))
+    residual = 4 * problem.batch * problem.sequence * problem.hidden
+    statistics = 4 * problem.batch * problem.sequence * 2
+    over_rows = 4 * residual // d2 * 2 * (d1 - 1) // d1
+    over_columns = (14 * residual // d1 + 4 * statistics) * 2 * (d2 - 1) // d2
+    expected = {"tp.row": layers * over_rows, "tp.col": layers * over_columns}
+    assert traffic(program, 0) == {axis: moved for axis, moved in expected.items() if moved}
+
+
+def test_a_reduce_scatter_before_attention_saves_an_eighth_and_more_of_the_columns() -> None:
+    """Of 14 residuals over columns, the sums of 3 and 1 that only scatter attention need half."""
+    problem = BlockProblem(2, 8, 32, 8, 8, 4, 128, (4, 2))
+    moved = [
+        algorithm("atp").traffic(problem, BlockConfig(1, scatter), 0)["tp.col"]
+        for scatter in ("reduce_scatter", "all_reduce")
+    ]
+    residual = 4 * problem.batch * problem.sequence * problem.hidden
+    assert moved[1] - moved[0] == 2 * residual // 4
+
+
+def test_sequence_parallelism_moves_one_more_gather_per_half_than_all_reduces() -> None:
+    """What is gathered for products of weight gradients comes on top: one of four sums, by half."""
+    problem = BlockProblem(2, 8, 32, 8, 8, 4, 128, (4, 1))
+    plain, sharded = (
+        traffic(algorithm(name).program(problem, BlockConfig()), 0)["tp.row"]
+        for name in ("megatron", "megatron_sp")
+    )
+    residual = 4 * problem.batch * problem.sequence * problem.hidden
+    of_norms = 2 * 3 * 2 * 2 * problem.hidden * 4 // 4
+    assert plain == 4 * residual * 2 * 3 // 4
+    assert sharded == plain + 2 * residual * 3 // 4 + of_norms
+
+
+def test_zero_3_gathers_each_weight_twice_and_zero_2_once() -> None:
+    problem = BlockProblem(4, 8, 32, 8, 8, 4, 128, (4, 1), layers=2)
+    moved = {
+        name: traffic(algorithm(name).program(problem, BlockConfig()), 0)["tp.row"]
+        for name in ("data_parallel", "zero1", "zero2", "zero3")
+    }
+    part = 2 * 12 * 32 * 32 * 4 * 3 // 4
+    assert moved["zero1"] == moved["zero2"] == moved["data_parallel"]
+    assert moved["zero3"] == moved["zero2"] + part
+
+
+SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256)]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_every_strategy_has_an_estimate_for_gpt_3_on_512_ranks(entry: BlockAlgorithm) -> None:
+    cluster = load_cluster("tpu-v4-pod:512")
+    for mesh in SHAPES_512:
+        problem = BlockProblem.of(load_model("gpt3"), Workload(512, 2048), mesh)
+        if entry.refusal(problem) is None:
+            program = entry.program(problem, BlockConfig())
+            assert entry.estimate(problem, BlockConfig(), Machine.of(cluster, program)).total_s > 0
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
+    entry: BlockAlgorithm, layers: int
+) -> None:
+    cluster = load_cluster("tpu-v4-pod:6")
+    for mesh in meshes(entry, 6):
+        problem = BlockProblem(7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16")
+        for config in entry.candidates(problem):
+            program = entry.program(problem, config)
+            machine = Machine.of(cluster, program)
+            assert entry.estimate(problem, config, machine) == estimate_skeleton(
+                skeleton_of(program), machine
+            )
+
+
+def exposed_s(problem: BlockProblem, name: str, chunks: int) -> float:
+    entry = algorithm(name)
+    program = entry.program(problem, BlockConfig(chunks))
+    machine = Machine.of(load_cluster(f"tpu-v4-pod:{len(program.ranks)}"), program)
+    parts = estimate(program, machine)
+    return parts.total_s - parts.compute_s - parts.copy_s
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("atp", (2, 2)), ("megatron", (4, 1)), ("megatron_sp", (4, 1))])
+def test_chunks_hide_communication(name: str, mesh: tuple[int, int]) -> None:
+    problem = BlockProblem(4, 2048, 4096, 32, 32, 128, 16384, mesh, dtype="bfloat16")
+    whole, halves = exposed_s(problem, name, 1), exposed_s(problem, name, 2)
+    assert 0 < halves < 0.8 * whole
+
+
+def test_the_reduction_of_an_input_gradient_runs_beside_the_product_of_a_weight_gradient() -> None:
+    problem = BlockProblem(2, 512, 1024, 8, 8, 128, 4096, (4, 1), dtype="bfloat16")
+    program = algorithm("megatron").program(problem, BlockConfig())
+    spans = simulate(program, Machine.of(load_cluster("tpu-v4-pod:4"), program), contention=False).spans
+    own = [span for span in spans if span.rank == 0]
+    last = [span for span in own if span.kind == "all_reduce"][-1]
+    assert any(
+        span.kind == "matmul" and span.start_ps <= last.start_ps and span.end_ps > last.start_ps
+        for span in own
+    )
+
+
+def test_weights_are_gathered_beside_the_products_of_the_layer_before() -> None:
+    problem = BlockProblem(4, 512, 1024, 8, 8, 128, 4096, (4, 1), 4, dtype="bfloat16")
+    program = algorithm("zero3").program(problem, BlockConfig())
+    machine = Machine.of(load_cluster("tpu-v4-pod:4"), program)
+    parts = estimate(program, machine)
+    assert parts.communication_s > 0.3 * parts.compute_s
+    assert parts.total_s < parts.compute_s + parts.copy_s + 0.35 * parts.communication_s
+
+
+def test_calls_name_their_work() -> None:
+    for entry in ENTRIES:
+        program = entry.program(next(entry.examples()), BlockConfig())
+        calls = [op for op in program.ops() if isinstance(op, Call)]
+        assert calls and all(op.work and op.shape for op in calls)
+        assert sum(isinstance(op, Matmul) for op in program.ops()) == 12
+
+
+def test_memory_of_weights_falls_with_the_stages_of_zero() -> None:
+    problem = BlockProblem(8, 16, 64, 8, 8, 8, 256, (8, 1), layers=4)
+    peaks = [
+        algorithm(name).peak_bytes(problem, BlockConfig())
+        for name in ("data_parallel", "zero1", "zero2", "zero3")
+    ]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 2 * peaks[-1]
+
+
+# --- refusals -------------------------------------------------------------------------------------------
+
+
+def test_problems_that_make_no_sense_are_refused() -> None:
+    for changes in (
+        {"batch": 0},
+        {"kv_heads": 2},
+        {"family": "bert"},
+        {"part": "backward"},
+        {"mesh_shape": (0, 1)},
+    ):
+        with pytest.raises(MeshweaveError):
+            replace(GPT, **changes)
+    with pytest.raises(LayoutError, match="one mesh axis"):
+        algorithm("megatron").program(replace(GPT, mesh_shape=(2, 2)), BlockConfig())
+    with pytest.raises(LayoutError, match="5 chunks of 4 sequences"):
+        algorithm("atp").program(GPT, BlockConfig(5))
+
+
+def test_products_of_operands_that_do_not_fit_are_refused() -> None:
+    assert product(("hidden", ""), ("hidden", "inner"), ("hidden",)) == ("partial", "inner")
+    with pytest.raises(LayoutError, match="one operand sharded"):
+        product(("hidden",), ("",), ("hidden",))
+    with pytest.raises(LayoutError, match="by one mesh axis"):
+        product(("batch",), ("inner",), ("hidden",))
+
+
+# --- processes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_blocks_over_gloo(num_ranks: int) -> None:
+    from meshweave.execute.ranks.launch import launch
+
+    blocks = []
+    for number, entry in enumerate(ENTRIES):
+        shape = replace((GPT, LLAMA)[number % 2], mesh_shape=meshes(entry, num_ranks)[number % 2 - 1])
+        blocks.append((entry.name, asdict(shape), min(2, entry.local_batch(shape))))
+    env = {"PYTHONPATH": str(Path(__file__).parent)}
+    errors = launch("block_ranks:relative_errors", num_ranks, {"blocks": blocks}, timeout_s=120.0, env=env)
+    for name, *of_ranks in zip((name for name, *_ in blocks), *errors, strict=True):
+        assert max(of_ranks) <= 1e-12, name
+
+
+def test_idle_axes_are_those_of_one_rank() -> None:
+    atp = algorithm("atp")
+    assert isinstance(atp, BlockAlgorithm)
+    assert atp.roles_of(replace(GPT, mesh_shape=(4, 1))).axes[1] is IDLE
+    one, other = (
+        algorithm(name).program(replace(GPT, mesh_shape=(4, 1)), BlockConfig())
+        for name in ("atp", "megatron")
+    )
+    assert isinstance(one, Program) and replace(one, name="") == replace(other, name="")

@@ -1,0 +1,101 @@
+"""The ranking of strategies for a block: nothing better is left out, and reasons add up."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.base.errors import UnsupportedError
+from meshweave.cli.app import run_app
+from meshweave.describe.machine.cluster import Cluster, NetworkAxis, TreeLevel, TreeNetwork, load_cluster
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+from meshweave.tune.block_reasons import gains_s, link_uses, name_of, reason
+from meshweave.tune.blocks import block_machine, block_meshes, mesh_of, rank_blocks
+from meshweave.tune.ranking import rank_configs
+from sampling import examples
+
+GPT = Transformer("small", 1, 512, 8, 8, 64, 2048, None, False, "made up")
+LOAD = Workload(4, 256, "bfloat16")
+SOME = ("atp", "megatron", "megatron_sp")
+
+
+@examples(6)
+@given(st.floats(1e8, 1e11), st.floats(1e8, 1e11), st.sampled_from([(4, 2), (2, 2), (2, 4)]))
+def test_the_best_config_of_every_strategy_on_every_mesh(
+    inner: float, outer: float, fanouts: tuple[int, int]
+) -> None:
+    """Against every config of every strategy on every mesh."""
+    levels = (TreeLevel(fanouts[0], NetworkAxis("a", inner)), TreeLevel(fanouts[1], NetworkAxis("b", outer)))
+    cluster = Cluster("box", load_cluster("atp-ic1").chip, TreeNetwork(levels), "a test")
+    ranking = rank_blocks(GPT, LOAD, cluster, algorithms=SOME)
+    best: dict[tuple[str, tuple[int, int]], float] = {}
+    for mesh in block_meshes(cluster):
+        for entry in rank_configs(BlockProblem.of(GPT, LOAD, mesh), cluster):
+            if entry.algorithm.name in SOME:
+                key = (entry.algorithm.name, mesh)
+                best[key] = min(best.get(key, 1e9), entry.estimate.total_s)
+    assert {(entry.algorithm.name, mesh_of(entry)) for entry in ranking.entries} == set(best)
+    for entry in ranking.entries:
+        assert entry.seconds == best[entry.algorithm.name, mesh_of(entry)]
+    assert [x.seconds for x in ranking.entries] == sorted(x.seconds for x in ranking.entries)
+
+
+def test_the_machine_of_the_paper_whose_root_is_slow() -> None:
+    gpt = Transformer("m2", 1, 4096, 32, 32, 128, 16384, None, False, "ATP, table 2")
+    load, cluster = Workload(4, 2048, "float16"), load_cluster("atp-ic1")
+    ranking = rank_blocks(gpt, load, cluster, algorithms=SOME, max_simulated=3)
+    first, second = ranking.entries[:2]
+    assert (name_of(first), name_of(second)) == ("atp 2x4", "atp 4x2")
+    assert [entry.simulated is not None for entry in ranking.entries[:4]] == [True, True, True, False]
+    assert first.seconds >= first.estimate.total_s * 0.999  # contention adds
+    uses = list(link_uses(first, block_machine(cluster, (2, 4))))
+    assert {use.link for use in uses} == {"root", "socket"}
+    assert sum(use.seconds for use in uses) == pytest.approx(first.estimate.transfer_s, rel=0.02)
+    megatron = next(position for position, x in enumerate(ranking.entries) if name_of(x) == "atp 8x1")
+    assert "over root" in reason(ranking, megatron - 1)
+    for entry, other in pairwise(ranking.entries):
+        gains = gains_s(entry, other)
+        assert sum(gains.values()) == pytest.approx(other.estimate.total_s - entry.estimate.total_s)
+    assert ranking.margin(len(ranking.entries) - 1) is None
+    assert ranking.margin() == pytest.approx(second.seconds / first.seconds - 1)
+
+
+def test_what_cannot_be_ranked() -> None:
+    cluster = load_cluster("atp-ic3:4")
+    with pytest.raises(UnsupportedError, match="there is no algorithm 'atpp'"):
+        rank_blocks(GPT, LOAD, cluster, algorithms=["atpp"])
+    with pytest.raises(UnsupportedError, match="solves a Matmul2dProblem"):
+        rank_blocks(GPT, LOAD, cluster, algorithms=["meshslice"])
+    with pytest.raises(
+        UnsupportedError, match="no strategy runs a block of small on 4 chips of atp-ic3: megatron"
+    ):
+        rank_blocks(GPT, LOAD, cluster, algorithms=["megatron"], mesh_shapes=[(2, 2)])
+
+
+def test_the_verbs(capsys: pytest.CaptureFixture[str], tmp_path) -> None:
+    picture = tmp_path / "block.svg"
+    options = ["--cluster", "atp-ic1", "--batch", "1", "--seq", "256", "--algorithm", "atp,megatron"]
+    assert (
+        run_app(["tune", "block", "gpt3", *options, "--count", "2", "--simulate", "1", "--svg", str(picture)])
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "Why the first is ahead of the second: atp " in out
+    assert picture.read_text().startswith("<svg")
+    assert run_app(["tune", "block", "gpt3", *options, "--mesh", "8x1", "--simulate", "0", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [(x["algorithm"], x["mesh"], x["simulated_s"]) for x in data["entries"]] == [
+        ("atp", [8, 1], None),
+        ("megatron", [8, 1], None),
+    ]
+    assert data["entries"][0]["reason"] == "atp 8x1 and megatron 8x1 take the same time"
+    assert run_app(["tune", "mesh", "atp-ic4"]) == 0
+    assert "ATP-4" in capsys.readouterr().out
+    assert run_app(["tune", "mesh", "atp-ic3", "--printed", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["meshes"][0]["mesh"] == [8, 1] and data["layers"][0]["size"] == 8
+    assert run_app(["tune", "block", "gpt3", *options, "--mesh", "2x2x2"]) == 2
