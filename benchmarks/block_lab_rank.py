@@ -92,9 +92,9 @@ def measure_constants(context: RankContext, payload: Mapping[str, Any]) -> dict[
 def measure_blocks(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Run every strategy once to warm up and then `repeat` times, in changing order, each from a common start.
 
-    `payload`: problem (fields of `BlockProblem`), strategies [{algorithm, mesh, config} or {"torch": True}], repeat,
-    seed, flops_per_s, call_flops_per_s, deadline_s. Returns by strategy the seconds of each repetition, the error,
-    and the overruns [count, seconds]; late_s, and the report of the pace.
+    `payload`: problem (fields of `BlockProblem`), strategies [{algorithm, mesh, config} or {"torch": True}],
+    repeat, seed, flops_per_s, call_flops_per_s, deadline_s. Returns by strategy the seconds of each repetition,
+    the error, and the overruns [count, seconds]; late_s, and the report of the pace.
     """
     torch.set_num_threads(1)
     shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
@@ -185,4 +185,3 @@ def _error(results: Mapping[str, tuple[Any, Any]], expected: Arrays) -> float:
             worst.append(float(abs(value - part).max() / abs(dense).max()))
     assert len(results) == len(expected), set(expected) ^ set(results)
     return max(worst, default=0.0)
-

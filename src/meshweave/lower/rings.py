@@ -164,7 +164,9 @@ class _RingLowering:
         extent = self._extent(view, op.dim)
         if not isinstance(extent, int):
             raise ProgramError(
-                "needs sizes to be lowered to a ring", op=op.name or op.kind, buffer=view.buffer
+                "needs sizes to be lowered to a ring: its parts may be uneven",
+                op=op.name or op.kind,
+                buffer=view.buffer,
             )
         return extent
 
@@ -177,11 +179,12 @@ class _RingLowering:
         buffer = self.program.buffer_of[view.buffer]
         if buffer.tensor is None:
             return buffer.shape[dim] - selector.start
-        ranks = self.program.mesh_of[buffer.mesh].ranks
-        extents = {self.program.local_shape(buffer.name, rank)[dim] for rank in ranks}
-        if len(extents) > 1:
-            raise ProgramError("needs sizes: its shards are uneven", buffer=view.buffer)
-        return extents.pop() - selector.start
+        mesh = self.program.mesh_of[buffer.mesh]
+        extents: list[Index] = [self.program.local_shape(buffer.name, rank)[dim] for rank in mesh.ranks]
+        for axis, size in zip(reversed(mesh.axes), reversed(mesh.shape), strict=True):
+            rows = (extents[at : at + size] for at in range(0, len(extents), size))
+            extents = [select(row, Var(f"{mesh.name}.{axis}")) for row in rows]
+        return extents[0] - selector.start
 
     # --- rings ----------------------------------------------------------------------------------------
 
