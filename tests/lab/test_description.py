@@ -7,7 +7,13 @@ import pytest
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
+from meshweave.describe.machine.cluster import (
+    HostsNetwork,
+    RingNetwork,
+    SwitchNetwork,
+    TorusNetwork,
+    TreeNetwork,
+)
 from meshweave.lab.description import Link
 from meshweave.lab.description_file import load_lab
 from meshweave.lab.network.wiring import FABRIC, wire
@@ -19,6 +25,7 @@ TREE = (
     'name = "x"\n[network]\nkind = "tree"\ngroups = 2\nhosts_per_group = 3\n'
     "nic = { link_bytes_per_s = 4e6 }\nroot = { link_bytes_per_s = 1e6 }\n"
 )
+BRIDGED = TREE + "direct = { link_bytes_per_s = 8e6 }\n"
 
 
 def torus(rows, cols, more=""):
@@ -56,6 +63,16 @@ def described(tmp_path, text):
         (RING + "back_bits_per_s = 1", r"network\.axis\.back_bits_per_s: 1 is not valid"),
         ("flops_per_s = 0\n" + RING, r"flops_per_s: 0 is not valid; give FLOP/s"),
         ("mtu_bytes = 100\n" + RING, r"mtu_bytes: 100 is not valid; give the largest packet"),
+        (TREE + "direct = { link_mbits = 8 }", r"network\.direct\.link_mbits: unknown key"),
+        (TREE + "direct = {}", r"network\.direct: no rate; give link_bytes_per_s or link_bits_per_s"),
+        (
+            RING.replace("[network]", "flops_per_s = 1e9\ncall_flops_per_s = { nrom = 1e8 }\n[network]"),
+            r"call_flops_per_s\.nrom: unknown work .did you mean 'norm'.*; known works: attention",
+        ),
+        (
+            RING.replace("[network]", "call_flops_per_s = { norm = 1e8 }\n[network]"),
+            r"call_flops_per_s: calls are paced only with flops_per_s; give that, too",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_would_be_right(tmp_path, text, message):
@@ -89,6 +106,38 @@ def test_the_cluster_of_each_kind(tmp_path):
     tree = described(tmp_path, TREE).cluster().network
     assert isinstance(tree, HostsNetwork)
     assert (tree.intra.link_bytes_per_s, tree.nic.link_bytes_per_s) == (4_000_000, 1_000_000)
+
+
+def test_direct_links_are_those_of_a_tree(tmp_path):
+    lab = described(tmp_path, BRIDGED)
+    network = lab.cluster().network
+    assert isinstance(network, TreeNetwork)
+    rates = [
+        (level.fanout, level.axis.link_bytes_per_s, level.direct and level.direct.link_bytes_per_s)
+        for level in network.levels
+    ]
+    assert rates == [(3, 4_000_000, 8_000_000), (2, 1_000_000, None)]
+    wiring, machine = wire(lab), Machine(lab.cluster(), (Mesh.of("tp", (6,), ("row",)),))
+    routed = {(route.space, route.address): route.interface for route in wiring.routes}
+    ends = {
+        (port.space, port.interface): other.space
+        for cable in wiring.cables
+        for port, other in ((cable.a, cable.b), (cable.b, cable.a))
+    }
+    for src in range(6):
+        for dst in {*range(6)} - {src}:
+            host, other = wiring.hosts[src], wiring.hosts[dst]
+            interface = routed.get((host.name, other.address))
+            is_direct = [what for what, *_ in machine.path(src, dst)] == ["direct"]
+            assert is_direct == (interface is not None)
+            assert not is_direct or ends[host.name, interface] == other.name
+
+
+def test_calls_have_the_rates_of_the_description(tmp_path):
+    text = "flops_per_s = 2e9\ncall_flops_per_s = { norm = 1e8 }\n" + RING
+    chip = described(tmp_path, text).cluster().chip
+    rates = [chip.flops_per_s("float32", work) for work in ("norm", "attention", "")]
+    assert rates == [1e8, 2e9, 2e9]
 
 
 def test_a_pace_is_the_chips_peak(tmp_path):
@@ -131,7 +180,7 @@ def test_a_torus_routes_as_the_simulator_believes(tmp_path, shape):
             assert follow(wiring, src, dst) == believed
 
 
-@pytest.mark.parametrize("text", [torus(4, 4), RING, TREE, SWITCH + "link_bits_per_s = 8e6"])
+@pytest.mark.parametrize("text", [torus(4, 4), RING, TREE, BRIDGED, SWITCH + "link_bits_per_s = 8e6"])
 def test_what_the_kernel_would_refuse(tmp_path, text):
     wiring = wire(described(tmp_path, text))
     ports = [(port.space, port.interface) for cable in wiring.cables for port, _ in cable.ends()]

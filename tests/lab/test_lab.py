@@ -86,6 +86,13 @@ def test_the_root_of_a_tree_is_shared_and_leaves_are_not(nothing_left):
 
 
 @lab
+def test_a_direct_link_carries_what_is_between_its_ends(nothing_left):
+    with a_lab(TreeLab(2, 2, SLOW, SLOW, FAST)).up() as running:
+        assert carried(running, [ProbeFlow(2, 3, 4_000_000)], 200 * MBIT, low=0.9) >= 0.9
+        assert carried(running, [ProbeFlow(0, 2, 1_500_000)], 50 * MBIT, low=0.9) >= 0.9
+
+
+@lab
 def test_the_ranks_of_a_host_share_its_nic_and_not_what_is_inside(nothing_left):
     with a_lab(SwitchLab(2, 2, SLOW, 1e9)).up() as running:
         across = goodput(running, [ProbeFlow(0, 2, 1_500_000), ProbeFlow(1, 3, 1_500_000)], timeout_s=60.0)

@@ -9,6 +9,8 @@ import time
 import pytest
 
 from meshweave.base.errors import DescriptionError
+from meshweave.cost.calls import call_flops
+from meshweave.ir.work import Compute
 from meshweave.lab import startup
 from meshweave.lab.pace import Pacer, paced, read_reports
 
@@ -16,6 +18,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("torch.library", reason="old torch")
 if not hasattr(torch.library, "get_kernel"):
     pytest.skip("pacing needs torch.library.get_kernel", allow_module_level=True)
+
+
+WORKS = "norm", "softmax"
 
 
 def tensors(*shapes):
@@ -84,6 +89,31 @@ def test_a_pace_must_be_positive(rate):
         pass
 
 
+def attention_and_norm():
+    """Attention, a norm and GELU, forward and backward; the gradients of what goes in."""
+    q, x, gain = (t.clone().requires_grad_() for t in tensors((2, 3, 8, 4), (6, 32), (32,)))
+    heads = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    normal = torch.nn.functional.layer_norm(x, [32], gain, torch.zeros(32))
+    (heads.square().sum() + torch.nn.functional.gelu(normal, approximate="tanh").sum()).backward()
+    return torch.cat([t.grad.flatten() for t in (q, x, gain)])
+
+
+def test_fused_kernels_are_counted_as_calls_of_their_work():
+    expected = attention_and_norm()
+    with paced(1e15) as pacer:
+        assert torch.equal(attention_and_norm(), expected)
+    works = [
+        ("attention", "", (2, 3, 8, 8, 4)),
+        ("attention", "input_grad", (2, 3, 8, 8, 4)),
+        ("norm", "", (6, 32)),
+        ("norm", "input_grad", (6, 32)),
+        ("norm", "weight_grad", (6, 32)),
+        ("elementwise", "", (192,)),
+        ("elementwise", "input_grad", (192,)),
+    ]
+    assert pacer.report().flops == sum(call_flops(*work) for work in works)
+
+
 class Time:
     """A clock that only advances when it is set; `sleep` overshoots."""
 
@@ -110,6 +140,17 @@ def test_oversleeping_does_not_add_up():
     assert report.paced_s == pytest.approx(0.2)
     assert report.error_mean_s == pytest.approx(1e-6) and report.error_worst_s == pytest.approx(1e-4)
     assert report.num_overruns == 0
+
+
+def test_calls_take_the_rate_of_their_kind():
+    fake = Time(overshoot_s=0.0)
+    pacer = Pacer(1e9, lambda: fake.now, fake.sleep, call_flops_per_s=(("norm", 1e6),))
+    norm, softmax = (Compute("call", 0, 0, dtype="float32", call=work, shape=(10, 10)) for work in WORKS)
+    pacer.call(fake.work(1e-5), norm, softmax)
+    pacer.call(fake.work(0.0), Compute("call", 0, 5_000_000))
+    report = pacer.report()
+    assert fake.now - 100.0 == pytest.approx(700 / 1e6 + 500 / 1e9 + 1e-3)
+    assert (report.flops, report.paced_s) == (1200, pytest.approx(fake.now - 100.0))
 
 
 def test_products_shorter_than_an_overshoot_pay_it_back():

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
+from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import ProgramError
 from meshweave.execute.numpy import run_numpy
 from meshweave.ir.analysis.dataflow import analyse
@@ -31,6 +33,23 @@ def inputs_of(program: Program) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
     names = {b.tensor for b in program.buffers if b.kind == "input"}
     return {t.name: rng.integers(-5, 5, t.shape).astype(t.dtype) for t in program.tensors if t.name in names}
+
+
+@pytest.mark.parametrize("batch", [4, 5])
+@pytest.mark.parametrize("name", ["megatron_sp", "collective_2d", "atp"])
+def test_rings_inside_loops_over_chunks(name: str, batch: int) -> None:
+    """The last chunk of 5 sequences is smaller, which makes extents of what is sent depend on the loop."""
+    strategy = algorithm(name)
+    mesh = (3, 1) if name == "megatron_sp" else (2, 2)
+    problem = BlockProblem(batch, 3, 5, 3, 3, 2, 5, mesh, exact=True)
+    program = strategy.program(problem, BlockConfig(2))
+    lowered = lower_rings(program)
+    assert not any(isinstance(op, (AllGather, ReduceScatter)) for op in lowered.ops())
+    assert validate(lowered).skipped == ()
+    inputs = strategy.random_inputs(problem)
+    outputs = run_numpy(lowered, inputs, calls=strategy.functions(problem)).outputs
+    for tensor, value in strategy.reference(problem, inputs).items():
+        np.testing.assert_array_equal(outputs[tensor], value)
 
 
 @pytest.mark.parametrize("name", ONE_SIDED)

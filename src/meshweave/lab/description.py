@@ -18,7 +18,9 @@ from meshweave.describe.machine.cluster import (
     RingNetwork,
     SwitchNetwork,
     TorusNetwork,
+    TreeNetwork,
 )
+from meshweave.describe.machine.tree import TreeLevel
 from meshweave.lab.pace import paced_chip
 
 MIN_BURST_BYTES = 65536
@@ -121,12 +123,17 @@ class TorusLab:
 
 @dataclass(frozen=True)
 class TreeLab:
-    """Groups of single-rank hosts, each group on a leaf bridge of its own with one uplink to a root bridge."""
+    """Groups of single-rank hosts, each group on a leaf bridge of its own with one uplink to a root bridge.
+
+    `direct` is the link that any two hosts of a group have besides, which their messages then take; None where
+    there are none.
+    """
 
     groups: int
     hosts_per_group: int
     nic: Link
     root: Link
+    direct: Link | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -136,10 +143,13 @@ class TreeLab:
     @property
     def all_links(self) -> tuple[Link, ...]:
         """The links of the lab, one of each sort."""
-        return self.nic, self.root
+        return (self.nic, self.root) if self.direct is None else (self.nic, self.root, self.direct)
 
     def network(self) -> Network:
-        """Return the network of the cluster description."""
+        """Return the network of the cluster description: with direct links a tree, else hosts with a NIC."""
+        if self.direct is not None:
+            leaf = TreeLevel(self.hosts_per_group, self.nic.axis("nic"), direct=self.direct.axis("direct"))
+            return TreeNetwork((leaf, TreeLevel(self.groups, self.root.axis("root"))))
         return HostsNetwork(
             self.groups, self.hosts_per_group, self.nic.axis("nic"), 1, self.root.axis("root")
         )
@@ -147,13 +157,19 @@ class TreeLab:
 
 @dataclass(frozen=True)
 class LabDescription:
-    """A lab. `flops_per_s` is the rate at which compute is paced in each rank; None for no pacing."""
+    """A lab.
+
+    Attributes:
+        flops_per_s: the rate at which compute is paced in each rank; None for no pacing.
+        call_flops_per_s: (kind of work, FLOP/s) of calls that are paced at a rate of their own.
+    """
 
     name: str
     network: SwitchLab | TorusLab | TreeLab
     mtu_bytes: int
     flops_per_s: float | None
     note: str = ""
+    call_flops_per_s: tuple[tuple[str, float], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -175,7 +191,7 @@ class LabDescription:
         The goodput of TCP is 97 to 100 % of these. Without pacing, compute has the rates of `local-cpu`.
         """
         if self.flops_per_s is not None:
-            chip = paced_chip(self.flops_per_s)
+            chip = paced_chip(self.flops_per_s, self.call_flops_per_s)
         else:
             known = (("float32", 60e9), ("float64", 29e9))
             chip = Chip("one CPU core", known, 60e9, 2 * 10**9, 5e9, source="orientation, as local-cpu")

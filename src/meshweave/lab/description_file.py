@@ -20,6 +20,7 @@ from meshweave.describe.files import (
     load_table,
     validate_table,
 )
+from meshweave.describe.machine.chip import WORK_KINDS
 from meshweave.lab.description import MIN_BURST_BYTES, LabDescription, Link, SwitchLab, TorusLab, TreeLab
 
 MAX_HOSTS = 256
@@ -140,9 +141,13 @@ class _LabTreeFile(FileModel):
     hosts_per_group: _NumHosts = Field(description=f"the number of hosts on each, 1 to {MAX_HOSTS}")
     nic: _LabLinkFile = Field(description="a table that describes the link of a host to its leaf bridge")
     root: _LabLinkFile = Field(description="a table that describes the link of a leaf bridge to the root")
+    direct: _LabLinkFile | None = Field(
+        None, description="a table that describes the link that any two hosts of a group have besides"
+    )
 
     def network(self) -> TreeLab:
-        return TreeLab(self.groups, self.hosts_per_group, self.nic.link(), self.root.link())
+        direct = None if self.direct is None else self.direct.link()
+        return TreeLab(self.groups, self.hosts_per_group, self.nic.link(), self.root.link(), direct)
 
 
 _NetworkFile = _LabSwitchFile | _LabTorusFile | _LabRingFile | _LabTreeFile
@@ -162,6 +167,10 @@ class _LabFile(FileModel):
     flops_per_s: Rate | None = Field(
         None, description="FLOP/s at which compute is paced in each rank (left out: not paced), a number"
     )
+    call_flops_per_s: dict[str, Rate] = Field(
+        default_factory=dict,
+        description="a table of FLOP/s by kind of work, of calls that are paced at a rate of their own",
+    )
     network: dict[str, Any] = Field(description="a table that describes the network, with its kind")
 
 
@@ -178,9 +187,20 @@ def load_lab(path: str | Path) -> LabDescription:
     if isinstance(table, dict):
         network, network_problems = _network(table)
         problems += network_problems
+    rates = {} if top is None else top.call_flops_per_s
+    problems += [
+        Problem(
+            f"call_flops_per_s.{kind}",
+            f"unknown work{did_you_mean(kind, WORK_KINDS)}; known works: {', '.join(WORK_KINDS)}",
+        )
+        for kind in rates
+        if kind not in WORK_KINDS
+    ]
+    if rates and top is not None and top.flops_per_s is None:
+        problems.append(Problem("call_flops_per_s", "calls are paced only with flops_per_s; give that, too"))
     if top is None or network is None or problems:
         fail_with_all(path, problems)
-    return LabDescription(top.name, network, top.mtu_bytes, top.flops_per_s, top.note)
+    return LabDescription(top.name, network, top.mtu_bytes, top.flops_per_s, top.note, tuple(rates.items()))
 
 
 def _network(table: dict[str, Any]) -> tuple[SwitchLab | TorusLab | TreeLab | None, list[Problem]]:
@@ -213,7 +233,7 @@ def _link_tables(
     model: type[_NetworkFile], table: dict[str, Any]
 ) -> Iterator[tuple[str, type[_LabLinkFile], dict[str, Any]]]:
     """Yield the key path, the model and the value of each table in `table` that describes a link."""
-    for key in ("nic", "root", "axis"):
+    for key in ("nic", "root", "direct", "axis"):
         if key in model.model_fields and isinstance(table.get(key), dict):
             yield f"network.{key}", _LabAxisFile if key == "axis" else _LabLinkFile, table[key]
     axes = table.get("axes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import threading
@@ -259,7 +260,11 @@ class RunningLab:
         with temporary_folder("pace") as folder:
             path = env.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
             python_path = os.pathsep.join(filter(None, [str(Path(startup.__file__).parent), path]))
-            pacing = {"MESHWEAVE_PACE_FLOPS_PER_S": repr(rate), "MESHWEAVE_PACE_REPORT": folder}
+            pacing = {
+                "MESHWEAVE_PACE_FLOPS_PER_S": repr(rate),
+                "MESHWEAVE_PACE_CALL_FLOPS_PER_S": json.dumps(dict(self.description.call_flops_per_s)),
+                "MESHWEAVE_PACE_REPORT": folder,
+            }
             try:
                 yield {**pacing, **env, "PYTHONPATH": python_path}
             finally:

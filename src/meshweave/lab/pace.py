@@ -4,10 +4,10 @@ The CPU kernels of torch's matrix products are overridden below autograd and DTe
 is paced. The product really runs and then the thread sleeps until flops / rate has passed: 16 ranks do not
 fight for two cores, as long as the real products are small. A rank has one engine: products of several
 threads queue for it. A `call` of a bound program takes what `cost.calls` says of its FLOPs and bytes; products in
-it are part of it.
+it are part of it. Fused kernels of norms, attention and activations take what a `call` of their work takes.
 
-What is not paced: everything else that is no matrix product (`mv`, convolutions, fused attention, code compiled by
-inductor), `baddbmm_`, and any device but the CPU.
+What is not paced: everything else (`mv`, convolutions, element-wise sums and products, code compiled by inductor),
+`baddbmm_`, and any device but the CPU.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from meshweave.cost.calls import call_s, with_counts
 from meshweave.describe.machine.chip import Chip
 from meshweave.execute.calls import set_call_pace
 from meshweave.ir.work import Compute
+from meshweave.lab.fused_kernels import FUSED_KERNELS, WorksOf
 
 _MAX_DEBT_S = 10e-3
 # Where the two factors of a product stand among its arguments. Not `baddbmm_`: the others are made of it.
@@ -39,10 +40,22 @@ _FIRST_FACTOR = {
 }
 
 
-def paced_chip(flops_per_s: float) -> Chip:
-    """Return the chip that a paced rank stands for: one FLOP rate, and a memory of 5 GB/s."""
+CallRates = tuple[tuple[str, float], ...]
+"""(kind of work, FLOP/s) of calls that run at a rate of their own."""
+
+
+def paced_chip(flops_per_s: float, call_flops_per_s: CallRates = ()) -> Chip:
+    """Return the chip that a paced rank stands for: its FLOP rates, and a memory of 5 GB/s."""
     peaks = tuple((dtype, flops_per_s) for dtype in ("float32", "float64", "bfloat16", "float16"))
-    return Chip("paced rank", peaks, flops_per_s, 2 * 10**9, 5e9, source="paced")
+    return Chip(
+        "paced rank",
+        peaks,
+        flops_per_s,
+        2 * 10**9,
+        5e9,
+        source="paced",
+        call_flops_per_s=call_flops_per_s,
+    )
 
 
 @dataclass(frozen=True)
@@ -76,17 +89,18 @@ class Pacer:
         flops_per_s: float,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
+        call_flops_per_s: CallRates = (),
     ) -> None:
         if not (math.isfinite(flops_per_s) and flops_per_s > 0):
             raise DescriptionError(f"a pace of {flops_per_s:g} FLOP/s makes no sense; give a positive number")
         self.flops_per_s = flops_per_s
-        self._chip = paced_chip(flops_per_s)
+        self._chip = paced_chip(flops_per_s, call_flops_per_s)
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._of_thread = threading.local()
         self._busy_until = 0.0
         self._num_products = self._num_slept = self._num_overruns = self._flops = 0
-        self._error_s = self._worst_s = self._overrun_s = 0.0
+        self._paced_s = self._error_s = self._worst_s = self._overrun_s = 0.0
 
     @property
     def is_inside(self) -> bool:
@@ -97,10 +111,11 @@ class Pacer:
         """Run `work` and return its result, `flops / flops_per_s` seconds after the engine was free for it."""
         return self._timed(flops / self.flops_per_s, flops, work)
 
-    def call(self, work: Compute, run: Callable[[], Any]) -> Any:
-        """Run a call and return its result, after as many seconds as its FLOPs or its bytes take."""
-        duration = call_s(work, self._chip)
-        return self._timed(duration, with_counts(work).flops, run) if duration else run()
+    def call(self, run: Callable[[], Any], *works: Compute) -> Any:
+        """Run what does these works and return its result, after as many seconds as their FLOPs or bytes take."""
+        duration = sum(call_s(work, self._chip) for work in works)
+        flops = sum(with_counts(work).flops for work in works)
+        return self._timed(duration, flops, run) if duration else run()
 
     def _timed(self, duration: float, flops: int, work: Callable[[], Any]) -> Any:
         begin, debt = self._clock(), getattr(self._of_thread, "debt_s", 0.0)
@@ -122,6 +137,7 @@ class Pacer:
         with self._lock:
             self._num_products += 1
             self._flops += flops
+            self._paced_s += duration
             if is_overrun:
                 self._num_overruns += 1
                 self._overrun_s += done - due
@@ -139,7 +155,7 @@ class Pacer:
                 self.flops_per_s,
                 self._num_products,
                 self._flops,
-                self._flops / self.flops_per_s,
+                self._paced_s,
                 self._error_s / max(self._num_slept, 1),
                 self._worst_s,
                 self._num_overruns,
@@ -175,12 +191,25 @@ def _install() -> None:
         for name in _FIRST_FACTOR:
             kernel = _kernel(name, get_kernel(f"aten::{name}", "CPU"))
             library.impl(name, kernel, "CPU", with_keyset=True)
+        for name, works_of in FUSED_KERNELS.items():
+            kernel = _fused_kernel(works_of, get_kernel(f"aten::{name}", "CPU"))
+            library.impl(name, kernel, "CPU", with_keyset=True)
     _library = library
 
 
 def _pace_call(work: Compute, run: Callable[[], Any]) -> Any:
     pacer = _current
-    return run() if pacer is None or pacer.is_inside else pacer.call(work, run)
+    return run() if pacer is None or pacer.is_inside else pacer.call(run, work)
+
+
+def _fused_kernel(works_of: WorksOf, original: Any) -> Callable[..., Any]:
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        pacer = _current
+        if pacer is None or pacer.is_inside:
+            return original.call_boxed(keyset, *args, **kwargs)
+        return pacer.call(lambda: original.call_boxed(keyset, *args, **kwargs), *works_of(args))
+
+    return kernel
 
 
 def _kernel(name: str, original: Any) -> Callable[..., Any]:
@@ -219,17 +248,18 @@ def _multiply(name: str, original: Any, keyset: Any, args: tuple[Any, ...], kwar
 
 
 @contextmanager
-def paced(flops_per_s: float) -> Iterator[Pacer]:
+def paced(flops_per_s: float, call_flops_per_s: CallRates = ()) -> Iterator[Pacer]:
     """Pace the matrix products of this process's CPU tensors, in all threads, at `flops_per_s`.
 
-    Gives the `Pacer`, whose `report()` tells how well that went. An inner `paced` holds until it is left.
+    Calls of the kinds of work in `call_flops_per_s` have rates of their own. Gives the `Pacer`, whose `report()`
+    tells how well that went. An inner `paced` holds until it is left.
 
     Raises:
         DescriptionError: the rate is not a positive number.
         UnsupportedError: this torch has no `torch.library.get_kernel`.
     """
     global _current
-    pacer = Pacer(flops_per_s)
+    pacer = Pacer(flops_per_s, call_flops_per_s=call_flops_per_s)
     _install()
     before, _current = _current, pacer
     try:
@@ -241,6 +271,8 @@ def paced(flops_per_s: float) -> Iterator[Pacer]:
 def pace_from_environment() -> None:
     """Pace this process for good, where MESHWEAVE_PACE_FLOPS_PER_S says at which rate.
 
+    MESHWEAVE_PACE_CALL_FLOPS_PER_S may hold the rates of some kinds of work, as a JSON object.
+
     At its orderly end the process leaves its report in the folder MESHWEAVE_PACE_REPORT, if that is set.
     """
     global _current
@@ -251,7 +283,8 @@ def pace_from_environment() -> None:
         rate = float(text)
     except ValueError:
         raise DescriptionError(f"MESHWEAVE_PACE_FLOPS_PER_S is '{text}'; give a number") from None
-    pacer = Pacer(rate)
+    rates = json.loads(os.environ.get("MESHWEAVE_PACE_CALL_FLOPS_PER_S") or "{}")
+    pacer = Pacer(rate, call_flops_per_s=tuple(rates.items()))
     _install()
     _current = pacer
     folder, rank = os.environ.get("MESHWEAVE_PACE_REPORT"), os.environ.get("RANK", "0")

@@ -18,7 +18,7 @@ from typing import Literal
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program import Buffer, Lane, Program, Statement
-from meshweave.ir.program.expressions import Index, Var, maximum, select, substitute
+from meshweave.ir.program.expressions import Index, Var, maximum, names_in, select, substitute
 from meshweave.ir.program.ops import Add, AllGather, CollectiveStep, Copy, Op, Permute, ReduceScatter
 from meshweave.ir.program.statements import bodies_of, rewrite
 from meshweave.ir.program.views import FULL, Range, View
@@ -164,7 +164,9 @@ class _RingLowering:
         extent = self._extent(view, op.dim)
         if not isinstance(extent, int):
             raise ProgramError(
-                "needs sizes to be lowered to a ring", op=op.name or op.kind, buffer=view.buffer
+                "needs sizes to be lowered to a ring: its parts may be uneven",
+                op=op.name or op.kind,
+                buffer=view.buffer,
             )
         return extent
 
@@ -177,11 +179,12 @@ class _RingLowering:
         buffer = self.program.buffer_of[view.buffer]
         if buffer.tensor is None:
             return buffer.shape[dim] - selector.start
-        ranks = self.program.mesh_of[buffer.mesh].ranks
-        extents = {self.program.local_shape(buffer.name, rank)[dim] for rank in ranks}
-        if len(extents) > 1:
-            raise ProgramError("needs sizes: its shards are uneven", buffer=view.buffer)
-        return extents.pop() - selector.start
+        mesh = self.program.mesh_of[buffer.mesh]
+        extents: list[Index] = [self.program.local_shape(buffer.name, rank)[dim] for rank in mesh.ranks]
+        for axis, size in zip(reversed(mesh.axes), reversed(mesh.shape), strict=True):
+            rows = (extents[at : at + size] for at in range(0, len(extents), size))
+            extents = [select(row, Var(f"{mesh.name}.{axis}")) for row in rows]
+        return extents[0] - selector.start
 
     # --- rings ----------------------------------------------------------------------------------------
 
@@ -218,9 +221,9 @@ class _RingLowering:
     ) -> list[Op]:
         inbox = self._inbox(op, part, count)
         sends, takes = (at - part.shift * (1 + step)) % count, (at - part.shift * (2 + step)) % count
-        received = _box(inbox, op.dim, part.extent(takes, count), step % INBOX_SLOTS)
+        received = self._box(op, inbox, part.extent(takes, count), step % INBOX_SLOTS)
         if step:
-            sent = _box(inbox, op.dim, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
+            sent = self._box(op, inbox, part.extent(sends, count), (step - 1) % INBOX_SLOTS)
         else:
             sent = _sub(op.src, op.dim, *part.bounds(sends, count))
         permute = self._permute(op, part, step, count, received, sent)
@@ -261,13 +264,16 @@ class _RingLowering:
         assert isinstance(op.over, str)
         of = self.program.buffer_of[op.src.buffer]
         name = f"{op.src.buffer}_ring{'' if part.shift == 1 else BACK}"
-        shape = [0 if d == op.dim else self._extent(op.src, d) for d in range(len(op.src.selectors))]
+        shape = [
+            0 if d == op.dim else extent if _is_fixed(extent) else self._whole_extent(op.src, d)
+            for d, extent in enumerate(self._extent(op.src, d) for d in range(len(op.src.selectors)))
+        ]
         pieces = [substitute(part.size, "peer", p) for p in range(count)]
         known = self.new_buffers.get(name)
         if all(isinstance(piece, int) for piece in pieces):
             shape[op.dim] = max(piece for piece in pieces if isinstance(piece, int))
         else:  # depends on a loop index: as much as the whole dim is enough
-            shape[op.dim] = self._extent(View(op.src.buffer, (FULL,) * len(shape)), op.dim)
+            shape[op.dim] = self._whole_extent(op.src, op.dim)
         if known is not None:  # several collectives of one buffer share an inbox
             shape[op.dim] = maximum(known.shape[op.dim], shape[op.dim])
         order = (op.dim, *(d for d in range(len(shape)) if d != op.dim))
@@ -276,6 +282,18 @@ class _RingLowering:
         )
         self.new_buffers[name] = buffer
         return buffer
+
+    def _whole_extent(self, view: View, dim: int) -> Index:
+        return self._extent(View(view.buffer, (FULL,) * len(view.selectors)), dim)
+
+    def _box(self, op: ReduceScatter, inbox: Buffer, size: Index, slot: int) -> View:
+        """Return the first `size` elements of an inbox along the dim of the op, of other dims what the op has."""
+        extents = [size if d == op.dim else self._extent(op.src, d) for d in range(len(inbox.shape))]
+        selectors = (
+            FULL if d != op.dim and _is_fixed(extent) else Range(0, extent)
+            for d, extent in enumerate(extents)
+        )
+        return View(inbox.name, tuple(selectors), slot)
 
 
 def _whole_part(parts: list[_DirectedPart], member: Index, count: int) -> tuple[Index, Index]:
@@ -291,9 +309,9 @@ def _sub(view: View, dim: int, start: Index, stop: Index) -> View:
     return replace(view, selectors=tuple(selectors))
 
 
-def _box(buffer: Buffer, dim: int, size: Index, slot: int) -> View:
-    selectors = [Range(0, size) if d == dim else FULL for d in range(len(buffer.shape))]
-    return View(buffer.name, tuple(selectors), slot)
+def _is_fixed(extent: Index) -> bool:
+    """Return whether an extent is the same in all iterations: one of coordinates alone."""
+    return all("." in name or name == "rank" for name in names_in(extent))
 
 
 def _name(op: Op, part: str) -> str:

@@ -6,6 +6,7 @@ addresses, and the namespace of the machine itself is never changed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -136,6 +137,20 @@ def _tree(wiring: Wiring, network: TreeLab) -> None:
         wiring.cables.append(Cable(up, down, network.root))
         for number in range(group * network.hosts_per_group, (group + 1) * network.hosts_per_group):
             _plug(wiring, _host(number, "eth0", (number,)), leaf, network.nic)
+        if network.direct is not None:
+            _join_directly(wiring, wiring.hosts[-network.hosts_per_group :], network.direct)
+
+
+def _join_directly(wiring: Wiring, hosts: list[Host], link: Link) -> None:
+    """Give any two of these hosts a cable, and each a route over it to the other."""
+    for host, other in itertools.combinations(hosts, 2):
+        ends = [
+            Port(here.name, f"direct{there.ranks[0]}", f"{here.address}/32")
+            for here, there in ((host, other), (other, host))
+        ]
+        wiring.cables.append(Cable(ends[0], ends[1], link))
+        wiring.routes.append(Route(host.name, other.address, other.address, ends[0].interface))
+        wiring.routes.append(Route(other.name, host.address, host.address, ends[1].interface))
 
 
 def _torus(wiring: Wiring, network: TorusLab) -> None:

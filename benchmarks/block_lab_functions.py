@@ -1,0 +1,92 @@
+"""The functions of a GPT block as torch's fused kernels, so that real computing stays short beside the pace.
+
+Shapes as in `meshweave.algorithms.block.functions`. Norms in two steps have no fused kernel: they are made of few.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.functions import EPSILON, RealFunctions
+
+_ATEN = torch.ops.aten
+
+
+class FusedFunctions(RealFunctions):
+    """Layer norm, causal attention without grouped heads, and GELU (tanh form)."""
+
+    def __init__(self, problem: BlockProblem) -> None:
+        assert problem.family == "gpt" and problem.queries_per_group == 1, problem
+        super().__init__(problem)
+
+    def norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        return _ATEN.native_layer_norm(x, x.shape[-1:], gain[0], gain[1], EPSILON)[0]
+
+    def norm_grad(self, dy: Tensor, x: Tensor, gain: Tensor) -> Tensor:
+        return self._norm_gradients(dy, x, gain, [True, False, False])[0]
+
+    def norm_weight_grad(self, dy: Tensor, x: Tensor, so_far: Tensor) -> Tensor:
+        _, of_gain, of_bias = self._norm_gradients(dy, x, so_far, [False, True, True])
+        return so_far + torch.stack((of_gain, of_bias))
+
+    @staticmethod
+    def _norm_gradients(dy: Tensor, x: Tensor, gain: Tensor, mask: list[bool]) -> tuple[Tensor, ...]:
+        _, mean, scale = _ATEN.native_layer_norm(x, x.shape[-1:], None, None, EPSILON)
+        return _ATEN.native_layer_norm_backward(dy, x, x.shape[-1:], mean, scale, gain[0], gain[1], mask)
+
+    def _scaled(self, x: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features before gain and bias, and the reciprocal of their deviation."""
+        mean, squares = (statistics / self.problem.hidden).split(1, -1)
+        scale = torch.addcmul(squares + EPSILON, mean, mean, value=-1).rsqrt_()
+        return (x - mean).mul_(scale), scale
+
+    def statistics(self, x: Tensor) -> Tensor:
+        return torch.stack((x.sum(-1), torch.linalg.vecdot(x, x)), -1)
+
+    def normalize(self, x: Tensor, statistics: Tensor, gain: Tensor) -> Tensor:
+        return torch.addcmul(gain[1], self._scaled(x, statistics)[0], gain[0])
+
+    def norm_grad_sums(self, dy: Tensor, x: Tensor, statistics: Tensor, gain: Tensor) -> Tensor:
+        arriving = dy * gain[0]
+        along = torch.linalg.vecdot(arriving, self._scaled(x, statistics)[0])
+        return torch.stack((arriving.sum(-1), along), -1)
+
+    def normalize_grad(self, dy: Tensor, x: Tensor, statistics: Tensor, sums: Tensor, gain: Tensor) -> Tensor:
+        scaled, scale = self._scaled(x, statistics)
+        mean, along = (sums / self.problem.hidden).split(1, -1)
+        return (dy * gain[0]).sub_(mean).addcmul_(scaled, along, value=-1).mul_(scale)
+
+    def normalize_weight_grad(self, dy: Tensor, x: Tensor, statistics: Tensor, so_far: Tensor) -> Tensor:
+        of_gain = self._scaled(x, statistics)[0].mul_(dy)
+        return so_far + torch.stack((of_gain.sum((0, 1)), dy.sum((0, 1))))
+
+    def _parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each (batch, heads, sequence, width)."""
+        batch, sequence, columns = qkv.shape
+        d = self.problem.head_dim
+        units = qkv.reshape(batch, sequence, columns // (3 * d), 3 * d).transpose(1, 2)
+        return units[..., :d], units[..., d : 2 * d], units[..., 2 * d :]
+
+    def _units(self, x: Tensor, width: int) -> Tensor:
+        batch, sequence, columns = x.shape
+        return x.reshape(batch, sequence, columns // width, width).transpose(1, 2)
+
+    def attention(self, qkv: Tensor) -> list[Tensor]:
+        q, k, v = self._parts(qkv)
+        out, log_sums = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        return [out.transpose(1, 2).flatten(2), log_sums.transpose(1, 2)]
+
+    def attention_grad(self, dout: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor) -> Tensor:
+        d = self.problem.head_dim
+        gradients = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+            self._units(dout, d), *self._parts(qkv), self._units(out, d), log_sums.transpose(1, 2), 0.0, True
+        )
+        return torch.cat(gradients, -1).transpose(1, 2).reshape(qkv.shape)
+
+    def activation(self, y: Tensor) -> Tensor:
+        return _ATEN.gelu(y, approximate="tanh")
+
+    def activation_grad(self, dout: Tensor, y: Tensor) -> Tensor:
+        return _ATEN.gelu_backward(dout, y, approximate="tanh")
