@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshweave.base.errors import UnsupportedError
+from meshweave.base.errors import ProgramError, UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.ir.analysis.edges import reads_in_place
 from meshweave.ir.analysis.shapes import part_sizes
@@ -182,14 +182,17 @@ def require_local_operands(op: Op) -> None:
 def work_of(program: Program, op: Op) -> Work:
     """Return the work of a resolved op.
 
-    Raises UnsupportedError for one that reads another rank's memory in place.
+    Raises:
+        UnsupportedError: it reads another rank's memory in place.
+        ProgramError: it is a product whose operands do not fit.
     """
     require_local_operands(op)
     match op:
         case Matmul():
             dims = len(op.out.selectors)
             shape = product_shape(op.a.shape, op.b.shape, op.transpose_a, op.transpose_b, dims)
-            assert isinstance(shape, ProductShape), shape
+            if isinstance(shape, str):
+                raise ProgramError(shape, op=op.title)
             return product_work(shape, program.buffer_of[op.a.buffer].dtype)
         case Copy() | Add() | Zero():
             return move_work(op.out.num_elements, program.buffer_of[op.out.buffer].dtype, op.kind)
