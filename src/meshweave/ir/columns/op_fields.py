@@ -39,7 +39,9 @@ class OpFields:
 def _part(op: Op) -> int:
     part = getattr(op, "part", "")
     if part not in CALL_PARTS:
-        raise ProgramError(f"has no part '{part}'; there are {', '.join(CALL_PARTS)[2:]}", op=op.name or op.kind)
+        raise ProgramError(
+            f"has no part '{part}'; there are {', '.join(CALL_PARTS)[2:]}", op=op.name or op.kind
+        )
     return CALL_PARTS[part]
 
 
