@@ -30,10 +30,10 @@ def label_columns(program: Program, columns: ProofColumns) -> dict[str, NDArray[
         "products": _products(table, tensors),
         "functions": _functions(program, table, columns, tensors),
         "held": _held(program, table, tensors),
-        "shards": _shards(program, columns, has_calls),
         "outputs": _outputs(program, columns),
     }
-    return {name: np.fromiter(values, np.int64) for name, values in written.items()}
+    data = {name: np.fromiter(values, np.int64) for name, values in written.items()}
+    return {**data, "shards": _shards(program, has_calls)}
 
 
 # --- tensors and meanings -----------------------------------------------------------------------------------
@@ -103,8 +103,9 @@ def _held(program: Program, table: TermTable, tensors: Mapping[str, int]) -> Ite
         yield from (int(buffer.kind == "input"), int(has_partial), int(buffer.tensor in table.meanings))
 
 
-def _shards(program: Program, columns: ProofColumns, has_calls: bool) -> Iterable[int]:
-    """Yield, per buffer and rank, the part of the tensor that arrives there, and the positions along each dim."""
+def _shards(program: Program, has_calls: bool) -> NDArray[np.int64]:
+    """Return, per buffer and rank, the part of the tensor that arrives there, and the positions along each dim."""
+    rows: list[NDArray[np.int64]] = [np.arange(0)]
     at = {rank: position for position, rank in enumerate(program.ranks)}
     for number, buffer in enumerate(program.buffers):
         if buffer.tensor is None or (buffer.kind == "temp" and not has_calls):
@@ -112,9 +113,9 @@ def _shards(program: Program, columns: ProofColumns, has_calls: bool) -> Iterabl
         assert buffer.layout is not None
         shape, layout = program.tensor_of[buffer.tensor].shape, buffer.layout
         for rank in layout.mesh.ranks:
-            yield from (number, at[rank], _place(buffer, layout, rank))
-            for listed in layout.indices(shape, rank):
-                yield from np.asarray(listed).tolist()
+            rows.append(np.array((number, at[rank], _place(buffer, layout, rank))))
+            rows += layout.indices(shape, rank)
+    return np.concatenate(rows)
 
 
 def _place(buffer: Buffer, layout: Layout, rank: int) -> int:

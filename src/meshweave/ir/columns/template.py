@@ -77,7 +77,7 @@ class TemplateColumns:
         self._lists: list[tuple[int, ...]] = []
         self._args: list[int] = []
         self._stashes: dict[str, int] = {}
-        self._views: dict[View, int] = {}
+        self._views: dict[int, int] = {}  # by the identity of views, which the program keeps
         self._view_rows: list[tuple[int, ...]] = []
         self._selectors: list[tuple[int, ...]] = []
         self._op_rows: list[tuple[int, ...]] = []
@@ -234,32 +234,25 @@ class TemplateColumns:
             size += table.size
 
     def _view(self, view: View) -> int:
-        known = self._views.get(view)
+        known = self._views.get(id(view))
         if known is None:
-            known = self._views[view] = len(self._view_rows)
+            known = self._views[id(view)] = len(self._view_rows)
             if view.buffer not in self._buffers:
                 raise ProgramError(
                     f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}"
                 )
-            row = (
-                self._buffers[view.buffer],
-                self.expressions.number(view.slot),
-                self.expressions.number_or_none(view.rank),
-            )
-            self._view_rows.append((*row, len(self._selectors), len(view.selectors)))
+            number = self.expressions.number
+            owner = -1 if view.rank is None else number(view.rank)
+            dims = len(view.selectors)
+            row = self._buffers[view.buffer], number(view.slot), owner, len(self._selectors), dims
+            self._view_rows.append(row)
             for selector in view.selectors:
-                ends = (
-                    self.expressions.number(selector.start),
-                    self.expressions.number_or_none(selector.stop),
-                )
+                start, stop = number(selector.start), -1 if selector.stop is None else number(selector.stop)
                 if isinstance(selector, Blocked):
-                    parts = (
-                        self.expressions.number(part)
-                        for part in (selector.first, selector.block, selector.stride)
-                    )
-                    self._selectors.append((1, *ends, *parts))
+                    parts = number(selector.first), number(selector.block), number(selector.stride)
+                    self._selectors.append((1, start, stop, *parts))
                 else:
-                    self._selectors.append((0, *ends, -1, -1, -1))
+                    self._selectors.append((0, start, stop, -1, -1, -1))
         return known
 
     # --- statements -----------------------------------------------------------------------------------
