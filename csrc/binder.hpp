@@ -220,7 +220,8 @@ class Binder {
         break;
       case Kind::PERMUTE: {
         const i64 count = group_size(row);
-        op.b = floor_mod(value(row.first), count);
+        op.shift = value(row.first);
+        op.b = floor_mod(op.shift, count);
         op.a = op.b ? bytes(row.src) : checked_mul(2, bytes(row.out));
         op.c = std::min(op.b, count - op.b);
         break;

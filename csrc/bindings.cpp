@@ -5,7 +5,7 @@
 #include <nanobind/stl/string.h>
 
 #include "engine.hpp"
-#include "labels.hpp"
+#include "prove.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -112,7 +112,7 @@ class Core {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The simulator core. `meshweave.simulate.engine` is its only caller.";
+  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine` and `ir.analysis.native_proof`.";
   static PyObject* const fault = PyErr_NewException("meshweave._core.ProgramFault", PyExc_Exception, nullptr);
   m.attr("ProgramFault") = nb::borrow(fault);
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -125,11 +125,11 @@ NB_MODULE(_core, m) {
     }
   });
   m.def(
-      "labels_hold",
+      "prove",
       [](const nb::dict& given) {
         const meshweave::Columns columns = columns_of(given);
         nb::gil_scoped_release released;
-        return meshweave::labels_hold(columns);
+        return static_cast<i64>(meshweave::prove(columns));
       },
       "columns"_a);
   nb::class_<Core>(m, "Core")

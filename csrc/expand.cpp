@@ -93,6 +93,8 @@ void order(const Template& code, const std::vector<std::vector<i64>>& edges, Cla
   }
 }
 
+constexpr size_t MAX_KEPT = size_t{1} << 21;  // accesses and ops of all classes, some hundred bytes each
+
 // Released remote writes: whoever reads or overwrites what arrives waits for it (`ir.edges.tracked_edges`).
 struct Release {
   i64 op;
@@ -102,7 +104,7 @@ struct Release {
 
 }  // namespace
 
-Expanded::Expanded(const Columns& columns) : code(columns) {
+Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) {
   std::vector<char> exposed(code.buffers.size(), 0);
   for (const AccessRow& row : code.accesses) {
     const ViewRow& view = code.views[static_cast<size_t>(row.view)];
@@ -117,8 +119,9 @@ Expanded::Expanded(const Columns& columns) : code(columns) {
   i64 blocks_left = MAX_BLOCKS;
   std::map<std::vector<i64>, i64> known;
   std::vector<std::vector<Release>> arriving(has_tracked ? static_cast<size_t>(code.num_ranks()) : 0);
-  std::vector<Accesses> kept;                         // of every rank, where writes are tracked
-  std::vector<std::vector<std::vector<i64>>> kept_keys;
+  const bool keeps = keeps_accesses || has_tracked;
+  size_t num_kept = 0;
+  std::vector<std::vector<std::vector<i64>>> kept_keys;  // of every rank, where writes are tracked
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     const i64 global = code.ranks[static_cast<size_t>(rank)];
     const auto [found, is_new] = known.try_emplace(keys.of(rank), static_cast<i64>(classes.size()));
@@ -136,12 +139,15 @@ Expanded::Expanded(const Columns& columns) : code(columns) {
         made.ops = std::move(binder.ops);
         made.sizes = std::move(binder.sizes);
         order(code, local_edges(code, binder.accesses, exposed, blocks_left), made);
+        num_kept += binder.accesses.all.size() + binder.accesses.row.size();
+        if (keeps_accesses && num_kept > MAX_KEPT) throw ProgramFault("the program has too many different accesses");
+        if (keeps) made.accesses = std::move(binder.accesses);
         classes.push_back(std::move(made));
       } catch (ProgramFault& fault) {
         if (fault.rank < 0) throw ProgramFault(fault.what(), global, static_cast<i64>(binder.accesses.row.size()));
         throw;
       }
-      if (has_tracked) kept.push_back(std::move(binder.accesses)), kept_keys.push_back(std::move(op_keys));
+      if (has_tracked) kept_keys.push_back(std::move(op_keys));
     }
     ranks.push_back({found->second, num_ops});
     num_ops += static_cast<i64>(classes[static_cast<size_t>(found->second)].ops.size());
@@ -150,10 +156,11 @@ Expanded::Expanded(const Columns& columns) : code(columns) {
   if (has_tracked) {  // here every rank that reaches others is a class of its own
     const auto each = [&](i64 rank, auto&& visit) {
       const auto number = static_cast<size_t>(ranks[static_cast<size_t>(rank)].of_class);
-      for (size_t op = 0; op < kept[number].row.size(); ++op)
-        for (i64 at = kept[number].start[op]; at < kept[number].start[op + 1]; ++at)
-          visit(ranks[static_cast<size_t>(rank)].base + static_cast<i64>(op), kept[number].row[op],
-                kept[number].all[static_cast<size_t>(at)], kept_keys[number][op]);
+      const Accesses& kept = classes[number].accesses;
+      for (size_t op = 0; op < kept.row.size(); ++op)
+        for (i64 at = kept.start[op]; at < kept.start[op + 1]; ++at)
+          visit(ranks[static_cast<size_t>(rank)].base + static_cast<i64>(op), kept.row[op],
+                kept.all[static_cast<size_t>(at)], kept_keys[number][op]);
     };
     for (i64 rank = 0; rank < code.num_ranks(); ++rank)
       each(rank, [&](i64 op, i64 row, const Access& access, const std::vector<i64>& key) {
@@ -174,6 +181,8 @@ Expanded::Expanded(const Columns& columns) : code(columns) {
                               [](const Tracked& a, const Tracked& b) { return a.from == b.from && a.to == b.to; }),
                   tracked.end());
   }
+  if (!keeps_accesses)
+    for (Class& one : classes) one.accesses = Accesses();
   peer_start.push_back(0);
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     if (has_messages)

@@ -2,8 +2,7 @@
 // A class is expanded once, so that thousands of ranks of a regular program cost no more than one.
 #pragma once
 
-#include "columns.hpp"
-#include "views.hpp"
+#include "edges.hpp"
 
 namespace meshweave {
 
@@ -23,6 +22,7 @@ struct ClassOp {
   i64 step = -1;       // index of the step of a lowered collective, -1 for none
   i64 sizes = 0, num_sizes = 0;  // in Class::sizes; a single size is that of every member
   i64 num_products = 1;          // in a batch
+  i64 shift = 0;                 // of a permute, as written
 };
 
 struct Class {
@@ -32,6 +32,7 @@ struct Class {
   std::vector<i64> before_start, before, after_start, after;
   std::vector<std::vector<i64>> lanes;  // ops by lane, in program order
   std::vector<i64> in_lane;             // place of each op in its lane
+  Accesses accesses;                    // of its ops, where they are kept
 };
 
 struct Rank {
@@ -44,7 +45,8 @@ struct Tracked {
 };
 
 struct Expanded {
-  explicit Expanded(const Columns& columns);
+  // With `keeps_accesses` each class keeps those of its ops; ProgramFault is raised where they are too many.
+  explicit Expanded(const Columns& columns, bool keeps_accesses = false);
 
   const Template code;
   std::vector<Class> classes;

@@ -1,4 +1,4 @@
-"""The simulator's core, compiled from csrc/. `meshweave.simulate.engine` is its only caller."""
+"""The core, compiled from csrc/. `simulate.engine` and `ir.analysis.native_proof` are its only callers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 class ProgramFault(Exception):
     """A program that cannot be expanded or run: (message, global rank, op on the rank), -1 for unknown."""
 
-def labels_hold(columns: Mapping[str, NDArray[np.int64]]) -> bool:
-    """Whether a program surely computes what it declares. Raises ValueError for columns that describe none."""
+def prove(columns: Mapping[str, NDArray[np.int64]]) -> int:
+    """The `ir.analysis.native_proof.Verdict` of a program. Raises ValueError for columns that describe none."""
 
 class Core:
     """A program template, expanded. Raises ProgramFault, ValueError for columns that describe none."""

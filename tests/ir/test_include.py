@@ -117,12 +117,12 @@ def test_stages_overlap() -> None:
 def test_sub_program_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     proved: list[str] = []
 
-    def prove(flow: Any, order: Any) -> tuple[str, ...]:
-        proved.append(flow.program.name)
-        return validate_prove(flow, order)
+    def prove(program: Program, *rest: Any) -> Any:
+        proved.append(program.name)
+        return validate_one(program, *rest)
 
-    validate_prove = validate_module.prove_outputs
-    monkeypatch.setattr(validate_module, "prove_outputs", prove)
+    validate_one = validate_module._validate
+    monkeypatch.setattr(validate_module, "_validate", prove)
     validate(golden_include("pipeline"))
     assert proved == [
         "block: two products with their sum over tp",

@@ -19,11 +19,14 @@ from typing import Any
 import numpy as np
 from random_programs import random_machine, random_program
 
+from meshweave.ir.analysis.native_proof import Verdict, proof_columns, prove
+from meshweave.ir.program.parse import parse
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes
 
 Data = dict[Any, Any]
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 ADDRESS_SPACE = 4 << 30
 SECONDS = 60
 """For one case, instrumented code on a busy machine included; almost all take milliseconds."""
@@ -67,6 +70,17 @@ def base(number: int) -> tuple[Data, Data]:
     with contextlib.suppress(ProgramFault):
         _Routes(machine).add(Core(columns.data).routes(on["num_directions"]), columns, on)
     return dict(columns.data), on
+
+
+@cache
+def proof_base(number: int) -> Data:
+    """Columns of a golden program, or of a random one, for its proof."""
+    draw = random.Random(number)
+    programs = [parse(path.read_text()) for path in sorted(GOLDEN.glob("*.txt"))]
+    program = draw.choice(programs) if draw.random() < 0.8 else random_program(draw, 4)
+    columns = proof_columns(program, labels=True)
+    columns["max_ops"] = np.array([MAX_OPS])
+    return dict(columns)
 
 
 def other_value(draw: random.Random, values: Any) -> Any:
@@ -122,6 +136,11 @@ def damaged(draw: random.Random, data: Data) -> Data:
 def case(seed: int) -> str:
     """What became of one case; whatever is raised besides what the core documents goes up."""
     draw = random.Random(seed)
+    if draw.random() < 0.3:
+        try:
+            return Verdict(prove(damaged(draw, proof_base(draw.randrange(NUM_PROGRAMS))))).name.lower()
+        except ValueError:
+            return "refused"
     program, machine = base(draw.randrange(NUM_PROGRAMS))
     try:
         if draw.random() < 0.8:

@@ -27,9 +27,9 @@ from meshweave.cost.calls import flops_per_s
 from meshweave.cost.machine import Link, Machine
 from meshweave.describe.machine.network import COMM_KINDS, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
+from meshweave.ir.columns.op_fields import Column
 from meshweave.ir.program import Program
 from meshweave.simulate.columns import Columns
-from meshweave.simulate.op_fields import Column
 from meshweave.simulate.result import Simulation
 
 _IDLE = "too many statements"

@@ -41,7 +41,7 @@ def unproved(flow: Dataflow) -> str:
     program = flow.program
     if (count := num_buffer_elements(program)) > PROOF_ELEMENTS.most:
         return PROOF_ELEMENTS.refusal(count)
-    summands = work = _most_summands(program)
+    summands = work = most_summands(program)
     elements: dict[int, int] = {}  # by the identity of ops, which ranks share
     for ops in flow.matched.ops.values():
         for bound in ops:
@@ -54,7 +54,7 @@ def unproved(flow: Dataflow) -> str:
     return ""
 
 
-def _most_summands(program: Program) -> int:
+def most_summands(program: Program) -> int:
     """Return a number that no product has more summands than: its inner size, times the terms of its operands."""
     terms = dict.fromkeys(program.tensor_of, 1)
     for buffer in program.buffers:

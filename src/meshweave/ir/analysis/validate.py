@@ -14,7 +14,7 @@ the copies of each output come about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from meshweave.base.errors import ProgramError, listed
@@ -27,8 +27,8 @@ from meshweave.ir.analysis.include import (
     summarise,
     with_include_lane,
 )
-from meshweave.ir.analysis.native_labels import labels_hold
-from meshweave.ir.analysis.proof import prove_outputs, undeclared, unproved
+from meshweave.ir.analysis.native_proof import CoreProof
+from meshweave.ir.analysis.proof import prove_outputs, unproved
 from meshweave.ir.analysis.races import check_races
 from meshweave.ir.analysis.replicas import ReplicaAgreement, replica_agreements
 from meshweave.ir.analysis.shapes import check_op
@@ -47,23 +47,32 @@ class Validation:
     """What `validate` proved.
 
     Attributes:
-        flow: the dataflow of the program, in which an include is one op.
-        order: one legal order of its events.
+        program: the program.
         skipped: what was not tried, and why.
     """
 
-    flow: Dataflow
-    order: list[Event]
+    program: Program
     skipped: tuple[str, ...] = ()
+    _analysed: tuple[Dataflow, list[Event]] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def flow(self) -> Dataflow:
+        """Return the dataflow of the program, in which an include is one op."""
+        return self._analysed[0] if self._analysed else analyse_as_written(self.program)
+
+    @cached_property
+    def order(self) -> list[Event]:
+        """Return one legal order of the events of `flow`."""
+        return self._analysed[1] if self._analysed else untimed_order(self.flow)
 
     @cached_property
     def replicas(self) -> tuple[ReplicaAgreement, ...]:
         """Return how the copies of each output buffer agree; () for a program too large to be run on symbols."""
         if unproved(self.flow):
             return ()
-        if not self.flow.program.includes:
+        if not self.program.includes:
             return replica_agreements(self.flow, self.order)
-        flow = analyse(self.flow.program)
+        flow = analyse(self.program)
         return replica_agreements(flow, untimed_order(flow))
 
     @property
@@ -96,6 +105,15 @@ def validate(program: Program, *, labels: bool = True, native: bool = True) -> V
 def _validate(program: Program, parts: Summaries, labels: bool, native: bool) -> Validation:
     """Return the proof of a program, given those of the programs that it includes."""
     check_declarations(program)
+    if native and not program.includes:
+        proof = CoreProof(program, labels)
+        if proof.holds:
+            return Validation(program, proof.skipped)
+    return _validate_in_python(program, parts, labels)
+
+
+def _validate_in_python(program: Program, parts: Summaries, labels: bool) -> Validation:
+    """Return the proof of a program as the reference makes it."""
     flow = analyse_as_written(with_include_lane(program))
     checked: set[int] = set()
     for rank, ops in flow.matched.ops.items():
@@ -109,12 +127,12 @@ def _validate(program: Program, parts: Summaries, labels: bool, native: bool) ->
     skipped = _try_ready_lanes(flow)
     check_races(flow, order)
     if not labels:
-        return Validation(flow, order, (*skipped, "index labels: not asked for"))
-    if reason := unproved(flow):
-        return Validation(flow, order, (*skipped, f"index labels: the program {reason}"))
-    if native and not program.includes and labels_hold(flow, order):
-        return Validation(flow, order, (*skipped, *undeclared(program)))
-    return Validation(flow, order, (*skipped, *prove_outputs(flow, order)))
+        notes: tuple[str, ...] = ("index labels: not asked for",)
+    elif reason := unproved(flow):
+        notes = (f"index labels: the program {reason}",)
+    else:
+        notes = prove_outputs(flow, order)
+    return Validation(program, (*skipped, *notes), (flow, order))
 
 
 def _order(flow: Dataflow) -> list[Event]:

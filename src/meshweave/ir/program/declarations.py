@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections import Counter
+from collections.abc import Mapping
 
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
@@ -28,9 +29,10 @@ def check_declarations(program: Program) -> None:
         _check_buffer(program, buffer)
     check_meanings(program)
     check_includes(program)
+    ranks = frozenset(program.ranks)
     for statement in statements_of(program.body):
         if not isinstance(statement, Include):
-            _check_statement(program, statement)
+            _check_statement(program, statement, ranks)
 
 
 def _check_names(program: Program) -> None:
@@ -51,18 +53,18 @@ def _check_buffer(program: Program, buffer: Buffer) -> None:
         if not condition:
             raise ProgramError(message, buffer=buffer.name)
 
-    require(
-        buffer.mesh in program.mesh_of,
-        f"is on mesh '{buffer.mesh}'{did_you_mean(buffer.mesh, program.mesh_of)}",
-    )
-    require(buffer.dtype in DTYPES, f"unknown dtype '{buffer.dtype}'{did_you_mean(buffer.dtype, DTYPES)}")
+    def require_known(name: str, known: Mapping[str, object], message: str) -> None:
+        if name not in known:
+            raise ProgramError(f"{message} '{name}'{did_you_mean(name, known)}", buffer=buffer.name)
+
+    require_known(buffer.mesh, program.mesh_of, "is on mesh")
+    require_known(buffer.dtype, DTYPES, "unknown dtype")
     require(buffer.slots >= 1, f"has {buffer.slots} slots")
     require(buffer.slots == 1 or buffer.kind != "output", "is an output and has more than one slot")
     if buffer.tensor is None:
         require(buffer.kind == "scratch", f"is of kind {buffer.kind} and holds no tensor")
     else:
-        known = program.tensor_of
-        require(buffer.tensor in known, f"holds tensor '{buffer.tensor}'{did_you_mean(buffer.tensor, known)}")
+        require_known(buffer.tensor, program.tensor_of, "holds tensor")
         require(buffer.kind != "scratch", f"is scratch and holds tensor '{buffer.tensor}'")
         require(buffer.layout is not None, f"holds tensor '{buffer.tensor}' in no layout")
         assert buffer.layout is not None
@@ -73,13 +75,13 @@ def _check_buffer(program: Program, buffer: Buffer) -> None:
     require(sorted(order) == list(range(dims)), f"order {order} does not name each of {dims} dims once")
 
 
-def _check_statement(program: Program, statement: Statement) -> None:
+def _check_statement(program: Program, statement: Statement, ranks: frozenset[int]) -> None:
     if isinstance(statement, On):
         if isinstance(statement.where, str):
             if statement.where not in program.mesh_of:
                 known = did_you_mean(statement.where, program.mesh_of)
                 raise ProgramError(f"'with {statement.where}': there is no such mesh{known}")
-        elif strangers := sorted(set(statement.where) - set(program.ranks)):
+        elif strangers := sorted(set(statement.where) - ranks):
             raise ProgramError(f"'with ranks': no mesh has rank {strangers[0]}", rank=strangers[0])
     elif isinstance(statement, Repeat):
         if (

@@ -74,7 +74,15 @@ def walk(
 
 def statements_of(body: Iterable[Statement]) -> Iterator[Statement]:
     """Yield every statement once, as written, a block before what it holds."""
-    return (statement for _, statement, _ in walk(body, None, lambda block, key, context: ((key, context),)))
+    left = [iter(body)]
+    while left:
+        for statement in left[-1]:
+            yield statement
+            if isinstance(statement, (On, Repeat, When)):
+                left.append(iter(statement.body))
+                break
+        else:
+            left.pop()
 
 
 def ops_of(body: Iterable[Statement]) -> Iterator[Op]:

@@ -1,4 +1,4 @@
-"""Expressions of a program template as stack code in integers, for the simulator core (`csrc/expr.hpp`)."""
+"""Expressions of a program template as stack code in integers, for the C++ core (`csrc/expr.hpp`)."""
 
 from __future__ import annotations
 

@@ -12,12 +12,29 @@ from meshweave.ir.program.ops import OP_TYPES, Op
 
 Column = NDArray[np.int64]
 
-KINDS = tuple(OP_TYPES)
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(OP_TYPES)}
 CALL_PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
 
 
 class OpFields:
     """The columns of one op, -1 for those that it does not have."""
+
+    __slots__ = (
+        *(
+            "op",
+            "out",
+            "src",
+            "second_operand",
+            "axis",
+            "price",
+            "first",
+            "second",
+            "flops",
+            "nbytes",
+            "stash",
+        ),
+        *("rate", "comm", "step_index", "dim", "flags", "sizes", "directions", "args"),
+    )
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -29,7 +46,7 @@ class OpFields:
     def row(self, lane: int, first_arg: int) -> tuple[int, ...]:
         """Return the columns in the order of the core's `Op`."""
         return (
-            *(KINDS.index(self.op.kind), lane, self.out, self.src, self.second_operand),
+            *(_KIND_NUMBERS[self.op.kind], lane, self.out, self.src, self.second_operand),
             *(self.flags, self.axis, self.dim, self.first, self.second, *self.sizes),
             *(self.comm, self.step_index, self.directions, self.price),
             *(self.flops, self.nbytes, self.stash, _part(self.op), first_arg, len(self.args), self.rate),

@@ -1,0 +1,1 @@
+"""A program as columns of integers: what the C++ core reads."""

@@ -1,0 +1,119 @@
+"""A program template as columns of integers, with what the core needs to prove that it is sound.
+
+To the template come names, reductions and dtypes in which partners agree, and the expressions that have no meaning
+for the core but must have a value. `csrc/shapes.hpp` says what each number of an op is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from meshweave.base.errors import ProgramError
+from meshweave.base.units import DTYPES
+from meshweave.ir.columns.op_fields import flat
+from meshweave.ir.columns.template import TemplateColumns
+from meshweave.ir.program import Program
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import CALL_DIMS, AllToAll, Call, CollectiveStep, Op, Permute, Release
+
+MAX_OPS = 1 << 19
+"""Ops of all ranks of a program that the core proves; more are left to the reference."""
+ANY = int(np.iinfo(np.int64).min)
+"""The least value of an expression that may have any."""
+REDUCTIONS = {"sum": 0, "max": 1, "min": 2, "prod": 3}
+"""The reductions that the core knows, by number; other words get the numbers after these."""
+
+
+class UnknownError(ProgramError):
+    """What the core does not know, or what only the reference can refuse."""
+
+
+class ProofColumns(TemplateColumns):
+    """A program template as columns of integers, for its proof.
+
+    Attributes:
+        functions: the names of what calls run, by number.
+        reductions: the names of reductions, by number.
+
+    Raises:
+        UnknownError: the program has what the core does not know.
+        ProgramError: an op names what is not declared.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.functions: dict[str, int] = {}
+        self.reductions = dict(REDUCTIONS)
+        self._names: dict[str, int] = {}
+        self._steps: dict[tuple[object, ...], int] = {}
+        self._proof_rows: list[int] = []
+        self._checks: list[int] = []
+        if program.includes:
+            raise UnknownError("the core knows no includes")
+        super().__init__(program)
+        dtypes: dict[str, int] = {}
+        self.data["max_ops"] = flat([MAX_OPS])
+        self.data["proof_ops"] = flat(self._proof_rows)
+        self.data["checks"] = flat(self._checks)
+        self.data["dtypes"] = flat([dtypes.setdefault(b.dtype, len(dtypes)) for b in program.buffers])
+
+    def reduction(self, name: str) -> int:
+        """Return the number of a reduction."""
+        return self.reductions.setdefault(name, len(self.reductions))
+
+    def describe_op(self, op: Op) -> None:
+        """Add an op as written. Raises ProgramError as the class says."""
+        super().describe_op(op)
+        number = len(self._op_rows) - 1
+        function = outs = step = dim = -1
+        received = 0, 0
+        if isinstance(op, Call):
+            self._check_call(number, op)
+            function, outs = self.functions.setdefault(op.fn, len(self.functions)), len(op.outs)
+        elif isinstance(op, AllToAll):
+            dim, received = op.concat_dim, self.sizes(op.recv_sizes)
+            if received[0] == 1 or dim < 0:
+                raise UnknownError("the core knows no sizes that differ between members")
+        of_step = getattr(op, "step", None)
+        if of_step is not None:
+            step = self._step(number, of_step, is_joint=isinstance(op, Permute))
+        release = getattr(op, "release", None)
+        if release is not None:
+            self._check_release(number, release, op)
+        reduction = getattr(op, "op", None)
+        self._proof_rows += (
+            self._names.setdefault(op.name, len(self._names)),
+            -1 if reduction is None else self.reduction(reduction),
+            *(dim, *received, function, step, outs),
+        )
+
+    def _step(self, op: int, step: CollectiveStep, *, is_joint: bool) -> int:
+        if is_joint and not isinstance(step.count, int):
+            raise UnknownError("the core compares steps of a plain number only")
+        self._check(op, (step.count,))
+        key = step.collective, step.axis, step.num_directions, step.count if is_joint else 0
+        return self._steps.setdefault(key, len(self._steps))
+
+    def _check_release(self, number: int, release: Release, op: Op) -> None:
+        if not 0 <= release.dim < len(op.out.selectors):  # type: ignore[attr-defined]
+            raise UnknownError("releases along a dim that there is not")
+        self._check(number, (release.tile,), 1)
+        self._check(number, (release.first,))
+
+    def _check_call(self, number: int, op: Call) -> None:
+        dims = CALL_DIMS.get(op.work)
+        if (op.work and dims is None) or (op.dtype and op.dtype not in DTYPES):
+            raise UnknownError("works at what is not declared")
+        if len(op.shape) not in (0, len(dims or ())):
+            raise UnknownError("has other sizes than its work")
+        self._check(number, (op.flops, op.bytes, op.stash_bytes, *op.args))
+        self._check(number, op.shape, 0)
+
+    def _check(self, op: int, values: Iterable[Index], low: int = ANY) -> None:
+        """Note that expressions of an op must have a value, of at least `low`."""
+        for value in values:
+            if not isinstance(value, int):
+                self._checks += (op, self.expressions.number(value), low)
+            elif value < low:
+                raise UnknownError(f"has {value}, which must be at least {low}")

@@ -1,0 +1,356 @@
+"""A program template as columns of integers, which the C++ core reads to simulate a program and to prove it.
+
+The core expands templates itself, so nothing here is per rank but coordinates, groups and the shapes of shards.
+`csrc/columns.hpp` says what each column holds and checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from meshweave.base.errors import ProgramError
+from meshweave.base.limits import SIMULATED_DIMS
+from meshweave.base.units import dtype_bytes
+from meshweave.describe.machine.network import COMM_KINDS
+from meshweave.ir.columns.expressions import ExpressionColumns
+from meshweave.ir.columns.op_fields import Column, OpFields, flat, joined, offsets
+from meshweave.ir.program import On, Program, Repeat, When
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import (
+    READ,
+    UPDATE,
+    WRITE,
+    Accumulate,
+    AllGather,
+    AllToAll,
+    Broadcast,
+    Call,
+    Collective,
+    Copy,
+    DataCollective,
+    Get,
+    Matmul,
+    Mode,
+    Op,
+    Over,
+    Permute,
+    Put,
+    Recv,
+    Reduce,
+    ReduceScatter,
+    Send,
+)
+from meshweave.ir.program.statements import preorder
+from meshweave.ir.program.views import Blocked, View
+
+MODES: dict[Mode, int] = {READ: 0, WRITE: 1, UPDATE: 2}
+MAX_OPS = 200_000_000
+"""Ops of all ranks; at some 40 bytes each that is what a large machine holds."""
+
+_UNDEFINED = np.iinfo(np.int64).min
+_OP, _ON, _REPEAT, _WHEN = range(4)
+_TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
+
+
+class TemplateColumns:
+    """A program template as columns of integers. What a machine prices is left to the class that simulates.
+
+    Attributes:
+        data: the columns that the core takes, by name.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.ranks = np.array(program.ranks, dtype=np.int64)
+        self.expressions = ExpressionColumns()
+        self._coords: list[Column] = []
+        self._sets: dict[Any, int] = {}
+        self._set_ranks: list[Column] = []
+        self._axes: dict[Over, int] = {}
+        self._axis_groups: list[Column] = []
+        self._groups: dict[bytes, int] = {}
+        self._members: list[Column] = []
+        self._group_price: list[int] = []
+        self._lists: list[tuple[int, ...]] = []
+        self._args: list[int] = []
+        self._stashes: dict[str, int] = {}
+        self._views: dict[int, int] = {}  # by the identity of views, which the program keeps
+        self._view_rows: list[tuple[int, ...]] = []
+        self._selectors: list[tuple[int, ...]] = []
+        self._op_rows: list[tuple[int, ...]] = []
+        self._accesses: list[tuple[int, int, int]] = []
+        self._op_access = [0]
+        self._statements: list[tuple[int, int, int, int]] = []
+        self._lanes = {lane.name: number for number, lane in enumerate(program.lanes)}
+        self._buffers = {buffer.name: number for number, buffer in enumerate(program.buffers)}
+        self._at = {mesh.name: np.searchsorted(self.ranks, mesh.ranks) for mesh in program.meshes}
+        self._buffer_rows: list[tuple[int, ...]] = []
+        self._shapes: list[Column] = []
+        self._shape_exprs: list[int] = []
+        self._coordinates()
+        self._describe_buffers()
+        self._describe_statements()
+        self.data = self._described()
+
+    def _described(self) -> dict[str, Column]:
+        return {
+            "ranks": self.ranks,
+            "num_coords": flat([len(self._coords)]),
+            "num_vars": flat([self.expressions.num_slots]),
+            "num_sets": flat([len(self._set_ranks)]),
+            "num_axes": flat([len(self._axes)]),
+            "max_ops": flat([MAX_OPS]),
+            "coords": flat(np.stack(self._coords, axis=1)) if self._coords else flat([]),
+            "code": flat(self.expressions.code),
+            "exprs": flat(self.expressions.starts),
+            "tables": flat(self.expressions.tables),
+            "entries": flat(self.expressions.entries),
+            "sets": offsets(self._set_ranks),
+            "set_ranks": joined(self._set_ranks),
+            "axis_group": joined(self._axis_groups),
+            "groups": offsets(self._members),
+            "members": joined(self._members),
+            "group_price": flat(self._group_price),
+            "lists": joined([flat(sizes) for sizes in self._lists]),
+            "list_offsets": offsets([flat(sizes) for sizes in self._lists]),
+            "args": flat(self._args),
+            "buffers": flat(self._buffer_rows),
+            "shapes": joined(self._shapes),
+            "shape_exprs": flat(self._shape_exprs),
+            "views": flat(self._view_rows),
+            "selectors": flat(self._selectors),
+            "ops": flat(self._op_rows),
+            "accesses": flat(self._accesses),
+            "op_access": flat(self._op_access),
+            "statements": flat(self._statements),
+            "lanes": flat([(int(lane.order == "ready"), lane.width) for lane in self.program.lanes]),
+        }
+
+    # --- names ----------------------------------------------------------------------------------------
+
+    def _coordinates(self) -> None:
+        for mesh in self.program.meshes:
+            places = np.unravel_index(np.arange(mesh.num_ranks), mesh.shape)
+            for axis, place in zip(mesh.axes, places, strict=True):
+                column = np.full(len(self.ranks), _UNDEFINED, dtype=np.int64)
+                column[self._at[mesh.name]] = place
+                self.expressions.slot(f"{mesh.name}.{axis}")
+                self._coords.append(column)
+        for index in self.program.indices:  # 0 where the program is not included
+            self.expressions.slot(index)
+            self._coords.append(np.zeros(len(self.ranks), dtype=np.int64))
+
+    def _set(self, where: str | tuple[int, ...]) -> int:
+        """Return the number of a set of ranks; -1 for all ranks."""
+        if isinstance(where, str) and self.program.mesh_of[where].num_ranks == len(self.ranks):
+            return -1
+        known = self._sets.get(where)
+        if known is None:
+            known = self._sets[where] = len(self._set_ranks)
+            listed = self._at[where] if isinstance(where, str) else self._positions(where)
+            self._set_ranks.append(np.unique(listed))
+        return known
+
+    def _positions(self, ranks: Iterable[int]) -> Column:
+        """Return the positions of global ranks; ranks that the program does not have are left out."""
+        return np.flatnonzero(np.isin(self.ranks, list(ranks)))
+
+    # --- groups ---------------------------------------------------------------------------------------
+
+    def _axis(self, over: Over) -> int:
+        known = self._axes.get(over)
+        if known is None:
+            known = self._axes[over] = len(self._axes)
+            rows = self._rows(over)
+            column = np.full(len(self.ranks), -1, dtype=np.int64)
+            for row in rows:
+                column[row] = self._group(row)
+            self._axis_groups.append(column)
+        return known
+
+    def _rows(self, over: Over) -> Column:
+        """Return the groups that `over` means, each a row of positions."""
+        if not isinstance(over, str):
+            listed = np.searchsorted(self.ranks, over)
+            if not over or not np.isin(over, self.ranks).all() or len(set(over)) < len(over):
+                raise ProgramError(f"'{over}' is no group of different ranks of the program")
+            return flat(listed).reshape(1, -1)
+        name, _, axis = over.partition(".")
+        if name not in self._at or (axis and axis not in self.program.mesh_of[name].axes):
+            self.program.group(over, self.program.ranks[0])  # says what there is instead
+        at = self._at[name]
+        if not axis:
+            return at.reshape(1, -1)
+        mesh = self.program.mesh_of[name]
+        number = mesh.axis(axis)
+        return np.moveaxis(at.reshape(mesh.shape), number, -1).reshape(-1, mesh.shape[number])
+
+    def _group(self, row: Column) -> int:
+        key = row.astype(np.int64).tobytes()
+        known = self._groups.get(key)
+        if known is None:
+            known = self._groups[key] = len(self._members)
+            self._members.append(row)
+            self._group_price.append(self.group_price(row))
+        return known
+
+    def group_price(self, row: Column) -> int:
+        """Return the row of constants of a group of positions."""
+        return 0
+
+    def price(self, axis: str) -> int:
+        """Return the row of constants of a mesh axis; "" for none."""
+        return 0
+
+    def rate(self, work: str, dtype: str) -> int:
+        """Return the row of FLOP rates of a kind of work ("": products) in a dtype."""
+        return 0
+
+    def note_call_costs(self, op: Call, fields: OpFields) -> None:
+        """Set the costs of a call."""
+        fields.rate = 0
+
+    # --- buffers and views ----------------------------------------------------------------------------
+
+    def _describe_buffers(self) -> None:
+        program, size = self.program, 0
+        for buffer in program.buffers:
+            num_dims = buffer.num_dims(program.tensor_of)
+            if num_dims > SIMULATED_DIMS.most:
+                raise ProgramError(SIMULATED_DIMS.refusal(num_dims), buffer=buffer.name)
+            common = dtype_bytes(buffer.dtype), buffer.slots, num_dims, self._set(buffer.mesh)
+            if buffer.tensor is None:
+                self._buffer_rows.append((*common, 0, len(self._shape_exprs)))
+                self._shape_exprs += [self.expressions.number(extent) for extent in buffer.shape]
+                continue
+            table = np.full((len(self.ranks), num_dims), -1, dtype=np.int64)
+            mesh = program.mesh_of[buffer.mesh]
+            table[self._at[buffer.mesh]] = [program.local_shape(buffer.name, rank) for rank in mesh.ranks]
+            self._buffer_rows.append((*common, 1, size))
+            self._shapes.append(flat(table))
+            size += table.size
+
+    def _view(self, view: View) -> int:
+        known = self._views.get(id(view))
+        if known is None:
+            known = self._views[id(view)] = len(self._view_rows)
+            if view.buffer not in self._buffers:
+                raise ProgramError(
+                    f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}"
+                )
+            number = self.expressions.number
+            owner = -1 if view.rank is None else number(view.rank)
+            dims = len(view.selectors)
+            row = self._buffers[view.buffer], number(view.slot), owner, len(self._selectors), dims
+            self._view_rows.append(row)
+            for selector in view.selectors:
+                start, stop = number(selector.start), -1 if selector.stop is None else number(selector.stop)
+                if isinstance(selector, Blocked):
+                    parts = number(selector.first), number(selector.block), number(selector.stride)
+                    self._selectors.append((1, start, stop, *parts))
+                else:
+                    self._selectors.append((0, start, stop, -1, -1, -1))
+        return known
+
+    # --- statements -----------------------------------------------------------------------------------
+
+    def _describe_statements(self) -> None:
+        for statement, end in preorder(self.program.body):
+            match statement:
+                case On(where=where):
+                    row = _ON, self._set(where), 0, end
+                case Repeat(var=var, count=count):
+                    slot = self.expressions.slot(var)
+                    row = _REPEAT, slot, self.expressions.number(count), end
+                case When(condition=condition):
+                    row = _WHEN, 0, self.expressions.number(condition), end
+                case _:
+                    row = _OP, len(self._op_rows), 0, end
+                    self.describe_op(statement)
+            self._statements.append(row)
+
+    def describe_op(self, op: Op) -> None:
+        """Add an op as written. Raises ProgramError for names that are not declared."""
+        if op.lane not in self._lanes:
+            raise ProgramError(
+                f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind
+            )
+        self._note_accesses(op)
+        fields = OpFields(op)
+        match op:
+            case Matmul():
+                fields.out, fields.src = self._view(op.out), self._view(op.a)
+                fields.second_operand = self._view(op.b)
+                fields.flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
+                fields.rate = self.rate("", self.program.buffer_of[op.a.buffer].dtype)
+            case Call():
+                self._describe_call(op, fields)
+            case Collective():
+                self._describe_collective(op, fields)
+            case Send() | Recv():
+                self._describe_message(op, fields)
+            case Get() | Put() | Accumulate():
+                fields.out, fields.src = self._view(op.out), self._view(op.src)
+                fields.price = self.price("")
+            case _:
+                fields.out = self._view(op.out)  # type: ignore[attr-defined]
+        if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
+            fields.flags |= _TRACKED
+        step = getattr(op, "step", None)
+        if step is not None:
+            fields.comm, fields.step_index = (
+                COMM_KINDS.index(step.collective),
+                self.expressions.number(step.index),
+            )
+            fields.directions = step.num_directions
+        self._op_rows.append(fields.row(self._lanes[op.lane], len(self._args)))
+        self._args += fields.args
+
+    def _describe_call(self, op: Call, fields: OpFields) -> None:
+        self.note_call_costs(op, fields)
+        fields.stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
+        fields.args = [self.expressions.number(arg) for arg in op.args]
+
+    def _describe_collective(self, op: Collective, fields: OpFields) -> None:
+        fields.axis = self._axis(op.over)
+        if isinstance(op, DataCollective):
+            fields.out, fields.src = self._view(op.out), self._view(op.src)
+        if isinstance(op, (AllGather, ReduceScatter)):
+            fields.dim, fields.sizes = op.dim, self.sizes(op.sizes)
+        elif isinstance(op, AllToAll):
+            fields.dim, fields.sizes = op.split_dim, self.sizes(op.send_sizes)
+        elif isinstance(op, (Broadcast, Reduce)):
+            fields.first, fields.second = (
+                self.expressions.number(op.root),
+                self.expressions.number(op.packets),
+            )
+        elif isinstance(op, Permute):
+            fields.first = self.expressions.number(op.shift)
+
+    def _describe_message(self, op: Send | Recv, fields: OpFields) -> None:
+        fields.first, fields.second = self.expressions.number(op.peer), self.expressions.number(op.tag)
+        if isinstance(op, Send):
+            fields.src = self._view(op.src)
+        else:
+            fields.out, fields.flags = self._view(op.out), _UPDATES * op.update
+        fields.price = self.price(op.step.axis if isinstance(op, Send) and op.step else "")
+
+    def sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
+        """Return (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a list)."""
+        if sizes is None:
+            return 0, 0
+        if isinstance(sizes, tuple):
+            self._lists.append(sizes)
+            return 2, len(self._lists) - 1
+        return 1, self.expressions.number(sizes)
+
+    def _note_accesses(self, op: Op) -> None:
+        for mode, view in op.accesses():
+            # Whether a product reads what it adds to may depend on the turn.
+            depends = isinstance(op, Matmul) and mode == READ and view is op.out
+            condition = self.expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
+            self._accesses.append((MODES[mode], self._view(view), condition))
+        self._op_access.append(len(self._accesses))
