@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
@@ -53,7 +53,7 @@ def _check_buffer(program: Program, buffer: Buffer) -> None:
         if not condition:
             raise ProgramError(message, buffer=buffer.name)
 
-    def require_known(name: str, known: Mapping[str, object], message: str) -> None:
+    def require_known(name: str, known: Collection[str], message: str) -> None:
         if name not in known:
             raise ProgramError(f"{message} '{name}'{did_you_mean(name, known)}", buffer=buffer.name)
 
