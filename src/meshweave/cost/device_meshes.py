@@ -34,7 +34,11 @@ from typing import Literal
 
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.hierarchy import CommunicationMatrix, communication_matrix
+from meshweave.describe.machine.hierarchy import (
+    CommunicationMatrix,
+    MeasuredBandwidth,
+    communication_matrix,
+)
 from meshweave.describe.machine.network import TorusNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
@@ -122,24 +126,27 @@ def mesh_bandwidth(
         raise ValueError(f"mesh {mesh_shape} does not have the {matrix.num_devices} devices of {matrix.name}")
     measured = matrix.measured_on(mesh_shape)
     if measured is not None:
-        pairs = [(measured.first, d1), (measured.second, d2)]
-        values = [None if rate is None else Fraction(rate) for rate, _ in pairs]
-        links = [
-            None if value is None else link_bandwidth(value, size)
-            for value, (_, size) in zip(values, pairs, strict=True)
-        ]
-        return MeshBandwidth(mesh_shape, links[0], links[1], values[0], values[1], True)
-    links, names = [], []
+        return _measured_bandwidth(measured)
+    links: list[Fraction | None] = []
+    names: list[str] = []
     for size, stride in ((d1, d2), (d2, 1)):
         layers = list(_layer_bandwidths(matrix, size, stride, corrected, sharing)) if size > 1 else []
-        rate, name = min(layers, key=lambda pair: pair[0], default=(None, ""))
+        rate, name = min(layers, key=lambda pair: pair[0]) if layers else (None, "")
         links.append(rate)
         names.append(name)
-    values = [
+    first, second = (
         link if link is None or not with_equation_4 else algorithm_bandwidth(link, size)
         for link, size in zip(links, mesh_shape, strict=True)
-    ]
-    return MeshBandwidth(mesh_shape, links[0], links[1], values[0], values[1], False, names[0], names[1])
+    )
+    return MeshBandwidth(mesh_shape, links[0], links[1], first, second, False, names[0], names[1])
+
+
+def _measured_bandwidth(measured: MeasuredBandwidth) -> MeshBandwidth:
+    links: list[Fraction | None] = []
+    for rate, size in zip((measured.first, measured.second), measured.mesh_shape, strict=True):
+        links.append(None if rate is None else link_bandwidth(Fraction(rate), size))
+    first, second = (None if rate is None else Fraction(rate) for rate in (measured.first, measured.second))
+    return MeshBandwidth(measured.mesh_shape, links[0], links[1], first, second, True)
 
 
 def _layer_bandwidths(
