@@ -184,8 +184,7 @@ def _least_within(p2p: tuple[tuple[int, ...], ...], members: int, step: int) -> 
     sums = []
     for rank in range(size):
         start = rank // block * block + rank % step
-        group = range(start, min(start + block, size), step)
-        sums.append(sum(p2p[rank][other] for other in group if other != rank))
+        sums.append(sum(p2p[rank][start : start + block : step]) - p2p[rank][rank])
     return min(sums)
 
 
@@ -230,10 +229,12 @@ def rank_meshes(
         layers: how many layers of the model.
         corrected, sharing, with_equation_4: as in `mesh_bandwidth`.
     """
-    num_devices = machine.num_devices if isinstance(machine, CommunicationMatrix) else machine.num_chips
+    cluster = None if isinstance(machine, CommunicationMatrix) else machine
+    matrix = machine if isinstance(machine, CommunicationMatrix) else communication_matrix(machine)
     times = []
-    for mesh in device_meshes(num_devices):
-        matrix = machine if isinstance(machine, CommunicationMatrix) else matrix_for_mesh(machine, mesh)
+    for mesh in device_meshes(matrix.num_devices if cluster is None else cluster.num_chips):
+        if cluster is not None and _comes_in_shapes(cluster):
+            matrix = communication_matrix(cluster, mesh)
         bandwidth = mesh_bandwidth(
             matrix, mesh, corrected=corrected, sharing=sharing, with_equation_4=with_equation_4
         )
@@ -241,9 +242,7 @@ def rank_meshes(
     return sorted(times, key=lambda time: time.total_s)
 
 
-def matrix_for_mesh(cluster: Cluster, mesh_shape: MeshShape) -> CommunicationMatrix:
-    """Return the matrix of a cluster; of a torus that comes in several shapes, in the shape of the mesh."""
+def _comes_in_shapes(cluster: Cluster) -> bool:
+    """Return whether the machine is a torus that takes the shape of a mesh."""
     network = cluster.network
-    if isinstance(network, TorusNetwork) and network.shape is None and len(network.axes) >= 2:
-        return communication_matrix(cluster, mesh_shape)
-    return communication_matrix(cluster)
+    return isinstance(network, TorusNetwork) and network.shape is None and len(network.axes) >= 2
