@@ -72,8 +72,13 @@ class ProgramWriter(BlockWriter):
         )
 
     def _declare_slots(self, stored: Stored, slots: int) -> None:
-        size = largest_extent if stored.window is not None else extent
-        shape = tuple(size(self.mesh, side, stored.dims) for side in stored.sides)
+        is_largest = stored.window is not None  # it holds what any rank has
+        shape = tuple(
+            largest_extent(self.mesh, side, stored.dims)
+            if is_largest
+            else extent(self.mesh, side, stored.dims)
+            for side in stored.sides
+        )
         self.buffers[stored.buffer] = Buffer(
             stored.buffer, "scratch", self.mesh.name, stored.dtype, shape=shape, slots=slots
         )
@@ -103,7 +108,7 @@ class ProgramWriter(BlockWriter):
             return self._chunk_range(side.unit)
         if side.dim != "sequence" or window is None:
             return FULL
-        first = 0
+        first: Index = 0
         if window.is_whole:
             run = largest_extent(self.mesh, side, window.dims)
             first = minimum(run * self._turned(window), side.size)

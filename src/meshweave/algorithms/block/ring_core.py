@@ -66,7 +66,7 @@ class RingCore:
         """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
         writer, names, problem = self.writer, ring_names(self.half), self.half.problem
         elements = (writer.elements(self.inner),)
-        ins = (self.inner, self._positions())
+        ins: tuple[Stored, ...] = (self.inner, self._positions())
         writer.call("split_heads", (self.queries, self.own_keys), ins, "elementwise", elements)
         r = problem.queries_per_group
         widths = {"so_far": r * problem.head_dim, "greatest": r, "weights": r}
@@ -99,7 +99,7 @@ class RingCore:
             keys, of_keys = (self._travelling(names[key], turn) for key in ("keys", "of keys"))
             part = writer.scratch(replace(of_keys, buffer="dkv_part", slot=0))
             outs = (part_of_queries, part)
-            ins = (
+            ins: tuple[Stored, ...] = (
                 of_core,
                 self.queries,
                 self.core,
