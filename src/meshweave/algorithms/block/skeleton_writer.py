@@ -14,7 +14,7 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import Dims, Side
 from meshweave.algorithms.block.sides import largest_extent
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored, Window
+from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
@@ -184,7 +184,7 @@ class SkeletonWriter(BlockWriter):
             return self._window_extent(side, window)
         return self.extent(side, stored.dims)
 
-    def _window_extent(self, side: Side, window: Window) -> int:
+    def _window_extent(self, side: Side, window: SequenceWindow) -> int:
         """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
         return self._largest(side, window.dims)
 
