@@ -10,6 +10,7 @@ looked at.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.reproduce.atp.study import AtpStudy, Case, cluster_of, paper_mesh, with_links, with_products
@@ -43,14 +44,12 @@ def main() -> None:
     (row,) = (row for row in published_rows("atp") if row.id == "table3_baseline_cal")
     cases = {name: Case.of(name, 8) for name in row.values}
     machines = {name: cluster_of(case.machine, 8) for name, case in cases.items()}
-    products = share(
-        cases["ic3-m3"], lambda part: with_products(machines["ic3-m3"], part), row.values["ic3-m3"]
-    )
+    products = share(cases["ic3-m3"], partial(with_products, machines["ic3-m3"]), row.values["ic3-m3"])
     print(f"FITTED_FLOPS = {products}")
     for name, case in cases.items():
         if name != "ic3-m3":
             slow = with_products(machines[name], products)
-            links = share(case, lambda part, slow=slow: with_links(slow, part), row.values[name])  # type: ignore[misc]
+            links = share(case, partial(with_links, slow), row.values[name])
             print(f"{case.machine}: {links}")
 
 

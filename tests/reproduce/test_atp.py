@@ -64,8 +64,8 @@ def test_equations_are_as_committed(study: AtpStudy) -> None:
 
 def test_the_choices_that_the_equations_give(study: AtpStudy) -> None:
     ids = ("choice", "choice_flat", "choice_printed", "choice_without_equation_4")
-    found = {(row.id, row.model): (row.ours, row.verdict) for row in rows(study, ids)}
-    assert found == {
+    choices = {(row.id, row.model): (row.ours, row.verdict) for row in rows(study, ids)}
+    assert choices == {
         ("choice", "ic2"): (2, "differs"),
         ("choice", "ic3"): (2, "differs"),
         ("choice", "ic4"): (4, "differs"),

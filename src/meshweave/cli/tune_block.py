@@ -264,7 +264,7 @@ def _time_json(time: MeshTime) -> dict[str, Any]:
 
 def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> None:
     typer.echo(f"{matrix.name}, {matrix.num_devices} devices, layers from the outermost")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for layer in matrix.layers:
         pairs = [rate for row in layer.p2p_bytes_per_s for rate in row if rate]
         flow = f"{format_bytes(layer.flow_bytes_per_s)}/s" if layer.flow_bytes_per_s else "-"

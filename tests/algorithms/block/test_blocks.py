@@ -323,10 +323,12 @@ def test_blocks_over_gloo(num_ranks: int, step: int) -> None:
     for number, entry in enumerate(ENTRIES[::step]):
         shape = replace((GPT, LLAMA)[number % 2], mesh_shape=meshes(entry, num_ranks)[number % 2 - 1])
         blocks.append((entry.name, asdict(shape), min(2, entry.max_chunks(shape))))
+    half = replace(LLAMA, mesh_shape=(num_ranks, 1), dtype="bfloat16", head_dim=4)
+    blocks.append(("megatron_sp", asdict(half), 1))
     env = {"PYTHONPATH": str(Path(__file__).parent)}
     errors = launch("block_ranks:relative_errors", num_ranks, {"blocks": blocks}, timeout_s=120.0, env=env)
-    for name, *of_ranks in zip((name for name, *_ in blocks), *errors, strict=True):
-        assert max(of_ranks) <= 1e-12, name
+    for (name, fields, _), *of_ranks in zip(blocks, *errors, strict=True):
+        assert max(of_ranks) <= (0.05 if fields["dtype"] == "bfloat16" else 1e-12), name
 
 
 def test_idle_axes_are_those_of_one_rank() -> None:

@@ -2,7 +2,7 @@
 
 Rows of the mesh (d1) share the inner features, columns (d2) those of the residual: W_qkv and W_1 lie as
 [Shard(1), Shard(0)], W_o and W_2 as [Shard(0), Shard(1)], X and Z as [Replicate, Shard(1)]. The first product of a
-half is summed over columns, the second over rows; backward it is the other way round. Attention is scattered over
+half is summed over columns, the second over rows; backward it is the reverse. Attention is scattered over
 columns by groups of heads and gathered after: the paper's f1 and f2. A norm sums statistics over columns.
 """
 

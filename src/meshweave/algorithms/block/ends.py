@@ -66,9 +66,8 @@ class EndsWriter(LayerWriter):
             self.stored[name] = self.writer.new(name.lower(), name, sides, dims, real, "input")
 
     def _declare_outputs(self) -> None:
-        nowhere: Dims = ("",) * len(self.roles.axes)
         real, one = self.problem.statistics_dtype, (Side("", 1),)
-        self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, nowhere, real, "output")
+        self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, self.roles.nowhere, real, "output")
 
     def _before(self) -> None:
         """Write the embedding: each rank looks up the rows that it has, and they are summed."""

@@ -1,7 +1,7 @@
 """Writes the layers of a block for the roles of a strategy: one half after another, forward and then backward.
 
-What is not on the way to the next half, the gradients of weights, is put after the next communication that is: the
-products of weight gradients then run beside the reduction of the gradient of the input.
+The next half does not wait for gradients of weights. They are put after the next communication that it waits for:
+the products of weight gradients then run beside the reduction of the gradient of the input.
 """
 
 from __future__ import annotations
@@ -118,9 +118,8 @@ class LayerWriter:
             self.stored[name] = writer.new(name.lower(), name, sides, dims, problem.dtype, "input")
         if roles.ring_axis is not None:
             positions: Sides = (Side("sequence", problem.sequence),)
-            nowhere: Dims = ("",) * len(roles.axes)
             self.stored[POSITIONS] = writer.new(
-                POSITIONS.lower(), POSITIONS, positions, nowhere, problem.statistics_dtype, "input"
+                POSITIONS.lower(), POSITIONS, positions, roles.nowhere, problem.statistics_dtype, "input"
             )
         self._declare_outputs()
         for name, sides, used in self._weights() if problem.is_training else ():

@@ -9,7 +9,7 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_program
 from meshweave.algorithms.block.roles import Dims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored, Window
+from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import (
@@ -72,8 +72,13 @@ class ProgramWriter(BlockWriter):
         )
 
     def _declare_slots(self, stored: Stored, slots: int) -> None:
-        size = largest_extent if stored.window is not None else extent
-        shape = tuple(size(self.mesh, side, stored.dims) for side in stored.sides)
+        is_largest = stored.window is not None  # it holds what any rank has
+        shape = tuple(
+            largest_extent(self.mesh, side, stored.dims)
+            if is_largest
+            else extent(self.mesh, side, stored.dims)
+            for side in stored.sides
+        )
         self.buffers[stored.buffer] = Buffer(
             stored.buffer, "scratch", self.mesh.name, stored.dtype, shape=shape, slots=slots
         )
@@ -98,22 +103,22 @@ class ProgramWriter(BlockWriter):
             stored.buffer, tuple(self._selector(side, stored.window) for side in stored.sides), stored.slot
         )
 
-    def _selector(self, side: Side, window: Window | None) -> Range:
+    def _selector(self, side: Side, window: SequenceWindow | None) -> Range:
         if side.dim == "batch":
             return self._chunk_range(side.unit)
         if side.dim != "sequence" or window is None:
             return FULL
-        first = 0
+        first: Index = 0
         if window.is_whole:
             run = largest_extent(self.mesh, side, window.dims)
             first = minimum(run * self._turned(window), side.size)
         return Range(first, first + self._extent_in(side, window))
 
-    def _turned(self, window: Window) -> Index:
+    def _turned(self, window: SequenceWindow) -> Index:
         """Return the coordinate of the rank that a window belongs to."""
         return (Var(self._over(window.axis)) + window.turn) % self.mesh.shape[window.axis]
 
-    def _extent_in(self, side: Side, window: Window) -> Index:
+    def _extent_in(self, side: Side, window: SequenceWindow) -> Index:
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: Dims) -> Index:

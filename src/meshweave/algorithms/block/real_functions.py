@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import numpy as np
 
 from meshweave.algorithms.block.functions import (
@@ -21,7 +24,16 @@ _GELU = float(np.sqrt(2 / np.pi))
 
 
 class RealFunctions(BlockFunctions):
-    """Layer norm or root-mean-square norm, causal softmax attention, GELU (tanh form) or SwiGLU."""
+    """Layer norm or root-mean-square norm, causal softmax attention, GELU (tanh form) or SwiGLU.
+
+    Half-precision inputs are computed in single precision; results are rounded where they are stored.
+    """
+
+    def table(self) -> Mapping[str, Callable[..., Any]]:
+        def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *ins: function(*map(_wide, ins))
+
+        return {name: widened(function) for name, function in super().table().items()}
 
     def _centred(self, x: Values, statistics: Values) -> tuple[Values, Values]:
         """Return the features before gain and bias, and the reciprocal of their deviation."""
@@ -198,3 +210,10 @@ class RealFunctions(BlockFunctions):
     @staticmethod
     def _sigmoid(x: Values) -> Values:
         return 0.5 * (1 + array_module(x).tanh(0.5 * x))
+
+
+def _wide(x: Values) -> Values:
+    """Return an array of halves in single precision, any other as it is."""
+    if x.dtype.itemsize != 2:
+        return x
+    return x.astype(np.float32) if array_module(x) is np else x.float()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshweave.algorithms.block.halves import Half
 from meshweave.algorithms.block.ring_equations import ring_names
 from meshweave.algorithms.block.roles import Side, Sides
-from meshweave.algorithms.block.writer import BlockWriter, Stored, Window
+from meshweave.algorithms.block.writer import BlockWriter, SequenceWindow, Stored
 from meshweave.ir.program.expressions import Index
 
 
@@ -48,14 +48,14 @@ class RingCore:
         """Return what is here in a turn of something that goes round: one of two slots."""
         site = tensor.removesuffix(str(self.half.layer)).lower()
         width = 2 * self.half.problem.head_dim
-        window = Window(self.inner.dims, self.axis, turn)
+        window = SequenceWindow(self.inner.dims, self.axis, turn)
         sides: Sides = (*self.inner.sides[:2], Side("inner", self.half.units, width))
         stored = Stored(f"{site}_ring", tensor, sides, self.inner.dims, self.inner.dtype, turn % 2, window)
         return self.writer.scratch(stored, 2)
 
     def _positions(self, turn: Index = 0) -> Stored:
         """Return the positions of the keys of a turn, or of this rank's queries."""
-        return replace(self.positions, window=Window(self.inner.dims, self.axis, turn, is_whole=True))
+        return replace(self.positions, window=SequenceWindow(self.inner.dims, self.axis, turn, is_whole=True))
 
     def _shape(self, keys: Stored) -> tuple[Index, ...]:
         """Return the sizes of attention of this rank's queries to some keys."""
@@ -66,7 +66,7 @@ class RingCore:
         """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
         writer, names, problem = self.writer, ring_names(self.half), self.half.problem
         elements = (writer.elements(self.inner),)
-        ins = (self.inner, self._positions())
+        ins: tuple[Stored, ...] = (self.inner, self._positions())
         writer.call("split_heads", (self.queries, self.own_keys), ins, "elementwise", elements)
         r = problem.queries_per_group
         widths = {"so_far": r * problem.head_dim, "greatest": r, "weights": r}
@@ -99,7 +99,7 @@ class RingCore:
             keys, of_keys = (self._travelling(names[key], turn) for key in ("keys", "of keys"))
             part = writer.scratch(replace(of_keys, buffer="dkv_part", slot=0))
             outs = (part_of_queries, part)
-            ins = (
+            ins: tuple[Stored, ...] = (
                 of_core,
                 self.queries,
                 self.core,

@@ -153,6 +153,11 @@ class Roles:
         return bool(self.product_2d)
 
     @property
+    def nowhere(self) -> Dims:
+        """Return the layout of what every rank has whole."""
+        return tuple("" for _ in self.axes)
+
+    @property
     def residual(self) -> Dims:
         """Return how the residual lies."""
         return tuple(role.residual for role in self.axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     """
 
     problem_type = BlockProblem
-    estimate_accuracy = "upper_bound"
+    estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "upper_bound"
     roles: ClassVar[tuple[AxisRole, AxisRole]]
 
     def roles_of(self, problem: BlockProblem) -> Roles:

@@ -29,7 +29,7 @@ Part = Literal["", "input_grad", "weight_grad"]
 
 
 @dataclass(frozen=True)
-class Window:
+class SequenceWindow:
     """The positions of a sequence that belong to the rank `turn` places on along a mesh axis.
 
     Attributes:
@@ -56,7 +56,7 @@ class Stored:
     dims: Dims
     dtype: str
     slot: Index = 0
-    window: Window | None = None
+    window: SequenceWindow | None = None
 
     @property
     def has_tokens(self) -> bool:
@@ -103,7 +103,7 @@ class BlockWriter(ABC):
         return self._like(out, dims, "part")
 
     def _like(self, stored: Stored, dims: Dims, suffix: str) -> Stored:
-        """Return a new buffer for the same tensor that lies in another way."""
+        """Return a new buffer for the same tensor in another layout."""
         base = name = f"{stored.tensor.lower()}_{suffix}"
         number = 2
         while name in self._names:

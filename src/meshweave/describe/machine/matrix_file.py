@@ -107,7 +107,8 @@ class MeasuredTable(FileModel):
                     f"measured mesh {tuple(self.mesh)}: give {name} where that dimension has more than 1 device, "
                     "and only there"
                 )
-        return MeasuredBandwidth((self.mesh[0], self.mesh[1]), first and int(first), second and int(second))
+        rates = (None if rate is None else int(rate) for rate in (first, second))
+        return MeasuredBandwidth((self.mesh[0], self.mesh[1]), *rates)
 
 
 class MatrixFile(FileModel):

@@ -71,7 +71,7 @@ def _theory(study: AtpStudy) -> Figure:
     for machine in THEORY:
         rows: list[tuple[Cell, ...]] = []
         for size, times in figure_12_times(machine).items():
-            least = min(times, key=lambda i, times=times: times[i])  # type: ignore[misc]
+            least = min(times, key=times.__getitem__)
             equation = [float(times[i]) if i in times else None for i in (1, 2, 4)]
             simulated = _simulated_ms(machine, size) if size in SIMULATED_SIZES else (None,) * 4
             rows.append((str(size), *equation, float(times[least]), f"ATP-{least}", *simulated))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 
 from meshweave.base.progress import Progress, no_progress
@@ -117,6 +118,7 @@ def _chosen(times: Sequence[MeshTime]) -> OurValue:
     return OurValue(times[0].mesh_shape[1], f"T over the best: {detail}")
 
 
+@cache
 def figure_12_times(machine: str) -> dict[int, dict[int, Fraction]]:
     """Return T of equation 2 over 2 L b s h e / GroupBW, by number of devices and by i of ATP-i."""
     out = {}

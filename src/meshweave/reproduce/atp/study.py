@@ -25,7 +25,7 @@ from functools import cache
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.table import algorithm
-from meshweave.cost.calls import call_flops
+from meshweave.cost.calls import with_counts
 from meshweave.cost.device_meshes import MeshShape, device_meshes
 from meshweave.describe.machine.cluster import Cluster, NetworkAxis, load_cluster
 from meshweave.describe.machine.network import with_axes
@@ -33,6 +33,7 @@ from meshweave.describe.model.attention import ops_besides_fc_layers
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Lane, Op, Program, Statement, rewrite
+from meshweave.ir.work import Compute
 from meshweave.simulate import simulate
 from meshweave.tune.blocks import block_machine
 
@@ -123,7 +124,8 @@ def with_unfused_attention(cluster: Cluster, model: Transformer) -> Cluster:
         if op.name in _OF_ATTENTION:
             seconds += max(op.flops / chip.flops_per_s(LOAD.dtype), op.bytes / chip.memory_bytes_per_s)
     shape = (LOAD.batch, model.num_heads, LOAD.sequence, LOAD.sequence, model.head_dim)
-    flops = sum(int(call_flops("attention", part, shape)) for part in ("", "input_grad"))
+    work = Compute("call", 0, call="attention", shape=shape)
+    flops = sum(with_counts(replace(work, part=part)).flops for part in ("", "input_grad"))
     return replace(cluster, chip=replace(chip, call_flops_per_s=(("attention", flops / seconds),)))
 
 
