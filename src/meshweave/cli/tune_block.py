@@ -169,7 +169,7 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
                 "simulated_s": entry.simulated[0] if entry.simulated else None,
                 "traffic_bytes": entry.traffic_bytes,
                 "peak_bytes": entry.peak_bytes,
-                "fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
+                "block_fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
                 "margin": ranking.margin(position),
                 "reason": block_reason(ranking, position),
             }
@@ -199,7 +199,7 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
     for entry in data["entries"]:
         simulated = "-" if entry["simulated_s"] is None else format_s(entry["simulated_s"])
         margin = "-" if entry["margin"] is None else f"{100 * entry['margin']:+.1f} %"
-        peak = format_bytes(entry["peak_bytes"]) + ("" if entry["fits"] else " too much")
+        peak = format_bytes(entry["peak_bytes"]) + ("" if entry["block_fits"] else " over memory")
         mesh_text = "x".join(map(str, entry["mesh"]))
         times = (simulated, format_s(entry["estimate_s"]), format_s(entry["exposed_s"]))
         rows.append((entry["algorithm"], mesh_text, entry["config"], *times, peak, margin))
@@ -210,7 +210,8 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
     if other is not None and other > 1:
         typer.echo(f"Ahead of the next strategy: {block_reason(ranking, 0, other)}.")
     typer.echo(
-        "Exposed: time in which no product runs. Peak: bytes of one chip, weights and activations included."
+        "Exposed: time in which the first chip computes nothing. Peak: most bytes at once on the first chip for "
+        "these layers alone: weights, gradients and activations, no optimizer states, no other layers."
     )
 
 

@@ -40,7 +40,7 @@ class Estimate:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds in which no product runs: what communication, copies and waiting add."""
+        """Return the seconds in which neither products nor calls run: what the rest adds."""
         return self.total_s - self.compute_s
 
 

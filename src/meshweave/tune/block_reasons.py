@@ -26,7 +26,7 @@ _SHARES = {
     Fraction(1, 6): "a sixth of",
     Fraction(1, 7): "a seventh of",
     Fraction(1, 8): "an eighth of",
-    Fraction(1, 1): "as many as",
+    Fraction(1, 1): "about",
 }
 _NEAR = 0.06
 SAME = 1e-6
@@ -87,6 +87,10 @@ def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = N
     faster, slower = ranking.entries[position], ranking.entries[other]
     gains = gains_s(faster, slower)
     part = max(gains, key=lambda name: gains[name])
+    if (faster.simulated is None) != (slower.simulated is None):
+        return (
+            f"{name_of(faster)} was simulated, {name_of(slower)} only estimated; their times do not compare"
+        )
     if abs(slower.seconds / faster.seconds - 1) < SAME:
         return f"{name_of(faster)} and {name_of(slower)} take the same time"
     if faster.estimate.total_s >= slower.estimate.total_s or gains[part] <= 0:
@@ -130,7 +134,10 @@ def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: Ranked
     a, b = (_on(link, some) for some in uses)
     if b is None:
         others = ", ".join(f"{format_bytes(use.num_bytes)} over {use.link}" for use in uses[1]) or "nothing"
-        return f"{name_of(faster)} moves less: {name_of(slower)} moves {others}"
+        ours = f"{format_bytes(a.num_bytes)} over {link}" if a is not None else "nothing there"
+        return (
+            f"{name_of(slower)} takes longer for its transfers: it moves {others}, {name_of(faster)} {ours}"
+        )
     if a is None:
         return (
             f"{name_of(faster)} keeps off {link}, over which {name_of(slower)} moves "

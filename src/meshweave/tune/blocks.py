@@ -40,12 +40,6 @@ class BlockRanking:
     entries: tuple[RankedConfig, ...]
     num_priced: int
 
-    @property
-    def fitting(self) -> tuple[RankedConfig, ...]:
-        """Return the entries whose peak fits the memory of a chip."""
-        limit = self.cluster.chip.memory_bytes
-        return tuple(entry for entry in self.entries if entry.peak_bytes <= limit)
-
     def machine(self, entry: RankedConfig) -> Machine:
         """Return the cluster with the mesh of an entry laid on it."""
         return block_machine(self.cluster, mesh_of(entry))

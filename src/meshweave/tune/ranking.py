@@ -27,7 +27,7 @@ class RankedConfig:
     """One config of one algorithm for a problem, with its estimated time on a cluster.
 
     Attributes:
-        simulated: seconds with contention, and of these the seconds in which no product runs on the first rank;
+        simulated: seconds with contention, and those of them in which the first rank runs no product and no call;
             None where it was not simulated.
     """
 
@@ -44,7 +44,7 @@ class RankedConfig:
 
     @property
     def exposed_s(self) -> float:
-        """Return the seconds in which no product runs, simulated or else estimated."""
+        """Return the seconds in which neither products nor calls run, simulated or else estimated."""
         return self.simulated[1] if self.simulated else self.estimate.exposed_s
 
     @cached_property

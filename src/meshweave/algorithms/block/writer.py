@@ -258,7 +258,12 @@ class BlockWriter(ABC):
         """Move a tensor along one axis."""
         before, after = src.dims[axis], out.dims[axis]
         name = self._lane(axis, lane)
-        if before == "partial" and self.config.scatter == "all_reduce" and after == "inner":
+        if (
+            before == "partial"
+            and after == "inner"
+            and src.has_tokens
+            and self.config.scatter == "all_reduce"
+        ):
             self._all_reduce(src, axis, name)
             before = ""
         if before == "partial":
