@@ -100,7 +100,7 @@ def _with_fences(
 
 
 @dataclass
-class _Term:
+class _OwedTerm:
     """A part of a product of `rank` that its owner adds to `out`, a view of the owner's memory.
 
     `product` is the index of the product among the outgoing products of `rank`.
@@ -159,7 +159,7 @@ def _reduced_by_owners(program: Program, epochs: Sequence[Epoch]) -> tuple[list[
         if any(outgoing.targets for outgoing in outgoing_of.values()) and _has_updates(epoch):
             raise ProgramError("has accumulates or puts in several epochs")
         terms = {rank: _collect_terms(outgoing_of[rank], epoch[rank], names) for rank in program.ranks}
-        by_owner: dict[int, list[_Term]] = defaultdict(list)
+        by_owner: dict[int, list[_OwedTerm]] = defaultdict(list)
         for rank in program.ranks:
             for owner, term in terms[rank]:
                 by_owner[owner].append(term)
@@ -197,9 +197,9 @@ def _has_updates(epoch: Epoch) -> bool:
 
 def _collect_terms(
     outgoing: _OutgoingProducts, ops: Sequence[Op], names: set[str]
-) -> list[tuple[int, _Term]]:
+) -> list[tuple[int, _OwedTerm]]:
     """Return (owner, term) for every put and accumulate of a rank in an epoch."""
-    terms: list[tuple[int, _Term]] = []
+    terms: list[tuple[int, _OwedTerm]] = []
     slot_of: dict[tuple[str, int], int] = {}
     for op in ops:
         if isinstance(op, Matmul) and op.out.buffer in names:
@@ -212,14 +212,14 @@ def _collect_terms(
             assert isinstance(owner, int)
             product = outgoing.product(op.src)
             is_local = owner == outgoing.rank and op.src == outgoing.targets[product]
-            term = _Term(
+            term = _OwedTerm(
                 outgoing.rank, product, outgoing.renamed(op.src), replace(op.out, rank=None), is_local
             )
             terms.append((owner, term))
     return terms
 
 
-def _is_tiled(terms: Sequence[_Term]) -> bool:
+def _is_tiled(terms: Sequence[_OwedTerm]) -> bool:
     """Return whether the boxes of an owner's terms are pairwise equal or disjoint.
 
     Then the first term of each box can be copied instead of added, and the owner's own products can be written to
@@ -229,7 +229,7 @@ def _is_tiled(terms: Sequence[_Term]) -> bool:
     return not any(a.overlaps(b) for a, b in combinations(boxes.values(), 2))
 
 
-def _reduce_terms(owner: _OutgoingProducts, terms: Sequence[_Term], is_tiled: bool) -> Iterator[Op]:
+def _reduce_terms(owner: _OutgoingProducts, terms: Sequence[_OwedTerm], is_tiled: bool) -> Iterator[Op]:
     """Yield the copies and additions of an owner: its own products first, then those of other ranks in order."""
     begun: set[Box] = set()
     for term in sorted(terms, key=lambda term: (term.rank != owner.rank, term.rank, term.product)):
