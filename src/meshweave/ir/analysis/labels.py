@@ -200,7 +200,7 @@ class LabelAlgebra:
         return total
 
     def combine(self, op: str, x: Labels, y: Labels) -> Labels:
-        """Return the sum, or other reduction, of two blocks. Raises ProgramError where they do not belong together."""
+        """Return the sum, or other reduction, of two blocks. Raises ProgramError where they do not fit."""
         x_zero, y_zero = x["term"] == ZERO, y["term"] == ZERO
         if op != "sum" and (x_zero.any() or y_zero.any()):
             raise ProgramError(f"takes the {op} of zeros, which count as values there")
