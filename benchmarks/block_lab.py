@@ -2,11 +2,11 @@
 
     python benchmarks/block_lab.py examples/labs/two-groups-8.toml [--repeat N] [--save NAME]
 
-First the lab is calibrated: small and large all-gathers, as rings of steps, and small all-reduces of the transport,
-with products beside them, give a goodput and latencies for all links. Then `rank_blocks` prices and simulates every
-strategy on every mesh, and chooses chunks. Then each runs, in interleaved rounds: bound over gloo with its gathers
-and reductions lowered to rings, its products and calls paced. PyTorch's `parallelize_module` with sequence
-parallelism runs in the same rounds; kernels of its norms, attention and activation are paced by the same counts.
+First the lab is calibrated: small and large all-gathers, as rings of steps, and small all-reduces of the
+transport, with products beside them, give a goodput and latencies for all links. Then `rank_blocks` prices and
+simulates every strategy on every mesh, and chooses chunks. Then each runs, in interleaved rounds: bound over gloo
+with its gathers and reductions lowered to rings, its products and calls paced. PyTorch's `parallelize_module` with
+sequence parallelism runs in the same rounds; its norms, attention and activation are paced by the same counts.
 
 A time is from a common start to the end of the last rank, and what counts is the median.
 """
