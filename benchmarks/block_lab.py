@@ -77,7 +77,7 @@ def calibrate(running: RunningLab, cluster: Cluster, repeat: int) -> Constants:
         "repeat": repeat,
         "deadline_s": 60.0,
     }
-    ranks = _launch(running, "measure_constants", payload, 120.0)
+    ranks = _launch(running, "measure_constants", payload, 200.0)
     medians = {
         name: statistics.median(max(times) for times in zip(*(rank[name] for rank in ranks), strict=True))
         for name in ranks[0]

@@ -107,6 +107,8 @@ def measure_constants(context: RankContext, payload: Mapping[str, Any]) -> dict[
                 if repetition:
                     times.append(took_ps / 1e12 / loops)
         out[f"{kind} {part_bytes}"] = times
+        if context.rank == 0:
+            print(f"{kind} of parts of {part_bytes} bytes measured", file=sys.stderr, flush=True)
     shared.close()
     return out
 
