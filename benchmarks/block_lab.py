@@ -2,11 +2,11 @@
 
     python benchmarks/block_lab.py examples/labs/two-groups-8.toml [--repeat N] [--save NAME]
 
-First the lab is calibrated: a small and a large all-gather, as a ring of steps, and a small all-reduce of the
-transport give a goodput and latencies for all links. Then `rank_blocks` prices and simulates every strategy on
-every mesh, and chooses chunks. Then each runs, in interleaved rounds: bound over gloo with its gathers and
-reductions lowered to rings, its products and calls paced. PyTorch's `parallelize_module` with sequence parallelism
-runs in the same rounds, and the kernels of its norms, attention and activation are paced by the same counts.
+First the lab is calibrated: small and large all-gathers, as rings of steps, and small all-reduces of the
+transport, with products beside them, give a goodput and latencies for all links. Then `rank_blocks` prices and
+simulates every strategy on every mesh, and chooses chunks. Then each runs, in interleaved rounds: bound over gloo
+with its gathers and reductions lowered to rings, its products and calls paced. PyTorch's `parallelize_module` with
+sequence parallelism runs in the same rounds; its norms, attention and activation are paced by the same counts.
 
 A time is from a common start to the end of the last rank, and what counts is the median.
 """
@@ -41,6 +41,8 @@ MESHES = ((8, 1), (4, 2), (2, 4))
 TORCH = "torch parallelize_module, sequence parallel"
 SMALL_BYTES, LARGE_BYTES = 4096, 262144
 LOOPS = {SMALL_BYTES: 20, LARGE_BYTES: 3}
+PRODUCTS = 35
+"""How many products run beside the calibration: for about as long as it takes."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,14 @@ def calibrate(running: RunningLab, cluster: Cluster, repeat: int) -> Constants:
         for kind in ("all_gather", "all_reduce")
         for num_bytes in (SMALL_BYTES, LARGE_BYTES)
     ]
-    payload = {"cases": cases, "repeat": repeat, "deadline_s": 60.0}
-    ranks = _launch(running, "measure_constants", payload, 120.0)
+    payload = {
+        "cases": cases,
+        "products": PRODUCTS,
+        "flops_per_s": running.description.flops_per_s,
+        "repeat": repeat,
+        "deadline_s": 60.0,
+    }
+    ranks = _launch(running, "measure_constants", payload, 200.0)
     medians = {
         name: statistics.median(max(times) for times in zip(*(rank[name] for rank in ranks), strict=True))
         for name in ranks[0]

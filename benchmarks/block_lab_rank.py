@@ -24,12 +24,14 @@ from meshweave.execute.ranks.launch import RankContext
 from meshweave.execute.torch.bind import bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
-from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Tensor, View
-from meshweave.ir.program.ops import AllGather, AllReduce
+from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Repeat, Statement, Tensor, View
+from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, Zero
 from meshweave.lab.bench.rank import running_order
 from meshweave.lab.pace import paced
 from meshweave.lower import lower_rings
 
+PRODUCT = (256, 256, 384)
+"""Rows, terms and columns of the products that run beside a calibration."""
 TOLERANCE = 1e-3
 """The largest error of a result, as a share of the largest value of the tensor."""
 
@@ -45,43 +47,68 @@ class BoundStrategy:
 # --- constants ----------------------------------------------------------------------------------------------
 
 
-def ring_program(kind: str, num_ranks: int, part_bytes: int) -> Program:
-    """Return one all-gather as a ring, or one of the transport's all-reduces, of parts of so many bytes."""
+def ring_program(kind: str, num_ranks: int, part_bytes: int, loops: int = 1, products: int = 0) -> Program:
+    """Return all-gathers as rings, or the transport's all-reduces, one after another, with products beside them.
+
+    Args:
+        kind: "all_gather" or "all_reduce".
+        part_bytes: the bytes of a part; an all-reduce sums as many parts as there are ranks.
+        loops: how many there are, in lane "row".
+        products: how many products there are, in lane "compute".
+    """
     mesh, count = Mesh.of("tp", (num_ranks, 1), ("row", "col")), part_bytes // 4
-    shape, whole, at = (num_ranks * count,), View("y", (FULL,)), On
+    shape, whole = (num_ranks * count,), View("y", (FULL,))
     everywhere = Layout(mesh, (Replicate(), Replicate()))
     tensors = (Tensor("X", shape, "float32"), Tensor("Y", shape, "float32"))
     y = Buffer("y", "output", "tp", "float32", "Y", everywhere)
     if kind == "all_gather":
         x = Buffer("x", "input", "tp", "float32", "X", Layout(mesh, (Shard(0), Replicate())))
-        gather = AllGather(out=whole, src=View("x", (FULL,)), dim=0, over="tp.row", lane="row")
-        return lower_rings(Program(kind, (mesh,), tensors, (x, y), (Lane("row"),), (at("tp", (gather,)),)))
-    x = Buffer("x", "input", "tp", "float32", "X", everywhere)
-    total = AllReduce(out=whole, src=View("x", (FULL,)), over="tp.row", lane="row")
-    return Program(kind, (mesh,), tensors, (x, y), (Lane("row"),), (at("tp", (total,)),))
+        op: Op = AllGather(out=whole, src=View("x", (FULL,)), dim=0, over="tp.row", lane="row")
+    else:
+        x = Buffer("x", "input", "tp", "float32", "X", everywhere)
+        op = AllReduce(out=whole, src=View("x", (FULL,)), over="tp.row", lane="row")
+    statements: list[Statement] = [Repeat("i", loops, (op,))]
+    buffers, lanes = [x, y], [Lane("row")]
+    if products:
+        a, b, c = (View(name, (FULL, FULL)) for name in "abc")
+        m, k, n = PRODUCT
+        for view, sizes in ((a, (m, k)), (b, (k, n)), (c, (m, n))):
+            buffers.append(Buffer(view.buffer, "scratch", "tp", "float32", shape=sizes))
+        zeros = (Zero(out=view, lane="compute") for view in (a, b))
+        product = Matmul(out=c, a=a, b=b, lane="compute")
+        statements += [*zeros, Repeat("j", products, (product,))]
+        lanes.append(Lane("compute"))
+    body = (On("tp", tuple(statements)),)
+    return lower_rings(Program(kind, (mesh,), tensors, tuple(buffers), tuple(lanes), body))
 
 
 def measure_constants(context: RankContext, payload: Mapping[str, Any]) -> dict[str, list[float]]:
     """Return for each (kind, bytes of a part) the seconds of one op in a row of `loops`, by repetition.
 
-    `payload`: cases [[kind, part_bytes, loops]], repeat, deadline_s.
+    Constants are those of a busy machine: paced products run beside.
+
+    `payload`: cases [[kind, part_bytes, loops]], products, flops_per_s, repeat, deadline_s.
     """
     torch.set_num_threads(1)
     shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     out = {}
     for kind, part_bytes, loops in payload["cases"]:
-        program = ring_program(kind, context.num_ranks, part_bytes)
+        program = ring_program(kind, context.num_ranks, part_bytes, loops, payload["products"])
         size = part_bytes // 4 * (1 if kind == "all_gather" else context.num_ranks)
-        bound = bind(program, context.rank, {"x": torch.ones(size)}, context=shared)
+        bound = bind(program, context.rank, {"x": torch.ones(size)}, context=shared, trace=True)
         times = []
-        with without_garbage_collection():
+        with without_garbage_collection(), paced(payload["flops_per_s"]):
             for repetition in range(payload["repeat"] + 1):
-                start_ns, _ = start_together(shared)
-                for _ in range(loops):
-                    bound.run()
+                start_together(shared)
+                trace = bound.run()
+                assert trace is not None
+                spans = [span for span in trace.spans if span.lane == "row"]
+                took_ps = max(span.end_ps for span in spans) - min(span.start_ps for span in spans)
                 if repetition:
-                    times.append((time.monotonic() - start_ns / 1e9) / loops)
+                    times.append(took_ps / 1e12 / loops)
         out[f"{kind} {part_bytes}"] = times
+        if context.rank == 0:
+            print(f"{kind} of parts of {part_bytes} bytes measured", file=sys.stderr, flush=True)
     shared.close()
     return out
 

@@ -94,6 +94,25 @@ def reshard_in_the_lab() -> str:
     )
 
 
+BLOCK_LABS = ("block_lab_two_groups", "block_lab_bridged_pairs", "block_lab_torus")
+
+
+def blocks_in_the_lab() -> str | None:
+    """Return how far simulated times of blocks are off, and how many pairs have another order, in all labs."""
+    if not all((ROOT / RESULTS / f"{name}.json").exists() for name in BLOCK_LABS):
+        return None
+    labs = [load(name)["rows"] for name in BLOCK_LABS]
+    ours = [row for lab in labs for row in lab["rows"] if "simulated_s" in row]
+    errors = [abs(row["simulated_s"] / row["median_s"] - 1) for row in ours]
+    pairs = sum(lab["verdicts"]["pairs_apart"] for lab in labs)
+    missed = sum(len(lab["verdicts"]["simulated_s"]["pairs_missed"]) for lab in labs)
+    mean = sum(errors) / len(errors)
+    return (
+        f"mean error {100 * mean:.1f} %, worst {100 * max(errors):.1f} %; {pairs - missed} of {pairs} pairs "
+        "in the measured order"
+    )
+
+
 def simulator_speed() -> str:
     """Return the simulator's speed beside SimGrid's on the same messages."""
     rows = load("simulator_speed")["rows"]["rings beside SimGrid"]
@@ -125,6 +144,7 @@ def table() -> str:
         ),
         ("MeshSlice on a 4x4 lab, three paces of compute", meshslice_in_the_lab(), "lab_torus_4x4"),
         ("tensors between meshes, AlpaComm's nine cases, lab", reshard_in_the_lab(), "reshard_cases"),
+        ("blocks in three labs, simulated beside measured", blocks_in_the_lab(), "block_lab_two_groups"),
         ("simulator, ring all-gathers on a 16x16 torus", simulator_speed(), "simulator_speed"),
         ("planner, GPT-3, all algorithms", planner_speed(), "planner_speed"),
     ]

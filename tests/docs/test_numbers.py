@@ -12,6 +12,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import pages
+import pytest
 
 import meshweave as mw
 from meshweave.base.units import format_s
@@ -33,6 +34,13 @@ def test_the_picture_says_what_was_simulated() -> None:
     assert described is not None
     for number in re.findall(r"\d+\.\d", described[0]):
         assert number in picture, number
+
+
+def test_the_page_about_blocks_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
+    tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "block_lab_tables.py"))
+    committed = (pages.ROOT / "benchmarks/results/block_lab.md").read_text()
+    assert tables["page"]() == committed, "run python benchmarks/block_lab_tables.py"
 
 
 def test_comparisons_of_the_guide() -> None:
