@@ -16,8 +16,8 @@ from meshweave.cost.price import price
 from meshweave.describe.machine.chip import WORK_KINDS
 from meshweave.describe.machine.cluster import Chip, load_cluster
 from meshweave.estimate import estimate
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Var, evaluate
-from meshweave.ir.program.ops import CALL_DIMS
 from meshweave.ir.program.parse import parse
 from meshweave.ir.work import Compute, matmul_work, work_of
 from meshweave.simulate import simulate

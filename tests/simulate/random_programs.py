@@ -25,7 +25,7 @@ from meshweave.describe.machine.cluster import (
 )
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import CALL_DIMS
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.parse import parse
 
 SHAPES = ((1,), (2,), (3,), (5,), (1, 4), (2, 2), (3, 2), (2, 3), (4, 1), (2, 1, 3), (2, 2, 2))

@@ -23,8 +23,8 @@ from dataclasses import replace
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.chip import Chip
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import CALL_DIMS
 from meshweave.ir.work import Compute
 
 _PER_ELEMENT = {"norm": 7, "softmax": 5, "loss": 5, "elementwise": 1, "reduction": 1}

@@ -14,9 +14,9 @@ from typing import Any
 from meshweave.base.errors import ProgramError, did_you_mean
 from meshweave.base.units import DTYPES
 from meshweave.ir.program import BoundOp, Program
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
-    CALL_DIMS,
     Accumulate,
     Add,
     AllGather,

@@ -15,8 +15,9 @@ from meshweave.base.units import DTYPES
 from meshweave.ir.columns.op_fields import flat
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import CALL_DIMS, AllToAll, Call, CollectiveStep, Op, Permute, Release
+from meshweave.ir.program.ops import AllToAll, Call, CollectiveStep, Op, Permute, Release
 
 MAX_OPS = 1 << 19
 """Ops of all ranks of a program that the core proves; more are left to the reference."""

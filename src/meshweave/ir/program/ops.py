@@ -161,18 +161,6 @@ class Zero(Op):
         return ((WRITE, self.out),)
 
 
-CALL_DIMS: dict[str, tuple[str, ...]] = {
-    "attention": ("batch", "heads", "queries", "keys", "width"),
-    "matmul": ("m", "n", "k"),
-    "norm": ("rows", "features"),
-    "softmax": ("rows", "features"),
-    "loss": ("rows", "classes"),
-    "elementwise": ("elements",),
-    "reduction": ("elements",),
-}
-"""What a call may be for its price: the kinds of work, and the sizes that each is counted by."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Call(Op):
     """outs = fn(*ins): a callable that is bound at execution, with what its time depends on.

@@ -1,0 +1,14 @@
+"""The kinds of work that a `call` may name, and the sizes that each is counted by."""
+
+from __future__ import annotations
+
+CALL_DIMS: dict[str, tuple[str, ...]] = {
+    "attention": ("batch", "heads", "queries", "keys", "width"),
+    "matmul": ("m", "n", "k"),
+    "norm": ("rows", "features"),
+    "softmax": ("rows", "features"),
+    "loss": ("rows", "classes"),
+    "elementwise": ("elements",),
+    "reduction": ("elements",),
+}
+"""What a call may be for its price: the kinds of work, and the sizes that each is counted by."""
