@@ -30,6 +30,8 @@ __version__ = "0.1.0"
 _GROUPS = {
     "describe": {
         "describe.machine.cluster": "Cluster load_cluster",
+        "describe.machine.hierarchy": "CommunicationMatrix MatrixLayer MeasuredBandwidth communication_matrix",
+        "describe.machine.matrix_file": "load_matrix",
         "describe.catalog": "cluster_names model_names",
         "describe.model": "FcLayer Transformer load_model",
         "describe.model.workload": "Workload",
@@ -37,6 +39,7 @@ _GROUPS = {
         "describe.layout": "Layout Partial Placement Replicate Shard StridedShard Tile",
         "describe.layout.grid": "ProcessGrid block_2d block_cyclic column_block cyclic row_block",
         "cost.machine": "Machine",
+        "cost.device_meshes": "MeshBandwidth MeshTime mesh_bandwidth rank_meshes",
         "cost.rates": "RankRates",
         "cost.fabric": "HostTopology",
     },
@@ -61,7 +64,9 @@ _GROUPS = {
     },
     "planning": {
         "tune": "Plan load_plan plan_model tune_product",
-        "tune.ranking": "RankedConfig rank_configs",
+        "tune.ranking": "RankedConfig rank_configs simulate_best",
+        "tune.blocks": "BlockRanking rank_blocks",
+        "tune.block_reasons": "block_reason",
         "tune.universal": "tune_universal",
         "tune.layouts": "tune_layouts",
         "tune.schedules": "search_schedule",
@@ -141,6 +146,10 @@ if TYPE_CHECKING:
     from meshweave.check import run as run
     from meshweave.check import verify as verify
     from meshweave.check.contract import prove_contract as prove_contract
+    from meshweave.cost.device_meshes import MeshBandwidth as MeshBandwidth
+    from meshweave.cost.device_meshes import MeshTime as MeshTime
+    from meshweave.cost.device_meshes import mesh_bandwidth as mesh_bandwidth
+    from meshweave.cost.device_meshes import rank_meshes as rank_meshes
     from meshweave.cost.fabric import HostTopology as HostTopology
     from meshweave.cost.machine import Machine as Machine
     from meshweave.cost.rates import RankRates as RankRates
@@ -162,6 +171,11 @@ if TYPE_CHECKING:
     from meshweave.describe.layout.mesh import Mesh as Mesh
     from meshweave.describe.machine.cluster import Cluster as Cluster
     from meshweave.describe.machine.cluster import load_cluster as load_cluster
+    from meshweave.describe.machine.hierarchy import CommunicationMatrix as CommunicationMatrix
+    from meshweave.describe.machine.hierarchy import MatrixLayer as MatrixLayer
+    from meshweave.describe.machine.hierarchy import MeasuredBandwidth as MeasuredBandwidth
+    from meshweave.describe.machine.hierarchy import communication_matrix as communication_matrix
+    from meshweave.describe.machine.matrix_file import load_matrix as load_matrix
     from meshweave.describe.model import FcLayer as FcLayer
     from meshweave.describe.model import Transformer as Transformer
     from meshweave.describe.model import load_model as load_model
@@ -252,9 +266,13 @@ if TYPE_CHECKING:
     from meshweave.tune import load_plan as load_plan
     from meshweave.tune import plan_model as plan_model
     from meshweave.tune import tune_product as tune_product
+    from meshweave.tune.block_reasons import block_reason as block_reason
+    from meshweave.tune.blocks import BlockRanking as BlockRanking
+    from meshweave.tune.blocks import rank_blocks as rank_blocks
     from meshweave.tune.layouts import tune_layouts as tune_layouts
     from meshweave.tune.ranking import RankedConfig as RankedConfig
     from meshweave.tune.ranking import rank_configs as rank_configs
+    from meshweave.tune.ranking import simulate_best as simulate_best
     from meshweave.tune.schedules import search_schedule as search_schedule
     from meshweave.tune.universal import tune_universal as tune_universal
 

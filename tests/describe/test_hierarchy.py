@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from meshweave.base.errors import DescriptionError
 from meshweave.cost.device_meshes import device_meshes, mesh_bandwidth
 from meshweave.cost.machine import mesh_machine
+from meshweave.describe.catalog import catalog_text
 from meshweave.describe.machine.cluster import Cluster, HostsNetwork, NetworkAxis, SwitchNetwork, load_cluster
 from meshweave.describe.machine.hierarchy import MatrixLayer, communication_matrix
 from meshweave.describe.machine.links import CommConstants
@@ -126,12 +127,18 @@ p2p_bytes_per_s = 25e9
 group_bytes_per_s = 25e9
 [[layers]]
 name = "gpus"
-p2p_bytes_per_s = [[0, 50e9], [40e9, 0]]
-group_bytes_per_s = [60e9, 70e9]
+p2p_matrix_bytes_per_s = [[0, 50e9], [40e9, 0]]
+group_list_bytes_per_s = [60e9, 70e9]
 [[measured]]
 mesh = [4, 1]
 first_bytes_per_s = 3e9
 """
+
+
+def catalog_file(folder: Path) -> Path:
+    path = folder / "box.toml"
+    path.write_text(catalog_text("clusters", "atp-ic4"))
+    return path
 
 
 def test_a_file(tmp_path: Path) -> None:
@@ -143,6 +150,7 @@ def test_a_file(tmp_path: Path) -> None:
     assert mesh_bandwidth(matrix, (2, 2)).first_link == Fraction(25 * 10**9, 2)
     bandwidth = mesh_bandwidth(matrix, (4, 1))
     assert (bandwidth.measured, bandwidth.first, bandwidth.first_link) == (True, 3 * 10**9, 45 * 10**8)
+    assert load_matrix(f"{catalog_file(tmp_path)}:8").num_devices == 8
     path.write_text('name = "v"\nsource = "s"\ncluster = "atp-ic2"\n')
     assert load_matrix(path) == communication_matrix(load_cluster("atp-ic2")) == load_matrix("atp-ic2")
 
@@ -154,6 +162,9 @@ def test_a_file(tmp_path: Path) -> None:
         ("size = 2", "size = 0", "layers.0.size: 0 is not valid"),
         ("[60e9, 70e9]", "[60e9]", "give a size of at most 4096, or lists of numbers of one size"),
         ("[40e9, 0]", "[40e9]", "the point-to-point matrix is not square"),
+        ("[40e9, 0]", "[nan, 0]", "layers.1.p2p_matrix_bytes_per_s.1.0: nan is not valid; give"),
+        ("p2p_bytes_per_s = 25e9", "p2p_bytes_per_s = -1", "layers.0.p2p_bytes_per_s: -1 is not valid"),
+        ("p2p_bytes_per_s = 25e9\n", "", "give either p2p_bytes_per_s or p2p_matrix_bytes_per_s"),
         ("mesh = [4, 1]", "mesh = [3, 1]", "does not have its 4 devices"),
         ("mesh = [4, 1]", "mesh = [1, 4]", "give first_bytes_per_s where that dimension has more than 1"),
         ("name = \"two\"", "name = \"two\"\ncluster = \"atp-ic2\"", "give either layers or a cluster"),

@@ -13,7 +13,7 @@ from meshweave.cli.app import run_app
 from meshweave.describe.machine.cluster import Cluster, NetworkAxis, TreeLevel, TreeNetwork, load_cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.block_reasons import gains_s, link_uses, name_of, reason
+from meshweave.tune.block_reasons import axis_uses, block_reason, gains_s, name_of, next_strategy
 from meshweave.tune.blocks import block_machine, block_meshes, mesh_of, rank_blocks
 from meshweave.tune.ranking import rank_configs
 from sampling import examples
@@ -52,15 +52,20 @@ def test_the_machine_of_the_paper_whose_root_is_slow() -> None:
     assert (name_of(first), name_of(second)) == ("atp 2x4", "atp 4x2")
     assert [entry.simulated is not None for entry in ranking.entries[:4]] == [True, True, True, False]
     assert first.seconds >= first.estimate.total_s * 0.999  # contention adds
-    uses = list(link_uses(first, block_machine(cluster, (2, 4))))
+    uses = list(axis_uses(first, block_machine(cluster, (2, 4))))
     assert {use.link for use in uses} == {"root", "socket"}
     assert sum(use.seconds for use in uses) == pytest.approx(first.estimate.transfer_s, rel=0.02)
     megatron = next(position for position, x in enumerate(ranking.entries) if name_of(x) == "atp 8x1")
-    assert "over root" in reason(ranking, megatron - 1)
+    assert "over root" in block_reason(ranking, megatron - 1)
     for entry, other in pairwise(ranking.entries):
         gains = gains_s(entry, other)
         assert sum(gains.values()) == pytest.approx(other.estimate.total_s - entry.estimate.total_s)
+    rival = next_strategy(ranking)
+    assert rival is not None and name_of(ranking.entries[rival]) == "megatron 8x1"
+    assert "over root" in block_reason(ranking, 0, rival)
+    assert block_reason(ranking, 0, 99) == block_reason(ranking, 2, 1) == ""
     assert ranking.margin(len(ranking.entries) - 1) is None
+    assert ranking.margin(2) is None  # one simulated, the other estimated
     assert ranking.margin() == pytest.approx(second.seconds / first.seconds - 1)
 
 

@@ -145,3 +145,30 @@ def alpacomm(
     hosts = load_cluster(cluster)
     outputs.check()
     outputs.write(reproduce_alpacomm(hosts, selection, progress_bar=progress_bar))
+
+
+@reproduce.command()
+def atp(
+    rows: Rows = "",
+    figures: Annotated[
+        str, typer.Option(help="Compute only these figures: some of 10 to 12, separated by commas.")
+    ] = "",
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
+) -> None:
+    """ATP: equations 2 to 4, the meshes that it chooses, figures 10 to 12 and table 3, beside ours with a verdict.
+
+    Layers of four GPT models run on the paper's interconnects, which the catalog has as atp-ic1 to atp-ic6 (half
+    a minute). Readings that the paper leaves open have rows of their own. Without --rows and --figures, all rows
+    and figures are computed.
+
+    Example: meshweave reproduce atp --report atp.html
+    """
+    from meshweave.reproduce.papers import ATP, reproduce_atp, select
+
+    outputs = Outputs(out, png, report, json)
+    selection = select(ATP, split_names(rows), split_names(figures))
+    outputs.check()
+    outputs.write(reproduce_atp(selection, progress_bar=progress_bar))

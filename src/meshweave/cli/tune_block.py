@@ -153,7 +153,7 @@ def _meshes(text: str) -> tuple[MeshShape, ...] | None:
 
 
 def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
-    from meshweave.tune.block_reasons import reason
+    from meshweave.tune.block_reasons import block_reason
     from meshweave.tune.blocks import mesh_of
 
     rows = []
@@ -171,7 +171,7 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
                 "peak_bytes": entry.peak_bytes,
                 "fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
                 "margin": ranking.margin(position),
-                "reason": reason(ranking, position),
+                "reason": block_reason(ranking, position),
             }
         )
     return {
@@ -185,6 +185,8 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
 
 
 def _print_ranking(ranking: BlockRanking, count: int) -> None:
+    from meshweave.tune.block_reasons import block_reason, next_strategy
+
     data = _ranking_json(ranking, count)
     model, load = ranking.model, ranking.workload
     layers = "a layer" if ranking.layers == 1 else f"{ranking.layers} layers"
@@ -202,8 +204,11 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
         times = (simulated, format_s(entry["estimate_s"]), format_s(entry["exposed_s"]))
         rows.append((entry["algorithm"], mesh_text, entry["config"], *times, peak, margin))
     print_table(head, rows, num_left=3)
-    if data["entries"] and data["entries"][0]["reason"]:
+    if data["entries"][0]["reason"]:
         typer.echo(f"Why the first is ahead of the second: {data['entries'][0]['reason']}.")
+    other = next_strategy(ranking)
+    if other is not None and other > 1:
+        typer.echo(f"Ahead of the next strategy: {block_reason(ranking, 0, other)}.")
     typer.echo(
         "Exposed: time in which no product runs. Peak: bytes of one chip, weights and activations included."
     )
@@ -259,7 +264,7 @@ def _time_json(time: MeshTime) -> dict[str, Any]:
 
 def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> None:
     typer.echo(f"{matrix.name}, {matrix.num_devices} devices, layers from the outermost")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for layer in matrix.layers:
         pairs = [rate for row in layer.p2p_bytes_per_s for rate in row if rate]
         flow = f"{format_bytes(layer.flow_bytes_per_s)}/s" if layer.flow_bytes_per_s else "-"

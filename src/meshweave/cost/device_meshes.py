@@ -34,7 +34,11 @@ from typing import Literal
 
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.hierarchy import CommunicationMatrix, communication_matrix
+from meshweave.describe.machine.hierarchy import (
+    CommunicationMatrix,
+    MeasuredBandwidth,
+    communication_matrix,
+)
 from meshweave.describe.machine.network import TorusNetwork
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
@@ -122,24 +126,27 @@ def mesh_bandwidth(
         raise ValueError(f"mesh {mesh_shape} does not have the {matrix.num_devices} devices of {matrix.name}")
     measured = matrix.measured_on(mesh_shape)
     if measured is not None:
-        pairs = [(measured.first, d1), (measured.second, d2)]
-        values = [None if rate is None else Fraction(rate) for rate, _ in pairs]
-        links = [
-            None if value is None else link_bandwidth(value, size)
-            for value, (_, size) in zip(values, pairs, strict=True)
-        ]
-        return MeshBandwidth(mesh_shape, links[0], links[1], values[0], values[1], True)
-    links, names = [], []
+        return _measured_bandwidth(measured)
+    links: list[Fraction | None] = []
+    names: list[str] = []
     for size, stride in ((d1, d2), (d2, 1)):
         layers = list(_layer_bandwidths(matrix, size, stride, corrected, sharing)) if size > 1 else []
-        rate, name = min(layers, key=lambda pair: pair[0], default=(None, ""))
+        rate, name = min(layers, key=lambda pair: pair[0]) if layers else (None, "")
         links.append(rate)
         names.append(name)
-    values = [
+    first, second = (
         link if link is None or not with_equation_4 else algorithm_bandwidth(link, size)
         for link, size in zip(links, mesh_shape, strict=True)
-    ]
-    return MeshBandwidth(mesh_shape, links[0], links[1], values[0], values[1], False, names[0], names[1])
+    )
+    return MeshBandwidth(mesh_shape, links[0], links[1], first, second, False, names[0], names[1])
+
+
+def _measured_bandwidth(measured: MeasuredBandwidth) -> MeshBandwidth:
+    links: list[Fraction | None] = []
+    for rate, size in zip((measured.first, measured.second), measured.mesh_shape, strict=True):
+        links.append(None if rate is None else link_bandwidth(Fraction(rate), size))
+    first, second = (None if rate is None else Fraction(rate) for rate in (measured.first, measured.second))
+    return MeshBandwidth(measured.mesh_shape, links[0], links[1], first, second, True)
 
 
 def _layer_bandwidths(
@@ -177,8 +184,7 @@ def _least_within(p2p: tuple[tuple[int, ...], ...], members: int, step: int) -> 
     sums = []
     for rank in range(size):
         start = rank // block * block + rank % step
-        group = range(start, min(start + block, size), step)
-        sums.append(sum(p2p[rank][other] for other in group if other != rank))
+        sums.append(sum(p2p[rank][start : start + block : step]) - p2p[rank][rank])
     return min(sums)
 
 
@@ -223,10 +229,12 @@ def rank_meshes(
         layers: how many layers of the model.
         corrected, sharing, with_equation_4: as in `mesh_bandwidth`.
     """
-    num_devices = machine.num_devices if isinstance(machine, CommunicationMatrix) else machine.num_chips
+    cluster = None if isinstance(machine, CommunicationMatrix) else machine
+    matrix = machine if isinstance(machine, CommunicationMatrix) else communication_matrix(machine)
     times = []
-    for mesh in device_meshes(num_devices):
-        matrix = machine if isinstance(machine, CommunicationMatrix) else matrix_for_mesh(machine, mesh)
+    for mesh in device_meshes(matrix.num_devices if cluster is None else cluster.num_chips):
+        if cluster is not None and _comes_in_shapes(cluster):
+            matrix = communication_matrix(cluster, mesh)
         bandwidth = mesh_bandwidth(
             matrix, mesh, corrected=corrected, sharing=sharing, with_equation_4=with_equation_4
         )
@@ -234,9 +242,7 @@ def rank_meshes(
     return sorted(times, key=lambda time: time.total_s)
 
 
-def matrix_for_mesh(cluster: Cluster, mesh_shape: MeshShape) -> CommunicationMatrix:
-    """Return the matrix of a cluster; of a torus that comes in several shapes, in the shape of the mesh."""
+def _comes_in_shapes(cluster: Cluster) -> bool:
+    """Return whether the machine is a torus that takes the shape of a mesh."""
     network = cluster.network
-    if isinstance(network, TorusNetwork) and network.shape is None and len(network.axes) >= 2:
-        return communication_matrix(cluster, mesh_shape)
-    return communication_matrix(cluster)
+    return isinstance(network, TorusNetwork) and network.shape is None and len(network.axes) >= 2

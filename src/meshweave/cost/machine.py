@@ -111,7 +111,8 @@ class Machine:
             if not isinstance(network, TorusNetwork) or num_dims < 1:
                 raise
             if self.logical:
-                return (slowest_axis(network.axes),) * 2
+                slowest = slowest_axis(network.axes)
+                return slowest, slowest
             raise LayoutError(
                 f"{error}; simulation can lay it there as a logical mesh (logical=True), where contention shows"
             ) from None

@@ -10,6 +10,7 @@ for row in study.rows:
 from meshweave.reproduce.papers import (
     FIGURES,
     reproduce_alpacomm,
+    reproduce_atp,
     reproduce_meshslice,
     reproduce_slicing,
     select,
@@ -22,6 +23,7 @@ __all__ = [
     "Reproduction",
     "Selection",
     "reproduce_alpacomm",
+    "reproduce_atp",
     "reproduce_meshslice",
     "reproduce_slicing",
     "select",

@@ -30,12 +30,16 @@ class FigurePanel:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a paper, computed again."""
+    """A figure of a paper, computed again.
+
+    `draws` draws one of its panels; None where `pictures` knows figures of this number.
+    """
 
     number: int
     title: str
     unit: str
     panels: tuple[FigurePanel, ...] = field(default=())
+    draws: Callable[[Figure, FigurePanel], str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the figure as plain values."""

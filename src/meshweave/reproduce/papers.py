@@ -1,4 +1,4 @@
-"""One call for each paper: `reproduce_meshslice`, `reproduce_slicing`, `reproduce_alpacomm`.
+"""One call for each paper: `reproduce_meshslice`, `reproduce_slicing`, `reproduce_alpacomm`, `reproduce_atp`.
 
 Each returns a `Reproduction`: rows (published number, our value, verdict) and the paper's figures as data.
 `meshweave.reproduce.tables` and `meshweave.reproduce.output` turn it into Markdown, JSON, HTML and pictures.
@@ -14,6 +14,10 @@ from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.reproduce.alpacomm import figures as alpacomm_figures
 from meshweave.reproduce.alpacomm import rows as alpacomm_rows
 from meshweave.reproduce.alpacomm.study import AlpaCommStudy
+from meshweave.reproduce.atp import figures as atp_figures
+from meshweave.reproduce.atp import rows as atp_rows
+from meshweave.reproduce.atp.study import MACHINES as ATP_MACHINES
+from meshweave.reproduce.atp.study import AtpStudy
 from meshweave.reproduce.figures import Figure, parse_figure_numbers
 from meshweave.reproduce.meshslice import figures as meshslice_figures
 from meshweave.reproduce.meshslice import rows as meshslice_rows
@@ -28,10 +32,12 @@ from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
 from meshweave.reproduce.verdict import JudgedRow
 
 MESHSLICE, SLICING, ALPACOMM = meshslice_rows.PAPER, slicing_rows.PAPER, alpacomm_rows.PAPER
+ATP = atp_rows.PAPER
 FIGURES: dict[str, tuple[int, ...]] = {
     MESHSLICE: tuple(meshslice_figures.FIGURES),
     SLICING: tuple(slicing_figures.MACHINES),
     ALPACOMM: tuple(alpacomm_figures.FIGURES),
+    ATP: tuple(atp_figures.FIGURES),
 }
 """The numbers of the figures that are computed, by paper."""
 EVERYTHING = Selection()
@@ -179,6 +185,38 @@ def reproduce_alpacomm(
         "findings": list(summary.findings),
     }
     return Reproduction(ALPACOMM, summary, inputs, rows, figures)
+
+
+def reproduce_atp(
+    selection: Selection = EVERYTHING, *, progress_bar: ProgressBar = no_progress_bar
+) -> Reproduction:
+    """Compute the equations, choices, figures 10 to 12 and table 3 of ATP on its interconnects.
+
+    Args:
+        selection: the rows and figures to compute.
+        progress_bar: shows how many rows and figures are done.
+    """
+    study = AtpStudy()
+    rows, figures = _compute(
+        selection,
+        lambda ids, progress: atp_rows.rows(study, ids, progress),
+        lambda numbers, progress: atp_figures.figures(study, numbers, progress),
+        progress_bar,
+    )
+    machines = [load_cluster(name) for name in ATP_MACHINES.values()]
+    summary = PaperSummary(
+        "ATP",
+        "Cheng, Liu, Du, You: ATP: Adaptive Tensor Parallelism for Foundation Models.",
+        tuple((cluster.name, cluster.source) for cluster in machines),
+        f"equations 2 to 4, and simulation of {study.layers} layers, fp16",
+        atp_rows.findings(),
+        subject="of",
+    )
+    inputs = {
+        "clusters": [{"name": name, "source": source} for name, source in summary.machines],
+        "findings": list(summary.findings),
+    }
+    return Reproduction(ATP, summary, inputs, rows, figures)
 
 
 def _compute(

@@ -19,6 +19,8 @@ def pictures(figure: Figure) -> dict[str, str]:
 
 def _picture(figure: Figure, panel: FigurePanel) -> str:
     title = f"{panel.model}: {figure.title}"
+    if figure.draws is not None:
+        return figure.draws(figure, panel)
     if figure.number in alpacomm_figures.FIGURES:
         return alpacomm_figures.picture(figure, panel)
     if figure.number == 10:

@@ -43,7 +43,8 @@ class PaperSummary:
     @property
     def names(self) -> str:
         """The names of the machines."""
-        return " and ".join(name for name, _ in self.machines)
+        names = [name for name, _ in self.machines]
+        return " and ".join(names) if len(names) <= 2 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,9 @@ class Reproduction:
 
     @property
     def stem(self) -> str:
-        """The beginning of the names of its files: the paper and the machines."""
-        return "-".join([self.paper, *(name for name, _ in self.summary.machines)])
+        """The beginning of the names of its files: the paper and the machines, if these are one or two."""
+        names = [name for name, _ in self.summary.machines]
+        return "-".join([self.paper, *names]) if len(names) <= 2 else self.paper
 
     def to_json(self) -> dict[str, Any]:
         """Return inputs, rows and figures as plain values."""

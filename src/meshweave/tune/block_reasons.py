@@ -22,6 +22,9 @@ _SHARES = {
     Fraction(2, 3): "two thirds of",
     Fraction(1, 4): "a quarter of",
     Fraction(3, 4): "three quarters of",
+    Fraction(1, 5): "a fifth of",
+    Fraction(1, 6): "a sixth of",
+    Fraction(1, 7): "a seventh of",
     Fraction(1, 8): "an eighth of",
     Fraction(1, 1): "as many as",
 }
@@ -31,7 +34,7 @@ SAME = 1e-6
 
 
 @dataclass(frozen=True)
-class LinkUse:
+class AxisUse:
     """What a rank moves along one mesh axis: its bytes, and what a ring has of the slowest links there."""
 
     link: str
@@ -44,13 +47,13 @@ class LinkUse:
         return self.num_bytes / self.bytes_per_s
 
 
-def link_uses(entry: RankedConfig, machine: Machine) -> Iterator[LinkUse]:
+def axis_uses(entry: RankedConfig, machine: Machine) -> Iterator[AxisUse]:
     """Yield what a rank moves along each mesh axis, that which takes longest first."""
     uses = []
     for axis, num_bytes in entry.traffic_bytes.items():
         if num_bytes:
             rate = machine.rate(axis, "all_reduce", shared=True)
-            uses.append(LinkUse(machine.axis(axis, shared=True).name, num_bytes, rate))
+            uses.append(AxisUse(machine.axis(axis, shared=True).name, num_bytes, rate))
     yield from sorted(uses, key=lambda use: -use.seconds)
 
 
@@ -76,11 +79,12 @@ def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:
     return gains
 
 
-def reason(ranking: BlockRanking, position: int = 0) -> str:
-    """Return in one sentence why an entry is ahead of the next one; "" for the last one."""
-    if position + 1 >= len(ranking.entries):
+def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = None) -> str:
+    """Return in one sentence why an entry is ahead of another one, by default the next; "" where there is none."""
+    other = position + 1 if other is None else other
+    if not position < other < len(ranking.entries):
         return ""
-    faster, slower = ranking.entries[position : position + 2]
+    faster, slower = ranking.entries[position], ranking.entries[other]
     gains = gains_s(faster, slower)
     part = max(gains, key=lambda name: gains[name])
     if abs(slower.seconds / faster.seconds - 1) < SAME:
@@ -102,6 +106,15 @@ def reason(ranking: BlockRanking, position: int = 0) -> str:
     return _transfer_reason(ranking, faster, slower)
 
 
+def next_strategy(ranking: BlockRanking) -> int | None:
+    """Return the position of the first entry of another strategy and another time than the first entry's."""
+    first = ranking.entries[0]
+    for position, entry in enumerate(ranking.entries):
+        if entry.algorithm.name != first.algorithm.name and abs(entry.seconds / first.seconds - 1) >= SAME:
+            return position
+    return None
+
+
 def _hidden(entry: RankedConfig) -> str:
     times = entry.estimate
     hidden = times.compute_s + times.copy_s + times.communication_s - times.total_s
@@ -109,7 +122,7 @@ def _hidden(entry: RankedConfig) -> str:
 
 
 def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: RankedConfig) -> str:
-    uses = [list(link_uses(entry, ranking.machine(entry))) for entry in (faster, slower)]
+    uses = [list(axis_uses(entry, ranking.machine(entry))) for entry in (faster, slower)]
     spent: dict[str, float] = {}
     for use in (*uses[0], *uses[1]):
         spent[use.link] = spent.get(use.link, 0.0) + use.seconds
@@ -130,13 +143,13 @@ def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: Ranked
     )
 
 
-def _on(link: str, uses: list[LinkUse]) -> LinkUse | None:
+def _on(link: str, uses: list[AxisUse]) -> AxisUse | None:
     """Return all that is moved over a link as one, at the rate at which it is moved on the whole."""
     on_link = [use for use in uses if use.link == link]
     if not on_link:
         return None
     num_bytes = sum(use.num_bytes for use in on_link)
-    return LinkUse(link, num_bytes, num_bytes / sum(use.seconds for use in on_link))
+    return AxisUse(link, num_bytes, num_bytes / sum(use.seconds for use in on_link))
 
 
 def _share(a: int, b: int) -> str:

@@ -51,10 +51,14 @@ class BlockRanking:
         return block_machine(self.cluster, mesh_of(entry))
 
     def margin(self, position: int = 0) -> float | None:
-        """Return by which share of its own time the next entry is slower; None for the last one."""
-        if position + 1 >= len(self.entries):
+        """Return by which share of its own time the next entry is slower.
+
+        None for the last one, and where one of the two was simulated and the other estimated.
+        """
+        pair = self.entries[position : position + 2]
+        if len(pair) < 2 or (pair[0].simulated is None) != (pair[1].simulated is None):
             return None
-        return self.entries[position + 1].seconds / self.entries[position].seconds - 1
+        return pair[1].seconds / pair[0].seconds - 1
 
 
 def mesh_of(entry: RankedConfig) -> MeshShape:

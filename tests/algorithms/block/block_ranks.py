@@ -22,7 +22,8 @@ def relative_errors(context, payload):
         inputs = entry.random_inputs(problem)
         expected = entry.reference(problem, inputs)
         given = {
-            key: torch.from_numpy(value) for key, value in local_inputs(program, inputs, context.rank).items()
+            key: torch.from_numpy(value).to(getattr(torch, program.buffer_of[key].dtype))
+            for key, value in local_inputs(program, inputs, context.rank).items()
         }
         bound = bind(program, context.rank, given, context=shared, calls=entry.functions(problem))
         bound.run()
@@ -31,7 +32,7 @@ def relative_errors(context, payload):
             if buffer.kind == "output":
                 whole = expected[buffer.tensor]
                 shard = whole[np.ix_(*buffer.layout.indices(whole.shape, context.rank))]
-                error = np.abs(bound.outputs[buffer.name].numpy() - shard).max(initial=0.0)
+                error = np.abs(bound.outputs[buffer.name].double().numpy() - shard).max(initial=0.0)
                 worst = max(worst, float(error / np.abs(whole).max()))
         errors.append(worst)
     shared.close()

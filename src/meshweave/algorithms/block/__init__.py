@@ -10,19 +10,24 @@ from meshweave.algorithms.block.atp import Atp
 from meshweave.algorithms.block.data_parallel import DataParallel, ZeroOne, ZeroThree, ZeroTwo
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.ring_attention import RingAttention
 from meshweave.algorithms.block.strategy import BlockAlgorithm
-from meshweave.algorithms.block.two_d import Collective2d
+from meshweave.algorithms.block.two_d import Collective2d, MeshSliceBlock, SummaBlock, WangBlock
 
 ENTRIES: tuple[BlockAlgorithm, ...] = (
     Atp(),
     Megatron(),
     MegatronSequence(),
     Collective2d(),
+    MeshSliceBlock(),
+    WangBlock(),
+    SummaBlock(),
     DataParallel(),
     ZeroOne(),
     ZeroTwo(),
     ZeroThree(),
     AllToAllHeads(),
+    RingAttention(),
 )
 
 __all__ = ["ENTRIES", "BlockAlgorithm", "BlockConfig", "BlockProblem"]

@@ -2,7 +2,7 @@
 
 Rows of the mesh (d1) share the inner features, columns (d2) those of the residual: W_qkv and W_1 lie as
 [Shard(1), Shard(0)], W_o and W_2 as [Shard(0), Shard(1)], X and Z as [Replicate, Shard(1)]. The first product of a
-half is summed over columns, the second over rows; backward it is the other way round. Attention is scattered over
+half is summed over columns, the second over rows; backward it is the reverse. Attention is scattered over
 columns by groups of heads and gathered after: the paper's f1 and f2. A norm sums statistics over columns.
 """
 
@@ -42,6 +42,8 @@ class Atp(BlockAlgorithm):
         sums of 3 + 4 forward and 1 + 4 backward and gathers of 1 + 3, each of which is half a sum, all over d1.
         These are the 4 and 14 of Eq. 2.
         """
+        if problem.vocabulary:
+            return super().traffic(problem, config, rank)
         d1, d2 = problem.mesh_shape
         item = dtype_bytes(problem.dtype)
         attention, feed_forward = halves_of(problem, 0)

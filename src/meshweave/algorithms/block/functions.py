@@ -1,15 +1,17 @@
 """The functions that blocks call: norms, attention, activations and their gradients, on numpy or torch arrays.
 
-`RealFunctions` is what models compute. `IntegerFunctions` depends on the same elements, and has the same sums, but
-is made of small integers: results are the same in any order of sums, in every dtype. Its "gradients" are no
+Models compute `real_functions`. Those of `integer_functions` depend on the same elements, and have the same sums,
+but are made of small integers: results are the same in any order of sums, in every dtype. Their "gradients" are no
 derivatives. A program that gives the right integers has moved the right elements to the right places.
 
 Shapes: a residual or its gradient (batch, sequence, features); parameters of a norm (rows, features); statistics
 (batch, sequence, rows); inner tensors (batch, sequence, units x columns per unit), of any number of whole units.
+Batch and sequence may be one dim.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -18,12 +20,9 @@ from typing import Any
 import numpy as np
 
 from meshweave.algorithms.block.problem import BlockProblem
-from meshweave.algorithms.contract import Array
 
-EPSILON = 1e-5
-"""What a norm adds to a variance before its root."""
-ROTARY_BASE = 10_000.0
-"""The base of rotary frequencies (Su et al., RoFormer, section 3.2.2)."""
+Values = Any
+"""A numpy array or a torch tensor."""
 
 
 def array_module(x: Any) -> Any:
@@ -50,6 +49,17 @@ class BlockFunctions(ABC):
             "norm_weight_grad": self.norm_weight_grad,
             "attention": self.attention,
             "attention_grad": self.attention_grad,
+            "split_heads": self.split_heads,
+            "attend": self.attend,
+            "finish_attention": self.finish_attention,
+            "attend_grad": self.attend_grad,
+            "merge_heads": self.merge_heads,
+            "embed": self.embed,
+            "embed_grad": self.embed_grad,
+            "row_max": self.row_max,
+            "softmax_sums": self.softmax_sums,
+            "loss": self.loss,
+            "loss_grad": self.loss_grad,
             "activation": self.activation,
             "activation_grad": self.activation_grad,
         }
@@ -57,273 +67,225 @@ class BlockFunctions(ABC):
     # --- norms --------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def statistics(self, x: Array) -> Array:
+    def statistics(self, x: Values) -> Values:
         """Return sums over the features given, which add up over all features."""
 
     @abstractmethod
-    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
+    def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
         """Return the normalised features, by statistics of whole rows."""
 
     @abstractmethod
-    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
+    def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
         """Return the sums over features that the gradient of a norm needs, over the features given."""
 
     @abstractmethod
-    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
+    def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
         """Return the gradient by `x`, by statistics and sums of whole rows."""
 
     @abstractmethod
-    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
+    def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
         """Return the gradient by the parameters, added to what earlier rows gave."""
 
-    def norm(self, x: Array, gain: Array) -> Array:
+    def norm(self, x: Values, gain: Values) -> Values:
         """Return the normalised rows."""
         return self.normalize(x, self.statistics(x), gain)
 
-    def norm_grad(self, dy: Array, x: Array, gain: Array) -> Array:
+    def norm_grad(self, dy: Values, x: Values, gain: Values) -> Values:
         """Return the gradient by whole rows `x`."""
         statistics = self.statistics(x)
         return self.normalize_grad(dy, x, statistics, self.norm_grad_sums(dy, x, statistics, gain), gain)
 
-    def norm_weight_grad(self, dy: Array, x: Array, so_far: Array) -> Array:
+    def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
         """Return the gradient by the parameters, of whole rows."""
         return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
 
     # --- attention ----------------------------------------------------------------------------------------------
 
-    def _groups(self, x: Array, width: int) -> Array:
-        """Return (batch, groups, sequence, width)."""
-        batch, sequence, columns = x.shape
-        return x.reshape(batch, sequence, columns // width, width).swapaxes(1, 2)
+    def _units(self, x: Values, width: int) -> Values:
+        """Return (batch, sequence, units, width); tokens in one dim are whole sequences."""
+        *tokens, columns = x.shape
+        if len(tokens) == 1:
+            tokens = [tokens[0] // self.problem.sequence, self.problem.sequence]
+        return x.reshape(*tokens, columns // width, width)
 
-    def _heads(self, x: Array, width: int) -> Array:
+    def _heads(self, x: Values, width: int) -> Values:
         """Return (batch, groups, heads of a group, sequence, width)."""
-        batch, sequence, columns = x.shape
         r = self.problem.queries_per_group
-        return array_module(x).moveaxis(x.reshape(batch, sequence, columns // (r * width), r, width), 1, 3)
+        units = self._units(x, r * width)
+        return array_module(x).moveaxis(units.reshape(*units.shape[:-1], r, width), 1, 3)
 
-    def _split(self, qkv: Array) -> tuple[Array, Array, Array]:
+    def _split(self, qkv: Values) -> tuple[Values, Values, Values]:
         """Return queries (batch, groups, heads, sequence, width), keys and values (batch, groups, 1, ...)."""
         d, r = self.problem.head_dim, self.problem.queries_per_group
-        groups = self._groups(qkv, self.problem.group_width)
+        groups = self._units(qkv, self.problem.group_width).swapaxes(1, 2)
         batch, count, sequence, _ = groups.shape
         queries = groups[..., : r * d].reshape(batch, count, sequence, r, d).swapaxes(2, 3)
         return queries, groups[:, :, None, :, r * d : (r + 1) * d], groups[:, :, None, :, (r + 1) * d :]
 
-    def _merged(self, queries: Array, keys: Array, values: Array) -> Array:
-        """Return what `_split` splits; keys and values are summed over the heads of a group."""
+    def _merged(self, queries: Values, keys: Values, values: Values, like: Values) -> Values:
+        """Return what `_split` splits, shaped `like` it; keys and values are summed over the heads of a group."""
         batch, groups, r, sequence, d = queries.shape
         flat = queries.swapaxes(2, 3).reshape(batch, groups, sequence, r * d)
         joined = array_module(queries).concatenate((flat, keys.sum(2), values.sum(2)), -1)
-        return joined.swapaxes(1, 2).reshape(batch, sequence, groups * self.problem.group_width)
+        return joined.swapaxes(1, 2).reshape(like.shape)
 
-    def _joined(self, heads: Array) -> Array:
-        """Return (batch, sequence, columns) of (batch, groups, heads, sequence, width)."""
-        batch, groups, r, sequence, d = heads.shape
-        return array_module(heads).moveaxis(heads, 3, 1).reshape(batch, sequence, groups * r * d)
+    def _joined(self, heads: Values, like: Values) -> Values:
+        """Return rows of columns of (batch, groups, heads, sequence, width), for the tokens of `like`."""
+        _, groups, r, _, d = heads.shape
+        return array_module(heads).moveaxis(heads, 3, 1).reshape(*like.shape[:-1], groups * r * d)
 
     @abstractmethod
-    def attention(self, qkv: Array) -> list[Array]:
+    def attention(self, qkv: Values) -> list[Values]:
         """Return the heads of some groups, and what their gradient needs of each row of scores."""
 
     @abstractmethod
-    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
+    def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
         """Return the gradient by queries, keys and values of some groups."""
+
+    # --- ring attention -----------------------------------------------------------------------------------------
+
+    def _keys(self, keys: Values) -> tuple[Values, Values]:
+        """Return keys and values (batch, groups, 1, positions, width) of what goes round."""
+        d = self.problem.head_dim
+        units = self._units(keys, 2 * d).swapaxes(1, 2)[:, :, None]
+        return units[..., :d], units[..., d:]
+
+    def _joined_keys(self, keys: Values, values: Values, like: Values) -> Values:
+        """Return what `_keys` splits, summed over the heads of a group."""
+        joined = array_module(keys).concatenate((keys.sum(2), values.sum(2)), -1)
+        return joined.swapaxes(1, 2).reshape(like.shape)
+
+    @abstractmethod
+    def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        """Return queries, and keys with values, of tokens at some positions."""
+
+    @abstractmethod
+    def attend(
+        self,
+        queries: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+        so_far: Values,
+        greatest: Values,
+        weights: Values,
+    ) -> list[Values]:
+        """Return numerators, greatest scores and sums of weights with more keys; all are 0 before the first."""
+
+    @abstractmethod
+    def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        """Return what `attention` does, from what all keys gave."""
+
+    @abstractmethod
+    def attend_grad(
+        self,
+        dout: Values,
+        queries: Values,
+        out: Values,
+        log_sums: Values,
+        keys: Values,
+        here: Values,
+        there: Values,
+    ) -> list[Values]:
+        """Return what some keys add to the gradient of queries, and some queries to that of keys and values."""
+
+    def merge_heads(self, of_queries: Values, of_keys: Values, positions: Values) -> Values:
+        """Return the gradient by what `split_heads` takes."""
+        d, r = self.problem.head_dim, self.problem.queries_per_group
+        queries, (keys, values) = self._heads(of_queries, d), self._keys(of_keys)
+        like = array_module(of_queries).concatenate((of_queries, of_keys), -1)
+        assert like.shape[-1] == queries.shape[1] * (r + 2) * d
+        return self._merged(*self._before_turn(queries, keys, positions), values, like)
+
+    @abstractmethod
+    def _before_turn(self, queries: Values, keys: Values, positions: Values) -> tuple[Values, Values]:
+        """Return gradients by queries and keys before they were turned by their positions."""
+
+    # --- embedding and loss -------------------------------------------------------------------------------------
+
+    def embed(self, tokens: Values, vocabulary: Values, table: Values) -> Values:
+        """Return the rows of part of a table for tokens, zeros for tokens of other parts.
+
+        `vocabulary` has the consecutive tokens that the rows are of.
+        """
+        rows, is_here = _rows_of(tokens, vocabulary)
+        if not vocabulary.shape[0]:
+            return like(np.zeros((*tokens.shape, table.shape[-1])), table)
+        return table[rows] * is_here[..., None]
+
+    def embed_grad(self, tokens: Values, vocabulary: Values, dx: Values, so_far: Values) -> Values:
+        """Return the gradient by part of a table, added to what earlier tokens gave."""
+        rows, is_here = _rows_of(tokens, vocabulary)
+        if not vocabulary.shape[0]:
+            return so_far
+        terms = (dx * is_here[..., None]).reshape(math.prod(tokens.shape), dx.shape[-1])
+        rows = rows.reshape(math.prod(tokens.shape))
+        if array_module(dx) is not np:
+            return so_far.index_add(0, rows, terms)
+        total = so_far.copy()
+        np.add.at(total, rows, terms)
+        return total
+
+    def row_max(self, logits: Values) -> Values:
+        """Return the greatest of part of the logits of each token; minus infinity of none."""
+        if not logits.shape[-1]:
+            return like(np.full(logits.shape[:-1], -np.inf), logits)
+        return array_module(logits).amax(logits, -1)
+
+    @abstractmethod
+    def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
+        """Return two sums over part of the logits of each token: of exponentials, and of the target's logit."""
+
+    @abstractmethod
+    def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
+        """Return the loss of tokens, added to that of earlier ones."""
+
+    @abstractmethod
+    def loss_grad(
+        self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
+    ) -> Values:
+        """Return the gradient by part of the logits."""
 
     # --- activations --------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def activation(self, y: Array) -> Array:
+    def activation(self, y: Values) -> Values:
         """Return the activation of each feature, which has one column or a gate and an input."""
 
     @abstractmethod
-    def activation_grad(self, dout: Array, y: Array) -> Array:
+    def activation_grad(self, dout: Values, y: Values) -> Values:
         """Return the gradient by the columns."""
 
-    def _gate_and_input(self, y: Array) -> tuple[Array, Array]:
+    def _gate_and_input(self, y: Values) -> tuple[Values, Values]:
         return y[..., 0::2], y[..., 1::2]
 
     @staticmethod
-    def _interleaved(gate: Array, value: Array) -> Array:
+    def _interleaved(gate: Values, value: Values) -> Values:
         *leading, columns = gate.shape
         return array_module(gate).stack((gate, value), -1).reshape(*leading, 2 * columns)
 
 
-class RealFunctions(BlockFunctions):
-    """Layer norm or root-mean-square norm, causal softmax attention, GELU (tanh form) or SwiGLU."""
-
-    def _centred(self, x: Array, statistics: Array) -> tuple[Array, Array]:
-        """Return the features before gain and bias, and the reciprocal of their deviation."""
-        means = statistics / self.problem.hidden
-        if self.problem.family == "llama":
-            scale = (means + EPSILON) ** -0.5
-            return x * scale, scale
-        mean = means[..., :1]
-        scale = (means[..., 1:] - mean * mean + EPSILON) ** -0.5
-        return (x - mean) * scale, scale
-
-    def statistics(self, x: Array) -> Array:
-        squares = (x * x).sum(-1)[..., None]
-        if self.problem.family == "llama":
-            return squares
-        return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
-
-    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
-        scaled = self._centred(x, statistics)[0] * gain[0]
-        return scaled if self.problem.family == "llama" else scaled + gain[1]
-
-    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
-        arriving = dy * gain[0]
-        along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
-        if self.problem.family == "llama":
-            return along
-        return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
-
-    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
-        centred, scale = self._centred(x, statistics)
-        means = sums / self.problem.hidden
-        change = dy * gain[0] - centred * means[..., -1:]
-        return scale * (change if self.problem.family == "llama" else change - means[..., :1])
-
-    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
-        of_gain = (dy * self._centred(x, statistics)[0]).sum((0, 1))
-        rows = (of_gain,) if self.problem.family == "llama" else (of_gain, dy.sum((0, 1)))
-        return so_far + array_module(x).stack(rows)
-
-    def _scores(self, qkv: Array) -> tuple[Array, Array, Array, Array]:
-        """Return queries and keys as they are multiplied, values, and masked scores."""
-        queries, keys, values = self._split(qkv)
-        if self.problem.family == "llama":
-            queries, keys = self._turned(queries, 1), self._turned(keys, 1)
-        module = array_module(qkv)
-        scores = queries @ keys.swapaxes(-1, -2) * self.problem.head_dim**-0.5
-        mask = np.triu(np.full(scores.shape[-2:], -np.inf), 1)
-        return queries, keys, values, scores + _like(mask, scores, module)
-
-    def _turned(self, x: Array, sign: int) -> Array:
-        """Return rows turned by their positions, or back: rotary embedding of both halves of each head."""
-        half = self.problem.head_dim // 2
-        frequencies = ROTARY_BASE ** (-np.arange(half) / max(half, 1))
-        angles = np.arange(x.shape[-2])[:, None] * frequencies
-        module = array_module(x)
-        cos, sin = _like(np.cos(angles), x, module), _like(sign * np.sin(angles), x, module)
-        first, second = x[..., :half], x[..., half : 2 * half]
-        parts = (first * cos - second * sin, first * sin + second * cos, x[..., 2 * half :])
-        return module.concatenate(parts, -1)
-
-    def attention(self, qkv: Array) -> list[Array]:
-        module = array_module(qkv)
-        _, _, values, scores = self._scores(qkv)
-        greatest = module.amax(scores, -1)[..., None]
-        weights = module.exp(scores - greatest)
-        total = weights.sum(-1)[..., None]
-        return [self._joined(weights / total @ values), self._joined(module.log(total) + greatest)]
-
-    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
-        module = array_module(qkv)
-        queries, keys, values, scores = self._scores(qkv)
-        weights = module.exp(scores - self._heads(log_sums, 1))
-        arriving = self._heads(dout, self.problem.head_dim)
-        along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
-        of_scores = weights * (arriving @ values.swapaxes(-1, -2) - along) * self.problem.head_dim**-0.5
-        of_queries, of_keys = of_scores @ keys, of_scores.swapaxes(-1, -2) @ queries
-        if self.problem.family == "llama":
-            of_queries, of_keys = self._turned(of_queries, -1), self._turned(of_keys, -1)
-        return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving)
-
-    def activation(self, y: Array) -> Array:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(y)
-            return gate * self._sigmoid(gate) * value
-        return 0.5 * y * (1 + array_module(y).tanh(_GELU * (y + 0.044715 * y**3)))
-
-    def activation_grad(self, dout: Array, y: Array) -> Array:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(y)
-            sigmoid = self._sigmoid(gate)
-            of_gate = dout * value * sigmoid * (1 + gate * (1 - sigmoid))
-            return self._interleaved(of_gate, dout * gate * sigmoid)
-        tanh = array_module(y).tanh(_GELU * (y + 0.044715 * y**3))
-        return dout * (0.5 * (1 + tanh) + 0.5 * y * (1 - tanh * tanh) * _GELU * (1 + 3 * 0.044715 * y * y))
-
-    @staticmethod
-    def _sigmoid(x: Array) -> Array:
-        return 0.5 * (1 + array_module(x).tanh(0.5 * x))
+def _rows_of(tokens: Values, vocabulary: Values) -> tuple[Values, Values]:
+    """Return the number of each token in part of a vocabulary, 0 for others, and whether it is in it."""
+    first = vocabulary[0] if vocabulary.shape[0] else 0
+    rows = tokens - first
+    is_here = (rows >= 0) & (rows < vocabulary.shape[0])
+    rows = rows * is_here
+    return (rows.astype(np.int64) if array_module(rows) is np else rows.long()), is_here
 
 
-_GELU = float(np.sqrt(2 / np.pi))
+def over_rows(x: Values) -> Values:
+    """Return the sum over all dims but the last."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).sum(0)
 
 
-class IntegerFunctions(BlockFunctions):
-    """Functions of integers that never exceed 3, for comparisons with `==`."""
-
-    def statistics(self, x: Array) -> Array:
-        small = _small(x)
-        rows = (small, small * small)[: self.problem.norm_rows]
-        return array_module(x).stack([row.sum(-1) for row in rows], -1)
-
-    def normalize(self, x: Array, statistics: Array, gain: Array) -> Array:
-        scaled = _small(x + statistics.sum(-1)[..., None]) * gain[0]
-        return _small(scaled if self.problem.family == "llama" else scaled + gain[1])
-
-    def norm_grad_sums(self, dy: Array, x: Array, statistics: Array, gain: Array) -> Array:
-        sums = _small(dy * gain[0] + x), _small(dy - x + statistics[..., :1])
-        return array_module(x).stack([row.sum(-1) for row in sums[: self.problem.norm_rows]], -1)
-
-    def normalize_grad(self, dy: Array, x: Array, statistics: Array, sums: Array, gain: Array) -> Array:
-        of_row = statistics.sum(-1)[..., None] + sums.sum(-1)[..., None]
-        return _small(dy * gain[0] + x * of_row)
-
-    def normalize_weight_grad(self, dy: Array, x: Array, statistics: Array, so_far: Array) -> Array:
-        of_gain = _small(dy * _small(x + statistics[..., :1])).sum((0, 1))
-        rows = (of_gain, _small(dy).sum((0, 1)))[: self.problem.norm_rows]
-        return so_far + array_module(x).stack(rows)
-
-    def _scores(self, qkv: Array) -> tuple[Array, Array, Array, Array]:
-        queries, keys, values = self._split(_small(qkv))
-        scores = _small(queries @ keys.swapaxes(-1, -2))
-        return queries, keys, values, scores * _like(np.tri(scores.shape[-2]), scores, array_module(qkv))
-
-    def attention(self, qkv: Array) -> list[Array]:
-        _, _, values, scores = self._scores(qkv)
-        return [self._joined(_small(scores @ values)), self._joined(scores.sum(-1)[..., None])]
-
-    def attention_grad(self, dout: Array, qkv: Array, out: Array, log_sums: Array) -> Array:
-        queries, keys, values, scores = self._scores(qkv)
-        arriving = self._heads(_small(dout), self.problem.head_dim)
-        along = (arriving * self._heads(out, self.problem.head_dim)).sum(-1)[..., None]
-        of_scores = _small(arriving @ values.swapaxes(-1, -2) - along + self._heads(log_sums, 1) + scores)
-        of_keys, of_values = (
-            of_scores.swapaxes(-1, -2) @ queries,
-            _small(scores).swapaxes(-1, -2) @ arriving,
-        )
-        return _small(self._merged(of_scores @ keys, of_keys, of_values))
-
-    def activation(self, y: Array) -> Array:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(_small(y))
-            return _small(gate * value)
-        return _small(_small(y) ** 2)
-
-    def activation_grad(self, dout: Array, y: Array) -> Array:
-        if self.problem.family == "llama":
-            gate, value = self._gate_and_input(_small(y))
-            return _small(self._interleaved(_small(dout) * value, _small(dout) * gate))
-        return _small(2 * _small(dout) * _small(y))
-
-
-def _small(x: Array) -> Array:
-    """Return integers in -3 .. 3 that are equal to `x` modulo 7."""
-    return (x + 3) % 7 - 3
-
-
-def _like(values: Any, x: Array, module: Any) -> Array:
+def like(values: Any, x: Values) -> Values:
     """Return a numpy array as an array of the kind, dtype and device of `x`."""
-    if module is np:
+    if array_module(x) is np:
         return np.asarray(values, dtype=x.dtype)
-    return x.new_tensor(values)  # type: ignore[attr-defined, no-any-return]
+    return x.new_tensor(values)
 
 
-def functions_of(problem: BlockProblem) -> BlockFunctions:
-    """Return the functions of a problem: real ones, or those of integers."""
-    return IntegerFunctions(problem) if problem.exact else RealFunctions(problem)
+def as_numbers(truth: Values, x: Values) -> Values:
+    """Return truth values as 0 and 1 in the dtype of `x`."""
+    return truth * like(np.array(1), x)

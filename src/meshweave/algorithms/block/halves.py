@@ -20,14 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.roles import Dim
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Dims, Function, Meaning, Product, Same, Sum, TensorPart
 
-ROW: Dims = ("b", "s", None)
-"""A whole row of a token."""
-ELEMENT: Dims = ("b", "s", "j")
 GROUP: Dims = ("b", None, "g", None)
-"""All positions of a group of heads."""
+"""All positions of a group of heads, of a tensor (batch, sequence, groups, width)."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,7 @@ class Half:
         w_in, inner, core, w_out, product: the tensors Y, A, P of the module docstring and the two weights.
         units: what is dealt out to ranks that share the inner features: groups of heads, or features.
         in_unit, out_unit: columns of W_in and rows of W_out per unit.
+        is_flat: whether tokens are one dim, batch times sequence, and not two.
     """
 
     problem: BlockProblem
@@ -58,6 +57,29 @@ class Half:
     units: int
     in_unit: int
     out_unit: int
+    is_flat: bool
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Return the sizes of the dims of tokens."""
+        return token_sizes(self.problem, self.is_flat)
+
+    @property
+    def token_names(self) -> Dims:
+        """Return names for the positions of tokens."""
+        return ("i",) if self.is_flat else ("b", "s")
+
+    @property
+    def _row(self) -> Dims:
+        return (*self.token_names, None)
+
+    @property
+    def _element(self) -> Dims:
+        return (*self.token_names, "j")
+
+    @property
+    def _unit(self) -> Dims:
+        return (*self.token_names, "j", None)
 
     @property
     def log_sums(self) -> str:
@@ -76,26 +98,27 @@ class Half:
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the forward part but for the residual before; one shape for every strategy."""
-        p, tokens = self.problem, (self.problem.batch, self.problem.sequence)
+        p, tokens = self.problem, self.tokens
         yield Tensor(self.gain, (p.norm_rows, p.hidden), p.dtype)
         yield Tensor(self.w_in, (p.hidden, self.units * self.in_unit), p.dtype)
         yield Tensor(self.w_out, (self.units * self.out_unit, p.hidden), p.dtype)
         yield Tensor(self.statistics, (*tokens, p.norm_rows), p.statistics_dtype)
         yield Tensor(self.normal, (*tokens, p.hidden), p.dtype)
         yield Tensor(self.inner, (*tokens, self.units * self.in_unit), p.dtype)
-        yield Tensor(f"{self.inner}_units", (*tokens, self.units, self.in_unit), p.dtype)
+        of_units = (p.batch, p.sequence) if self.is_attention else tokens
+        yield Tensor(f"{self.inner}_units", (*of_units, self.units, self.in_unit), p.dtype)
         yield Tensor(self.core, (*tokens, self.units * self.out_unit), p.dtype)
         if self.is_attention:
             group = p.queries_per_group
-            yield Tensor(f"{self.core}_units", (*tokens, self.units, self.out_unit), p.dtype)
+            yield Tensor(f"{self.core}_units", (*of_units, self.units, self.out_unit), p.dtype)
             yield Tensor(self.log_sums, (*tokens, self.units * group), p.statistics_dtype)
-            yield Tensor(f"{self.log_sums}_units", (*tokens, self.units, group), p.statistics_dtype)
+            yield Tensor(f"{self.log_sums}_units", (*of_units, self.units, group), p.statistics_dtype)
         yield Tensor(self.product, (*tokens, p.hidden), p.dtype)
         yield Tensor(self.result, (*tokens, p.hidden), p.dtype)
 
     def gradient_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the backward part but for the gradient that arrives."""
-        p, tokens = self.problem, (self.problem.batch, self.problem.sequence)
+        p, tokens = self.problem, self.tokens
         same = {tensor.name: tensor for tensor in self.tensors()}
         names = [self.core, self.inner, f"{self.inner}_units", self.normal, self.w_in, self.w_out, self.gain]
         if self.is_attention:
@@ -108,43 +131,49 @@ class Half:
 
     # --- equations ----------------------------------------------------------------------------------------------
 
-    def meanings(self, two_steps: bool) -> Iterator[Meaning]:
-        """Yield the equations of the forward part, with a norm in one step or two."""
-        stream, gain = self.stream, self.gain
-        if two_steps:
-            element, sums = TensorPart(stream, ELEMENT), TensorPart(self.statistics, ROW)
-            yield Function(sums, "statistics", (element,), reduce="sum")
-            yield Function(
-                TensorPart(self.normal, ELEMENT), "normalize", (element, sums, TensorPart(gain, (None, "j")))
-            )
-        else:
-            ins = (TensorPart(stream, ROW), TensorPart(gain, (None, None)))
-            yield Function(TensorPart(self.normal, ROW), "norm", ins)
+    def meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
+        """Yield the equations of the forward part, with a norm in one step or two, and its core as given."""
+        yield from self.norm_meanings(two_steps)
         yield Product(self.inner, self.normal, self.w_in)
         yield Same(f"{self.inner}_units", self.inner)
-        yield from self._core()
+        yield from self._core() if core is None else core
         yield Product(self.product, self.core, self.w_out)
-        yield Sum(self.result, (stream, self.product))
+        yield Sum(self.result, (self.stream, self.product))
+
+    def norm_meanings(self, two_steps: bool) -> Iterator[Meaning]:
+        """Yield the equations of the norm."""
+        stream, gain = self.stream, self.gain
+        if two_steps:
+            element, sums = TensorPart(stream, self._element), TensorPart(self.statistics, self._row)
+            yield Function(sums, "statistics", (element,), reduce="sum")
+            yield Function(
+                TensorPart(self.normal, self._element),
+                "normalize",
+                (element, sums, TensorPart(gain, (None, "j"))),
+            )
+        else:
+            ins = (TensorPart(stream, self._row), TensorPart(gain, (None, None)))
+            yield Function(TensorPart(self.normal, self._row), "norm", ins)
 
     def _core(self) -> Iterator[Meaning]:
         if not self.is_attention:
-            unit = TensorPart(f"{self.inner}_units", ("b", "s", "j", None))
-            yield Function(TensorPart(self.core, ELEMENT), "activation", (unit,))
+            unit = TensorPart(f"{self.inner}_units", self._unit)
+            yield Function(TensorPart(self.core, self._element), "activation", (unit,))
             return
         group = TensorPart(f"{self.inner}_units", GROUP)
         for number, name in enumerate((self.core, self.log_sums)):
             yield Function(TensorPart(f"{name}_units", GROUP), "attention", (group,), output=number)
             yield Same(name, f"{name}_units")
 
-    def gradient_meanings(self, two_steps: bool) -> Iterator[Meaning]:
-        """Yield the equations of the backward part, with the gradient of a norm in one step or two."""
+    def gradient_meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
+        """Yield the equations of the backward part; the arguments are those of `meanings`."""
         arriving = f"D{self.result}"
         yield Product(f"D{self.core}", arriving, self.w_out, transpose_b=True)
         yield Product(f"D{self.w_out}", self.core, arriving, transpose_a=True)
-        yield from self._core_gradient()
+        yield from self._core_gradient() if core is None else core
         yield Product(f"D{self.normal}", f"D{self.inner}", self.w_in, transpose_b=True)
         yield Product(f"D{self.w_in}", self.normal, f"D{self.inner}", transpose_a=True)
-        yield from self._norm_gradient(two_steps)
+        yield from self.norm_gradient_meanings(two_steps)
         yield Sum(f"D{self.stream}", (arriving, self.norm_gradient))
 
     def _core_gradient(self) -> Iterator[Meaning]:
@@ -155,28 +184,65 @@ class Half:
             ins = tuple(TensorPart(f"{name}_units", GROUP) for name in names)
             yield Function(TensorPart(units, GROUP), "attention_grad", ins)
         else:
-            unit: Dims = ("b", "s", "j", None)
-            ins = (TensorPart(f"D{self.core}", ELEMENT), TensorPart(f"{self.inner}_units", unit))
+            unit = self._unit
+            ins = (TensorPart(f"D{self.core}", self._element), TensorPart(f"{self.inner}_units", unit))
             yield Function(TensorPart(units, unit), "activation_grad", ins)
         yield Same(f"D{self.inner}", units)
 
-    def _norm_gradient(self, two_steps: bool) -> Iterator[Meaning]:
+    def norm_gradient_meanings(self, two_steps: bool) -> Iterator[Meaning]:
+        """Yield the equations of the gradient of the norm."""
         normal, gain = f"D{self.normal}", TensorPart(self.gain, (None, "j" if two_steps else None))
-        dims = ELEMENT if two_steps else ROW
+        dims = self._element if two_steps else self._row
         ins = TensorPart(normal, dims), TensorPart(self.stream, dims)
         out = TensorPart(self.norm_gradient, dims)
-        of_gain = TensorPart(f"D{self.gain}", (None, dims[2]))
+        of_gain = TensorPart(f"D{self.gain}", (None, dims[-1]))
         if not two_steps:
             yield Function(out, "norm_grad", (*ins, gain))
             yield Function(of_gain, "norm_weight_grad", (*ins, of_gain), reduce="sum")
             return
-        statistics, sums = TensorPart(self.statistics, ROW), TensorPart(self.norm_gradient_sums, ROW)
+        statistics, sums = (
+            TensorPart(self.statistics, self._row),
+            TensorPart(self.norm_gradient_sums, self._row),
+        )
         yield Function(sums, "norm_grad_sums", (*ins, statistics, gain), reduce="sum")
         yield Function(out, "normalize_grad", (*ins, statistics, sums, gain))
         yield Function(of_gain, "normalize_weight_grad", (*ins, statistics, of_gain), reduce="sum")
 
 
-def halves_of(problem: BlockProblem, layer: int) -> tuple[Half, Half]:
+@dataclass(frozen=True)
+class Site:
+    """One of the two products of a half, with its gradients."""
+
+    half: Half
+    is_first: bool
+
+    @property
+    def weight(self) -> str:
+        """Return the name of the weight."""
+        return self.half.w_in if self.is_first else self.half.w_out
+
+    @property
+    def operand(self) -> str:
+        """Return the name of what is multiplied by the weight."""
+        return self.half.normal if self.is_first else self.half.core
+
+    @property
+    def k(self) -> Dim:
+        """Return the dim over which the product sums."""
+        return "hidden" if self.is_first else "inner"
+
+    @property
+    def other_k(self) -> Dim:
+        """Return the dim over which the gradient of the operand sums."""
+        return "inner" if self.is_first else "hidden"
+
+
+def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:
+    """Return the sizes of the dims of tokens: batch and sequence, or both as one."""
+    return (problem.batch * problem.sequence,) if is_flat else (problem.batch, problem.sequence)
+
+
+def halves_of(problem: BlockProblem, layer: int, is_flat: bool = False) -> tuple[Half, Half]:
     """Return attention and feed-forward of a layer. The residual is X first, then M0, X1, M1, ..., and Z last."""
     start = "X" if layer == 0 else f"X{layer}"
     end = "Z" if layer == problem.layers - 1 else f"X{layer + 1}"
@@ -185,12 +251,17 @@ def halves_of(problem: BlockProblem, layer: int) -> tuple[Half, Half]:
         problem, True, layer, start, f"M{layer}",
         f"GA{layer}", f"SA{layer}", f"NA{layer}",
         f"WQKV{layer}", f"QKV{layer}", f"A{layer}", f"WO{layer}", f"O{layer}",
-        problem.kv_heads, problem.group_width, r * d,
+        problem.kv_heads, problem.group_width, r * d, is_flat,
     )  # fmt: skip
     feed_forward = Half(
         problem, False, layer, f"M{layer}", end,
         f"GF{layer}", f"SF{layer}", f"NF{layer}",
         f"W1_{layer}", f"Y{layer}", f"H{layer}", f"W2_{layer}", f"F{layer}",
-        problem.ffn, problem.gates, 1,
+        problem.ffn, problem.gates, 1, is_flat,
     )  # fmt: skip
     return attention, feed_forward
+
+
+def halves_of_layers(problem: BlockProblem, is_flat: bool = False) -> list[Half]:
+    """Return the halves of all layers in the order of the forward part."""
+    return [half for layer in range(problem.layers) for half in halves_of(problem, layer, is_flat)]

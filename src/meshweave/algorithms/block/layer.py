@@ -1,75 +1,32 @@
 """Writes the layers of a block for the roles of a strategy: one half after another, forward and then backward.
 
-What is not on the way to the next half, the gradients of weights, is put after the next communication that is: the
-products of weight gradients then run beside the reduction of the gradient of the input.
+The next half does not wait for gradients of weights. They are put after the next communication that it waits for:
+the products of weight gradients then run beside the reduction of the gradient of the input.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.block.halves import Half, halves_of
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.program_writer import ProgramWriter
+from meshweave.algorithms.block.halves import Half, Site, halves_of_layers
+from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.ring_core import RingCore
+from meshweave.algorithms.block.ring_equations import (
+    POSITIONS,
+)
 from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
-from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
-from meshweave.algorithms.block.writer import BlockWriter, Stored
-from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import On, Program, Tensor
+from meshweave.algorithms.block.sides import layout_of
+from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
+from meshweave.describe.layout import Tile
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.skeleton import Skeleton
 
 GRADIENTS = "gradients"
 WEIGHTS = "weights"
 
 
-def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, name: str) -> Program:
-    """Return the program of a block on a mesh whose axes have these roles."""
-    writer = ProgramWriter(problem, config, mesh, _batch_dims(roles))
-    LayerWriter(problem, roles, writer).write()
-    halves = _halves(problem)
-    meanings = [meaning for half in halves for meaning in half.meanings(roles.two_step_norms)]
-    if problem.is_training:
-        for half in reversed(halves):
-            meanings += half.gradient_meanings(roles.two_step_norms)
-    needed = {meaning.out for meaning in meanings}
-    needed |= {buffer.tensor for buffer in writer.buffers.values() if buffer.tensor is not None}
-    return Program(
-        name,
-        (mesh,),
-        tuple(tensor for tensor in _tensors(problem) if tensor.name in needed),
-        tuple(writer.buffers.values()),
-        writer.lanes,
-        (On(mesh.name, tuple(writer.statements)),),
-        tuple(meanings),
-    )
-
-
-def write_skeleton(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> Skeleton:
-    """Return the tasks of rank 0 of that program."""
-    writer = SkeletonWriter(problem, config, mesh, _batch_dims(roles))
-    LayerWriter(problem, roles, writer).write()
-    return writer.skeleton()
-
-
-def _batch_dims(roles: Roles) -> Dims:
-    return tuple("batch" if dim == "batch" else "" for dim in roles.residual)
-
-
-def _halves(problem: BlockProblem) -> list[Half]:
-    return [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
-
-
-def _tensors(problem: BlockProblem) -> Iterator[Tensor]:
-    residual = (problem.batch, problem.sequence, problem.hidden)
-    yield Tensor("X", residual, problem.dtype)
-    for half in _halves(problem):
-        yield from half.tensors()
-    if problem.is_training:
-        yield Tensor("DZ", residual, problem.dtype)
-        for half in reversed(_halves(problem)):
-            yield from half.gradient_tensors()
+WeightSpec = tuple[str, Sides, Dims]
+"""The name of a weight, its sides, and how it lies where it is used."""
 
 
 @dataclass
@@ -77,7 +34,7 @@ class LayerWriter:
     """Writes all layers of a problem with the ops of a writer.
 
     Attributes:
-        stored: where each tensor lies, by name; what is gathered for a product has the name of its use as well.
+        stored: where each tensor lies, by name; an operand where it is multiplied has " gathered" after its name.
     """
 
     problem: BlockProblem
@@ -86,25 +43,48 @@ class LayerWriter:
     stored: dict[str, Stored] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
+    _rings: dict[int, RingCore] = field(default_factory=dict)
 
     def write(self) -> None:
         """Write the forward part, and for training the backward part."""
-        halves = _halves(self.problem)
-        self._declare(halves)
-        for half in halves:
+        self._declare()
+        self._before()
+        for half in self._halves:
             self._forward(half)
+        self._after()
         if self.problem.is_training:
-            for half in reversed(halves):
+            self._before_backward()
+            for half in reversed(self._halves):
                 self._backward(half)
+            self._after_backward()
         self.writer.cut()
         for landed, out in self._reductions:
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
+
+    @property
+    def _halves(self) -> list[Half]:
+        return halves_of_layers(self.problem, self.roles.is_flat)
+
+    def _before(self) -> None:
+        """Write what is before the first layer."""
+
+    def _after(self) -> None:
+        """Write what is after the last layer."""
+
+    def _before_backward(self) -> None:
+        """Write what is before the backward part of the last layer."""
+
+    def _after_backward(self) -> None:
+        """Write what is after the backward part of the first layer."""
 
     # --- sides --------------------------------------------------------------------------------------------------
 
     @property
     def _token_sides(self) -> Sides:
-        return Side("batch", self.problem.batch), Side("sequence", self.problem.sequence)
+        batch, sequence = self.problem.batch, self.problem.sequence
+        if self.roles.is_flat:
+            return (Side("batch", batch, sequence),)
+        return Side("batch", batch), Side("sequence", sequence)
 
     def _residual_sides(self) -> Sides:
         return *self._token_sides, Side("hidden", self.problem.hidden)
@@ -117,32 +97,51 @@ class LayerWriter:
 
     # --- operands and results -----------------------------------------------------------------------------------
 
-    def _declare(self, halves: list[Half]) -> None:
+    def _weights(self) -> list[WeightSpec]:
+        """Return all weights: name, sides, and how each lies where it is used."""
+        hidden, roles = Side("hidden", self.problem.hidden), self.roles
+        weights: list[WeightSpec] = []
+        for half in self._halves:
+            weights += [
+                (half.gain, (Side("", self.problem.norm_rows), hidden), roles.gain),
+                (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.weight(True)),
+                (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.weight(False)),
+            ]
+        return weights
+
+    def _declare(self) -> None:
         """Declare inputs and outputs, in the order of their use."""
         problem, roles, writer = self.problem, self.roles, self.writer
-        residual, dtype = self._residual_sides(), problem.dtype
-        hidden = Side("hidden", problem.hidden)
-        self.stored["X"] = writer.new("x", "X", residual, roles.residual, dtype, "input")
-        weights: list[tuple[str, Sides, Dims]] = []
-        for half in halves:
-            weights += [
-                (half.gain, (Side("", problem.norm_rows), hidden), roles.gain),
-                (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.w_in),
-                (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.w_out),
-            ]
-        for name, sides, used in weights:
+        self._declare_inputs()
+        for name, sides, used in self._weights():
             dims = used if sides[0].dim == "" else roles.stored(used, sides)
-            self.stored[name] = writer.new(name.lower(), name, sides, dims, dtype, "input")
-        if problem.is_training:
-            self.stored["DZ"] = writer.new("dz", "DZ", residual, roles.residual, dtype, "input")
-        self.stored["Z"] = writer.new("z", "Z", residual, roles.residual, dtype, "output")
-        if problem.is_training:
-            self.stored["DX"] = writer.new("dx", "DX", residual, roles.residual, dtype, "output")
-            for name, sides, used in weights:
-                dims = used if sides[0].dim == "" else roles.gradient(used, sides)
-                self.stored[f"D{name}"] = writer.new(
-                    f"d{name.lower()}", f"D{name}", sides, dims, dtype, "output"
-                )
+            self.stored[name] = writer.new(name.lower(), name, sides, dims, problem.dtype, "input")
+        if roles.ring_axis is not None:
+            positions: Sides = (Side("sequence", problem.sequence),)
+            self.stored[POSITIONS] = writer.new(
+                POSITIONS.lower(), POSITIONS, positions, roles.nowhere, problem.statistics_dtype, "input"
+            )
+        self._declare_outputs()
+        for name, sides, used in self._weights() if problem.is_training else ():
+            dims = used if sides[0].dim == "" else roles.gradient(used, sides)
+            self.stored[f"D{name}"] = writer.new(
+                f"d{name.lower()}", f"D{name}", sides, dims, problem.dtype, "output"
+            )
+
+    def _declare_inputs(self) -> None:
+        """Declare the inputs that are no weights."""
+        for name in ("X", "DZ") if self.problem.is_training else ("X",):
+            self._declare_residual(name, "input")
+
+    def _declare_outputs(self) -> None:
+        """Declare the outputs that are no gradients of weights."""
+        for name in ("Z", "DX") if self.problem.is_training else ("Z",):
+            self._declare_residual(name, "output")
+
+    def _declare_residual(self, name: str, kind: Kind) -> None:
+        self.stored[name] = self.writer.new(
+            name.lower(), name, self._residual_sides(), self.roles.residual, self.problem.dtype, kind
+        )
 
     def _new(self, tensor: str, sides: Sides, dims: Dims, dtype: str = "") -> Stored:
         """Return the buffer of a tensor: that which is declared for it, or a new one."""
@@ -152,18 +151,20 @@ class LayerWriter:
             )
         return self.stored[tensor]
 
-    def _weight(self, name: str, layer: int, used: Dims) -> Stored:
+    def _weight(self, site: Site) -> Stored:
         """Return a weight where it is multiplied: gathered, if it is kept in parts."""
-        kept = self.stored[name]
+        kept, used = self.stored[site.weight], self.roles.weight(site.is_first)
         if kept.dims == used:
             return kept
         if self.roles.keeps_weights:
-            if f"{name}_whole" not in self.stored:
-                self.stored[f"{name}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
-            return self.stored[f"{name}_whole"]
-        site = name.removesuffix(str(layer)).rstrip("_").lower()
-        out = self.writer.two_slots(f"{site}_whole", kept, used, layer % 2)
-        return self.writer.gather_once(kept, out, used, WEIGHTS)
+            if f"{site.weight}_whole" not in self.stored:
+                self.stored[f"{site.weight}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
+            return self.stored[f"{site.weight}_whole"]
+        name = site.weight.removesuffix(str(site.half.layer)).rstrip("_").lower()
+        out = replace(kept, buffer=f"{name}_whole", dims=used, slot=site.half.layer % 2)
+        return self.writer.gather_once(
+            kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
+        )
 
     def _landing(self, tensor: str, sides: Sides, natural: Dims, final: Dims) -> tuple[Stored, Stored]:
         """Return the buffer that a product writes, and that in which its result is to lie.
@@ -178,45 +179,83 @@ class LayerWriter:
             return replace(out, dims=natural), out
         return self.writer.part_of(out, natural), out
 
-    def _product(
-        self, tensor: str, sides: Sides, a: Stored, b: Stored, *, k: str, final: Dims, **how: bool
-    ) -> Stored:
-        """Write a product along `k` and move its result to where it is to lie."""
-        natural = product(a.dims, b.dims, (k,))  # type: ignore[arg-type]
+    # --- products -----------------------------------------------------------------------------------------------
+
+    def _multiply(self, site: Site) -> Stored:
+        """Write a product of the forward part: operand and weight are moved to it, and its result from it."""
+        operand = self.stored[site.operand]
+        tensor, sides, final = self._result(site)
+        if self._is_2d(site):
+            out = self._new(tensor, sides, final)
+            self.writer.product_2d(self.roles.product_2d, "os", out, operand, self.stored[site.weight])
+            return out
+        weight = self._weight(site)
+        operand = self.writer.move(operand, self.roles.operand(site.is_first), "all")
+        self.stored[f"{site.operand} gathered"] = operand
+        natural = product(operand.dims, weight.dims, (site.k,))
         landed, out = self._landing(tensor, sides, natural, final)
-        self.writer.matmul(landed, a, b, **how)
+        self.writer.matmul(landed, operand, weight)
         self.writer.move(landed, final, "moved", into=out)
         return out
+
+    def _multiply_back(self, site: Site, arriving: Stored) -> Stored:
+        """Write the products for the gradients of an operand, which is returned, and later of a weight."""
+        first = self.stored[site.operand]
+        tensor, final = f"D{site.operand}", first.dims
+        if self._is_2d(site):
+            out = self._new(tensor, first.sides, final)
+            self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self.stored[site.weight])
+            gradient = self.stored[f"D{site.weight}"]
+            self._then(lambda: self.writer.product_2d(self.roles.product_2d, "rs", gradient, first, arriving))
+            return out
+        arriving = self.writer.move(arriving, dual(self.roles.product(site.is_first)), "all")
+        if self.roles.keeps_gathered:
+            operand = self.stored[f"{site.operand} gathered"]
+        else:
+            operand = self.writer.move(first, self.roles.operand(site.is_first), "again")
+        weight = self._weight(site)
+        natural = product(arriving.dims, weight.dims, (site.other_k,))
+        landed, out = self._landing(tensor, first.sides, natural, final)
+        self.writer.matmul(landed, arriving, weight, transpose_b=True)
+        self.writer.move(landed, final, "moved", into=out)
+        self._then(lambda: self._weight_gradient(site.weight, operand, arriving))
+        return out
+
+    def _result(self, site: Site) -> tuple[str, Sides, Dims]:
+        """Return what a product of the forward part makes: the tensor, its sides, and how it is to lie."""
+        half = site.half
+        if site.is_first:
+            dims = self.roles.core(half.is_attention)
+            return half.inner, self._inner_sides(half, half.in_unit), dims
+        return half.result, self._residual_sides(), self.roles.residual
+
+    def _is_2d(self, site: Site) -> bool:
+        """Return whether a product is included as one of a 2D algorithm, whose parts are those of `Shard`."""
+        if not self.roles.is_flat:
+            return False
+        _, sides, final = self._result(site)
+        operand, weight = self.stored[site.operand], self.stored[site.weight]
+        layouts = [layout_of(self.writer.mesh, sides, final)]
+        layouts += [layout_of(self.writer.mesh, stored.sides, stored.dims) for stored in (operand, weight)]
+        return not any(isinstance(p, Tile) for layout in layouts for p in layout.placements)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def _forward(self, half: Half) -> None:
-        roles, writer, stream = self.roles, self.writer, self.stored[half.stream]
-        normal = self._norm(half, stream)
-        core_dims = roles.core(half.is_attention)
-        w_in = self._weight(half.w_in, half.layer, roles.w_in)
-        entry = self.stored[f"{half.normal}_entry"] = writer.move(normal, roles.entry, "all")
-        inner = self._product(
-            half.inner, self._inner_sides(half, half.in_unit), entry, w_in, k="hidden", final=core_dims
-        )
-        core = self._core(half, inner)
-        w_out = self._weight(half.w_out, half.layer, roles.w_out)
-        operand = self.stored[f"{half.core}_exit"] = writer.move(core, roles.exit, "all")
-        result = self._product(
-            half.result, self._residual_sides(), operand, w_out, k="inner", final=roles.residual
-        )
-        writer.add(result, stream)
+        stream = self.stored[half.stream]
+        self._norm(half, stream)
+        self._core(half, self._multiply(Site(half, True)))
+        self.writer.add(self._multiply(Site(half, False)), stream)
 
-    def _norm(self, half: Half, stream: Stored) -> Stored:
+    def _norm(self, half: Half, stream: Stored) -> None:
         roles, writer, gain = self.roles, self.writer, self.stored[half.gain]
         normal = self._new(half.normal, self._residual_sides(), roles.residual)
         shape = self._rows_and_features(stream)
         if not roles.two_step_norms:
             writer.call("norm", (normal,), (stream, gain), "norm", shape)
-            return normal
+            return
         sums = self._row_sums(half.statistics, "statistics", (stream,))
         writer.call("normalize", (normal,), (stream, sums, gain), "norm", shape)
-        return normal
 
     def _row_sums(self, tensor: str, fn: str, ins: tuple[Stored, ...]) -> Stored:
         """Write a call that makes sums over the features of each row, and their sum over ranks."""
@@ -227,61 +266,40 @@ class LayerWriter:
         return sums
 
     def _rows_and_features(self, stored: Stored) -> tuple[Index, Index]:
-        batch, sequence, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
-        return batch * sequence, features
+        *tokens, features = (self.writer.extent(side, stored.dims) for side in stored.sides)
+        return (tokens[0] * tokens[1] if len(tokens) > 1 else tokens[0]), features
 
-    def _core(self, half: Half, inner: Stored) -> Stored:
+    def _core(self, half: Half, inner: Stored) -> None:
         problem = self.problem
         core = self._new(half.core, self._inner_sides(half, half.out_unit), inner.dims)
         if not half.is_attention:
             shape: tuple[Index, ...] = (self.writer.elements(core),)
             self.writer.call("activation", (core,), (inner,), "elementwise", shape)
-            return core
+            return
         rows = self._inner_sides(half, problem.queries_per_group)
         log_sums = self._new(half.log_sums, rows, inner.dims, problem.statistics_dtype)
+        if (axis := self.roles.ring_axis) is not None:
+            ring = RingCore(self.writer, half, axis, inner, core, log_sums, self.stored[POSITIONS])
+            self._rings[half.layer] = ring
+            ring.forward()
+            self.writer.cut()
+            return
         self.writer.call(
             "attention", (core, log_sums), (inner,), "attention", self._attention_shape(log_sums)
         )
-        return core
 
     def _attention_shape(self, log_sums: Stored) -> tuple[Index, ...]:
-        batch, sequence, heads = (self.writer.extent(side, log_sums.dims) for side in log_sums.sides)
-        return batch, heads, sequence, sequence, self.problem.head_dim
+        tokens, heads = self._rows_and_features(log_sums)
+        sequence = self.problem.sequence
+        return tokens // sequence, heads, sequence, sequence, self.problem.head_dim
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def _backward(self, half: Half) -> None:
-        roles, writer, stored = self.roles, self.writer, self.stored
-        core_dims = roles.core(half.is_attention)
-        w_out = self._weight(half.w_out, half.layer, roles.w_out)
-        arriving = writer.move(stored[f"D{half.result}"], dual(roles.product_out), "all")
-        operand = self._operand_again(half.core, "exit", roles.exit)
-        of_core = self._product(
-            f"D{half.core}",
-            stored[half.core].sides,
-            arriving,
-            w_out,
-            k="hidden",
-            final=core_dims,
-            transpose_b=True,
-        )
-        self._then(lambda: self._weight_gradient(half.w_out, operand, arriving))
-        entry = self._operand_again(half.normal, "entry", roles.entry)
-        w_in = self._weight(half.w_in, half.layer, roles.w_in)
-        of_inner = writer.move(self._core_gradient(half, of_core), dual(roles.product_in), "all")
-        of_normal = self._product(
-            f"D{half.normal}", self._residual_sides(), of_inner, w_in, k="inner", final=roles.residual,
-            transpose_b=True,
-        )  # fmt: skip
-        self._then(lambda: self._weight_gradient(half.w_in, entry, of_inner))
+        of_core = self._multiply_back(Site(half, False), self.stored[f"D{half.result}"])
+        of_normal = self._multiply_back(Site(half, True), self._core_gradient(half, of_core))
         self._norm_gradient(half, of_normal)
         self._write_later()
-
-    def _operand_again(self, tensor: str, use: str, dims: Dims) -> Stored:
-        """Return the operand of a forward product for the gradient of its weight: kept, or gathered again."""
-        if self.roles.keeps_gathered:
-            return self.stored[f"{tensor}_{use}"]
-        return self.writer.move(self.stored[tensor], dims, "again")
 
     def _then(self, write: Callable[[], None]) -> None:
         """Write what is not waited for: now, if a communication has just ended the loop, else after the next."""
@@ -316,7 +334,10 @@ class LayerWriter:
         stored = self.stored
         inner = stored[half.inner]
         out = self._new(f"D{half.inner}", inner.sides, inner.dims)
-        if half.is_attention:
+        if half.is_attention and half.layer in self._rings:
+            self._rings[half.layer].backward(of_core, out)
+            self.writer.cut()
+        elif half.is_attention:
             log_sums = stored[half.log_sums]
             ins = (of_core, inner, stored[half.core], log_sums)
             shape = self._attention_shape(log_sums)
@@ -334,14 +355,15 @@ class LayerWriter:
         statistics: tuple[Stored, ...] = ()
         if roles.two_step_norms:
             statistics = (stored[half.statistics],)
-            ins = (of_normal, stream, *statistics, gain)
+            ins: tuple[Stored, ...] = (of_normal, stream, *statistics, gain)
             sums = self._row_sums(half.norm_gradient_sums, "norm_grad_sums", ins)
             self._then(lambda: self._gain_gradient(half, of_normal, statistics))
             fn, ins = "normalize_grad", (of_normal, stream, *statistics, sums, gain)
         else:
             fn, ins = "norm_grad", (of_normal, stream, gain)
         writer.call(fn, (out,), ins, "norm", shape, "input_grad")
-        writer.add(out, stored[f"D{half.result}"])
+        if half.result:
+            writer.add(out, stored[f"D{half.result}"])
         if not roles.two_step_norms:
             self._then(lambda: self._gain_gradient(half, of_normal, statistics))
 

@@ -30,7 +30,12 @@ class BlockProblem:
     Part "forward" takes X (batch, sequence, hidden) to Z. Part "training" also takes DZ, the gradient of a loss by
     Z, and gives DX and the gradients of all weights.
 
+    With a vocabulary, TOKENS (batch, sequence) are looked up in E (vocabulary, hidden). A last norm, the product
+    with W_v (hidden, vocabulary) and a cross entropy with TARGETS follow Z: LOSS is their sum over tokens. X, Z
+    and their gradients are then no inputs and outputs, and E and W_v have gradients. They are two tables.
+
     Attributes:
+        vocabulary: the number of different tokens; 0 for layers alone.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
 
@@ -51,10 +56,11 @@ class BlockProblem:
     part: Part = "training"
     dtype: str = "float32"
     exact: bool = False
+    vocabulary: int = 0
 
     def __post_init__(self) -> None:
         sizes = (self.batch, self.sequence, self.hidden, self.heads, self.kv_heads, self.head_dim, self.ffn)
-        if len(self.mesh_shape) != 2 or min(*sizes, *self.mesh_shape, self.layers) < 1:
+        if len(self.mesh_shape) != 2 or min(*sizes, *self.mesh_shape, self.layers) < 1 or self.vocabulary < 0:
             raise LayoutError("sizes, layers and the two mesh sides of a block must be positive")
         if self.heads % self.kv_heads:
             raise LayoutError(
@@ -134,11 +140,15 @@ class BlockConfig:
             the products of the next. The last one may be smaller.
         scatter: how a sum of which each rank needs a part gets there: by "reduce_scatter", or by "all_reduce",
             after which a rank takes its part.
+        slices: the most slices of each 2D product.
     """
 
     chunks: int = 1
     scatter: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
+    slices: int = 0
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"
+        if self.slices:
+            text = f"S={self.slices}"
         return text if self.scatter == "reduce_scatter" else f"{text}, all-reduce before scatter"

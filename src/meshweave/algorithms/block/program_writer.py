@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.products import product_program
 from meshweave.algorithms.block.roles import Dims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored
+from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import (
     FULL,
@@ -18,21 +21,27 @@ from meshweave.ir.program import (
     Buffer,
     Call,
     Copy,
+    Include,
     Lane,
     Matmul,
     Op,
+    Permute,
     Range,
     ReduceScatter,
     Repeat,
     Statement,
+    Submesh,
     Var,
     View,
+    When,
     Zero,
 )
 from meshweave.ir.program.expressions import Index, minimum
 
 CHUNK = Var("k")
 """The number of the chunk, in loops over chunks."""
+TURN = Var("t")
+"""The number of the turn, in loops of a ring."""
 
 
 class ProgramWriter(BlockWriter):
@@ -63,33 +72,66 @@ class ProgramWriter(BlockWriter):
         )
 
     def _declare_slots(self, stored: Stored, slots: int) -> None:
-        shape = tuple(extent(self.mesh, side, stored.dims) for side in stored.sides)
+        is_largest = stored.window is not None  # it holds what any rank has
+        shape = tuple(
+            largest_extent(self.mesh, side, stored.dims)
+            if is_largest
+            else extent(self.mesh, side, stored.dims)
+            for side in stored.sides
+        )
         self.buffers[stored.buffer] = Buffer(
             stored.buffer, "scratch", self.mesh.name, stored.dtype, shape=shape, slots=slots
         )
 
     # --- chunks -------------------------------------------------------------------------------------------------
 
-    def _chunk_range(self) -> Range:
-        """Return the sequences of chunk number `CHUNK` of those that a rank has."""
+    def _chunk_range(self, unit: int) -> Range:
+        """Return the part of a batch dim that is chunk number `CHUNK` of what a rank has; `unit` is a sequence."""
         if self.num_chunks == 1:
             return FULL
         start: Index = self.chunk * CHUNK
         stop: Index = start + self.chunk
         if not isinstance(self._batch, int):
-            return Range(minimum(self._batch, start), minimum(self._batch, stop))
-        return Range(start, minimum(self._batch, stop) if self._batch % self.chunk else stop)
+            start = minimum(self._batch, start)
+        if not isinstance(self._batch, int) or self._batch % self.chunk:
+            stop = minimum(self._batch, stop)
+        return Range(start * unit, stop * unit)
 
     def _view(self, stored: Stored) -> View:
         """Return the part of a buffer that belongs to the chunk, or all of it where there are no tokens."""
-        selectors = (self._chunk_range() if side.dim == "batch" else FULL for side in stored.sides)
-        return View(stored.buffer, tuple(selectors), stored.slot)
+        return View(
+            stored.buffer, tuple(self._selector(side, stored.window) for side in stored.sides), stored.slot
+        )
+
+    def _selector(self, side: Side, window: SequenceWindow | None) -> Range:
+        if side.dim == "batch":
+            return self._chunk_range(side.unit)
+        if side.dim != "sequence" or window is None:
+            return FULL
+        first: Index = 0
+        if window.is_whole:
+            run = largest_extent(self.mesh, side, window.dims)
+            first = minimum(run * self._turned(window), side.size)
+        return Range(first, first + self._extent_in(side, window))
+
+    def _turned(self, window: SequenceWindow) -> Index:
+        """Return the coordinate of the rank that a window belongs to."""
+        return (Var(self._over(window.axis)) + window.turn) % self.mesh.shape[window.axis]
+
+    def _extent_in(self, side: Side, window: SequenceWindow) -> Index:
+        return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: Dims) -> Index:
-        chunk = self._chunk_range()
+        chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
         return chunk.stop - chunk.start
+
+    def extent_of(self, stored: Stored, number: int) -> Index:
+        side, window = stored.sides[number], stored.window
+        if side.dim == "sequence" and window is not None:
+            return self._extent_in(side, window)
+        return self.extent(side, stored.dims)
 
     def _do(self, op: Op) -> None:
         self._body.append(op)
@@ -148,11 +190,39 @@ class ProgramWriter(BlockWriter):
             )
         )
 
+    def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None:
+        program = product_program(name, problem, self.config.slices)
+        part = f"{name}_{problem.dataflow}_{problem.m}x{problem.n}x{problem.k}"
+        mesh = self.mesh.name
+        views = tuple((formal, self._view(stored)) for formal, stored in (("a", a), ("b", b), ("c", out)))
+        lanes = tuple((lane.name, lane.name) for lane in program.lanes)
+        for lane, _ in lanes:
+            self._lanes[lane] = None
+        whole = Submesh(mesh, (FULL,) * len(self.mesh.shape))
+        meshes = ((program.meshes[0].name, whole),)
+        self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
+
     def add(self, out: Stored, term: Stored) -> None:
         self._do(Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
 
     def zero(self, out: Stored) -> None:
-        self.statements.append(Zero(out=self._view(out), lane=COMPUTE))
+        op = Zero(out=self._view(out), lane=COMPUTE)
+        (self._body if out.has_tokens else self.statements).append(op)
+
+    def copy(self, out: Stored, src: Stored) -> None:
+        self._do(Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
+
+    def turns(self, count: int) -> Iterator[Index]:
+        outer, self._body = self._body, []
+        yield TURN
+        inner, self._body = self._body, outer
+        self._body.append(Repeat(TURN.name, count, tuple(inner)))
+
+    def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
+        name = self._lane(axis, lane)
+        op = Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)
+        self._lanes[name] = None
+        self._body.append(op if when == 1 else When(when, (op,)))
 
     # --- moving -------------------------------------------------------------------------------------------------
 
@@ -162,9 +232,9 @@ class ProgramWriter(BlockWriter):
         peers = extent(self.mesh, sides[dim], dims, axis)
         return None if own == peers else peers
 
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None:
+    def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None:
         both = self._view(stored)
-        self._do(AllReduce(out=both, src=both, over=self._over(axis), lane=lane))
+        self._do(AllReduce(out=both, src=both, op=op, over=self._over(axis), lane=lane))
 
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:
         sizes = self._sizes(src.sides, dim, out.dims, axis)

@@ -2,25 +2,73 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.block.functions import functions_of
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshweave.algorithms.block.function_table import functions_of
 from meshweave.algorithms.block.halves import Half, halves_of
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.contract import Array, Arrays
 
 
 def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return Z, and for training DX and the gradients of all weights, from X, DZ and the weights."""
+    """Return Z, and for training DX and the gradients of all weights; with a vocabulary LOSS and no Z and DX."""
     halves = [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
     known = dict(inputs)
+    ends = _Ends(problem, known) if problem.vocabulary else None
+    if ends is not None:
+        ends.before()
     for half in halves:
         _forward(half, known)
-    outputs = {"Z": known["Z"]}
+    if ends is not None:
+        ends.after()
+    names = ["LOSS"] if ends is not None else ["Z"]
     if problem.is_training:
+        if ends is not None:
+            ends.before_backward()
         for half in reversed(halves):
             _backward(half, known)
-        weights = (name for half in halves for name in (half.gain, half.w_in, half.w_out))
-        outputs |= {f"D{name}": known[f"D{name}"] for name in ("X", *weights)}
-    return outputs
+        if ends is not None:
+            ends.after_backward()
+        names += ["DE", "DGN", "DWV"] if ends is not None else ["DX"]
+        names += [f"D{name}" for half in halves for name in (half.gain, half.w_in, half.w_out)]
+    return {name: known[name] for name in names}
+
+
+@dataclass
+class _Ends:
+    """The embedding and the loss, on all tensors that are known so far."""
+
+    problem: BlockProblem
+    known: dict[str, Array]
+
+    def before(self) -> None:
+        known = self.known
+        known["X"] = functions_of(self.problem).embed(known["TOKENS"], known["IDS_IN"], known["E"])
+
+    def after(self) -> None:
+        functions, known = functions_of(self.problem), self.known
+        known["NN"] = functions.norm(known["Z"], known["GN"])
+        logits = known["LOGITS"] = known["NN"] @ known["WV"]
+        greatest = known["greatest"] = functions.row_max(logits)
+        sums = functions.softmax_sums(logits, greatest, known["TARGETS"], known["IDS_OUT"])
+        known["sums"], known["LOSS"] = sums, functions.loss(sums, greatest, np.zeros(1, sums.dtype))
+
+    def before_backward(self) -> None:
+        functions, known = functions_of(self.problem), self.known
+        names = ("LOGITS", "greatest", "sums", "TARGETS", "IDS_OUT")
+        of_logits = functions.loss_grad(*(known[name] for name in names))
+        known["DWV"] = _weight_gradient(known["NN"], of_logits)
+        of_normal = of_logits @ known["WV"].T
+        known["DGN"] = functions.norm_weight_grad(of_normal, known["Z"], 0 * known["GN"])
+        known["DZ"] = functions.norm_grad(of_normal, known["Z"], known["GN"])
+
+    def after_backward(self) -> None:
+        known, nothing = self.known, 0 * self.known["E"]
+        known["DE"] = functions_of(self.problem).embed_grad(
+            known["TOKENS"], known["IDS_IN"], known["DX"], nothing
+        )
 
 
 def _forward(half: Half, known: dict[str, Array]) -> None:

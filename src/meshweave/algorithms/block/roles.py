@@ -29,6 +29,11 @@ class Side:
     count: int
     unit: int = 1
 
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return self.count * self.unit
+
 
 Sides = tuple[Side, ...]
 
@@ -97,6 +102,9 @@ GATHERED_ONCE = replace(FULLY_SHARDED, name="gathered once", keeps_weights=True)
 REDUCED_LAST = replace(GATHERED_ONCE, name="reduced last", reduces_last=True)
 """The same with whole gradients until all of them are complete (ZeRO-1)."""
 
+RING = AxisRole("ring", "sequence", "sequence", "sequence", "sequence", "sequence")
+"""Context parallelism by ring attention: sequences are sharded, and keys and values go round."""
+
 HEADS_FOR_SEQUENCE = AxisRole(
     "heads for sequence", "sequence", "sequence", "inner", "sequence", "sequence", keeps_gathered=True
 )
@@ -130,9 +138,24 @@ def dual(dims: Dims) -> Dims:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of all mesh axes together, as the layouts that a layer has."""
+    """The roles of all mesh axes together, as the layouts that a layer has.
+
+    Attributes:
+        product_2d: name of the algorithm of `matmul2d` that products are included from; "" for none.
+    """
 
     axes: tuple[AxisRole, ...]
+    product_2d: str = ""
+
+    @property
+    def is_flat(self) -> bool:
+        """Return whether tokens are one dim, as 2D products have them, and not batch and sequence."""
+        return bool(self.product_2d)
+
+    @property
+    def nowhere(self) -> Dims:
+        """Return the layout of what every rank has whole."""
+        return tuple("" for _ in self.axes)
 
     @property
     def residual(self) -> Dims:
@@ -140,28 +163,27 @@ class Roles:
         return tuple(role.residual for role in self.axes)
 
     @property
-    def entry(self) -> Dims:
-        """Return how the operand of the first product lies."""
-        return tuple(role.entry for role in self.axes)
-
-    @property
-    def exit(self) -> Dims:
-        """Return how the operand of the second product lies."""
-        return tuple(role.exit for role in self.axes)
+    def ring_axis(self) -> int | None:
+        """Return the mesh axis along which the keys of attention go round; None where they do not."""
+        axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
+        return axes[0] if axes else None
 
     def core(self, is_attention: bool) -> Dims:
         """Return how the inner tensors of a half lie."""
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
-    @property
-    def w_in(self) -> Dims:
-        """Return how the first weight lies where it is multiplied."""
-        return tuple(role.w_in for role in self.axes)
+    def operand(self, is_first: bool) -> Dims:
+        """Return how the operand of the first or second product of a half lies."""
+        return tuple(role.entry if is_first else role.exit for role in self.axes)
 
-    @property
-    def w_out(self) -> Dims:
-        """Return how the second weight lies where it is multiplied."""
-        return tuple(role.w_out for role in self.axes)
+    def weight(self, is_first: bool) -> Dims:
+        """Return how the first or second weight of a half lies where it is multiplied."""
+        return tuple(role.w_in if is_first else role.w_out for role in self.axes)
+
+    def product(self, is_first: bool) -> Dims:
+        """Return how the first or second product of a half lies before it is moved."""
+        k: Dim = "hidden" if is_first else "inner"
+        return product(self.operand(is_first), self.weight(is_first), (k,))
 
     @property
     def gain(self) -> Dims:
@@ -192,16 +214,6 @@ class Roles:
     def reduces_last(self) -> bool:
         """Return whether gradients of weights are reduced after all backward parts."""
         return any(role.reduces_last for role in self.axes)
-
-    @property
-    def product_in(self) -> Dims:
-        """Return how the first product lies before it is moved."""
-        return product(self.entry, self.w_in, ("hidden",))
-
-    @property
-    def product_out(self) -> Dims:
-        """Return how the second product lies before it is moved."""
-        return product(self.exit, self.w_out, ("inner",))
 
     def stored(self, used: Dims, sides: Iterable[Side]) -> Dims:
         """Return how a weight is kept: as it is used, and in parts along axes that keep parts."""

@@ -33,10 +33,14 @@ def layout_of(mesh: Mesh, sides: Sides, dims: Dims) -> Layout:
     return Layout(mesh, tuple(placements))
 
 
-def extent(mesh: Mesh, side: Side, dims: Dims, peer_axis: int = -1) -> Index:
+PEER = Var("peer")
+"""The position of a member of a collective."""
+
+
+def extent(mesh: Mesh, side: Side, dims: Dims, other_axis: int = -1, other: Index = PEER) -> Index:
     """Return the elements of a side that a rank has, as an expression in its coordinates.
 
-    Along axis number `peer_axis` the coordinate is that of the member `peer` of a collective.
+    Along axis number `other_axis` the coordinate is `other`, that of another rank.
     """
     count: Index = side.count
     most = side.count
@@ -47,7 +51,7 @@ def extent(mesh: Mesh, side: Side, dims: Dims, peer_axis: int = -1) -> Index:
         if isinstance(count, int) and count % parts == 0:
             count = run
         else:
-            at = Var("peer" if number == peer_axis else f"{mesh.name}.{axis}")
+            at = other if number == other_axis else Var(f"{mesh.name}.{axis}")
             count = minimum(maximum(count - run * at, 0), run)
         most = run
     return count * side.unit

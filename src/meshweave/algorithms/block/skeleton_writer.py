@@ -7,13 +7,15 @@ hundreds of configs on hundreds of ranks writes no program.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.products import product_skeleton
 from meshweave.algorithms.block.roles import Dims, Side
 from meshweave.algorithms.block.sides import largest_extent
-from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, Stored
+from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
+from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
 from meshweave.describe.layout.mesh import Mesh
@@ -21,15 +23,18 @@ from meshweave.ir.program.expressions import Index
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work, move_work
 
+_MOST_TURNS = 32
+"""Of longer rings, turns are taken together."""
+
 Place = tuple[str, int, int]
 """A buffer, its slot, and the number of the chunk, or -1 for what has no tokens."""
 
 
 @dataclass
 class _Users:
-    """The task that last wrote a place, and those that have read it since."""
+    """The tasks that last wrote a place, and those that have read it since."""
 
-    writer: int = -1
+    writers: list[int] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)
 
 
@@ -41,6 +46,11 @@ class _Pending:
     work_of: Callable[[int], Work]
     reads: tuple[Stored, ...]
     writes: tuple[Stored, ...]
+    times: int = 1
+
+
+def _no_work(_: int) -> Work:
+    raise AssertionError("an include has tasks of its own")
 
 
 class SkeletonWriter(BlockWriter):
@@ -50,6 +60,7 @@ class SkeletonWriter(BlockWriter):
         super().__init__(problem, config, mesh, batch_dims)
         self._tasks: list[Task] = []
         self._body: list[_Pending] = []
+        self._times = 1
         self._users: dict[Place, _Users] = {}
         self._extents: dict[tuple[Side, Dims], int] = {}
 
@@ -84,22 +95,61 @@ class SkeletonWriter(BlockWriter):
 
     def _add_task(self, op: _Pending, work: Work, chunk: int) -> None:
         me = len(self._tasks)
+        waits = self._conflicts(op, chunk)
+        self._tasks.append(Task(str(me), op.lane, work, self._waits(waits, op.lane), op.times))
+        self._note(op, chunk, [me])
+
+    def _conflicts(self, op: _Pending, chunk: int) -> set[int]:
+        """Return the tasks whose accesses conflict with those of an op."""
         after: set[int] = set()
         for stored in op.reads:
-            users = self._users_of(stored, chunk)
-            after.add(users.writer)
-            users.readers.append(me)
+            after.update(self._users_of(stored, chunk).writers)
         for stored in op.writes:
             users = self._users_of(stored, chunk)
-            after.add(users.writer)
-            after.update(users.readers)
-            users.writer, users.readers = me, []
-        waits = tuple(
-            (str(other), 0) for other in sorted(after - {-1, me}) if self._tasks[other].lane != op.lane
-        )
-        self._tasks.append(Task(str(me), op.lane, work, waits))
+            after.update(users.writers, users.readers)
+        return after
+
+    def _waits(self, after: set[int], lane: str) -> tuple[tuple[str, int], ...]:
+        """Return what a task waits for; tasks of its own lane are before it anyway."""
+        return tuple((str(other), 0) for other in sorted(after) if self._tasks[other].lane != lane)
+
+    def _note(self, op: _Pending, chunk: int, tasks: list[int]) -> None:
+        """Note that tasks are the last that access what an op reads and writes."""
+        for stored in op.reads:
+            self._users_of(stored, chunk).readers.extend(tasks)
+        for stored in op.writes:
+            users = self._users_of(stored, chunk)
+            users.writers, users.readers = tasks, []
+
+    def _add_skeleton(self, skeleton: Skeleton, ops: Mapping[str, _Pending]) -> None:
+        """Add the tasks of a product, of which those of a lane read and write what the op of that lane does.
+
+        A ring in both directions has a second lane, `row_back` or `col_back`.
+
+        The first task of a lane waits for what the op conflicts with, and each for others of the product.
+        """
+        before = {lane: self._conflicts(op, 0) for lane, op in ops.items()}
+        turns: list[dict[str, int]] = []
+        last: dict[str, int] = {}
+        for phase in skeleton.phases:
+            for _ in range(phase.turns):
+                turns.append({})
+                for task in phase.tasks:
+                    after = {
+                        turns[-1 - back][name]
+                        for name, back in task.after
+                        if back < len(turns) and name in turns[-1 - back]
+                    }
+                    if task.lane not in last:
+                        after |= before[task.lane.removesuffix("_back")]
+                    me = turns[-1][task.name] = last[task.lane] = len(self._tasks)
+                    waits = self._waits(after, task.lane)
+                    self._tasks.append(Task(str(me), task.lane, task.work, waits, task.times))
+        for op in ops.values():
+            self._note(op, 0, list(last.values()))
 
     def _users_of(self, stored: Stored, chunk: int) -> _Users:
+        assert isinstance(stored.slot, int)
         place = (stored.buffer, stored.slot, chunk if stored.has_tokens else -1)
         users = self._users.get(place)
         if users is None:
@@ -113,7 +163,7 @@ class SkeletonWriter(BlockWriter):
         reads: tuple[Stored, ...],
         writes: tuple[Stored, ...],
     ) -> None:
-        self._body.append(_Pending(lane, work_of, reads, writes))
+        self._body.append(_Pending(lane, work_of, reads, writes, self._times))
 
     def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
         body, self._body = self._body, []
@@ -124,7 +174,19 @@ class SkeletonWriter(BlockWriter):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def extent(self, side: Side, dims: Dims) -> Index:
-        return self.chunk if side.dim == "batch" and self.num_chunks > 1 else self._largest(side, dims)
+        if side.dim == "batch" and self.num_chunks > 1:
+            return self.chunk * side.unit
+        return self._largest(side, dims)
+
+    def extent_of(self, stored: Stored, number: int) -> Index:
+        side, window = stored.sides[number], stored.window
+        if window is not None and side.dim == "sequence":
+            return self._window_extent(side, window)
+        return self.extent(side, stored.dims)
+
+    def _window_extent(self, side: Side, window: SequenceWindow) -> int:
+        """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
+        return self._largest(side, window.dims)
 
     def _largest(self, side: Side, dims: Dims) -> int:
         key = side, dims
@@ -135,8 +197,15 @@ class SkeletonWriter(BlockWriter):
 
     def _elements_per_sequence(self, stored: Stored) -> int:
         """Return the elements of a buffer for each sequence of the batch; all of them where it has no tokens."""
-        sides = stored.sides[1:] if stored.has_tokens else stored.sides
-        return math.prod(self._largest(side, stored.dims) for side in sides)
+        sizes = [self._size(stored, number) for number in range(len(stored.sides))]
+        return math.prod([stored.sides[0].unit, *sizes[1:]] if stored.has_tokens else sizes)
+
+    def _size(self, stored: Stored, number: int) -> int:
+        """Return the elements of a dim of rank 0, of the batch all that it has."""
+        side, window = stored.sides[number], stored.window
+        if window is not None and side.dim == "sequence":
+            return self._window_extent(side, window)
+        return self._largest(side, stored.dims)
 
     def _bytes(self, stored: Stored, size: int) -> int:
         count = self._elements_per_sequence(stored) * (size if stored.has_tokens else 1)
@@ -173,7 +242,8 @@ class SkeletonWriter(BlockWriter):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
-        *_, rows, inner = (self._largest(side, a.dims) for side in a.sides)
+        inner = self._largest(a.sides[-1], a.dims)
+        rows = self._elements_per_sequence(a) // max(inner, 1)
         columns = self._largest(b.sides[0 if transpose_b else -1], b.dims)
         dtype = a.dtype
 
@@ -184,15 +254,64 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, (a, b, out) if sums_chunks else (a, b), (out,))
 
+    def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None:
+        """Add the tasks of a product. Its lanes are `COMPUTE` and one per axis, in which one matrix moves."""
+        self.cut()
+        scratch = Stored(
+            f"{name} {problem}", "", (Side("", 1),), (), out.dtype
+        )  # includes of a product share it
+        row, col = self.mesh.axes
+        reads = {COMPUTE: (a, b), row: (b,), col: (a,)}
+        for operand, lane in ((problem.vertical, row), (problem.horizontal, col)):
+            if operand.scattered:
+                reads[lane] = ()
+        ops = {lane: _Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
+        self._add_skeleton(product_skeleton(name, problem, self.config.slices), ops)
+
     def add(self, out: Stored, term: Stored) -> None:
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype, "add"), (term, out), (out,))
 
     def zero(self, out: Stored) -> None:
+        count, has_tokens = self._elements_per_sequence(out), out.has_tokens
         op = _Pending(
-            COMPUTE, lambda _: move_work(self._elements_per_sequence(out), out.dtype, "zero"), (), (out,)
+            COMPUTE,
+            lambda size: move_work(count * (size if has_tokens else 1), out.dtype, "zero"),
+            (),
+            (out,),
         )
-        self._add_task(op, op.work_of(0), 0)
+        if has_tokens:
+            self._body.append(op)
+        else:
+            self._add_task(op, op.work_of(1), 0)
+
+    def copy(self, out: Stored, src: Stored) -> None:
+        per_sequence = self._elements_per_sequence(out)
+        self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
+
+    def turns(self, count: int) -> Iterator[Index]:
+        """Yield each turn, or groups of equal turns where there are many.
+
+        A group ends before what it gives to the next begins, which is within 1 % of the time turn by turn. There
+        are as many groups, modulo 2, as turns, because two slots take turns.
+        """
+        groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
+        for number in range(groups):
+            self._times = count // groups + (number < count % groups)
+            yield number
+        self._times = 1
+
+    def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
+        if not when:
+            return
+        per_sequence, parts = self._elements_per_sequence(src), self.mesh.shape[axis]
+        over, item = self._over(axis), dtype_bytes(out.dtype)
+        self._do(
+            self._lane(axis, lane),
+            lambda size: Transfer("permute", over, parts, size * per_sequence * item),
+            (src,),
+            (out,),
+        )
 
     # --- moving -------------------------------------------------------------------------------------------------
 
@@ -205,7 +324,8 @@ class SkeletonWriter(BlockWriter):
             self._largest(side, part.dims if side.dim == part.dims[axis] else whole.dims)
             for side in whole.sides
         ]
-        each = math.prod(sizes[1:] if whole.has_tokens else sizes) * dtype_bytes(whole.dtype)
+        sizes = [whole.sides[0].unit, *sizes[1:]] if whole.has_tokens else sizes
+        each = math.prod(sizes) * dtype_bytes(whole.dtype)
         over, has_tokens = self._over(axis), whole.has_tokens
         src, out = ends
         self._do(
@@ -215,7 +335,7 @@ class SkeletonWriter(BlockWriter):
             (out,),
         )
 
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None:
+    def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None:
         self._transfer("all_reduce", stored, stored, axis, lane, (stored, stored))
 
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None:

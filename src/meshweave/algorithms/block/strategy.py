@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from meshweave.algorithms.block.functions import functions_of
-from meshweave.algorithms.block.layer import write_program, write_skeleton
+from meshweave.algorithms.block.assembly import write_program, write_skeleton
+from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
+from meshweave.algorithms.block.function_table import functions_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.reference import reference
+from meshweave.algorithms.block.ring_equations import POSITIONS
 from meshweave.algorithms.block.roles import IDLE, AxisRole, Roles
 from meshweave.algorithms.contract import Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
@@ -35,7 +37,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     """
 
     problem_type = BlockProblem
-    estimate_accuracy = "upper_bound"
+    estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "upper_bound"
     roles: ClassVar[tuple[AxisRole, AxisRole]]
 
     def roles_of(self, problem: BlockProblem) -> Roles:
@@ -57,11 +59,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
         """Yield 1, 2 and 4 chunks of the batch of a rank."""
         for count in (1, 2, 4):
-            if count <= self.local_batch(problem):
+            if count <= self.max_chunks(problem):
                 yield BlockConfig(count)
 
-    def local_batch(self, problem: BlockProblem) -> int:
-        """Return the most sequences that a rank works on."""
+    def max_chunks(self, problem: BlockProblem) -> int:
+        """Return the most chunks there can be: the most sequences that a rank works on."""
         batch = problem.batch
         for dim, parts in zip(self.roles_of(problem).residual, problem.mesh_shape, strict=True):
             batch = -(-batch // parts) if dim == "batch" else batch
@@ -70,9 +72,12 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
         if (reason := self.refusal(problem)) is not None:
             raise LayoutError(f"{self.name} {reason}")
-        if not 1 <= config.chunks <= self.local_batch(problem):
-            raise LayoutError(f"{config.chunks} chunks of {self.local_batch(problem)} sequences on a rank")
-        name = f"{self.title} block, {problem.layers} layers, {config}"
+        if not 1 <= config.chunks <= self.max_chunks(problem):
+            raise LayoutError(
+                f"{config.chunks} chunks of a block that {self.name} cuts into {self.max_chunks(problem)}"
+            )
+        layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
+        name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
 
     @staticmethod
@@ -81,7 +86,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return Mesh.of(MESH, problem.mesh_shape, AXES)
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
-        buffers = self.program(problem, BlockConfig()).buffers
+        buffers = self.program(problem, next(self.candidates(problem))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
@@ -100,12 +105,17 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return functions_of(problem).table()
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:
-        """Return integers for functions of integers, else values around which training starts."""
+        """Return integers for functions of integers, else values around which training starts; random tokens."""
         inputs = super().random_inputs(problem, seed)
-        if problem.exact:
-            return inputs
         draw = np.random.default_rng(seed)
-        return {name: (draw.standard_normal(x.shape) / 2).astype(x.dtype) for name, x in inputs.items()}
+        for name, value in inputs.items():
+            if name in (TOKENS_IN, TARGETS):
+                value[...] = draw.integers(0, problem.vocabulary, value.shape)
+            elif name in (IDS_IN, IDS_OUT, POSITIONS):
+                value[...] = np.arange(value.size)
+            elif not problem.exact:
+                value[...] = draw.standard_normal(value.shape) / 2
+        return inputs
 
 
 _EXAMPLES = (

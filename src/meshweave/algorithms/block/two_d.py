@@ -1,19 +1,87 @@
 """2D products in a layer: the batch lies over rows of the mesh, and features over its columns.
 
 Weights are sharded by their first dim over rows and by their second over columns. Activations stay where the
-products leave them, so norms sum statistics over columns and residuals are added in place.
+products leave them, so norms sum statistics over columns and residuals are added in place. The three products of
+each weight are one dataflow each: output stationary forward, left stationary for the gradient of the operand,
+right stationary for that of the weight (MeshSlice, Table 1). No matrix is transposed or moved between them.
+
+But for Collective, which is written by roles, each product is an include of the algorithm's own program. A product
+whose parts are uneven groups of heads or sequences is done as Collective does it.
 """
 
 from __future__ import annotations
 
-from meshweave.algorithms.block.roles import COLUMNS, FULLY_SHARDED
+from collections.abc import Iterator
+from typing import ClassVar
+
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import COLUMNS, FULLY_SHARDED, Roles
 from meshweave.algorithms.block.strategy import BlockAlgorithm
+from meshweave.describe.machine.cluster import Cluster
 
 
 class Collective2d(BlockAlgorithm):
     """One all-gather per moving operand of a product, one reduce-scatter of a moving result."""
 
-    name = "collective_2d"
-    title = "Collective 2D"
-    source = "Schatz et al. 2016; Wang et al., ASPLOS '23 (without decomposition); MeshSlice, section 2.3.4"
+    name = "collective_block"
+    title = "Collective block"
+    source = "Schatz et al. 2016; MeshSlice, section 2.3.4"
     roles = (FULLY_SHARDED, COLUMNS)
+
+
+class IncludedProducts(BlockAlgorithm):
+    """Layers whose products are those of an algorithm of `matmul2d`.
+
+    Attributes:
+        product_2d: the name of the algorithm.
+        slices: the numbers of slices to choose among.
+    """
+
+    roles = (FULLY_SHARDED, COLUMNS)
+    product_2d: ClassVar[str]
+    slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+
+    def examples(self) -> Iterator[BlockProblem]:
+        """Yield a block whose products are all included, and one in which groups of heads are uneven."""
+        yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
+        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", part="forward", exact=True)
+
+    def roles_of(self, problem: BlockProblem) -> Roles:
+        return Roles(super().roles_of(problem).axes, self.product_2d)
+
+    def max_chunks(self, problem: BlockProblem) -> int:
+        """Return 1: products are cut into slices instead."""
+        return 1
+
+    def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
+        """Yield numbers of slices; each product has the most that its sizes allow."""
+        return (BlockConfig(slices=count) for count in self.slices)
+
+
+class MeshSliceBlock(IncludedProducts):
+    """Gathers and reductions in slices, each beside the product of another."""
+
+    name = "meshslice_block"
+    title = "MeshSlice block"
+    source = "MeshSlice, section 3"
+    product_2d = "meshslice"
+
+
+class WangBlock(IncludedProducts):
+    """One direction decomposed into ring steps beside products, the other whole."""
+
+    name = "wang_block"
+    title = "Wang block"
+    source = "Wang et al., ASPLOS '23"
+    product_2d = "wang"
+    slices = (1, 4)
+
+
+class SummaBlock(IncludedProducts):
+    """Broadcasts of panels: the 2D tensor parallelism that the ATP paper compares with."""
+
+    name = "summa_block"
+    title = "SUMMA block (2D tensor parallelism)"
+    source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
+    product_2d = "summa"
+    slices = (1, 4)

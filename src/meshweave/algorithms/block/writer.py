@@ -8,12 +8,15 @@ of a chunk runs beside the products of the next, and beside whatever the compute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import Dim, Dims, Side, Sides
 from meshweave.algorithms.block.sides import largest_extent
+from meshweave.algorithms.matmul2d import Matmul2dProblem
+from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
@@ -26,15 +29,34 @@ Part = Literal["", "input_grad", "weight_grad"]
 
 
 @dataclass(frozen=True)
+class SequenceWindow:
+    """The positions of a sequence that belong to the rank `turn` places on along a mesh axis.
+
+    Attributes:
+        dims: how the sequence lies on the mesh.
+        is_whole: whether the buffer has all positions, of which the window is a part; else it has those alone.
+    """
+
+    dims: Dims
+    axis: int
+    turn: Index = 0
+    is_whole: bool = False
+
+
+@dataclass(frozen=True)
 class Stored:
-    """A tensor, or terms of it, in a buffer on every rank: its sides, and how they lie on the mesh."""
+    """A tensor, or terms of it, in a buffer on every rank: its sides, and how they lie on the mesh.
+
+    With a `window` it is what a buffer has for the positions of a rank, this one or another.
+    """
 
     buffer: str
     tensor: str
     sides: Sides
     dims: Dims
     dtype: str
-    slot: int = 0
+    slot: Index = 0
+    window: SequenceWindow | None = None
 
     @property
     def has_tokens(self) -> bool:
@@ -69,20 +91,19 @@ class BlockWriter(ABC):
         self._declare(stored, kind)
         return stored
 
-    def two_slots(self, name: str, stored: Stored, dims: Dims, slot: int) -> Stored:
-        """Return slot number `slot` of a scratch buffer of two for a tensor, which layers use by turns."""
-        out = Stored(name, stored.tensor, stored.sides, dims, stored.dtype, slot)
-        if name not in self._names:
-            self._names.add(name)
-            self._declare_slots(out, min(2, self.problem.layers))
-        return out
+    def scratch(self, stored: Stored, slots: int = 1) -> Stored:
+        """Declare scratch of some slots for what `stored` says, unless there is a buffer of that name."""
+        if stored.buffer not in self._names:
+            self._names.add(stored.buffer)
+            self._declare_slots(stored, slots)
+        return stored
 
     def part_of(self, out: Stored, dims: Dims) -> Stored:
         """Return a new buffer for terms of what `out` is to hold."""
         return self._like(out, dims, "part")
 
     def _like(self, stored: Stored, dims: Dims, suffix: str) -> Stored:
-        """Return a new buffer for the same tensor that lies in another way."""
+        """Return a new buffer for the same tensor in another layout."""
         base = name = f"{stored.tensor.lower()}_{suffix}"
         number = 2
         while name in self._names:
@@ -99,11 +120,15 @@ class BlockWriter(ABC):
     def extent(self, side: Side, dims: Dims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
 
+    @abstractmethod
+    def extent_of(self, stored: Stored, number: int) -> Index:
+        """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
+
     def elements(self, stored: Stored) -> Index:
         """Return the elements of a chunk of a buffer."""
         total: Index = 1
-        for side in stored.sides:
-            total = total * self.extent(side, stored.dims)
+        for number in range(len(stored.sides)):
+            total = total * self.extent_of(stored, number)
         return total
 
     # --- compute ------------------------------------------------------------------------------------------------
@@ -142,18 +167,52 @@ class BlockWriter(ABC):
     ) -> None:
         """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
 
+    def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
+        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs."""
+        assert self.num_chunks == 1
+        (rows, columns), (b_rows, b_columns) = ([side.size for side in x.sides] for x in (a, b))
+        m, k = (columns, rows) if dataflow == "rs" else (rows, columns)
+        n = b_rows if dataflow == "ls" else b_columns
+        problem = Matmul2dProblem(m, n, k, self.mesh.shape, dataflow, out.dtype)
+        self._include(name, problem, out, a, b)
+        self.cut()
+
+    @abstractmethod
+    def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None: ...
+
     @abstractmethod
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""
 
     @abstractmethod
     def zero(self, out: Stored) -> None:
-        """Set a buffer without tokens to zero, before the loop that is being written."""
+        """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
+
+    @abstractmethod
+    def copy(self, out: Stored, src: Stored) -> None:
+        """Add out = src on the chunk."""
+
+    @abstractmethod
+    def turns(self, count: int) -> Iterator[Index]:
+        """Yield the number of each turn of a loop inside that over chunks, or one name for all of them."""
+
+    @abstractmethod
+    def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
+        """Send `src` to the rank before this one along an axis and receive `out` from that after it.
+
+        `when` is a condition on the turn.
+        """
 
     # --- moving -------------------------------------------------------------------------------------------------
 
     def move(
-        self, src: Stored, dims: Dims, suffix: str, lane: str = "", into: Stored | None = None
+        self,
+        src: Stored,
+        dims: Dims,
+        suffix: str,
+        lane: str = "",
+        into: Stored | None = None,
+        op: str = "sum",
     ) -> Stored:
         """Move a tensor to where `dims` says, along one axis after another, and return where it is then.
 
@@ -163,13 +222,14 @@ class BlockWriter(ABC):
         Args:
             suffix: the end of names of new buffers.
             lane: what the names of lanes have after that of the axis.
+            op: how terms are combined.
         """
         axes = _order(src.dims, dims)
         left = sum(src.dims[axis] != "partial" or bool(dims[axis]) for axis in axes)
         for axis in axes:
             after = (*src.dims[:axis], dims[axis], *src.dims[axis + 1 :])
             if src.dims[axis] == "partial" and not dims[axis]:
-                self._all_reduce(src, axis, self._lane(axis, lane))
+                self._all_reduce(src, axis, self._lane(axis, lane), op)
                 src = replace(src, dims=after)
                 continue
             left -= 1
@@ -217,7 +277,7 @@ class BlockWriter(ABC):
         return f"{self.mesh.axes[axis]}_{lane}" if lane else self.mesh.axes[axis]
 
     @abstractmethod
-    def _all_reduce(self, stored: Stored, axis: int, lane: str) -> None: ...
+    def _all_reduce(self, stored: Stored, axis: int, lane: str, op: str = "sum") -> None: ...
 
     @abstractmethod
     def _reduce_scatter(self, out: Stored, src: Stored, axis: int, dim: int, lane: str) -> None: ...

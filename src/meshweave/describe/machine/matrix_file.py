@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -15,7 +16,6 @@ from meshweave.describe.files import (
     Rate,
     check_table,
     fail,
-    is_path,
     load_table,
 )
 from meshweave.describe.machine.cluster import Cluster, load_cluster
@@ -26,19 +26,32 @@ from meshweave.describe.machine.hierarchy import (
     communication_matrix,
 )
 
+PairRate = Annotated[float, Field(ge=0.0, le=1e24, allow_inf_nan=False)]
+MOST_RANKS = 4096
+"""The most ranks in a layer of a file."""
+
 
 class LayerTable(FileModel):
-    """One layer of a matrix, the outermost first."""
+    """One layer of a matrix, the outermost first.
+
+    Pairs and groups have one rate for all, with `size`, or a rate each.
+    """
 
     name: Name = Field(description="what joins the ranks of the layer, a string of printable characters")
     size: Count | None = Field(
-        None, description="the number of ranks of the layer, at least 1 (left out: that of the lists below)"
+        None, description="the number of ranks of the layer, at least 1 (left out: that of a list below)"
     )
-    p2p_bytes_per_s: Rate | list[list[float]] = Field(
-        description="bytes per second between two ranks, a number for all pairs or a matrix of numbers"
+    p2p_bytes_per_s: PairRate | None = Field(
+        None, description="bytes per second between any two ranks, a number of at least 0"
     )
-    group_bytes_per_s: Rate | list[Rate] = Field(
-        description="bytes per second of a rank to all others, a number for all ranks or a list of numbers"
+    p2p_matrix_bytes_per_s: list[list[PairRate]] | None = Field(
+        None, description="the same from each rank to each, a list of lists of numbers of at least 0"
+    )
+    group_bytes_per_s: Rate | None = Field(
+        None, description="bytes per second of each rank to all others, a number of at least 1"
+    )
+    group_list_bytes_per_s: list[Rate] | None = Field(
+        None, description="the same of each rank, a list of numbers of at least 1"
     )
     flow_bytes_per_s: Rate | None = Field(
         None, description="the most that one ring carries across the layer (left out: no limit)"
@@ -46,18 +59,27 @@ class LayerTable(FileModel):
 
     def layer(self) -> MatrixLayer:
         """Return the layer that this table describes. Raises DescriptionError if its values do not fit."""
-        p2p, group = self.p2p_bytes_per_s, self.group_bytes_per_s
-        sizes = {len(given) for given in (p2p, group) if isinstance(given, list)}
+        rows, groups = self.p2p_matrix_bytes_per_s, self.group_list_bytes_per_s
+        for one, many, key in (
+            (self.p2p_bytes_per_s, rows, "p2p_bytes_per_s or p2p_matrix_bytes_per_s"),
+            (self.group_bytes_per_s, groups, "group_bytes_per_s or group_list_bytes_per_s"),
+        ):
+            if (one is None) == (many is None):
+                raise DescriptionError(f"layer {self.name}: give either {key}")
+        sizes = {len(given) for given in (rows, groups) if given is not None}
         sizes |= {self.size} if self.size else set()
-        if len(sizes) != 1 or (size := sizes.pop()) > 4096:
+        if len(sizes) != 1 or (size := sizes.pop()) > MOST_RANKS:
             raise DescriptionError(
-                f"layer {self.name}: give a size of at most 4096, or lists of numbers of one size"
+                f"layer {self.name}: give a size of at most {MOST_RANKS}, or lists of numbers of one size"
             )
-        if not isinstance(p2p, list):
-            p2p = [[p2p if i != j else 0.0 for j in range(size)] for i in range(size)]
-        groups = group if isinstance(group, list) else [group] * size
-        rows = tuple(tuple(int(rate) for rate in row) for row in p2p)
-        return MatrixLayer(self.name, rows, tuple(map(int, groups)), int(self.flow_bytes_per_s or 0))
+        pair = int(self.p2p_bytes_per_s or 0)
+        if rows is None:
+            matrix = tuple(tuple(pair if i != j else 0 for j in range(size)) for i in range(size))
+        else:
+            matrix = tuple(tuple(int(rate) for rate in row) for row in rows)
+        group = int(self.group_bytes_per_s or 0)
+        of_groups = (group,) * size if groups is None else tuple(map(int, groups))
+        return MatrixLayer(self.name, matrix, of_groups, int(self.flow_bytes_per_s or 0))
 
 
 class MeasuredTable(FileModel):
@@ -85,7 +107,8 @@ class MeasuredTable(FileModel):
                     f"measured mesh {tuple(self.mesh)}: give {name} where that dimension has more than 1 device, "
                     "and only there"
                 )
-        return MeasuredBandwidth((self.mesh[0], self.mesh[1]), first and int(first), second and int(second))
+        rates = (None if rate is None else int(rate) for rate in (first, second))
+        return MeasuredBandwidth((self.mesh[0], self.mesh[1]), *rates)
 
 
 class MatrixFile(FileModel):
@@ -114,7 +137,8 @@ def load_machine(name_or_path: str | Path) -> tuple[CommunicationMatrix | Cluste
     Raises:
         DescriptionError: there is no such entry or file, or it is wrong.
     """
-    if is_path(str(name_or_path)) and "network" not in (data := load_table(name_or_path)):
+    exists = os.path.exists(name_or_path)  # noqa: PTH110  (unlike Path's, never raises)
+    if exists and "network" not in (data := load_table(name_or_path)):
         matrix = _matrix_from(data, name_or_path)
         return matrix, matrix
     cluster = load_cluster(name_or_path)

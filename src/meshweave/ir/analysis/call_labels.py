@@ -41,7 +41,7 @@ class CallLabels:
         for number, view in enumerate(op.outs):
             declared = self.table.functions.get((op.fn, number))
             if declared:
-                meaning = self._best(declared, ins)
+                meaning = self._best(declared, ins, self.table.program.buffer_of[view.buffer].tensor)
                 try:
                     outs.append(self._apply(meaning, view, rank, given, stashed))
                 except ProgramError as error:
@@ -77,13 +77,15 @@ class CallLabels:
         meaning = self._best(declared, [block for _, block in given])
         return self._apply(meaning, view, -1, given, stashed)
 
-    def _best(self, declared: Sequence[Function], ins: Sequence[Labels]) -> Function:
-        """Return the meaning whose inputs are those that a call has, or most of them."""
+    def _best(self, declared: Sequence[Function], ins: Sequence[Labels], out: str | None = None) -> Function:
+        """Return the meaning whose inputs are those that a call has, or most of them.
 
-        def matching(meaning: Function) -> int:
-            return sum(
-                part.tensor in self._factors_of(block) for part, block in zip(meaning.ins, ins, strict=False)
-            )
+        Of equal ones, as where inputs are empty, it is that of `out`, the tensor of the buffer that is written.
+        """
+
+        def matching(meaning: Function) -> tuple[int, bool]:
+            pairs = zip(meaning.ins, ins, strict=False)
+            return sum(part.tensor in self._factors_of(block) for part, block in pairs), meaning.out == out
 
         return max(declared, key=matching) if len(declared) > 1 else declared[0]
 

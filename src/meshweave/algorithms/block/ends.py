@@ -1,0 +1,125 @@
+"""Writes both ends of a model around its layers: the embedding, and the loss with its gradient.
+
+The roles of the mesh axes say how these lie as well: E lies as the second weight of a half, W_v as the first, and
+the vocabulary as the inner features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshweave.algorithms.block.end_equations import (
+    GREATEST,
+    IDS_IN,
+    IDS_OUT,
+    LOGITS,
+    LOSS,
+    SUMS,
+    TABLE,
+    TARGETS,
+    TOKENS_IN,
+    head_of,
+)
+from meshweave.algorithms.block.halves import Half, Site
+from meshweave.algorithms.block.layer import LayerWriter, WeightSpec
+from meshweave.algorithms.block.roles import TOKENS, Dims, Side, Sides, dual, product
+from meshweave.algorithms.block.writer import Stored
+
+
+def _of_tokens(dims: Dims) -> Dims:
+    """Return how a tensor without features lies beside one that lies as `dims`."""
+    return tuple(dim if dim in TOKENS else "" for dim in dims)
+
+
+def _of_units(dims: Dims) -> Dims:
+    """Return how a list of the vocabulary lies beside a tensor that lies as `dims`."""
+    return tuple("inner" if dim == "inner" else "" for dim in dims)
+
+
+class EndsWriter(LayerWriter):
+    """Layers with an embedding before and a loss after them."""
+
+    @property
+    def _head(self) -> Half:
+        return head_of(self.problem, self.roles.is_flat)
+
+    def _weights(self) -> list[WeightSpec]:
+        head, hidden = self._head, Side("hidden", self.problem.hidden)
+        words = Side("inner", self.problem.vocabulary)
+        return [
+            (TABLE, (words, hidden), self.roles.weight(False)),
+            *super()._weights(),
+            (head.gain, (Side("", self.problem.norm_rows), hidden), self.roles.gain),
+            (head.w_in, (hidden, words), self.roles.weight(True)),
+        ]
+
+    def _declare_inputs(self) -> None:
+        real, roles = self.problem.statistics_dtype, self.roles
+        words: Sides = (Side("inner", self.problem.vocabulary),)
+        logits, operand = roles.core(False), roles.operand(False)
+        for name, sides, dims in (
+            (TOKENS_IN, self._token_sides, _of_tokens(operand)),
+            (TARGETS, self._token_sides, _of_tokens(logits)),
+            (IDS_IN, words, _of_units(roles.weight(False))),
+            (IDS_OUT, words, _of_units(logits)),
+        ):
+            self.stored[name] = self.writer.new(name.lower(), name, sides, dims, real, "input")
+
+    def _declare_outputs(self) -> None:
+        real, one = self.problem.statistics_dtype, (Side("", 1),)
+        self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, self.roles.nowhere, real, "output")
+
+    def _before(self) -> None:
+        """Write the embedding: each rank looks up the rows that it has, and they are summed."""
+        writer, site = self.writer, Site(self._head, False)
+        table = self._weight(site)
+        natural = product(self.roles.operand(False), table.dims, ("inner",))
+        landed, out = self._landing("X", self._residual_sides(), natural, self.roles.residual)
+        ins = (self.stored[TOKENS_IN], self.stored[IDS_IN], table)
+        writer.call("embed", (landed,), ins, "elementwise", (writer.elements(landed),))
+        writer.move(landed, out.dims, "moved", into=out)
+
+    def _after(self) -> None:
+        """Write the last norm, logits and the loss."""
+        writer, stored, real = self.writer, self.stored, self.problem.statistics_dtype
+        self._norm(self._head, stored["Z"])
+        logits = self._multiply(Site(self._head, True))
+        tokens, shape = _of_tokens(logits.dims), self._rows_and_features(logits)
+        greatest = self._new(GREATEST, self._token_sides, tokens, real)
+        sums = self._new(SUMS, (*self._token_sides, Side("", 2)), tokens, real)
+        partial: Dims = tuple("partial" if dim == "inner" else dim for dim in logits.dims)
+        writer.call("row_max", (greatest,), (logits,), "reduction", (writer.elements(logits),))
+        writer.move(replace(greatest, dims=partial), tokens, "moved", op="max")
+        ins = (logits, greatest, stored[TARGETS], stored[IDS_OUT])
+        writer.call("softmax_sums", (sums,), ins, "loss", shape)
+        writer.move(replace(sums, dims=partial), tokens, "moved")
+        loss = stored[LOSS]
+        writer.zero(loss)
+        writer.call("loss", (loss,), (sums, greatest, loss), "reduction", (writer.elements(greatest),))
+        writer.cut()
+        of_tokens: Dims = tuple("partial" if dim in TOKENS else "" for dim in tokens)
+        writer.move_once(replace(loss, dims=of_tokens), loss.dims, "")
+
+    def _before_backward(self) -> None:
+        """Write the gradients of logits, of W_v, and of the last norm."""
+        stored, logits = self.stored, self.stored[LOGITS]
+        out = self._new(f"D{LOGITS}", logits.sides, logits.dims)
+        ins = (logits, stored[GREATEST], stored[SUMS], stored[TARGETS], stored[IDS_OUT])
+        self.writer.call("loss_grad", (out,), ins, "loss", self._rows_and_features(logits), "input_grad")
+        of_normal = self._multiply_back(Site(self._head, True), out)
+        self._norm_gradient(self._head, of_normal)
+        self._write_later()
+
+    def _after_backward(self) -> None:
+        """Write the gradient of E."""
+        stored, writer = self.stored, self.writer
+        arriving: Stored = writer.move(stored["DX"], dual(self.roles.product(False)), "all")
+        out = stored[f"D{TABLE}"]
+        natural = product(self.roles.operand(False), arriving.dims, TOKENS)
+        landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)
+        writer.cut()
+        writer.zero(landed)
+        ins = (stored[TOKENS_IN], stored[IDS_IN], arriving, landed)
+        shape = (writer.elements(arriving),)
+        writer.call("embed_grad", (landed,), ins, "elementwise", shape, "weight_grad")
+        self._reduce(landed, out)

@@ -1,0 +1,34 @@
+"""The 2D products that layers include: programs and skeletons by algorithm, sizes and slices, each made once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem, algorithm
+from meshweave.ir.program import Program
+from meshweave.ir.skeleton import Skeleton
+
+_KEPT = 4096
+"""So many products are kept: those of a search over meshes and slices."""
+
+
+@lru_cache(_KEPT)
+def product_config(name: str, problem: Matmul2dProblem, slices: int) -> Matmul2dConfig:
+    """Return the config of a product with the most slices up to a number, or with the fewest if all have more."""
+    configs = list(algorithm(name).candidates(problem))
+    few = [config for config in configs if config.slice_count <= slices]
+    if few:
+        return max(few, key=lambda config: config.slice_count)
+    return min(configs, key=lambda config: config.slice_count)
+
+
+@lru_cache(_KEPT)
+def product_program(name: str, problem: Matmul2dProblem, slices: int) -> Program:
+    """Return the program of a product. Equal arguments give the same object, which is then proved once."""
+    return algorithm(name).program(problem, product_config(name, problem, slices))
+
+
+@lru_cache(_KEPT)
+def product_skeleton(name: str, problem: Matmul2dProblem, slices: int) -> Skeleton:
+    """Return the tasks of a product."""
+    return algorithm(name).skeleton(problem, product_config(name, problem, slices))

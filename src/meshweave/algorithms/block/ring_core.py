@@ -1,0 +1,123 @@
+"""Writes attention whose keys and values go round a ring: the core of a half, and its gradient.
+
+A rank works on its own part of each sequence. In turn t it has the keys of the rank t places on, and passes them
+on while it works on them. Backward their gradients follow them one turn behind, and are home after the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.block.halves import Half
+from meshweave.algorithms.block.ring_equations import ring_names
+from meshweave.algorithms.block.roles import Side, Sides
+from meshweave.algorithms.block.writer import BlockWriter, SequenceWindow, Stored
+from meshweave.ir.program.expressions import Index
+
+
+@dataclass
+class RingCore:
+    """The buffers of one layer's ring attention along mesh axis number `axis`."""
+
+    writer: BlockWriter
+    half: Half
+    axis: int
+    inner: Stored
+    core: Stored
+    log_sums: Stored
+    positions: Stored
+
+    def __post_init__(self) -> None:
+        self.count = self.writer.mesh.shape[self.axis]
+        problem, names = self.half.problem, ring_names(self.half)
+        width = problem.queries_per_group * problem.head_dim
+        self.own_keys = self._scratch(names["keys"], 2 * problem.head_dim)
+        self.queries = self._scratch(names["queries"], width)
+
+    def _scratch(
+        self, tensor: str, width: int, dtype: str = "", buffer: str = "", slots: int = 1, slot: Index = 0
+    ) -> Stored:
+        """Return scratch for what this rank has of a tensor of so many columns per group of heads."""
+        sides: Sides = (*self.inner.sides[:2], Side("inner", self.half.units, width))
+        stored = Stored(
+            buffer or tensor.lower(), tensor, sides, self.inner.dims, dtype or self.inner.dtype, slot
+        )
+        return self.writer.scratch(stored, slots)
+
+    def _travelling(self, tensor: str, turn: Index) -> Stored:
+        """Return what is here in a turn of something that goes round: one of two slots."""
+        site = tensor.removesuffix(str(self.half.layer)).lower()
+        width = 2 * self.half.problem.head_dim
+        window = SequenceWindow(self.inner.dims, self.axis, turn)
+        sides: Sides = (*self.inner.sides[:2], Side("inner", self.half.units, width))
+        stored = Stored(f"{site}_ring", tensor, sides, self.inner.dims, self.inner.dtype, turn % 2, window)
+        return self.writer.scratch(stored, 2)
+
+    def _positions(self, turn: Index = 0) -> Stored:
+        """Return the positions of the keys of a turn, or of this rank's queries."""
+        return replace(self.positions, window=SequenceWindow(self.inner.dims, self.axis, turn, is_whole=True))
+
+    def _shape(self, keys: Stored) -> tuple[Index, ...]:
+        """Return the sizes of attention of this rank's queries to some keys."""
+        batch, queries, heads = (self.writer.extent_of(self.log_sums, number) for number in range(3))
+        return batch, heads, queries, self.writer.extent_of(keys, 1), self.half.problem.head_dim
+
+    def forward(self) -> None:
+        """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
+        writer, names, problem = self.writer, ring_names(self.half), self.half.problem
+        elements = (writer.elements(self.inner),)
+        ins: tuple[Stored, ...] = (self.inner, self._positions())
+        writer.call("split_heads", (self.queries, self.own_keys), ins, "elementwise", elements)
+        r = problem.queries_per_group
+        widths = {"so_far": r * problem.head_dim, "greatest": r, "weights": r}
+        running = tuple(
+            self._scratch(names[key], width, problem.statistics_dtype, f"ring_{key}")
+            for key, width in widths.items()
+        )
+        for stored in running:
+            writer.zero(stored)
+        writer.copy(self._travelling(names["keys"], 0), self.own_keys)
+        for turn in writer.turns(self.count):
+            keys = self._travelling(names["keys"], turn)
+            ins = (self.queries, keys, self._positions(), self._positions(turn), *running)
+            writer.call("attend", running, ins, "attention", self._shape(keys))
+            self._pass_on(names["keys"], turn, when=turn < self.count - 1)
+        elements = (writer.elements(self.core),)
+        writer.call("finish_attention", (self.core, self.log_sums), running, "elementwise", elements)
+
+    def backward(self, of_core: Stored, of_inner: Stored) -> None:
+        """Write the gradient by the product of W_qkv of that by the heads."""
+        writer, names, problem = self.writer, ring_names(self.half), self.half.problem
+        width = problem.queries_per_group * problem.head_dim
+        names = {**names, **{f"of {key}": f"D{names[key]}" for key in ("queries", "keys")}}
+        of_queries = self._scratch(names["of queries"], width, "", "ring_of_queries")
+        part_of_queries = self._scratch(names["of queries"], width, "", "ring_of_queries_part")
+        writer.copy(self._travelling(names["keys"], 0), self.own_keys)
+        writer.zero(of_queries)
+        writer.zero(self._travelling(names["of keys"], 0))
+        for turn in writer.turns(self.count):
+            keys, of_keys = (self._travelling(names[key], turn) for key in ("keys", "of keys"))
+            part = writer.scratch(replace(of_keys, buffer="dkv_part", slot=0))
+            outs = (part_of_queries, part)
+            ins: tuple[Stored, ...] = (
+                of_core,
+                self.queries,
+                self.core,
+                self.log_sums,
+                keys,
+                self._positions(),
+                self._positions(turn),
+            )
+            writer.call("attend_grad", outs, ins, "attention", self._shape(keys), "input_grad")
+            writer.add(of_queries, part_of_queries)
+            writer.add(of_keys, part)
+            self._pass_on(names["keys"], turn, when=turn < self.count - 1)
+            self._pass_on(names["of keys"], turn, "back")
+        home = self._travelling(names["of keys"], self.count)
+        elements = (writer.elements(of_inner),)
+        ins = (of_queries, home, self._positions())
+        writer.call("merge_heads", (of_inner,), ins, "elementwise", elements, "input_grad")
+
+    def _pass_on(self, tensor: str, turn: Index, lane: str = "", when: Index = 1) -> None:
+        src, out = self._travelling(tensor, turn), self._travelling(tensor, turn + 1)
+        self.writer.pass_on(out, src, self.axis, lane, when=when)

@@ -1,0 +1,75 @@
+"""Groups of a mesh axis that meet on links: closed forms give each its share, and simulation agrees."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshweave.cost.machine import Machine
+from meshweave.describe.machine.cluster import Chip, Cluster, HostsNetwork, NetworkAxis
+from meshweave.describe.machine.network import Network
+from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
+from meshweave.simulate import reference, simulate
+
+CHIP = Chip("chip", (("float32", 1e12),), 1e12, 1 << 30, 1e12)
+FAST, SLOW = NetworkAxis("fast", 10e6), NetworkAxis("slow", 1e6)
+BRIDGE = NetworkAxis("bridge", 40e6, num_directions=2)
+PAIRS = TreeNetwork((TreeLevel(2, FAST, 1, BRIDGE), TreeLevel(4, SLOW, 3)))
+QUADS = TreeNetwork((TreeLevel(4, FAST, 1, BRIDGE), TreeLevel(2, SLOW)))
+HOSTS, TWO_NICS = HostsNetwork(2, 4, FAST, 1, SLOW), HostsNetwork(2, 4, FAST, 2, SLOW)
+NUM_BYTES = 64_000
+
+
+def all_reduces(shape: tuple[int, int], axis: str) -> Program:
+    return parse(f"""
+program("all groups of an axis at once")
+tp = mesh({shape}, ("row", "col"))
+s = scratch(({NUM_BYTES},), "int8", on=tp)
+x = lane()
+with tp:
+    zero(s, lane=x)
+    all_reduce(s, s, over="tp.{axis}", lane=x)
+""")
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "axis", "megabytes_per_s"),
+    [
+        (HOSTS, (2, 4), "row", 0.25),  # four rings on a NIC
+        (HOSTS, (4, 2), "row", 0.5),
+        (HOSTS, (8, 1), "row", 1),
+        (HOSTS, (2, 4), "col", 10),
+        (TWO_NICS, (2, 4), "row", 0.5),
+        (TWO_NICS, (8, 1), "row", 1),
+        (PAIRS, (4, 2), "row", 1.5),  # two rings share the three links of a pair
+        (PAIRS, (4, 2), "col", 40),  # both directions of a ring of two on one link
+        (PAIRS, (8, 1), "row", 3),
+        (PAIRS, (2, 4), "col", 3),
+        (QUADS, (2, 4), "col", 80),
+        (QUADS, (4, 2), "col", 40),
+        (QUADS, (2, 4), "row", 0.25),
+    ],
+)
+def test_each_ring_has_its_share(
+    network: Network, shape: tuple[int, int], axis: str, megabytes_per_s: float
+) -> None:
+    program = all_reduces(shape, axis)
+    machine = Machine.of(Cluster("box", CHIP, network, "a test"), program)
+    size = shape[0] if axis == "row" else shape[1]
+    assert machine.rate(f"tp.{axis}", "all_reduce", shared=True) == megabytes_per_s * 1e6
+    expected = 2 * (size - 1) / size * NUM_BYTES / (megabytes_per_s * 1e6)
+    alone = reference.simulate(program, machine, contention=False).duration_s
+    assert alone == pytest.approx(expected, rel=1e-3)
+    for contended in (reference.simulate(program, machine), simulate(program, machine)):
+        assert contended.duration_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_paths_take_direct_links() -> None:
+    machine = Machine.of(Cluster("box", CHIP, PAIRS, "a test"), all_reduces((4, 2), "row"))
+    assert machine.path(2, 3) == (("direct", 2, 0, 3),)
+    assert machine.path(3, 2) == (("direct", 3, 0, 2),)
+    assert machine.path(1, 2) == (("up", 1, 0, 0), ("up", 0, 1, 0), ("down", 1, 1, 0), ("down", 2, 0, 0))
+    assert [machine.link_rate(link) for link in machine.path(1, 2)] == [10e6, 3e6, 3e6, 10e6]
+    assert machine.link_rate(("direct", 2, 0, 3)) == 40e6
+    assert machine.axis_between(6, 7) == BRIDGE
