@@ -35,7 +35,7 @@ from meshweave.tune.ranking import RankedConfig, simulate_best
 
 APART = 0.08
 """Two measured times count as different where they are further apart than this share of the smaller one."""
-STRATEGIES = ("atp", "megatron_sp", "collective_2d", "data_parallel", "zero3", "all_to_all_heads")
+STRATEGIES = ("atp", "megatron_sp", "collective_block", "data_parallel", "zero3", "all_to_all_heads")
 """Megatron 1D is ATP on a mesh of one column."""
 MESHES = ((8, 1), (4, 2), (2, 4))
 TORCH = "torch parallelize_module, sequence parallel"
@@ -147,7 +147,7 @@ def planned(cluster: Cluster, problem: BlockProblem) -> list[RankedConfig]:
 
 def _is_native(entry: RankedConfig) -> bool:
     """Return whether a strategy differs on its mesh from another of the list: 2D products need two axes."""
-    return entry.algorithm.name != "collective_2d" or mesh_of(entry)[1] > 1
+    return entry.algorithm.name != "collective_block" or mesh_of(entry)[1] > 1
 
 
 # --- what is measured ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.functions import EPSILON, RealFunctions
+from meshweave.algorithms.block.real_functions import EPSILON, RealFunctions
 
 _ATEN = torch.ops.aten
 

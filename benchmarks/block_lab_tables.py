@@ -84,7 +84,8 @@ def page() -> str:
         "and backward, every result compared with the dense reference. Products, norms, attention and activations",
         "are paced, torch's own likewise. The plan is `rank_blocks` with all entries simulated, on the described",
         "lab with the constants that were calibrated before. A product or call overruns where it really takes",
-        "longer than its paced time; the last column is the rank with most of that.",
+        "longer than its paced time; the last column is the rank with most of that. `collective_2d` is the",
+        "earlier name of `collective_block`.",
         "",
     ]
     for name in LABS:

@@ -36,7 +36,7 @@ def inputs_of(program: Program) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("batch", [4, 5])
-@pytest.mark.parametrize("name", ["megatron_sp", "collective_2d", "atp"])
+@pytest.mark.parametrize("name", ["megatron_sp", "collective_block", "atp"])
 def test_rings_inside_loops_over_chunks(name: str, batch: int) -> None:
     """The last chunk of 5 sequences is smaller, which makes extents of what is sent depend on the loop."""
     strategy = algorithm(name)
