@@ -227,7 +227,9 @@ def rank_meshes(
     Args:
         machine: a matrix, or a cluster; a torus that comes in several shapes has that of each mesh.
         layers: how many layers of the model.
-        corrected, sharing, with_equation_4: as in `mesh_bandwidth`.
+        corrected: as in `mesh_bandwidth`.
+        sharing: as in `mesh_bandwidth`.
+        with_equation_4: as in `mesh_bandwidth`.
     """
     cluster = None if isinstance(machine, CommunicationMatrix) else machine
     matrix = machine if isinstance(machine, CommunicationMatrix) else communication_matrix(machine)
