@@ -207,7 +207,7 @@ void LabelRun::check_running(const std::vector<std::pair<i64, const Block*>>& ru
       last = term;
       i64 own = -1;
       if (term != ZERO) {
-        const Parts& of = terms_.parts(term);
+        const TermParts& of = terms_.parts(term);
         trust(of.size() == 1 && of[0].first == tensor);
         own = of[0].second;
       }

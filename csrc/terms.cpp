@@ -83,7 +83,7 @@ Terms::Terms(const Columns& columns) {
   numbers_[{}] = OPAQUE;
   Stream finished(column(columns, "finished"));
   for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    Parts parts;
+    TermParts parts;
     for (i64 left = finished.next(1, 1 << 20); left > 0; --left) {
       const i64 basis = finished.index(tensors.size());
       const i64 size = finished.next(0, MAX_LABELS), count = finished.next(0, 1 << 20);
@@ -147,7 +147,7 @@ i64 Terms::counts(Counts&& of) {
   return known->second;
 }
 
-i32 Terms::number(const Parts& parts) {
+i32 Terms::number(const TermParts& parts) {
   const auto [known, is_new] = numbers_.try_emplace(parts, static_cast<i32>(terms_.size()));
   if (is_new) terms_.push_back(parts);
   return known->second;
@@ -180,9 +180,9 @@ i32 Terms::combined(i64 op, i32 p, i32 q) {
 }
 
 i32 Terms::sum(i32 p, i32 q) {
-  const Parts left = parts(p), right = parts(q);
+  const TermParts left = parts(p), right = parts(q);
   if (left.empty() || right.empty()) return OPAQUE;
-  Parts total;
+  TermParts total;
   for (auto a = left.begin(), b = right.begin(); a != left.end() || b != right.end();) {
     if (b == right.end() || (a != left.end() && a->first < b->first)) total.push_back(*a++);
     else if (a == left.end() || b->first < a->first) total.push_back(*b++);
@@ -203,7 +203,7 @@ i32 Terms::sum(i32 p, i32 q) {
 }
 
 // Bases add up only where some declared tensor has them all, and finished elements only as often as it has them.
-void Terms::check_sum(const Parts& total) const {
+void Terms::check_sum(const TermParts& total) const {
   for (const auto& [basis, of] : total) trust(tensors[static_cast<size_t>(basis)].reduction == SUM);
   std::map<i64, i32> most;
   bool is_declared = false;
@@ -224,7 +224,7 @@ void Terms::check_sum(const Parts& total) const {
 }
 
 i32 Terms::reduced(i64 op, i32 p, i32 q) {
-  const Parts left = parts(p), right = parts(q);
+  const TermParts left = parts(p), right = parts(q);
   if (p == q && is_idempotent(op) && (left.empty() || !tensors_of(p).empty())) return p;
   if (left.empty() || right.empty()) return OPAQUE;
   trust(left.size() == 1 && right.size() == 1 && left[0].first == right[0].first);
@@ -306,12 +306,12 @@ i32 Terms::one_term(const Block& of) const {
 bool Terms::stands_for(i32 term, i64 tensor) const {
   if (finished(tensor) == term) return true;
   const TensorRow& row = tensors[static_cast<size_t>(tensor)];
-  const Parts& of = parts(term);
+  const TermParts& of = parts(term);
   return tensors_of(term).empty() && of.size() == 1 && of[0].first == tensor && row.arrived > 0 && row.reduction == SUM;
 }
 
 Counts Terms::kronecker(const Counts& of, i32 operand) const {
-  const Parts& own_parts = parts(operand);
+  const TermParts& own_parts = parts(operand);
   if (own_parts.size() != 1) doubt();
   const Counts& own = counts_[static_cast<size_t>(own_parts[0].second)];
   Counts out;

@@ -11,7 +11,7 @@
 namespace meshweave {
 
 using Counts = std::vector<i32>;
-using Parts = std::vector<std::pair<i64, i64>>;  // (basis, number of its counts), by basis; none for an opaque term
+using TermParts = std::vector<std::pair<i64, i64>>;  // (basis, number of its counts), by basis; none for an opaque term
 
 constexpr i64 MAX_EXTENT = i64{1} << 40;
 constexpr i64 MAX_INDEX = i64{1} << 60;  // elements of a tensor
@@ -40,7 +40,7 @@ class Terms {
   i32 finished(i64 tensor) const { return finished_[static_cast<size_t>(tensor)]; }
   const Shape& shape(i64 tensor) const { return tensors[static_cast<size_t>(tensor)].shape; }
   // The parts of a term that is neither UNWRITTEN nor ZERO.
-  const Parts& parts(i32 term) const { return terms_[static_cast<size_t>(term)]; }
+  const TermParts& parts(i32 term) const { return terms_[static_cast<size_t>(term)]; }
   // The tensors whose finished elements have a term.
   const std::vector<i64>& tensors_of(i32 term) const {
     static const std::vector<i64> none;
@@ -61,18 +61,18 @@ class Terms {
 
  private:
   i64 counts(Counts&& of);
-  i32 number(const Parts& parts);
+  i32 number(const TermParts& parts);
   i32 combined(i64 op, i32 p, i32 q);
   i32 sum(i32 p, i32 q);
   i32 reduced(i64 op, i32 p, i32 q);
-  void check_sum(const Parts& total) const;
+  void check_sum(const TermParts& total) const;
   i32 one_term(const Block& of) const;
   bool stands_for(i32 term, i64 tensor) const;
   Counts kronecker(const Counts& of, i32 operand) const;
   bool product(const ProductRow& row, const Block& a, const Block& b, i32 left, i32 right, Block& out);
 
-  std::vector<Parts> terms_;
-  std::map<Parts, i32> numbers_;
+  std::vector<TermParts> terms_;
+  std::map<TermParts, i32> numbers_;
   std::vector<Counts> counts_;
   std::unordered_map<std::string, i64> counts_of_;  // by their bytes
   i64 num_counted_ = 0;                             // numbers in all of them

@@ -60,7 +60,7 @@ _GROUPS = {
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "MicroBatches PipelineAlgorithm PipelineProblem",
-        "algorithms.block": "BlockAlgorithm BlockConfig BlockProblem",
+        "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
     },
     "planning": {
         "tune": "Plan load_plan plan_model tune_product",
@@ -113,6 +113,8 @@ _GROUPS = {
 """Names by what they are for; the guide and the API reference have the same groups."""
 
 if TYPE_CHECKING:
+    from meshweave.algorithms.block import BLOCK_ROLES as BLOCK_ROLES
+    from meshweave.algorithms.block import AxisRole as AxisRole
     from meshweave.algorithms.block import BlockAlgorithm as BlockAlgorithm
     from meshweave.algorithms.block import BlockConfig as BlockConfig
     from meshweave.algorithms.block import BlockProblem as BlockProblem

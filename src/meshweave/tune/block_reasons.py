@@ -87,13 +87,14 @@ def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = N
     faster, slower = ranking.entries[position], ranking.entries[other]
     gains = gains_s(faster, slower)
     part = max(gains, key=lambda name: gains[name])
-    if (faster.simulated is None) != (slower.simulated is None):
+    is_less = faster.estimate.total_s < slower.estimate.total_s
+    if (faster.simulated is None) != (slower.simulated is None) and not is_less:
         return (
             f"{name_of(faster)} was simulated, {name_of(slower)} only estimated; their times do not compare"
         )
     if abs(slower.seconds / faster.seconds - 1) < SAME:
         return f"{name_of(faster)} and {name_of(slower)} take the same time"
-    if faster.estimate.total_s >= slower.estimate.total_s or gains[part] <= 0:
+    if not is_less or gains[part] <= 0:
         return (
             f"{name_of(faster)} loses less to shared links: by estimate, without contention, {name_of(slower)} "
             f"takes {format_s(slower.estimate.total_s)} and it {format_s(faster.estimate.total_s)}"

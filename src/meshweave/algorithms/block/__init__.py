@@ -11,6 +11,7 @@ from meshweave.algorithms.block.data_parallel import DataParallel, ZeroOne, Zero
 from meshweave.algorithms.block.megatron import Megatron, MegatronSequence
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.ring_attention import RingAttention
+from meshweave.algorithms.block.roles import BLOCK_ROLES, AxisRole
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.algorithms.block.two_d import Collective2d, MeshSliceBlock, SummaBlock, WangBlock
 
@@ -30,4 +31,4 @@ ENTRIES: tuple[BlockAlgorithm, ...] = (
     RingAttention(),
 )
 
-__all__ = ["ENTRIES", "BlockAlgorithm", "BlockConfig", "BlockProblem"]
+__all__ = ["BLOCK_ROLES", "ENTRIES", "AxisRole", "BlockAlgorithm", "BlockConfig", "BlockProblem"]

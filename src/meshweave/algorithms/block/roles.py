@@ -110,6 +110,24 @@ HEADS_FOR_SEQUENCE = AxisRole(
 )
 """Context parallelism by all-to-all: sequences are sharded but in attention, where groups of heads are."""
 
+BLOCK_ROLES = {
+    role.name: role
+    for role in (
+        IDLE,
+        INNER,
+        SEQUENCE_INNER,
+        HIDDEN,
+        COLUMNS,
+        BATCH,
+        RING,
+        HEADS_FOR_SEQUENCE,
+        FULLY_SHARDED,
+        GATHERED_ONCE,
+        REDUCED_LAST,
+    )
+}
+"""The roles above by name, to combine to strategies."""
+
 
 def product(a: Dims, b: Dims, contracted: Iterable[Dim]) -> Dims:
     """Return how a product lies whose operands lie as given, and whose k are the `contracted` dims.

@@ -17,15 +17,24 @@ Positions = NDArray[np.int64]
 
 
 class CallPositions:
-    """The positions that the names of a call's meaning stand for, as its inputs tell."""
+    """The positions that the names of a call's meaning stand for, as its inputs tell.
+
+    Attributes:
+        of: the positions by name.
+        untold: inputs, and their buffers, that are empty and merge dims: they do not tell which dim is empty.
+    """
 
     def __init__(self, fn: str) -> None:
         self.fn = fn
         self.of: dict[str, Positions] = {}
+        self.untold: list[tuple[TensorPart, str]] = []
 
     def bind(self, part: TensorPart, shape: tuple[int, ...], block: Labels, buffer: str) -> None:
         """Note the positions of an input. Raises ProgramError where it lacks some, or others name other ones."""
         tensor = part.tensor
+        if not block.size and block.ndim != len(shape):
+            self.untold.append((part, buffer))
+            return
         for dim, (name, size, listed) in enumerate(
             zip(part.dims, shape, self._lists(tensor, shape, block, buffer), strict=True)
         ):
@@ -51,11 +60,9 @@ class CallPositions:
     ) -> Sequence[Positions | None]:
         """Return the positions of a block per dim of its tensor; of an empty block those that are none.
 
-        None stands for a dim of which an empty block does not tell, as where it merges dims.
+        None stands for the other dims of an empty block, of which it does not tell.
         """
         if not block.size:
-            if block.ndim != len(shape):
-                return [None] * len(shape)
             return [None if extent else np.arange(0) for extent in block.shape]
         lists = positions_of(block["index"], shape)
         if lists is None or not merges(block.shape, [len(listed) for listed in lists]):
