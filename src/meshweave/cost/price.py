@@ -100,7 +100,8 @@ def price(
 def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
     count, part = work.num_ranks, work.part_bytes
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
-    shared = not shares_links and work.kind != "fence"  # which moves no bytes that share a link
+    moves_bytes = work.kind != "fence" and work.num_ranks > 1
+    shared = moves_bytes and not shares_links
     constants = machine.constants(work.axis, kind, shared)
     launch, sync = to_ps(constants.launch_s), to_ps(constants.sync_s)
     rate = machine.rate(work.axis, kind, shared)

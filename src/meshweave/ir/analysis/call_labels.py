@@ -166,7 +166,7 @@ class CallLabels:
         if not block.size:
             return block
         for part, buffer in places.untold:  # only a sum over nothing can be made of nothing
-            if not any(name in meaning.reduced and name not in places.of for name in part.dims):
+            if not any(name in meaning.reduced and not len(places.of.get(name, ())) for name in part.dims):
                 raise ProgramError(f"gives call '{meaning.fn}' nothing of {part.tensor}", buffer=buffer)
         lists: list[Positions] = []
         for dim, (name, size) in enumerate(zip(meaning.part.dims, shape, strict=True)):
