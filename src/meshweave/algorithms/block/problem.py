@@ -84,7 +84,11 @@ class BlockProblem:
         layers: int = 1,
         part: Part = "training",
     ) -> BlockProblem:
-        """Return the problem of some layers of a model: a gated FFN makes it of family "llama", else "gpt"."""
+        """Return the problem of `layers` layers of a model, by its sizes.
+
+        A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt" (layer norms,
+        GELU), whatever norms and positions the model has. Raises LayoutError.
+        """
         return cls(
             workload.batch,
             workload.sequence,

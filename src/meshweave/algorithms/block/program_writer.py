@@ -122,12 +122,14 @@ class ProgramWriter(BlockWriter):
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
     def extent(self, side: Side, dims: Dims) -> Index:
+        """Return the elements of a side that a rank has, of the batch those of the chunk."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
             return extent(self.mesh, side, dims)
         return chunk.stop - chunk.start
 
     def extent_of(self, stored: Stored, number: int) -> Index:
+        """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
         side, window = stored.sides[number], stored.window
         if side.dim == "sequence" and window is not None:
             return self._extent_in(side, window)
@@ -139,9 +141,11 @@ class ProgramWriter(BlockWriter):
 
     @property
     def is_between_loops(self) -> bool:
+        """Return whether no loop over chunks is being written."""
         return not self._body
 
     def cut(self) -> None:
+        """End the loop over chunks."""
         if self._body and self.num_chunks > 1:
             self.statements.append(Repeat(CHUNK.name, self.num_chunks, tuple(self._body)))
         else:
@@ -149,6 +153,7 @@ class ProgramWriter(BlockWriter):
         self._body = []
 
     def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
+        """Move a weight before the loop that is being written, and return where it is then."""
         body, self._body = self._body, []
         out = self.move_once(kept, dims, lane, into)
         self._body = body
@@ -165,6 +170,7 @@ class ProgramWriter(BlockWriter):
         shape: tuple[Index, ...],
         part: Part = "",
     ) -> None:
+        """Add a call of a function on the chunk."""
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
@@ -178,6 +184,7 @@ class ProgramWriter(BlockWriter):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
+        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         self._do(
             Matmul(
                 out=self._view(out),
@@ -203,22 +210,27 @@ class ProgramWriter(BlockWriter):
         self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 
     def add(self, out: Stored, term: Stored) -> None:
+        """Add out += term on the chunk."""
         self._do(Add(out=self._view(out), src=self._view(term), lane=COMPUTE))
 
     def zero(self, out: Stored) -> None:
+        """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
         op = Zero(out=self._view(out), lane=COMPUTE)
         (self._body if out.has_tokens else self.statements).append(op)
 
     def copy(self, out: Stored, src: Stored) -> None:
+        """Add out = src on the chunk."""
         self._do(Copy(out=self._view(out), src=self._view(src), lane=COMPUTE))
 
     def turns(self, count: int) -> Iterator[Index]:
+        """Yield the number of each turn of a loop inside that over chunks, or one name for all of them."""
         outer, self._body = self._body, []
         yield TURN
         inner, self._body = self._body, outer
         self._body.append(Repeat(TURN.name, count, tuple(inner)))
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
+        """Send `src` to the rank before this one along an axis and receive `out` from that after it."""
         name = self._lane(axis, lane)
         op = Permute(out=self._view(out), src=self._view(src), over=self._over(axis), shift=-1, lane=name)
         self._lanes[name] = None

@@ -30,6 +30,8 @@ class RealFunctions(BlockFunctions):
     """
 
     def table(self) -> Mapping[str, Callable[..., Any]]:
+        """Return the functions by name; each computes half-precision inputs in single precision."""
+
         def widened(function: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *ins: function(*map(_wide, ins))
 
@@ -46,16 +48,19 @@ class RealFunctions(BlockFunctions):
         return (x - mean) * scale, scale
 
     def statistics(self, x: Values) -> Values:
+        """Return sums of squares over features, for "gpt" after plain sums (batch, sequence, norm rows)."""
         squares = (x * x).sum(-1)[..., None]
         if self.problem.family == "llama":
             return squares
         return array_module(x).concatenate((x.sum(-1)[..., None], squares), -1)
 
     def normalize(self, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return (x - mean) / deviation x gain + bias, for "llama" x / root mean square x gain."""
         scaled = self._centred(x, statistics)[0] * gain[0]
         return scaled if self.problem.family == "llama" else scaled + gain[1]
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
+        """Return sums of dy x gain x normalised x, for "gpt" after those of dy x gain (batch, sequence, norm rows)."""
         arriving = dy * gain[0]
         along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
         if self.problem.family == "llama":
@@ -63,12 +68,14 @@ class RealFunctions(BlockFunctions):
         return array_module(x).concatenate((arriving.sum(-1)[..., None], along), -1)
 
     def normalize_grad(self, dy: Values, x: Values, statistics: Values, sums: Values, gain: Values) -> Values:
+        """Return the gradient by `x` of a layer norm or root-mean-square norm; shape of `x`."""
         centred, scale = self._centred(x, statistics)
         means = sums / self.problem.hidden
         change = dy * gain[0] - centred * means[..., -1:]
         return scale * (change if self.problem.family == "llama" else change - means[..., :1])
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
+        """Return `so_far` plus the sums over rows of dy x normalised x, for "gpt" with those of dy (norm rows, features)."""
         of_gain = over_rows(dy * self._centred(x, statistics)[0])
         rows = (of_gain,) if self.problem.family == "llama" else (of_gain, over_rows(dy))
         return so_far + array_module(x).stack(rows)
@@ -100,6 +107,7 @@ class RealFunctions(BlockFunctions):
         return module.concatenate(parts, -1)
 
     def attention(self, qkv: Values) -> list[Values]:
+        """Return heads of causal softmax attention, and the log-sum-exp of each row of scores."""
         module = array_module(qkv)
         _, _, values, scores = self._scores(qkv)
         greatest = module.amax(scores, -1)[..., None]
@@ -108,6 +116,7 @@ class RealFunctions(BlockFunctions):
         return [self._joined(weights / total @ values, qkv), self._joined(module.log(total) + greatest, qkv)]
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
+        """Return the gradient by W_qkv's result of causal softmax attention, from the saved log-sum-exp; shape of `qkv`."""
         module = array_module(qkv)
         queries, keys, values, scores = self._scores(qkv)
         weights = module.exp(scores - self._heads(log_sums, 1))
@@ -120,6 +129,7 @@ class RealFunctions(BlockFunctions):
         return self._merged(of_queries, of_keys, weights.swapaxes(-1, -2) @ arriving, qkv)
 
     def split_heads(self, qkv: Values, positions: Values) -> list[Values]:
+        """Return queries, and keys beside values, both turned by their positions (rotary) for "llama"."""
         queries, keys, values = self._split(qkv)
         queries, keys = self._turned(queries, positions), self._turned(keys, positions)
         joined = array_module(qkv).concatenate((keys, values), -1)
@@ -135,6 +145,7 @@ class RealFunctions(BlockFunctions):
         greatest: Values,
         weights: Values,
     ) -> list[Values]:
+        """Return numerators, greatest scores and sums of weights after one more part of the keys: a step of online softmax."""
         if not there.shape[0]:
             return [so_far, greatest, weights]
         module, d = array_module(queries), self.problem.head_dim
@@ -150,6 +161,7 @@ class RealFunctions(BlockFunctions):
         return [self._joined(part, queries) for part in (out, finite, total)]
 
     def finish_attention(self, so_far: Values, greatest: Values, weights: Values) -> list[Values]:
+        """Return numerators over sums of weights, and the log-sum-exp of each row."""
         d = self.problem.head_dim
         out = self._heads(so_far, d) / self._heads(weights, 1)
         return [self._joined(out, so_far), greatest + array_module(weights).log(weights)]
@@ -164,6 +176,7 @@ class RealFunctions(BlockFunctions):
         here: Values,
         there: Values,
     ) -> list[Values]:
+        """Return what one part of the keys gives to the gradient by queries, and that by these keys and values."""
         module, d = array_module(queries), self.problem.head_dim
         own_keys, values = self._keys(keys)
         rows, arriving = self._heads(queries, d), self._heads(dout, d)
@@ -177,6 +190,7 @@ class RealFunctions(BlockFunctions):
         return self._turned(queries, positions, -1), self._turned(keys, positions, -1)
 
     def softmax_sums(self, logits: Values, greatest: Values, targets: Values, vocabulary: Values) -> Values:
+        """Return per token the sum of exp(logit - greatest) over the words given, and the logit of its target."""
         module = array_module(logits)
         is_target = targets[..., None] == vocabulary
         return module.stack(
@@ -184,21 +198,25 @@ class RealFunctions(BlockFunctions):
         )
 
     def loss(self, sums: Values, greatest: Values, so_far: Values) -> Values:
+        """Return `so_far` plus the cross-entropy of these tokens."""
         return so_far + (array_module(sums).log(sums[..., 0]) + greatest - sums[..., 1]).sum()
 
     def loss_grad(
         self, logits: Values, greatest: Values, sums: Values, targets: Values, vocabulary: Values
     ) -> Values:
+        """Return softmax less one-hot targets, for the words given."""
         weights = array_module(logits).exp(logits - greatest[..., None]) / sums[..., :1]
         return weights - as_numbers(targets[..., None] == vocabulary, logits)
 
     def activation(self, y: Values) -> Values:
+        """Return GELU (tanh form), or for "llama" SiLU of the gate times the input."""
         if self.problem.family == "llama":
             gate, value = self._gate_and_input(y)
             return gate * self._sigmoid(gate) * value
         return 0.5 * y * (1 + array_module(y).tanh(_GELU * (y + 0.044715 * y**3)))
 
     def activation_grad(self, dout: Values, y: Values) -> Values:
+        """Return the gradient by the activation's input; shape of the input."""
         if self.problem.family == "llama":
             gate, value = self._gate_and_input(y)
             sigmoid = self._sigmoid(gate)

@@ -79,9 +79,11 @@ class SkeletonWriter(BlockWriter):
 
     @property
     def is_between_loops(self) -> bool:
+        """Return whether no loop over chunks is being written."""
         return not self._body
 
     def cut(self) -> None:
+        """End the loop over chunks."""
         sizes = [self.chunk] * self.num_chunks
         if self.num_chunks > 1:
             sizes[-1] = self.largest_batch - self.chunk * (self.num_chunks - 1)
@@ -166,6 +168,7 @@ class SkeletonWriter(BlockWriter):
         self._body.append(_Pending(lane, work_of, reads, writes, self._times))
 
     def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
+        """Move a weight before the loop that is being written, and return where it is then."""
         body, self._body = self._body, []
         out = self.move_once(kept, dims, lane, into)
         self._body = body
@@ -174,11 +177,13 @@ class SkeletonWriter(BlockWriter):
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def extent(self, side: Side, dims: Dims) -> Index:
+        """Return the elements of a side that a rank has, of the batch those of the chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
         return self._largest(side, dims)
 
     def extent_of(self, stored: Stored, number: int) -> Index:
+        """Return the elements of a dim of a buffer: on the chunk, and in the window that it may have."""
         side, window = stored.sides[number], stored.window
         if window is not None and side.dim == "sequence":
             return self._window_extent(side, window)
@@ -222,6 +227,7 @@ class SkeletonWriter(BlockWriter):
         shape: tuple[Index, ...],
         part: Part = "",
     ) -> None:
+        """Add a call of a function on the chunk."""
         flops = call_flops(work, part, shape)
         assert isinstance(flops, int)
         per_sequence = flops // max(self.chunk, 1)
@@ -242,6 +248,7 @@ class SkeletonWriter(BlockWriter):
         transpose_b: bool = False,
         sums_chunks: bool = False,
     ) -> None:
+        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         inner = self._largest(a.sides[-1], a.dims)
         rows = self._elements_per_sequence(a) // max(inner, 1)
         columns = self._largest(b.sides[0 if transpose_b else -1], b.dims)
@@ -269,10 +276,12 @@ class SkeletonWriter(BlockWriter):
         self._add_skeleton(product_skeleton(name, problem, self.config.slices), ops)
 
     def add(self, out: Stored, term: Stored) -> None:
+        """Add out += term on the chunk."""
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype, "add"), (term, out), (out,))
 
     def zero(self, out: Stored) -> None:
+        """Set a buffer to zero on the chunk; one without tokens once, before the loop that is being written."""
         count, has_tokens = self._elements_per_sequence(out), out.has_tokens
         op = _Pending(
             COMPUTE,
@@ -286,6 +295,7 @@ class SkeletonWriter(BlockWriter):
             self._add_task(op, op.work_of(1), 0)
 
     def copy(self, out: Stored, src: Stored) -> None:
+        """Add out = src on the chunk."""
         per_sequence = self._elements_per_sequence(out)
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
@@ -302,6 +312,7 @@ class SkeletonWriter(BlockWriter):
         self._times = 1
 
     def pass_on(self, out: Stored, src: Stored, axis: int, lane: str = "", *, when: Index = 1) -> None:
+        """Send `src` to the rank before this one along an axis and receive `out` from that after it."""
         if not when:
             return
         per_sequence, parts = self._elements_per_sequence(src), self.mesh.shape[axis]

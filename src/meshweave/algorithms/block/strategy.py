@@ -33,7 +33,6 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     Attributes:
         roles: what the rows and the columns of the mesh do.
-        scatters: the values of `BlockConfig.scatter` to choose among.
     """
 
     problem_type = BlockProblem
