@@ -86,8 +86,8 @@ class BlockProblem:
     ) -> BlockProblem:
         """Return the problem of `layers` layers of a model, by its sizes.
 
-        A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt" (layer norms,
-        GELU), whatever norms and positions the model has. Raises LayoutError.
+        A gated FFN makes it "llama" (root-mean-square norms, rotary positions, SwiGLU), any other "gpt" (layer
+        norms, GELU), whatever norms and positions the model has. Raises LayoutError.
         """
         return cls(
             workload.batch,

@@ -60,7 +60,7 @@ class RealFunctions(BlockFunctions):
         return scaled if self.problem.family == "llama" else scaled + gain[1]
 
     def norm_grad_sums(self, dy: Values, x: Values, statistics: Values, gain: Values) -> Values:
-        """Return sums of dy x gain x normalised x, for "gpt" after those of dy x gain (batch, sequence, norm rows)."""
+        """Return sums of dy x gain x normalised x, for "gpt" after those of dy x gain."""
         arriving = dy * gain[0]
         along = (arriving * self._centred(x, statistics)[0]).sum(-1)[..., None]
         if self.problem.family == "llama":
@@ -75,7 +75,7 @@ class RealFunctions(BlockFunctions):
         return scale * (change if self.problem.family == "llama" else change - means[..., :1])
 
     def normalize_weight_grad(self, dy: Values, x: Values, statistics: Values, so_far: Values) -> Values:
-        """Return `so_far` plus the sums over rows of dy x normalised x, for "gpt" with those of dy (norm rows, features)."""
+        """Return `so_far` plus sums over rows of dy x normalised x, for "gpt" with those of dy."""
         of_gain = over_rows(dy * self._centred(x, statistics)[0])
         rows = (of_gain,) if self.problem.family == "llama" else (of_gain, over_rows(dy))
         return so_far + array_module(x).stack(rows)
@@ -116,7 +116,7 @@ class RealFunctions(BlockFunctions):
         return [self._joined(weights / total @ values, qkv), self._joined(module.log(total) + greatest, qkv)]
 
     def attention_grad(self, dout: Values, qkv: Values, out: Values, log_sums: Values) -> Values:
-        """Return the gradient by W_qkv's result of causal softmax attention, from the saved log-sum-exp; shape of `qkv`."""
+        """Return the gradient of causal softmax attention by `qkv`, in its shape, from the log-sum-exp."""
         module = array_module(qkv)
         queries, keys, values, scores = self._scores(qkv)
         weights = module.exp(scores - self._heads(log_sums, 1))
@@ -145,7 +145,7 @@ class RealFunctions(BlockFunctions):
         greatest: Values,
         weights: Values,
     ) -> list[Values]:
-        """Return numerators, greatest scores and sums of weights after one more part of the keys: a step of online softmax."""
+        """Return numerators, greatest scores and sums of weights with more keys, by online softmax."""
         if not there.shape[0]:
             return [so_far, greatest, weights]
         module, d = array_module(queries), self.problem.head_dim
