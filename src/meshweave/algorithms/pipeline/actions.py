@@ -127,7 +127,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for rank, order in enumerate(self.actions):
-            for action in (leaf for action in order for leaf in action.leaves):
+            for action in (leaf for listed in order for leaf in listed.leaves):
                 if not 0 <= action.stage < self.num_stages or self.stage_ranks[action.stage] != rank:
                     raise LayoutError(
                         f"pipeline rank {rank} has action {action} of a stage that it does not hold"
