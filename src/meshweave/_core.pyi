@@ -1,4 +1,4 @@
-"""The core, compiled from csrc/. `simulate.engine` and `ir.analysis.native_proof` are its only callers."""
+"""The core, compiled from csrc/. `simulate.engine`, `estimate.chains` and `ir.analysis.native_proof` call it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,9 @@ class ProgramFault(Exception):
 
 def prove(columns: Mapping[str, NDArray[np.int64]]) -> int:
     """The `ir.analysis.native_proof.Verdict` of a program. Raises ValueError for columns that describe none."""
+
+def skeleton_ps(code: NDArray[np.int64]) -> int:
+    """The picoseconds of a skeleton as `estimate.chains` writes it. Raises ProgramFault, ValueError."""
 
 class Core:
     """A program template, expanded. Raises ProgramFault, ValueError for columns that describe none."""
