@@ -2,68 +2,80 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
-from meshweave.ir.program.ops import OP_TYPES, Op
+from meshweave.ir.program.ops import OP_TYPES, Call, Op
 
 Column = NDArray[np.int64]
 
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(OP_TYPES)}
 CALL_PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
 
 
-class OpFields:
-    """The columns of one op, -1 for those that it does not have."""
+(
+    KIND,
+    LANE,
+    OUT,
+    SRC,
+    SECOND_OPERAND,
+    FLAGS,
+    AXIS,
+    DIM,
+    FIRST,
+    SECOND,
+    SIZES_MODE,
+    SIZES,
+    COMM,
+    STEP_INDEX,
+    DIRECTIONS,
+    PRICE,
+    FLOPS,
+    NBYTES,
+    STASH,
+    PART,
+    FIRST_ARG,
+    NUM_ARGS,
+    RATE,
+) = range(23)
+"""The places of the fields of an op in its row, in the order of the core's `OpRow`."""
 
-    __slots__ = (
-        *(
-            "op",
-            "out",
-            "src",
-            "second_operand",
-            "axis",
-            "price",
-            "first",
-            "second",
-            "flops",
-            "nbytes",
-            "stash",
-        ),
-        *("rate", "comm", "step_index", "dim", "flags", "sizes", "directions", "args"),
-    )
-
-    def __init__(self, op: Op) -> None:
-        self.op = op
-        self.out = self.src = self.second_operand = self.axis = self.price = self.first = self.second = -1
-        self.flops = self.nbytes = self.stash = self.rate = self.comm = self.step_index = -1
-        self.dim, self.flags, self.sizes, self.directions = 0, 0, (0, 0), 1
-        self.args: list[int] = []
-
-    def row(self, lane: int, first_arg: int) -> tuple[int, ...]:
-        """Return the columns in the order of the core's `Op`."""
-        return (
-            *(_KIND_NUMBERS[self.op.kind], lane, self.out, self.src, self.second_operand),
-            *(self.flags, self.axis, self.dim, self.first, self.second, *self.sizes),
-            *(self.comm, self.step_index, self.directions, self.price),
-            *(self.flops, self.nbytes, self.stash, _part(self.op), first_arg, len(self.args), self.rate),
-        )
+OpFields = list[int]
+"""The row of one op, -1 in the fields that it does not have."""
 
 
-def _part(op: Op) -> int:
-    part = getattr(op, "part", "")
-    if part not in CALL_PARTS:
+def _blank(kind: int) -> tuple[int, ...]:
+    row = [-1] * (RATE + 1)
+    row[KIND], row[DIRECTIONS] = kind, 1
+    for field in (FLAGS, DIM, SIZES_MODE, SIZES, PART, NUM_ARGS):
+        row[field] = 0
+    return tuple(row)
+
+
+_BLANK = {op: _blank(number) for number, op in enumerate(OP_TYPES.values())}
+
+
+def blank_fields(op: Op) -> OpFields:
+    """Return the row of an op with nothing but its kind."""
+    return list(_BLANK[type(op)])
+
+
+def part_number(op: Call) -> int:
+    """Return the number of the part of a stage that a call is. Raises ProgramError for an unknown one."""
+    if op.part not in CALL_PARTS:
         raise ProgramError(
-            f"has no part '{part}'; there are {', '.join(CALL_PARTS)[2:]}", op=op.name or op.kind
+            f"has no part '{op.part}'; there are {', '.join(CALL_PARTS)[2:]}", op=op.name or op.kind
         )
-    return CALL_PARTS[part]
+    return CALL_PARTS[op.part]
 
 
 def flat(values: Any) -> Column:
     """Return numbers of any shape as one column."""
+    if isinstance(values, array):
+        return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
     return np.ascontiguousarray(np.asarray(values, dtype=np.int64).reshape(-1))
 
 
