@@ -6,6 +6,7 @@
 
 #include "engine.hpp"
 #include "prove.hpp"
+#include "reader.hpp"
 #include "skeleton.hpp"
 
 namespace nb = nanobind;
@@ -134,6 +135,12 @@ NB_MODULE(_core, m) {
         return static_cast<i64>(meshweave::prove(columns));
       },
       "columns"_a);
+  nb::class_<meshweave::Rows>(m, "Rows")
+      .def(nb::init<>())
+      .def("__len__", [](const meshweave::Rows& rows) { return rows.values.size(); })
+      .def("extend", &meshweave::Rows::extend, "numbers"_a)
+      .def("column", [](const meshweave::Rows& rows) { return array_of(std::vector<i64>(rows.values)); });
+  m.def("read_statements", &meshweave::read_statements, "writer"_a, "body"_a);
   m.def(
       "skeleton_ps",
       [](const Array& given) {

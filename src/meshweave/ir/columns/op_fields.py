@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
 from meshweave.ir.program.ops import OP_TYPES, Call, Op
 
@@ -43,24 +44,26 @@ CALL_PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
 ) = range(23)
 """The places of the fields of an op in its row, in the order of the core's `OpRow`."""
 
+NUM_FIELDS = RATE + 1
+
 OpFields = list[int]
 """The row of one op, -1 in the fields that it does not have."""
 
 
 def _blank(kind: int) -> tuple[int, ...]:
-    row = [-1] * (RATE + 1)
+    row = [-1] * NUM_FIELDS
     row[KIND], row[DIRECTIONS] = kind, 1
     for field in (FLAGS, DIM, SIZES_MODE, SIZES, PART, NUM_ARGS):
         row[field] = 0
     return tuple(row)
 
 
-_BLANK = {op: _blank(number) for number, op in enumerate(OP_TYPES.values())}
+_BLANK = {kind: _blank(number) for number, kind in enumerate(OP_TYPES)}
 
 
 def blank_fields(op: Op) -> OpFields:
     """Return the row of an op with nothing but its kind."""
-    return list(_BLANK[type(op)])
+    return list(_BLANK[op.kind])
 
 
 def part_number(op: Call) -> int:
@@ -74,6 +77,8 @@ def part_number(op: Call) -> int:
 
 def flat(values: Any) -> Column:
     """Return numbers of any shape as one column."""
+    if isinstance(values, Rows):
+        return values.column()
     if isinstance(values, array):
         return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
     return np.ascontiguousarray(np.asarray(values, dtype=np.int64).reshape(-1))

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from meshweave._core import Rows, read_statements
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import DTYPES
 from meshweave.ir.columns.op_fields import flat
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
 from meshweave.ir.program.call_dims import CALL_DIMS
+from meshweave.ir.program.declarations import is_loop_index
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     Accumulate,
@@ -64,7 +66,8 @@ class ProofColumns(TemplateColumns):
         self.reductions = dict(REDUCTIONS)
         self._names: dict[str, int] = {}
         self._steps: dict[tuple[object, ...], int] = {}
-        self._proof_rows = array("q")
+        self._known_ranks = frozenset(program.ranks)
+        self._proof_rows = Rows()
         self._checks = array("q")
         if program.includes:
             raise UnknownError("the core knows no includes")
@@ -79,10 +82,25 @@ class ProofColumns(TemplateColumns):
         """Return the number of a reduction."""
         return self.reductions.setdefault(name, len(self.reductions))
 
+    def _describe_statements(self) -> None:
+        read_statements(self, self.program.body)  # writes plain moves and messages itself
+
+    def _set(self, where: str | tuple[int, ...]) -> int:
+        is_known = where in self._at if isinstance(where, str) else self._known_ranks.issuperset(where)
+        if not is_known:
+            raise UnknownError("runs on ranks that are not declared")
+        return super()._set(where)
+
+    def _loop_slot(self, name: str) -> int:
+        """Return the slot of a loop index."""
+        if not is_loop_index(name):
+            raise UnknownError("has a loop index of no such name")
+        return self.expressions.slot(name)
+
     def describe_op(self, op: Op) -> None:
         """Add an op as written. Raises ProgramError as the class says."""
         super().describe_op(op)
-        number = self._num_ops
+        number = self.num_ops - 1
         function = outs = step = dim = reduction = -1
         received = 0, 0
         if isinstance(op, Call):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import SIMULATED_DIMS
 from meshweave.base.units import dtype_bytes
@@ -27,6 +28,7 @@ from meshweave.ir.columns.op_fields import (
     FLAGS,
     LANE,
     NUM_ARGS,
+    NUM_FIELDS,
     OUT,
     PART,
     PRICE,
@@ -81,8 +83,8 @@ MAX_OPS = 200_000_000
 
 _UNDEFINED = np.iinfo(np.int64).min
 _OP, _ON, _REPEAT, _WHEN = range(4)
-_SELECTOR, _ACCESS = 6, 3
-"""Numbers per selector and per access."""
+_VIEW, _SELECTOR, _ACCESS = 5, 6, 3
+"""Numbers per view, selector and access."""
 _TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
 
 
@@ -109,19 +111,19 @@ class TemplateColumns:
         self._args = array("q")
         self._stashes: dict[str, int] = {}
         self._views: dict[int, int] = {}  # by the identity of views, which the program keeps
-        self._num_ops = 0
-        self._view_rows = array("q")
-        self._selectors = array("q")
-        self._op_rows = array("q")
-        self._accesses = array("q")
-        self._op_access = array("q", [0])
-        self._statements = array("q")
+        self._view_rows = Rows()
+        self._selectors = Rows()
+        self._op_rows = Rows()
+        self._accesses = Rows()
+        self._op_access = Rows()
+        self._statements = Rows()
         self._lanes = {lane.name: number for number, lane in enumerate(program.lanes)}
         self._buffers = {buffer.name: number for number, buffer in enumerate(program.buffers)}
         self._at = {mesh.name: np.searchsorted(self.ranks, mesh.ranks) for mesh in program.meshes}
         self._buffer_rows: list[tuple[int, ...]] = []
         self._shapes: list[Column] = []
         self._shape_exprs: list[int] = []
+        self._op_access.extend((0,))
         self._coordinates()
         self._describe_buffers()
         self._describe_statements()
@@ -259,8 +261,7 @@ class TemplateColumns:
                 self._shape_exprs += [self.expressions.number(extent) for extent in buffer.shape]
                 continue
             table = np.full((len(self.ranks), num_dims), -1, dtype=np.int64)
-            mesh = program.mesh_of[buffer.mesh]
-            table[self._at[buffer.mesh]] = [program.local_shape(buffer.name, rank) for rank in mesh.ranks]
+            table[self._at[buffer.mesh]] = program.local_shapes(buffer.name)
             self._buffer_rows.append((*common, 1, size))
             self._shapes.append(flat(table))
             size += table.size
@@ -269,7 +270,7 @@ class TemplateColumns:
         known = self._views.get(id(view))
         if known is not None:
             return known
-        known = self._views[id(view)] = len(self._views)
+        known = self._views[id(view)] = len(self._view_rows) // _VIEW
         buffer = self._buffers.get(view.buffer)
         if buffer is None:
             raise ProgramError(f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}")
@@ -288,12 +289,16 @@ class TemplateColumns:
 
     # --- statements -----------------------------------------------------------------------------------
 
+    @property
+    def num_ops(self) -> int:
+        """Return the number of ops that are described."""
+        return len(self._op_rows) // NUM_FIELDS
+
     def _describe_statements(self) -> None:
         for statement, end in preorder(self.program.body):
             if isinstance(statement, Op):
-                row = _OP, self._num_ops, 0, end
+                row = _OP, self.num_ops, 0, end
                 self.describe_op(statement)
-                self._num_ops += 1
             elif isinstance(statement, On):
                 row = _ON, self._set(statement.where), 0, end
             elif isinstance(statement, Repeat):
@@ -387,4 +392,4 @@ class TemplateColumns:
             depends = isinstance(op, Matmul) and mode == READ and view is op.out
             condition = self.expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
             accesses.extend((MODES[mode], self._view(view), condition))
-        self._op_access.append(len(accesses) // _ACCESS)
+        self._op_access.extend((len(accesses) // _ACCESS,))
