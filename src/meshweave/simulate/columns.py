@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshweave.cost.calls import call_flops
-from meshweave.ir.columns.op_fields import Column, OpFields
+from meshweave.ir.columns.op_fields import FLAGS, FLOPS, NBYTES, RATE, Column, OpFields
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
 from meshweave.ir.program.ops import (
@@ -77,9 +77,10 @@ class Columns(TemplateColumns):
     def note_call_costs(self, op: Call, fields: OpFields) -> None:
         """Set FLOPs, bytes and FLOP rate of a call."""
         counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
-        fields.flops, fields.nbytes = self.expressions.number(counted), self.expressions.number(op.bytes)
-        fields.flags = _VIEW_BYTES * counts_view_bytes(op)
-        fields.rate = self.rate(op.work, call_dtype(self.program, op))
+        number = self.expressions.number
+        fields[FLOPS], fields[NBYTES] = number(counted), number(op.bytes)
+        fields[FLAGS] = _VIEW_BYTES * counts_view_bytes(op)
+        fields[RATE] = self.rate(op.work, call_dtype(self.program, op))
 
     def _messages(self, op: Op) -> int:
         """Return about how many messages a member of a collective sends, at most; 1 for other ops."""

@@ -20,6 +20,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.skeleton import Part as SkeletonPart
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work, move_work
 
@@ -58,7 +59,7 @@ class SkeletonWriter(BlockWriter):
 
     def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
-        self._tasks: list[Task] = []
+        self._tasks: list[Task | SkeletonPart] = []
         self._body: list[_Pending] = []
         self._times = 1
         self._users: dict[Place, _Users] = {}
@@ -113,7 +114,12 @@ class SkeletonWriter(BlockWriter):
 
     def _waits(self, after: set[int], lane: str) -> tuple[tuple[str, int], ...]:
         """Return what a task waits for; tasks of its own lane are before it anyway."""
-        return tuple((str(other), 0) for other in sorted(after) if self._tasks[other].lane != lane)
+        out = []
+        for other in sorted(after):
+            task = self._tasks[other]
+            if isinstance(task, SkeletonPart) or task.lane != lane:
+                out.append((str(other), 0))
+        return tuple(out)
 
     def _note(self, op: _Pending, chunk: int, tasks: list[int]) -> None:
         """Note that tasks are the last that access what an op reads and writes."""
@@ -123,32 +129,23 @@ class SkeletonWriter(BlockWriter):
             users = self._users_of(stored, chunk)
             users.writers, users.readers = tasks, []
 
-    def _add_skeleton(self, skeleton: Skeleton, ops: Mapping[str, _Pending]) -> None:
-        """Add the tasks of a product, of which those of a lane read and write what the op of that lane does.
+    def _add_part(self, skeleton: Skeleton, ops: Mapping[str, _Pending]) -> None:
+        """Add a product, of which the tasks of a lane read and write what the op of that lane does.
 
-        A ring in both directions has a second lane, `row_back` or `col_back`.
-
-        The first task of a lane waits for what the op conflicts with, and each for others of the product.
+        A ring in both directions has a second lane, `row_back` or `col_back`. The first task of a lane waits for
+        what the op conflicts with.
         """
         before = {lane: self._conflicts(op, 0) for lane, op in ops.items()}
-        turns: list[dict[str, int]] = []
-        last: dict[str, int] = {}
-        for phase in skeleton.phases:
-            for _ in range(phase.turns):
-                turns.append({})
-                for task in phase.tasks:
-                    after = {
-                        turns[-1 - back][name]
-                        for name, back in task.after
-                        if back < len(turns) and name in turns[-1 - back]
-                    }
-                    if task.lane not in last:
-                        after |= before[task.lane.removesuffix("_back")]
-                    me = turns[-1][task.name] = last[task.lane] = len(self._tasks)
-                    waits = self._waits(after, task.lane)
-                    self._tasks.append(Task(str(me), task.lane, task.work, waits, task.times))
+        lanes = skeleton.lanes
+        after = (
+            (lane, tuple(name for name, _ in self._waits(before[lane.removesuffix("_back")], lane)))
+            for lane in lanes
+        )
+        me = len(self._tasks)
+        waits = tuple((lane, names) for lane, names in after if names)
+        self._tasks.append(SkeletonPart(str(me), skeleton, waits))
         for op in ops.values():
-            self._note(op, 0, list(last.values()))
+            self._note(op, 0, [me])
 
     def _users_of(self, stored: Stored, chunk: int) -> _Users:
         assert isinstance(stored.slot, int)
@@ -273,7 +270,7 @@ class SkeletonWriter(BlockWriter):
             if operand.scattered:
                 reads[lane] = ()
         ops = {lane: _Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
-        self._add_skeleton(product_skeleton(name, problem, self.config.slices), ops)
+        self._add_part(product_skeleton(name, problem, self.config.slices), ops)
 
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""

@@ -245,6 +245,31 @@ class Program:
         self._shapes[name, rank] = shape
         return shape
 
+    @cached_property
+    def _shapes_of_all(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def local_shapes(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
+
+        Raises:
+            ProgramError: as `local_shape` does.
+        """
+        shapes = self._shapes_of_all.get(name)
+        if shapes is None:
+            buffer = self.buffer_of[name]
+            mesh = self.mesh_of[buffer.mesh]
+            if buffer.layout is None:
+                keys = [()] * mesh.num_ranks if all(isinstance(n, int) for n in buffer.shape) else mesh.ranks
+            else:
+                keys = buffer.layout.shard_keys
+            known: dict[object, tuple[int, ...]] = {}
+            for key, rank in zip(keys, mesh.ranks, strict=True):
+                if key not in known:
+                    known[key] = self.local_shape(name, rank)
+            shapes = self._shapes_of_all[name] = tuple(known[key] for key in keys)
+        return shapes
+
     def buffer_bytes(self, name: str, rank: int) -> int:
         """Return the bytes of one slot of a buffer on `rank`."""
         return math.prod(self.local_shape(name, rank)) * dtype_bytes(self.buffer_of[name].dtype)
