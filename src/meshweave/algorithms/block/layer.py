@@ -16,7 +16,7 @@ from meshweave.algorithms.block.ring_equations import (
     POSITIONS,
 )
 from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
-from meshweave.algorithms.block.sides import layout_of
+from meshweave.algorithms.block.sides import layout_of, within
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
 from meshweave.describe.layout import Tile
 from meshweave.ir.program.expressions import Index
@@ -205,8 +205,7 @@ class LayerWriter:
         if self._is_2d(site):
             out = self._new(tensor, first.sides, final)
             self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self.stored[site.weight])
-            gradient = self.stored[f"D{site.weight}"]
-            self._then(lambda: self.writer.product_2d(self.roles.product_2d, "rs", gradient, first, arriving))
+            self._then(lambda: self._weight_gradient_2d(site.weight, first, arriving))
             return out
         arriving = self.writer.move(arriving, dual(self.roles.product(site.is_first)), "all")
         if self.roles.keeps_gathered:
@@ -235,9 +234,13 @@ class LayerWriter:
             return False
         _, sides, final = self._result(site)
         operand, weight = self.stored[site.operand], self.stored[site.weight]
-        layouts = [layout_of(self.writer.mesh, sides, final)]
-        layouts += [layout_of(self.writer.mesh, stored.sides, stored.dims) for stored in (operand, weight)]
-        return not any(isinstance(p, Tile) for layout in layouts for p in layout.placements)
+        mesh = self.writer.mesh
+        for matrix_sides, dims in ((sides, final), (operand.sides, operand.dims), (weight.sides, weight.dims)):
+            tiles = [isinstance(p, Tile) for p in layout_of(mesh, matrix_sides, dims).placements]
+            is_uneven = any(within(side, mesh, dims, 2) is None for side in matrix_sides)
+            if any(tiles) or is_uneven or not set(dims[:-2]) <= {"", *TOKENS}:
+                return False
+        return True
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -320,6 +323,14 @@ class LayerWriter:
         natural = product(rows.dims, columns.dims, TOKENS)
         landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)
         self.writer.matmul(landed, rows, columns, transpose_a=True, sums_chunks=True)
+        self._reduce(landed, out)
+
+    def _weight_gradient_2d(self, weight: str, rows: Stored, columns: Stored) -> None:
+        """Write the same as a 2D product on the last two mesh axes, and its reduction over others."""
+        out = self.stored[f"D{weight}"]
+        natural = (*product(rows.dims[:-2], columns.dims[:-2], TOKENS), *out.dims[-2:])
+        landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)
+        self.writer.product_2d(self.roles.product_2d, "rs", landed, rows, columns)
         self._reduce(landed, out)
 
     def _reduce(self, landed: Stored, out: Stored) -> None:

@@ -1,4 +1,4 @@
-"""What a block computes: layers of a transformer, forward and backward, on a mesh of two axes."""
+"""What a block computes: layers of a transformer, forward and backward, on a mesh of two or three axes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Literal
 
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
 Family = Literal["gpt", "llama"]
 Part = Literal["forward", "training"]
+
+MESH = "tp"
+AXES = ("depth", "row", "col")
+"""Names of the mesh axes; a mesh of two axes has the last two."""
 
 _FAMILIES = ("gpt", "llama")
 _PARTS = ("forward", "training")
@@ -19,7 +24,7 @@ _PARTS = ("forward", "training")
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """Layers of a transformer on a (rows, columns) mesh.
+    """Layers of a transformer on a mesh (rows, columns) or (depth, rows, columns).
 
     Each layer is N = norm(X), M = X + attention(N W_qkv) W_o, N' = norm(M), Z = M + activation(N' W_1) W_2. Family
     "gpt" has layer norms with a gain and a bias, and GELU; "llama" has root-mean-square norms with a gain, rotary
@@ -50,7 +55,7 @@ class BlockProblem:
     kv_heads: int
     head_dim: int
     ffn: int
-    mesh_shape: tuple[int, int] = (2, 2)
+    mesh_shape: tuple[int, ...] = (2, 2)
     layers: int = 1
     family: Family = "gpt"
     part: Part = "training"
@@ -59,27 +64,30 @@ class BlockProblem:
     vocabulary: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.batch, self.sequence, self.hidden, self.heads, self.kv_heads, self.head_dim, self.ffn)
-        if len(self.mesh_shape) != 2 or min(*sizes, *self.mesh_shape, self.layers) < 1 or self.vocabulary < 0:
-            raise LayoutError("sizes, layers and the two mesh sides of a block must be positive")
+        if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
+            raise LayoutError(
+                f"block: mesh_shape is {self.mesh_shape}; give (rows, columns) or (depth, rows, columns)"
+            )
+        for name in ("batch", "sequence", "hidden", "heads", "kv_heads", "head_dim", "ffn", "layers"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"block: {name} is {getattr(self, name)}; give at least 1")
+        if self.vocabulary < 0:
+            raise LayoutError(f"block: vocabulary is {self.vocabulary}; give 0 for none")
         if self.heads % self.kv_heads:
             raise LayoutError(
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
             )
-        for word, known in (
-            (self.family, _FAMILIES),
-            (self.part, _PARTS),
-            (self.dtype, DTYPES),
-        ):
+        for name, known in (("family", _FAMILIES), ("part", _PARTS), ("dtype", tuple(DTYPES))):
+            word = getattr(self, name)
             if word not in known:
-                raise LayoutError(f"a block has no '{word}'{did_you_mean(word, known)}")
+                raise LayoutError(f"block: unknown {name} '{word}'{did_you_mean(word, known)}")
 
     @classmethod
     def of(
         cls,
         model: Transformer,
         workload: Workload,
-        mesh_shape: tuple[int, int],
+        mesh_shape: tuple[int, ...],
         *,
         layers: int = 1,
         part: Part = "training",
@@ -103,6 +111,11 @@ class BlockProblem:
             part,
             workload.dtype,
         )
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh."""
+        return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
 
     @property
     def is_training(self) -> bool:

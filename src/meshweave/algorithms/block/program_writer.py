@@ -205,8 +205,8 @@ class ProgramWriter(BlockWriter):
         lanes = tuple((lane.name, lane.name) for lane in program.lanes)
         for lane, _ in lanes:
             self._lanes[lane] = None
-        whole = Submesh(mesh, (FULL,) * len(self.mesh.shape))
-        meshes = ((program.meshes[0].name, whole),)
+        here = (*(Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2]), FULL, FULL)
+        meshes = ((program.meshes[0].name, Submesh(mesh, here)),)
         self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 
     def add(self, out: Stored, term: Stored) -> None:

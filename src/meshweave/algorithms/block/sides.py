@@ -57,6 +57,17 @@ def extent(mesh: Mesh, side: Side, dims: Dims, other_axis: int = -1, other: Inde
     return count * side.unit
 
 
+def within(side: Side, mesh: Mesh, dims: Dims, num_axes: int) -> int | None:
+    """Return the elements of a side on the last `num_axes` mesh axes; None where others divide it unevenly."""
+    count = side.count
+    for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:
+        if dim == side.dim and dim:
+            count, rest = divmod(count, parts)
+            if rest:
+                return None
+    return count * side.unit
+
+
 def largest_extent(mesh: Mesh, side: Side, dims: Dims) -> int:
     """Return the most elements of a side that any rank has; the first rank has them."""
     count = side.count

@@ -267,7 +267,7 @@ class SkeletonWriter(BlockWriter):
         scratch = Stored(
             f"{name} {problem}", "", (Side("", 1),), (), out.dtype
         )  # includes of a product share it
-        row, col = self.mesh.axes
+        row, col = self.mesh.axes[-2:]
         reads = {COMPUTE: (a, b), row: (b,), col: (a,)}
         for operand, lane in ((problem.vertical, row), (problem.horizontal, col)):
             if operand.scattered:

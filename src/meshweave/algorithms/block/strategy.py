@@ -19,25 +19,22 @@ from meshweave.algorithms.contract import Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
-from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
-
-MESH, AXES = "tp", ("row", "col")
 
 
 class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     """A strategy for the layers of a transformer.
 
     Attributes:
-        roles: what the rows and the columns of the mesh do.
+        roles: what each mesh axis does, in the order of the mesh.
     """
 
     problem_type = BlockProblem
     estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "upper_bound"
-    roles: ClassVar[tuple[AxisRole, AxisRole]]
+    roles: ClassVar[tuple[AxisRole, ...]]
 
     def roles_of(self, problem: BlockProblem) -> Roles:
         """Return the roles of the axes of a problem's mesh: those of a single rank are idle."""
@@ -50,7 +47,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
 
     def refusal(self, problem: BlockProblem) -> str | None:
-        """Return a sentence for a second mesh axis that the strategy has no use for."""
+        """Return a sentence for a mesh axis that the strategy has no use for, or lacks."""
+        if len(problem.mesh_shape) != len(self.roles):
+            axes = ", ".join(AXIS_SIZES[-len(self.roles) :])
+            return f"has {len(self.roles)} mesh axes; give a mesh of ({axes})"
         if self.roles[1] is IDLE and problem.mesh_shape[1] > 1:
             return "has one mesh axis; give a mesh of (ranks, 1)"
         return None
@@ -77,12 +77,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             )
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
-        return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
-
-    @staticmethod
-    def mesh(problem: BlockProblem) -> Mesh:
-        """Return the mesh of a problem."""
-        return Mesh.of(MESH, problem.mesh_shape, AXES)
+        return write_program(problem, config, self.roles_of(problem), problem.mesh, name)
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
         buffers = self.program(problem, next(self.candidates(problem))).buffers
@@ -95,7 +90,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig) -> Skeleton:
         """Return the tasks of rank 0 of the program."""
-        return write_skeleton(problem, config, self.roles_of(problem), self.mesh(problem))
+        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         return reference(problem, inputs)
@@ -116,6 +111,9 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
                 value[...] = draw.standard_normal(value.shape) / 2
         return inputs
 
+
+AXIS_SIZES = ("depth", "rows", "columns")
+"""What the sizes of a mesh are called."""
 
 _EXAMPLES = (
     BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True),

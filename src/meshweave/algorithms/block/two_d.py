@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import COLUMNS, FULLY_SHARDED, Roles
+from meshweave.algorithms.block.roles import BATCH, COLUMNS, FULLY_SHARDED, Roles
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.describe.machine.cluster import Cluster
 
@@ -85,3 +85,24 @@ class SummaBlock(IncludedProducts):
     source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
     product_2d = "summa"
     slices = (1, 4)
+
+
+class TwoHalfDBlock(IncludedProducts):
+    """2.5D tensor parallelism as in Tesseract and Colossal-AI: SUMMA on `depth` meshes of rows and columns at once.
+
+    Each mesh has the whole weights, as 2D products shard them, and a part of the batch. Only gradients of weights,
+    and of the parameters of norms, are summed over depth. This is not `25d` of `matmul2d`, which splits the steps of
+    one product over depth and sums C there: in a layer that would be a sum for each product, not for each weight.
+    """
+
+    name = "25d_block"
+    title = "2.5D block (2.5D tensor parallelism)"
+    source = "Wang et al., Tesseract, ICPP '22, section 3; Solomonik and Demmel, Euro-Par 2011"
+    roles = (BATCH, FULLY_SHARDED, COLUMNS)
+    product_2d = "summa"
+    slices = (1, 4)
+
+    def examples(self) -> Iterator[BlockProblem]:
+        """Yield a block whose products are all included, and one whose batch depth does not divide."""
+        yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
+        yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", part="forward", exact=True)

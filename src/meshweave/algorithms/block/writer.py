@@ -14,7 +14,7 @@ from typing import Literal
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.roles import Dim, Dims, Side, Sides
-from meshweave.algorithms.block.sides import largest_extent
+from meshweave.algorithms.block.sides import largest_extent, within
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError
@@ -168,12 +168,16 @@ class BlockWriter(ABC):
         """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
 
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
-        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs."""
+        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs.
+
+        It runs on the last two mesh axes. Along others, each layer of the mesh has its own product of what it has.
+        """
         assert self.num_chunks == 1
-        (rows, columns), (b_rows, b_columns) = ([side.size for side in x.sides] for x in (a, b))
+        sizes = [[within(side, self.mesh, x.dims, 2) for side in x.sides] for x in (a, b)]
+        (rows, columns), (b_rows, b_columns) = ([size or 0 for size in of_operand] for of_operand in sizes)
         m, k = (columns, rows) if dataflow == "rs" else (rows, columns)
         n = b_rows if dataflow == "ls" else b_columns
-        problem = Matmul2dProblem(m, n, k, self.mesh.shape, dataflow, out.dtype)
+        problem = Matmul2dProblem(m, n, k, self.mesh.shape[-2:], dataflow, out.dtype)
         self._include(name, problem, out, a, b)
         self.cut()
 
