@@ -23,9 +23,9 @@ from meshweave.cli.options import (
 from meshweave.describe.machine.cluster import load_cluster
 
 if TYPE_CHECKING:
-    from meshweave.cost.device_meshes import MeshShape, MeshTime
+    from meshweave.cost.device_meshes import MeshTime
     from meshweave.describe.machine.hierarchy import CommunicationMatrix
-    from meshweave.tune.blocks import BlockRanking
+    from meshweave.tune.blocks import BlockRanking, MeshShape
 
 ModelArgument = Annotated[
     str,
@@ -50,7 +50,10 @@ def block(
         str, typer.Option("--algorithm", help="Strategies to choose among, with commas, or 'all'.")
     ] = "all",
     meshes: Annotated[
-        str, typer.Option("--mesh", help="Meshes ROWSxCOLS to choose among, with commas, or 'all'.")
+        str,
+        typer.Option(
+            "--mesh", help="Meshes ROWSxCOLS or DEPTHxROWSxCOLS to choose among, with commas, or 'all'."
+        ),
     ] = "all",
     simulated: Annotated[
         int, typer.Option("--simulate", min=0, max=64, help="How many of the best to simulate.")
@@ -143,9 +146,11 @@ def _meshes(text: str) -> tuple[MeshShape, ...] | None:
     shapes = []
     for name in names:
         shape = read_mesh(name)
-        if len(shape) != 2:
-            raise LayoutError(f"a block runs on a mesh of two sides, such as 2x4, not {name}")
-        shapes.append((shape[0], shape[1]))
+        if len(shape) not in (2, 3):
+            raise LayoutError(
+                f"a block runs on a mesh of two or three axes, such as 2x4 or 2x2x2, not {name}"
+            )
+        shapes.append(shape)
     return tuple(shapes)
 
 

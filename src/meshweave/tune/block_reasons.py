@@ -59,8 +59,7 @@ def axis_uses(entry: RankedConfig, machine: Machine) -> Iterator[AxisUse]:
 
 def name_of(entry: RankedConfig) -> str:
     """Return the name of an entry as tables have it: `atp 2x4`."""
-    rows, columns = mesh_of(entry)
-    return f"{entry.algorithm.name} {rows}x{columns}"
+    return f"{entry.algorithm.name} {'x'.join(map(str, mesh_of(entry)))}"
 
 
 def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:

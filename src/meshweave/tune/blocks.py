@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.cost.device_meshes import MeshShape, device_meshes
+from meshweave.cost.device_meshes import device_meshes
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.ranking import RankedConfig, simulate_best, solvers
 
-AXES = ("row", "col")
+MeshShape = tuple[int, ...]
+"""The sizes of a mesh (rows, columns) or (depth, rows, columns)."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,21 @@ def mesh_of(entry: RankedConfig) -> MeshShape:
 
 def block_machine(cluster: Cluster, mesh_shape: MeshShape) -> Machine:
     """Return a cluster with the mesh of a block laid on it."""
-    return mesh_machine(cluster, mesh_shape, AXES, logical=True)
+    return mesh_machine(cluster, mesh_shape, AXES[-len(mesh_shape) :], logical=True)
 
 
 def block_meshes(cluster: Cluster) -> tuple[MeshShape, ...]:
-    """Return the meshes (rows, columns) that the network carries, those with the fewest columns first."""
+    """Return the meshes that the network carries: (rows, columns), those with the fewest columns first.
+
+    Then come those (depth, rows, columns) of which no size is 1; with a 1 they are meshes of two axes.
+    """
     carried = set(cluster.network.mesh_shapes(2))
-    return tuple(mesh for mesh in device_meshes(cluster.num_chips) if mesh in carried)
+    flat = (mesh for mesh in device_meshes(cluster.num_chips) if mesh in carried)
+    try:
+        deep = cluster.network.mesh_shapes(3)
+    except LayoutError:  # a torus of two axes has no third
+        deep = ()
+    return *flat, *(mesh for mesh in deep if min(mesh) > 1)
 
 
 def rank_blocks(

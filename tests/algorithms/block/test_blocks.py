@@ -17,6 +17,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import factorisations
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate, estimate_skeleton
@@ -35,10 +36,14 @@ LLAMA = BlockProblem(4, 3, 5, 6, 3, 3, 5, dtype="float64", family="llama", vocab
 """Three groups of heads for up to eight ranks, and widths that nothing divides."""
 
 
-def meshes(entry: BlockAlgorithm, num_ranks: int) -> list[tuple[int, int]]:
-    """Return the meshes of so many ranks that a strategy has."""
-    shapes = [(rows, num_ranks // rows) for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
-    return [shape for shape in shapes if entry.refusal(replace(GPT, mesh_shape=shape)) is None]
+def meshes(entry: BlockAlgorithm, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return the meshes of so many ranks that a strategy has; of three axes those with some depth."""
+    shapes = factorisations(num_ranks, len(entry.roles))
+    return [
+        shape
+        for shape in shapes
+        if entry.refusal(replace(GPT, mesh_shape=shape)) is None and (len(shape) == 2 or shape[0] > 1)
+    ]
 
 
 CASES = [
@@ -84,7 +89,8 @@ def test_a_strategy_computes_four_layers(name: str, shape: BlockProblem) -> None
 def test_a_single_rank_needs_no_communication_and_computes_the_reference() -> None:
     problem = replace(LLAMA, mesh_shape=(1, 1), layers=2)
     for entry in ENTRIES:
-        assert traffic(entry.program(problem, BlockConfig()), 0) == {}
+        alone = replace(problem, mesh_shape=(1,) * len(entry.roles))
+        assert traffic(entry.program(alone, BlockConfig()), 0) == {}
     check_block("megatron", problem)
 
 
@@ -190,7 +196,29 @@ def test_zero_3_gathers_each_weight_twice_and_zero_2_once() -> None:
     assert moved["zero3"] == moved["zero2"] + part
 
 
-SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256)]
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 1, 2), (4, 2, 2), (2, 4, 1)])
+def test_traffic_of_25d_is_that_of_three_products_a_weight_and_one_sum_over_depth(
+    mesh: tuple[int, int, int],
+) -> None:
+    """Of each product, tokens move along columns and a weight along rows (Wang et al., section 3).
+
+    Beside the weights there are the statistics of norms, summed along columns, and the gradients of gains.
+    """
+    depth, rows, columns = mesh
+    problem = BlockProblem(8, 8, 32, 8, 8, 4, 128, mesh, 2)
+    tokens, h = problem.batch * problem.sequence // (depth * rows), problem.hidden
+    weights = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
+    along_columns = sum(3 * tokens * k for k, _ in weights) * 4 * (columns - 1) // columns
+    along_columns += 4 * tokens * 2 * 4 * 2 * (columns - 1) // columns
+    of_weights, of_gains = sum(k * n for k, n in weights) // columns * 4, 2 * 2 * h // columns * 4
+    along_rows = 3 * of_weights * (rows - 1) // rows + 2 * of_gains * (rows - 1) // rows
+    along_depth = 2 * (of_weights // rows + of_gains) * (depth - 1) // depth
+    expected = {"tp.depth": along_depth, "tp.row": along_rows, "tp.col": along_columns}
+    moved = algorithm("25d_block").traffic(problem, BlockConfig(), 0)
+    assert moved == {axis: 2 * count for axis, count in expected.items() if count}
+
+
+SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256), (8, 8, 8), (2, 16, 16)]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -208,7 +236,11 @@ def test_every_strategy_has_an_estimate_for_gpt_3_on_512_ranks(entry: BlockAlgor
 def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
     entry: BlockAlgorithm, layers: int
 ) -> None:
-    """Slices and turns of uneven shards are largest on different ranks; a skeleton has the largest of each."""
+    """Slices and turns of uneven shards are largest on different ranks; a skeleton has the largest of each.
+
+    Panels of a gradient are complete on one rank after another. Rank 0 may sum its own over depth at once; a
+    skeleton waits for the last, as the slowest rank does.
+    """
     cluster = load_cluster("tpu-v4-pod:6")
     for mesh in meshes(entry, 6):
         problem = BlockProblem(7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16", vocabulary=2000)
@@ -221,10 +253,16 @@ def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
                 entry.estimate(problem, config, machine),
                 estimate_skeleton(skeleton_of(program), machine),
             )
+            slack = 1.05 if "depth" in problem.mesh.axes else 1.02
             if program.includes or entry.name == "ring_attention":
-                assert read.total_s * (1 - 1e-9) <= known.total_s <= read.total_s * 1.02
+                assert read.total_s * (1 - 1e-9) <= known.total_s <= read.total_s * slack
             else:
                 assert known == read
+
+
+def test_a_slot_of_gathered_weights_is_filled_after_the_product_that_reads_it() -> None:
+    """Weights of three layers take turns in two slots."""
+    check_block("zero3", replace(GPT, mesh_shape=(2, 1), layers=3, part="forward"))
 
 
 def exposed_s(problem: BlockProblem, name: str, chunks: int) -> float:
@@ -293,6 +331,11 @@ def test_problems_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(MeshweaveError):
             replace(GPT, **changes)
+    for mesh in ((2, 2), (2, 1, 1, 1)):
+        with pytest.raises(LayoutError, match="mesh"):
+            algorithm("25d_block").program(replace(GPT, mesh_shape=mesh), BlockConfig())
+    with pytest.raises(LayoutError, match=r"has 2 mesh axes; give a mesh of \(rows, columns\)"):
+        algorithm("atp").program(replace(GPT, mesh_shape=(2, 2, 1)), BlockConfig())
     with pytest.raises(LayoutError, match="one mesh axis"):
         algorithm("megatron").program(replace(GPT, mesh_shape=(2, 2)), BlockConfig())
     with pytest.raises(LayoutError, match="5 chunks of a block that atp cuts into 4"):
@@ -328,7 +371,7 @@ def test_blocks_over_gloo(num_ranks: int, step: int) -> None:
     env = {"PYTHONPATH": str(Path(__file__).parent)}
     errors = launch("block_ranks:relative_errors", num_ranks, {"blocks": blocks}, timeout_s=120.0, env=env)
     for (name, fields, _), *of_ranks in zip(blocks, *errors, strict=True):
-        assert max(of_ranks) <= (0.05 if fields["dtype"] == "bfloat16" else 1e-12), name
+        assert max(of_ranks) <= (0.1 if fields["dtype"] == "bfloat16" else 1e-12), name  # one rank: 0.024
 
 
 def test_idle_axes_are_those_of_one_rank() -> None:

@@ -235,7 +235,11 @@ class LayerWriter:
         _, sides, final = self._result(site)
         operand, weight = self.stored[site.operand], self.stored[site.weight]
         mesh = self.writer.mesh
-        for matrix_sides, dims in ((sides, final), (operand.sides, operand.dims), (weight.sides, weight.dims)):
+        for matrix_sides, dims in (
+            (sides, final),
+            (operand.sides, operand.dims),
+            (weight.sides, weight.dims),
+        ):
             tiles = [isinstance(p, Tile) for p in layout_of(mesh, matrix_sides, dims).placements]
             is_uneven = any(within(side, mesh, dims, 2) is None for side in matrix_sides)
             if any(tiles) or is_uneven or not set(dims[:-2]) <= {"", *TOKENS}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
@@ -144,20 +145,19 @@ class ProgramWriter(BlockWriter):
         """Return whether no loop over chunks is being written."""
         return not self._body
 
-    def cut(self) -> None:
-        """End the loop over chunks."""
+    def _end_loop(self) -> None:
         if self._body and self.num_chunks > 1:
             self.statements.append(Repeat(CHUNK.name, self.num_chunks, tuple(self._body)))
         else:
             self.statements.extend(self._body)
         self._body = []
 
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+    @contextmanager
+    def _before_loop(self) -> Iterator[None]:
         body, self._body = self._body, []
-        out = self.move_once(kept, dims, lane, into)
-        self._body = body
-        return out
+        multiplied, self._multiplied = self._multiplied, set()
+        yield
+        self._body, self._multiplied = body, multiplied
 
     # --- compute ------------------------------------------------------------------------------------------------
 
@@ -174,24 +174,16 @@ class ProgramWriter(BlockWriter):
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
-    def matmul(
-        self,
-        out: Stored,
-        a: Stored,
-        b: Stored,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        sums_chunks: bool = False,
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:
-        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         self._do(
             Matmul(
                 out=self._view(out),
                 a=self._view(a),
                 b=self._view(b),
-                transpose_a=transpose_a,
-                transpose_b=transpose_b,
+                transpose_a=transposed[0],
+                transpose_b=transposed[1],
                 accumulate=CHUNK > 0 if sums_chunks and self.num_chunks > 1 else 0,
                 lane=COMPUTE,
             )

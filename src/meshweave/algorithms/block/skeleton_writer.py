@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
@@ -82,8 +83,7 @@ class SkeletonWriter(BlockWriter):
         """Return whether no loop over chunks is being written."""
         return not self._body
 
-    def cut(self) -> None:
-        """End the loop over chunks."""
+    def _end_loop(self) -> None:
         sizes = [self.chunk] * self.num_chunks
         if self.num_chunks > 1:
             sizes[-1] = self.largest_batch - self.chunk * (self.num_chunks - 1)
@@ -167,12 +167,12 @@ class SkeletonWriter(BlockWriter):
     ) -> None:
         self._body.append(_Pending(lane, work_of, reads, writes, self._times))
 
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+    @contextmanager
+    def _before_loop(self) -> Iterator[None]:
         body, self._body = self._body, []
-        out = self.move_once(kept, dims, lane, into)
-        self._body = body
-        return out
+        multiplied, self._multiplied = self._multiplied, set()
+        yield
+        self._body, self._multiplied = body, multiplied
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
@@ -238,20 +238,12 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, ins, outs)
 
-    def matmul(
-        self,
-        out: Stored,
-        a: Stored,
-        b: Stored,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        sums_chunks: bool = False,
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:
-        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         inner = self._largest(a.sides[-1], a.dims)
         rows = self._elements_per_sequence(a) // max(inner, 1)
-        columns = self._largest(b.sides[0 if transpose_b else -1], b.dims)
+        columns = self._largest(b.sides[0 if transposed[1] else -1], b.dims)
         dtype = a.dtype
 
         def work_of(size: int) -> Work:

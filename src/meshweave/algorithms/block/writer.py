@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -78,6 +79,7 @@ class BlockWriter(ABC):
         self.chunk = -(-self.largest_batch // config.chunks)
         self.num_chunks = -(-self.largest_batch // self.chunk)
         self._names: set[str] = set()
+        self._multiplied: set[tuple[str, Index]] = set()
 
     # --- memory -------------------------------------------------------------------------------------------------
 
@@ -138,9 +140,13 @@ class BlockWriter(ABC):
     def is_between_loops(self) -> bool:
         """Return whether no loop over chunks is being written."""
 
-    @abstractmethod
     def cut(self) -> None:
         """End the loop over chunks."""
+        self._multiplied.clear()
+        self._end_loop()
+
+    @abstractmethod
+    def _end_loop(self) -> None: ...
 
     @abstractmethod
     def call(
@@ -154,7 +160,6 @@ class BlockWriter(ABC):
     ) -> None:
         """Add a call of a function on the chunk."""
 
-    @abstractmethod
     def matmul(
         self,
         out: Stored,
@@ -166,6 +171,13 @@ class BlockWriter(ABC):
         sums_chunks: bool = False,
     ) -> None:
         """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
+        self._multiplied.add((b.buffer, b.slot))
+        self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
+
+    @abstractmethod
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
+    ) -> None: ...
 
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
         """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs.
@@ -254,9 +266,19 @@ class BlockWriter(ABC):
         self.num_chunks = chunks
         return out
 
-    @abstractmethod
     def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+        """Move a weight before the loop that is being written, and return where it is then.
+
+        Where that loop multiplies by what `into` has so far, it ends first.
+        """
+        if into is not None and (into.buffer, into.slot) in self._multiplied:
+            self.cut()
+        with self._before_loop():
+            return self.move_once(kept, dims, lane, into)
+
+    @abstractmethod
+    def _before_loop(self) -> AbstractContextManager[None]:
+        """Write, while it is entered, before the loop that is being written."""
 
     def _step(self, out: Stored, src: Stored, axis: int, lane: str) -> None:
         """Move a tensor along one axis."""
