@@ -197,7 +197,8 @@ class ProgramWriter(BlockWriter):
         lanes = tuple((lane.name, lane.name) for lane in program.lanes)
         for lane, _ in lanes:
             self._lanes[lane] = None
-        here = (*(Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2]), FULL, FULL)
+        own: tuple[Index, ...] = tuple(Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2])
+        here = (*own, FULL, FULL)
         meshes = ((program.meshes[0].name, Submesh(mesh, here)),)
         self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import BATCH, COLUMNS, FULLY_SHARDED, Roles
+from meshweave.algorithms.block.roles import BATCH, COLUMNS, FULLY_SHARDED, AxisRole, Roles
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.describe.machine.cluster import Cluster
 
@@ -37,7 +37,7 @@ class IncludedProducts(BlockAlgorithm):
         slices: the numbers of slices to choose among.
     """
 
-    roles = (FULLY_SHARDED, COLUMNS)
+    roles: ClassVar[tuple[AxisRole, ...]] = (FULLY_SHARDED, COLUMNS)
     product_2d: ClassVar[str]
     slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
 
@@ -88,11 +88,11 @@ class SummaBlock(IncludedProducts):
 
 
 class TwoHalfDBlock(IncludedProducts):
-    """2.5D tensor parallelism as in Tesseract and Colossal-AI: SUMMA on `depth` meshes of rows and columns at once.
+    """2.5D tensor parallelism as in Tesseract and Colossal-AI: SUMMA on `depth` meshes of rows and columns.
 
-    Each mesh has the whole weights, as 2D products shard them, and a part of the batch. Only gradients of weights,
-    and of the parameters of norms, are summed over depth. This is not `25d` of `matmul2d`, which splits the steps of
-    one product over depth and sums C there: in a layer that would be a sum for each product, not for each weight.
+    Each mesh has whole weights, which 2D products shard over it, and a part of the batch. Only gradients of
+    weights and of the parameters of norms are summed over depth. The product `25d` of `matmul2d` is another one:
+    it splits the steps of a product over depth and sums C there, in a layer once for each of twelve products.
     """
 
     name = "25d_block"
