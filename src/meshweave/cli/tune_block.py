@@ -66,6 +66,7 @@ def block(
 
     A strategy shards the layers of a transformer, forward and backward: ATP, Megatron's tensor parallelism, 2D
     products and others. All are estimated; then the best are simulated with contention, which decides their order.
+    Strategies that exceed the memory of a chip are listed, marked "over memory".
 
     Example: meshweave tune block gpt3 --cluster atp-ic1
     """
@@ -162,19 +163,19 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
     from meshweave.tune.blocks import mesh_of
 
     rows = []
-    for position, entry in enumerate(ranking.entries[:count]):
+    for position, ranked in enumerate(ranking.ranked[:count]):
         rows.append(
             {
-                "algorithm": entry.algorithm.name,
-                "mesh": list(mesh_of(entry)),
-                "config": str(entry.config),
-                "seconds": entry.seconds,
-                "exposed_s": entry.exposed_s,
-                "estimate_s": entry.estimate.total_s,
-                "simulated_s": entry.simulated[0] if entry.simulated else None,
-                "traffic_bytes": entry.traffic_bytes,
-                "peak_bytes": entry.peak_bytes,
-                "block_fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
+                "algorithm": ranked.algorithm.name,
+                "mesh": list(mesh_of(ranked)),
+                "config": str(ranked.config),
+                "seconds": ranked.seconds,
+                "exposed_s": ranked.exposed_s,
+                "estimate_s": ranked.estimate.total_s,
+                "simulated_s": ranked.simulated[0] if ranked.simulated else None,
+                "traffic_bytes": ranked.traffic_bytes,
+                "peak_bytes": ranked.peak_bytes,
+                "block_fits": ranked.peak_bytes <= ranking.cluster.chip.memory_bytes,
                 "margin": ranking.margin(position),
                 "reason": block_reason(ranking, position),
             }
@@ -199,7 +200,7 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
         f"{layers} of {model.name}, {load.batch} x {load.sequence} tokens, {load.dtype}, on "
         f"{ranking.cluster.num_chips} chips of {ranking.cluster.name}; {ranking.num_priced} configs priced"
     )
-    head = ("strategy", "mesh", "config", "simulated", "estimate", "exposed", "peak", "to the next")
+    head = ("strategy", "mesh", "config", "simulated", "estimate", "exposed", "peak", "next is slower by")
     rows = []
     for entry in data["entries"]:
         simulated = "-" if entry["simulated_s"] is None else format_s(entry["simulated_s"])
@@ -225,11 +226,11 @@ def _picture(ranking: BlockRanking, count: int) -> str:
     from meshweave.tune.block_reasons import name_of
 
     stacks = [
-        Stack(name_of(entry), ((entry.seconds - entry.exposed_s) * 1e3, entry.exposed_s * 1e3))
-        for entry in ranking.entries[:count]
+        Stack(name_of(ranked), ((ranked.seconds - ranked.exposed_s) * 1e3, ranked.exposed_s * 1e3))
+        for ranked in ranking.ranked[:count]
     ]
     title = f"{ranking.model.name} on {ranking.cluster.num_chips} chips of {ranking.cluster.name}"
-    return stacked_chart(title, stacks, ("products", "exposed"), "ms")
+    return stacked_chart(title, stacks, ("compute", "exposed"), "ms")
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
 
 def test_a_slot_of_gathered_weights_is_filled_after_the_product_that_reads_it() -> None:
     """Weights of three layers take turns in two slots."""
-    check_block("zero3", replace(GPT, mesh_shape=(2, 1), layers=3, part="forward"))
+    check_block("zero3", replace(GPT, mesh_shape=(2, 1), layers=3, training=False))
 
 
 def exposed_s(problem: BlockProblem, name: str, chunks: int) -> float:
@@ -326,11 +326,24 @@ def test_problems_that_make_no_sense_are_refused() -> None:
         {"batch": 0},
         {"kv_heads": 2},
         {"family": "bert"},
-        {"part": "backward"},
+        {"dtype": "float31"},
         {"mesh_shape": (0, 1)},
     ):
         with pytest.raises(MeshweaveError):
             replace(GPT, **changes)
+    for name, config, text in (
+        (
+            "atp",
+            BlockConfig(slices=2),
+            "atp: slices is 2; only strategies of 2D products have slices, give 0",
+        ),
+        ("meshslice_block", BlockConfig(slices=-1), "slices is -1"),
+        ("meshslice_block", BlockConfig(2, slices=2), "chunks is 2; give 1 to 1"),
+        ("collective_block", BlockConfig(scatter="all_reduce"), "scatter is 'all_reduce'"),
+    ):
+        for write in (algorithm(name).program, algorithm(name).skeleton):
+            with pytest.raises(LayoutError, match=text):
+                write(GPT, config)
     for mesh in ((2, 2), (2, 1, 1, 1)):
         with pytest.raises(LayoutError, match="mesh"):
             algorithm("25d_block").program(replace(GPT, mesh_shape=mesh), BlockConfig())
@@ -338,15 +351,28 @@ def test_problems_that_make_no_sense_are_refused() -> None:
         algorithm("atp").program(replace(GPT, mesh_shape=(2, 2, 1)), BlockConfig())
     with pytest.raises(LayoutError, match="one mesh axis"):
         algorithm("megatron").program(replace(GPT, mesh_shape=(2, 2)), BlockConfig())
-    with pytest.raises(LayoutError, match="5 chunks of a block that atp cuts into 4"):
+    with pytest.raises(LayoutError, match="atp: chunks is 5; give 1 to 4 for this problem"):
         algorithm("atp").program(GPT, BlockConfig(5))
+
+
+def test_chunks_are_as_many_as_a_config_says() -> None:
+    """5 sequences in at most 4 chunks are 2, 2 and 1: that is the candidate of 3 chunks."""
+    for name in ("atp", "megatron_sp"):
+        entry = algorithm(name)
+        for batch, counts in ((1, [1]), (2, [1, 2]), (3, [1, 2]), (5, [1, 2, 3]), (8, [1, 2, 4])):
+            problem = replace(GPT, batch=batch, mesh_shape=(2, 1))
+            assert [config.chunks for config in entry.candidates(problem)] == counts
+        three, four = (
+            entry.program(replace(GPT, batch=5, mesh_shape=(2, 1)), BlockConfig(count)) for count in (3, 4)
+        )
+        assert three.body == four.body
 
 
 def test_products_of_operands_that_do_not_fit_are_refused() -> None:
     assert product(("hidden", ""), ("hidden", "inner"), ("hidden",)) == ("partial", "inner")
-    with pytest.raises(LayoutError, match="one operand sharded"):
+    with pytest.raises(LayoutError, match="give both the same"):
         product(("hidden",), ("",), ("hidden",))
-    with pytest.raises(LayoutError, match="by one mesh axis"):
+    with pytest.raises(LayoutError, match="let it replicate one operand"):
         product(("batch",), ("inner",), ("hidden",))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from meshweave.algorithms.block.halves import halves_of
 from meshweave.algorithms.block.problem import MESH, BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import HIDDEN, INNER, Dims, Side
+from meshweave.algorithms.block.roles import HIDDEN, INNER, AxisDims, Side
 from meshweave.algorithms.block.sides import extent
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.base.units import dtype_bytes
@@ -63,7 +63,7 @@ class Atp(BlockAlgorithm):
         for tokens in self._tokens_of_chunks(problem, config):
             statistics = tokens * problem.norm_rows * dtype_bytes(problem.statistics_dtype)
             passes = (
-                [(qkv, heads, first), (heads, qkv, second)] if problem.is_training else [(qkv, heads, first)]
+                [(qkv, heads, first), (heads, qkv, second)] if problem.training else [(qkv, heads, first)]
             )
             for scattered, gathered, summed in passes:
                 over_rows += 2 * _summed(d1, tokens * hidden * item)
@@ -76,7 +76,7 @@ class Atp(BlockAlgorithm):
         moved = {f"{MESH}.row": over_rows, f"{MESH}.col": over_columns}
         return {axis: problem.layers * count for axis, count in moved.items() if count}
 
-    def _local(self, problem: BlockProblem, rank: int, side: Side, dims: Dims) -> int:
+    def _local(self, problem: BlockProblem, rank: int, side: Side, dims: AxisDims) -> int:
         """Return the elements of a side that a rank has."""
         mesh = problem.mesh
         coordinates = {f"{MESH}.{axis}": at for axis, at in zip(mesh.axes, mesh.coords(rank), strict=True)}

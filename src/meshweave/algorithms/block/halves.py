@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Dim
 from meshweave.ir.program import Tensor
-from meshweave.ir.program.meanings import Dims, Function, Meaning, Product, Same, Sum, TensorPart
+from meshweave.ir.program.meanings import Function, Meaning, PositionNames, Product, Same, Sum, TensorPart
 
-GROUP: Dims = ("b", None, "g", None)
+GROUP: PositionNames = ("b", None, "g", None)
 """All positions of a group of heads, of a tensor (batch, sequence, groups, width)."""
 
 
@@ -65,20 +65,20 @@ class Half:
         return token_sizes(self.problem, self.is_flat)
 
     @property
-    def token_names(self) -> Dims:
+    def token_names(self) -> PositionNames:
         """Return names for the positions of tokens."""
         return ("i",) if self.is_flat else ("b", "s")
 
     @property
-    def _row(self) -> Dims:
+    def _row(self) -> PositionNames:
         return (*self.token_names, None)
 
     @property
-    def _element(self) -> Dims:
+    def _element(self) -> PositionNames:
         return (*self.token_names, "j")
 
     @property
-    def _unit(self) -> Dims:
+    def _unit(self) -> PositionNames:
         return (*self.token_names, "j", None)
 
     @property

@@ -15,7 +15,7 @@ from meshweave.algorithms.block.ring_core import RingCore
 from meshweave.algorithms.block.ring_equations import (
     POSITIONS,
 )
-from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Roles, Side, Sides, gradient_dims, product
 from meshweave.algorithms.block.sides import layout_of, within
 from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
 from meshweave.describe.layout import Tile
@@ -25,7 +25,7 @@ GRADIENTS = "gradients"
 WEIGHTS = "weights"
 
 
-WeightSpec = tuple[str, Sides, Dims]
+WeightSpec = tuple[str, Sides, AxisDims]
 """The name of a weight, its sides, and how it lies where it is used."""
 
 
@@ -52,7 +52,7 @@ class LayerWriter:
         for half in self._halves:
             self._forward(half)
         self._after()
-        if self.problem.is_training:
+        if self.problem.training:
             self._before_backward()
             for half in reversed(self._halves):
                 self._backward(half)
@@ -122,7 +122,7 @@ class LayerWriter:
                 POSITIONS.lower(), POSITIONS, positions, roles.nowhere, problem.statistics_dtype, "input"
             )
         self._declare_outputs()
-        for name, sides, used in self._weights() if problem.is_training else ():
+        for name, sides, used in self._weights() if problem.training else ():
             dims = used if sides[0].dim == "" else roles.gradient(used, sides)
             self.stored[f"D{name}"] = writer.new(
                 f"d{name.lower()}", f"D{name}", sides, dims, problem.dtype, "output"
@@ -130,12 +130,12 @@ class LayerWriter:
 
     def _declare_inputs(self) -> None:
         """Declare the inputs that are no weights."""
-        for name in ("X", "DZ") if self.problem.is_training else ("X",):
+        for name in ("X", "DZ") if self.problem.training else ("X",):
             self._declare_residual(name, "input")
 
     def _declare_outputs(self) -> None:
         """Declare the outputs that are no gradients of weights."""
-        for name in ("Z", "DX") if self.problem.is_training else ("Z",):
+        for name in ("Z", "DX") if self.problem.training else ("Z",):
             self._declare_residual(name, "output")
 
     def _declare_residual(self, name: str, kind: Kind) -> None:
@@ -143,7 +143,7 @@ class LayerWriter:
             name.lower(), name, self._residual_sides(), self.roles.residual, self.problem.dtype, kind
         )
 
-    def _new(self, tensor: str, sides: Sides, dims: Dims, dtype: str = "") -> Stored:
+    def _new(self, tensor: str, sides: Sides, dims: AxisDims, dtype: str = "") -> Stored:
         """Return the buffer of a tensor: that which is declared for it, or a new one."""
         if tensor not in self.stored:
             self.stored[tensor] = self.writer.new(
@@ -166,7 +166,9 @@ class LayerWriter:
             kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
         )
 
-    def _landing(self, tensor: str, sides: Sides, natural: Dims, final: Dims) -> tuple[Stored, Stored]:
+    def _landing(
+        self, tensor: str, sides: Sides, natural: AxisDims, final: AxisDims
+    ) -> tuple[Stored, Stored]:
         """Return the buffer that a product writes, and that in which its result is to lie.
 
         They are one where sums are made in place.
@@ -177,7 +179,7 @@ class LayerWriter:
             for before, after in zip(natural, final, strict=True)
         ):
             return replace(out, dims=natural), out
-        return self.writer.part_of(out, natural), out
+        return self.writer.partial_buffer(out, natural), out
 
     # --- products -----------------------------------------------------------------------------------------------
 
@@ -207,7 +209,7 @@ class LayerWriter:
             self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self.stored[site.weight])
             self._then(lambda: self._weight_gradient_2d(site.weight, first, arriving))
             return out
-        arriving = self.writer.move(arriving, dual(self.roles.product(site.is_first)), "all")
+        arriving = self.writer.move(arriving, gradient_dims(self.roles.product(site.is_first)), "all")
         if self.roles.keeps_gathered:
             operand = self.stored[f"{site.operand} gathered"]
         else:
@@ -220,7 +222,7 @@ class LayerWriter:
         self._then(lambda: self._weight_gradient(site.weight, operand, arriving))
         return out
 
-    def _result(self, site: Site) -> tuple[str, Sides, Dims]:
+    def _result(self, site: Site) -> tuple[str, Sides, AxisDims]:
         """Return what a product of the forward part makes: the tensor, its sides, and how it is to lie."""
         half = site.half
         if site.is_first:
@@ -267,7 +269,7 @@ class LayerWriter:
     def _row_sums(self, tensor: str, fn: str, ins: tuple[Stored, ...]) -> Stored:
         """Write a call that makes sums over the features of each row, and their sum over ranks."""
         sums = self._new(tensor, self._row_sides(), self.roles.statistics, self.problem.statistics_dtype)
-        natural: Dims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
+        natural: AxisDims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
         self.writer.call(fn, (sums,), ins, "reduction", (self.writer.elements(ins[0]),))
         self.writer.move(replace(sums, dims=natural), self.roles.statistics, "moved")
         return sums
@@ -388,5 +390,5 @@ class LayerWriter:
         self.writer.zero(out)
         ins = (of_normal, stream, *statistics, out)
         self.writer.call(fn, (out,), ins, "norm", self._rows_and_features(stream), "weight_grad")
-        natural: Dims = tuple("partial" if dim in TOKENS else dim for dim in of_normal.dims)
+        natural: AxisDims = tuple("partial" if dim in TOKENS else dim for dim in of_normal.dims)
         self._reduce(replace(out, dims=natural), out)

@@ -12,14 +12,12 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 
 Family = Literal["gpt", "llama"]
-Part = Literal["forward", "training"]
 
 MESH = "tp"
 AXES = ("depth", "row", "col")
 """Names of the mesh axes; a mesh of two axes has the last two."""
 
 _FAMILIES = ("gpt", "llama")
-_PARTS = ("forward", "training")
 
 
 @dataclass(frozen=True)
@@ -32,20 +30,26 @@ class BlockProblem:
     and grouped: `heads / kv_heads` heads of queries share one head of keys and values, and W_qkv has the columns
     of one such group after those of another.
 
-    Part "forward" takes X (batch, sequence, hidden) to Z. Part "training" also takes DZ, the gradient of a loss by
-    Z, and gives DX and the gradients of all weights.
+    Without `training` X (batch, sequence, hidden) is taken to Z. With it DZ is one more input, the gradient of a
+    loss with respect to Z, and DX and the gradients of all weights are outputs, too.
 
     With a vocabulary, TOKENS (batch, sequence) are looked up in E (vocabulary, hidden). A last norm, the product
     with W_v (hidden, vocabulary) and a cross entropy with TARGETS follow Z: LOSS is their sum over tokens. X, Z
     and their gradients are then no inputs and outputs, and E and W_v have gradients. They are two tables.
 
     Attributes:
+        batch, sequence: sequences of all ranks together, and tokens of a sequence.
+        hidden, ffn: features of the residual, and inner features of the feed-forward half.
+        heads, kv_heads, head_dim: heads of queries, heads of keys and values, and the width of each.
+        mesh_shape: the sizes of the mesh.
+        layers: how many consecutive layers.
+        training: whether the gradients are computed, too.
         vocabulary: the number of different tokens; 0 for layers alone.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
 
     Raises:
-        LayoutError: a size is under 1, heads are not divided by `kv_heads`, or a word is none of those above.
+        LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family or dtype is unknown.
     """
 
     batch: int
@@ -58,7 +62,7 @@ class BlockProblem:
     mesh_shape: tuple[int, ...] = (2, 2)
     layers: int = 1
     family: Family = "gpt"
-    part: Part = "training"
+    training: bool = True
     dtype: str = "float32"
     exact: bool = False
     vocabulary: int = 0
@@ -77,7 +81,7 @@ class BlockProblem:
             raise LayoutError(
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
             )
-        for name, known in (("family", _FAMILIES), ("part", _PARTS), ("dtype", tuple(DTYPES))):
+        for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
             word = getattr(self, name)
             if word not in known:
                 raise LayoutError(f"block: unknown {name} '{word}'{did_you_mean(word, known)}")
@@ -90,7 +94,7 @@ class BlockProblem:
         mesh_shape: tuple[int, ...],
         *,
         layers: int = 1,
-        part: Part = "training",
+        training: bool = True,
     ) -> BlockProblem:
         """Return the problem of `layers` layers of a model, by its sizes.
 
@@ -108,7 +112,7 @@ class BlockProblem:
             mesh_shape,
             layers,
             "llama" if model.gated_ffn else "gpt",
-            part,
+            training,
             workload.dtype,
         )
 
@@ -116,11 +120,6 @@ class BlockProblem:
     def mesh(self) -> Mesh:
         """Return the mesh."""
         return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
-
-    @property
-    def is_training(self) -> bool:
-        """Return whether the gradients are computed, too."""
-        return self.part == "training"
 
     @property
     def queries_per_group(self) -> int:
@@ -153,11 +152,13 @@ class BlockConfig:
     """What a strategy leaves open.
 
     Attributes:
-        chunks: the number of parts into which a rank's batch is cut, so that the communication of one runs beside
-            the products of the next. The last one may be smaller.
+        chunks: the most chunks into which a rank's batch is cut, so that the communication of one runs beside the
+            products of the next. All have ceil(batch / chunks) sequences, but the last may have fewer, and there
+            may be fewer chunks: 5 sequences in at most 4 chunks are 2, 2 and 1.
         scatter: how a sum of which each rank needs a part gets there: by "reduce_scatter", or by "all_reduce",
             after which a rank takes its part.
-        slices: the most slices of each 2D product.
+        slices: the most slices of each 2D product, which has as many as its sizes allow up to this, or else the
+            fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
     """
 
     chunks: int = 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_program
-from meshweave.algorithms.block.roles import Dims, Side, Sides
+from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
 from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -53,7 +53,7 @@ class ProgramWriter(BlockWriter):
         statements: all statements before the loop that is being written.
     """
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
         self.buffers: dict[str, Buffer] = {}
         self.statements: list[Statement] = []
@@ -122,7 +122,7 @@ class ProgramWriter(BlockWriter):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index:
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
@@ -231,7 +231,7 @@ class ProgramWriter(BlockWriter):
 
     # --- moving -------------------------------------------------------------------------------------------------
 
-    def _sizes(self, sides: Sides, dim: int, dims: Dims, axis: int) -> Index | None:
+    def _sizes(self, sides: Sides, dim: int, dims: AxisDims, axis: int) -> Index | None:
         """Return what member `peer` has along a dim; None where all have the same."""
         own = extent(self.mesh, sides[dim], dims)
         peers = extent(self.mesh, sides[dim], dims, axis)

@@ -24,7 +24,7 @@ def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
     if ends is not None:
         ends.after()
     names = ["LOSS"] if ends is not None else ["Z"]
-    if problem.is_training:
+    if problem.training:
         if ends is not None:
             ends.before_backward()
         for half in reversed(halves):

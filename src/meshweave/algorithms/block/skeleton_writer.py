@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
-from meshweave.algorithms.block.roles import Dims, Side
+from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sides import largest_extent
 from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -57,13 +57,13 @@ def _no_work(_: int) -> Work:
 class SkeletonWriter(BlockWriter):
     """The tasks of rank 0, as they are written."""
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
         self._tasks: list[Task] = []
         self._body: list[_Pending] = []
         self._times = 1
         self._users: dict[Place, _Users] = {}
-        self._extents: dict[tuple[Side, Dims], int] = {}
+        self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
         """Return all tasks as one turn."""
@@ -176,7 +176,7 @@ class SkeletonWriter(BlockWriter):
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
@@ -193,7 +193,7 @@ class SkeletonWriter(BlockWriter):
         """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
         return self._largest(side, window.dims)
 
-    def _largest(self, side: Side, dims: Dims) -> int:
+    def _largest(self, side: Side, dims: AxisDims) -> int:
         key = side, dims
         known = self._extents.get(key)
         if known is None:

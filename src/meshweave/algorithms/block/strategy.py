@@ -56,10 +56,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return None
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield 1, 2 and 4 chunks of the batch of a rank."""
-        for count in (1, 2, 4):
-            if count <= self.max_chunks(problem):
-                yield BlockConfig(count)
+        """Yield 1, 2 and 4 chunks of the batch of a rank, or as many fewer as there are then."""
+        batch = self.max_chunks(problem)
+        sizes = (-(-batch // count) for count in (1, 2, 4) if count <= batch)
+        yield from map(BlockConfig, dict.fromkeys(-(-batch // size) for size in sizes))
 
     def max_chunks(self, problem: BlockProblem) -> int:
         """Return the most chunks there can be: the most sequences that a rank works on."""
@@ -69,15 +69,27 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return batch
 
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
-        if (reason := self.refusal(problem)) is not None:
-            raise LayoutError(f"{self.name} {reason}")
-        if not 1 <= config.chunks <= self.max_chunks(problem):
-            raise LayoutError(
-                f"{config.chunks} chunks of a block that {self.name} cuts into {self.max_chunks(problem)}"
-            )
+        self._check(problem, config)
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), problem.mesh, name)
+
+    def _check(self, problem: BlockProblem, config: BlockConfig) -> None:
+        """Raise LayoutError where a problem or a config is none of this strategy."""
+        if (reason := self.refusal(problem)) is not None:
+            raise LayoutError(f"{self.name} {reason}")
+        roles, most = self.roles_of(problem), self.max_chunks(problem)
+        if not 1 <= config.chunks <= most:
+            raise LayoutError(f"{self.name}: chunks is {config.chunks}; give 1 to {most} for this problem")
+        if config.slices < 0 or (config.slices and not roles.product_2d):
+            raise LayoutError(
+                f"{self.name}: slices is {config.slices}; only strategies of 2D products have slices, give 0"
+            )
+        if config.scatter != "reduce_scatter" and not Roles(self.roles).scatters_core:
+            raise LayoutError(
+                f"{self.name}: scatter is '{config.scatter}', which is for sums that are scattered over inner "
+                "features; here are none, give 'reduce_scatter'"
+            )
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
         buffers = self.program(problem, next(self.candidates(problem))).buffers
@@ -85,11 +97,12 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
-        """Return the time of the ops of rank 0, which has the largest shards, in lanes and with their edges."""
+        """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig) -> Skeleton:
         """Return the tasks of rank 0 of the program."""
+        self._check(problem, config)
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
@@ -117,5 +130,5 @@ AXIS_SIZES = ("depth", "rows", "columns")
 
 _EXAMPLES = (
     BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True),
-    BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", part="forward", exact=True),
+    BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", training=False, exact=True),
 )

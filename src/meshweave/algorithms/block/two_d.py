@@ -44,7 +44,7 @@ class IncludedProducts(BlockAlgorithm):
     def examples(self) -> Iterator[BlockProblem]:
         """Yield a block whose products are all included, and one in which groups of heads are uneven."""
         yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
-        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", part="forward", exact=True)
+        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
     def roles_of(self, problem: BlockProblem) -> Roles:
         return Roles(super().roles_of(problem).axes, self.product_2d)
@@ -105,4 +105,4 @@ class TwoHalfDBlock(IncludedProducts):
     def examples(self) -> Iterator[BlockProblem]:
         """Yield a block whose products are all included, and one whose batch depth does not divide."""
         yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
-        yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", part="forward", exact=True)
+        yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", training=False, exact=True)

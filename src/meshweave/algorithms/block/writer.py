@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import Dim, Dims, Side, Sides
+from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
 from meshweave.algorithms.block.sides import largest_extent, within
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
@@ -38,7 +38,7 @@ class SequenceWindow:
         is_whole: whether the buffer has all positions, of which the window is a part; else it has those alone.
     """
 
-    dims: Dims
+    dims: AxisDims
     axis: int
     turn: Index = 0
     is_whole: bool = False
@@ -54,7 +54,7 @@ class Stored:
     buffer: str
     tensor: str
     sides: Sides
-    dims: Dims
+    dims: AxisDims
     dtype: str
     slot: Index = 0
     window: SequenceWindow | None = None
@@ -73,7 +73,7 @@ class BlockWriter(ABC):
         chunk: the most sequences of a chunk on any rank; `num_chunks` is how many chunks there are.
     """
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         self.problem, self.config, self.mesh, self.batch_dims = problem, config, mesh, batch_dims
         self.largest_batch = largest_extent(mesh, Side("batch", problem.batch), batch_dims)
         self.chunk = -(-self.largest_batch // config.chunks)
@@ -84,7 +84,7 @@ class BlockWriter(ABC):
     # --- memory -------------------------------------------------------------------------------------------------
 
     def new(
-        self, name: str, tensor: str, sides: Sides, dims: Dims, dtype: str, kind: Kind = "temp"
+        self, name: str, tensor: str, sides: Sides, dims: AxisDims, dtype: str, kind: Kind = "temp"
     ) -> Stored:
         """Declare a buffer for a tensor that lies on the mesh as `dims` says, and return it."""
         assert name not in self._names, name
@@ -100,11 +100,11 @@ class BlockWriter(ABC):
             self._declare_slots(stored, slots)
         return stored
 
-    def part_of(self, out: Stored, dims: Dims) -> Stored:
+    def partial_buffer(self, out: Stored, dims: AxisDims) -> Stored:
         """Return a new buffer for terms of what `out` is to hold."""
         return self._like(out, dims, "part")
 
-    def _like(self, stored: Stored, dims: Dims, suffix: str) -> Stored:
+    def _like(self, stored: Stored, dims: AxisDims, suffix: str) -> Stored:
         """Return a new buffer for the same tensor in another layout."""
         base = name = f"{stored.tensor.lower()}_{suffix}"
         number = 2
@@ -119,7 +119,7 @@ class BlockWriter(ABC):
     def _declare_slots(self, stored: Stored, slots: int) -> None: ...
 
     @abstractmethod
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
 
     @abstractmethod
@@ -224,7 +224,7 @@ class BlockWriter(ABC):
     def move(
         self,
         src: Stored,
-        dims: Dims,
+        dims: AxisDims,
         suffix: str,
         lane: str = "",
         into: Stored | None = None,
@@ -258,7 +258,7 @@ class BlockWriter(ABC):
             self.cut()
         return src
 
-    def move_once(self, src: Stored, dims: Dims, lane: str, into: Stored | None = None) -> Stored:
+    def move_once(self, src: Stored, dims: AxisDims, lane: str, into: Stored | None = None) -> Stored:
         """Move a tensor without tokens, between loops, and return where it is then."""
         assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
@@ -266,7 +266,7 @@ class BlockWriter(ABC):
         self.num_chunks = chunks
         return out
 
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
+    def gather_once(self, kept: Stored, into: Stored | None, dims: AxisDims, lane: str) -> Stored:
         """Move a weight before the loop that is being written, and return where it is then.
 
         Where that loop multiplies by what `into` has so far, it ends first.
@@ -325,7 +325,7 @@ class BlockWriter(ABC):
         """Copy this rank's part of what all ranks along an axis have."""
 
 
-def _order(before: Dims, after: Dims) -> list[int]:
+def _order(before: AxisDims, after: AxisDims) -> list[int]:
     """Return the axes along which something moves: gathers from the last, then sums, then what remains."""
     changed = [axis for axis, dim in enumerate(before) if dim != after[axis]]
     gathers = [axis for axis in changed if before[axis] != "partial" and not after[axis]]
