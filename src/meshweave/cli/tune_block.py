@@ -20,11 +20,11 @@ from meshweave.cli.options import (
     read_mesh,
     read_names,
 )
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
     from meshweave.cost.device_meshes import MeshTime
-    from meshweave.describe.machine.hierarchy import CommunicationMatrix
+    from meshweave.describe.machine.hierarchy import CommunicationMatrix, MatrixLayer
     from meshweave.tune.blocks import BlockRanking, MeshShape
 
 ModelArgument = Annotated[
@@ -99,8 +99,12 @@ def block(
 
 
 def mesh(
-    machine: Annotated[
-        str, typer.Argument(help="A catalog cluster, its file, or the file of a communication matrix.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CLUSTER_OR_MATRIX",
+            help="A catalog cluster, its file, or the file of a communication matrix.",
+        ),
     ],
     model: Annotated[str, typer.Option(help="A catalog model, or its file.")] = "gpt3",
     batch: BatchOption = 4,
@@ -121,23 +125,24 @@ def mesh(
 
     Example: meshweave tune mesh atp-ic4
     """
-    from meshweave.cost.device_meshes import rank_meshes
-    from meshweave.describe.machine.matrix_file import load_machine
+    from meshweave.cost.device_meshes import comes_in_shapes, rank_meshes
+    from meshweave.describe.machine.matrix_file import load_cluster_or_matrix
     from meshweave.describe.model import load_model
     from meshweave.describe.model.workload import Workload
 
-    source, matrix = load_machine(machine)
+    described, matrix = load_cluster_or_matrix(source)
     times = rank_meshes(
-        source,
+        described,
         load_model(model),
         Workload(batch, seq, read_dtype(dtype)),
         corrected=corrected,
         sharing="printed" if printed else "devices",
+        measured=matrix.measured,
     )
     if json:
         print_json({"layers": _layers_json(matrix), "meshes": [_time_json(time) for time in times]})
         return
-    _print_meshes(matrix, times)
+    _print_meshes(matrix, times, isinstance(described, Cluster) and comes_in_shapes(described))
 
 
 def _meshes(text: str) -> tuple[MeshShape, ...] | None:
@@ -241,12 +246,25 @@ def _layers_json(matrix: CommunicationMatrix) -> list[dict[str, Any]]:
         {
             "name": layer.name,
             "size": layer.size,
-            "p2p_bytes_per_s": [list(row) for row in layer.p2p_bytes_per_s],
-            "group_bytes_per_s": list(layer.group_bytes_per_s),
+            **_pairs_json(layer),
             "flow_bytes_per_s": layer.flow_bytes_per_s or None,
         }
         for layer in matrix.layers
     ]
+
+
+def _pairs_json(layer: MatrixLayer) -> dict[str, Any]:
+    """Return rates of pairs and groups: numbers where all have the same. "pairs" says which pairs have links."""
+    from meshweave.describe.machine.hierarchy import GivenPairs, UniformPairs
+
+    pairs = layer.pairs
+    if isinstance(pairs, GivenPairs):
+        data: dict[str, Any] = {"pairs": "given", "p2p_bytes_per_s": [list(row) for row in pairs.matrix]}
+    else:
+        kind = "all" if isinstance(pairs, UniformPairs) else "neighbours"
+        data = {"pairs": kind, "p2p_bytes_per_s": pairs.least}
+    groups = sorted(set(layer.group_bytes_per_s))
+    return data | {"group_bytes_per_s": groups[0] if len(groups) == 1 else list(layer.group_bytes_per_s)}
 
 
 def _time_json(time: MeshTime) -> dict[str, Any]:
@@ -269,15 +287,17 @@ def _time_json(time: MeshTime) -> dict[str, Any]:
     return {"mesh": list(time.mesh_shape), "measured": bandwidth.measured, **rates, **layers, **seconds}
 
 
-def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> None:
+def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime], in_shapes: bool) -> None:
     typer.echo(f"{matrix.name}, {matrix.num_devices} devices, layers from the outermost")
+    if in_shapes:
+        shape = "x".join(str(layer.size) for layer in matrix.layers)
+        typer.echo(f"layers of the {shape} torus; each mesh is ranked on a torus of its own shape")
     rows: list[tuple[str, ...]] = []
     for layer in matrix.layers:
-        pairs = [rate for row in layer.p2p_bytes_per_s for rate in row if rate]
         flow = f"{format_bytes(layer.flow_bytes_per_s)}/s" if layer.flow_bytes_per_s else "-"
         group = f"{format_bytes(min(layer.group_bytes_per_s))}/s"
-        rows.append((layer.name, str(layer.size), f"{format_bytes(min(pairs, default=0))}/s", group, flow))
-    print_table(("layer", "ranks", "pair", "group", "one ring"), rows, num_left=1)
+        rows.append((layer.name, str(layer.size), f"{format_bytes(layer.pairs.least)}/s", group, flow))
+    print_table(("layer", "members", "one pair", "one to all", "one ring"), rows, num_left=1)
     rows = []
     for time in times:
         data = _time_json(time)
@@ -295,5 +315,10 @@ def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> Non
         ]
         seconds = [format_s(data[key]) for key in ("first_s", "second_s", "total_s")]
         rows.append(("x".join(map(str, data["mesh"])), f"ATP-{data['mesh'][1]}", *limits, *rates, *seconds))
-    head = ("mesh", "name", "1st crosses", "2nd crosses", "B1'", "B2'", "B1", "B2", "T1", "T2", "T")
-    print_table(head, rows, num_left=4)
+    limited = ("B1' limited by", "B2' limited by")
+    print_table(("mesh", "name", *limited, "B1'", "B2'", "B1", "B2", "T1", "T2", "T"), rows, num_left=4)
+    typer.echo(
+        "B1', B2': bytes per second into a device along the first and second mesh dimension (ATP, equation 3). "
+        "B1, B2: bytes of the reduced tensor per second (equation 4). T1, T2: seconds of all-reduces of one "
+        "transformer layer, forward and backward (equation 2); T = T1 + T2."
+    )
