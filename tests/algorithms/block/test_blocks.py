@@ -27,7 +27,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.meanings import Product
 from meshweave.ir.program.ops import Call
 from meshweave.ir.skeleton import skeleton_of
-from meshweave.ir.work import traffic
+from meshweave.ir.work import Compute, traffic
 from meshweave.simulate.reference import simulate
 from sampling import mostly_slow
 
@@ -216,6 +216,30 @@ def test_traffic_of_25d_is_that_of_three_products_a_weight_and_one_sum_over_dept
     expected = {"tp.depth": along_depth, "tp.row": along_rows, "tp.col": along_columns}
     moved = algorithm("25d_block").traffic(problem, BlockConfig(), 0)
     assert moved == {axis: 2 * count for axis, count in expected.items() if count}
+
+
+@pytest.mark.parametrize("ranks", [4, 100])
+def test_attention_is_priced_over_the_pairs_that_attend(ranks: int) -> None:
+    """4 width + 5 FLOPs a pair forward, 10 width + 10 backward; in a ring every rank is priced as the last."""
+    problem = BlockProblem(2, 8 * ranks, 8, ranks, ranks, 1, 8, (ranks, 1))
+    per_pair, queries = 4 + 5 + 10 + 10, 2 * problem.sequence
+    for masked, keys in ((True, 8 * ranks), (False, 4 * ranks + 1)):
+        stated = replace(problem, counts_masked=masked)
+        in_ring = 8 * ranks if masked else 8 * ranks - 8 + 5
+        for name, pairs in (
+            ("megatron", queries * keys),
+            ("ring_attention", queries // ranks * ranks * in_ring),
+        ):
+            entry = algorithm(name)
+            assert isinstance(entry, BlockAlgorithm)
+            (phase,) = entry.skeleton(stated, BlockConfig()).phases
+            works = ((task.work, task.times) for task in phase.tasks)
+            flops = (
+                work.flops * times
+                for work, times in works
+                if isinstance(work, Compute) and work.call == "attention"
+            )
+            assert sum(flops) == pairs * per_pair, name
 
 
 SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256), (8, 8, 8), (2, 16, 16)]

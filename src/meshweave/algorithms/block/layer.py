@@ -300,7 +300,7 @@ class LayerWriter:
     def _attention_shape(self, log_sums: Stored) -> tuple[Index, ...]:
         tokens, heads = self._rows_and_features(log_sums)
         sequence = self.problem.sequence
-        return tokens // sequence, heads, sequence, sequence, self.problem.head_dim
+        return tokens // sequence, heads, sequence, self.problem.priced_keys(sequence), self.problem.head_dim
 
     # --- backward -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from meshweave.base.units import DTYPES
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
+from meshweave.ir.program.expressions import Index
 
 Family = Literal["gpt", "llama"]
 
@@ -45,6 +46,9 @@ class BlockProblem:
         layers: how many consecutive layers.
         training: whether the gradients are computed, too.
         vocabulary: the number of different tokens; 0 for layers alone.
+        counts_masked: whether attention is priced over all pairs of query and key, as for kernels that do not skip
+            masked tiles, or in FLOPs as Megatron-LM counts them. Else it is over the pairs that attend, as
+            FlashAttention counts them (Dao 2023, section 4.1): sequence // 2 + 1 keys a query.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
 
@@ -66,6 +70,7 @@ class BlockProblem:
     dtype: str = "float32"
     exact: bool = False
     vocabulary: int = 0
+    counts_masked: bool = False
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
@@ -95,6 +100,7 @@ class BlockProblem:
         *,
         layers: int = 1,
         training: bool = True,
+        counts_masked: bool = False,
     ) -> BlockProblem:
         """Return the problem of `layers` layers of a model, by its sizes.
 
@@ -114,12 +120,17 @@ class BlockProblem:
             "llama" if model.gated_ffn else "gpt",
             training,
             workload.dtype,
+            counts_masked=counts_masked,
         )
 
     @property
     def mesh(self) -> Mesh:
         """Return the mesh."""
         return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
+
+    def priced_keys(self, keys: Index) -> Index:
+        """Return for how many keys each of as many queries, at the same positions, is priced."""
+        return keys if self.counts_masked else keys // 2 + 1
 
     @property
     def queries_per_group(self) -> int:

@@ -292,14 +292,15 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield each turn, or groups of equal turns where there are many.
+        """Yield each turn, or the first one and groups of the others where there are many.
 
         A group ends before what it gives to the next begins, which is within 1 % of the time turn by turn. There
         are as many groups, modulo 2, as turns, because two slots take turns.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):
-            self._times = count // groups + (number < count % groups)
+            others, rest = divmod(count - 1, max(groups - 1, 1))
+            self._times = others + (number <= rest) if number else 1
             yield number
         self._times = 1
 

@@ -3,7 +3,8 @@
 A case is a model on some GPUs of a machine of the catalog. Two layers are one program, with batch 4 and 2048
 tokens in half precision; its time is halved. ATP scatters before attention by an all-reduce, as the paper's f1 and
 f2 do. "ATP-i" is DeviceMesh(N / i, i); ATP-1 is Megatron's program. Rates are in 2^40 FLOPs per second, in which
-alone table 2 comes out. The FLOPs of a layer follow the formula of Megatron-LM without recomputation.
+alone table 2 comes out. The FLOPs of a layer follow the formula of Megatron-LM without recomputation, which counts
+masked pairs of queries and keys; attention is priced over these as well.
 
 Readings that the paper leaves open, each scored beside the others:
 
@@ -180,7 +181,7 @@ class AtpStudy:
 
     def problem(self, case: Case, mesh: MeshShape) -> BlockProblem:
         """Return the layers of a case on a mesh."""
-        return BlockProblem.of(MODELS[case.model], LOAD, mesh, layers=self.layers)
+        return BlockProblem.of(MODELS[case.model], LOAD, mesh, layers=self.layers, counts_masked=True)
 
     def tflops(self, case: Case, seconds: float) -> float:
         """Return what a GPU reaches in a layer of so many seconds, in 2^40 FLOPs per second."""
