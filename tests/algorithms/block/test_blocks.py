@@ -31,7 +31,7 @@ from meshweave.ir.work import Compute, traffic
 from meshweave.simulate.reference import simulate
 from sampling import mostly_slow
 
-GPT = BlockProblem(4, 2, 6, 3, 3, 2, 7, dtype="float64")
+GPT = BlockProblem(4, 2, 6, 3, 3, 2, 7, dtype="float64", biases=True)
 LLAMA = BlockProblem(4, 3, 5, 6, 3, 3, 5, dtype="float64", family="llama", vocabulary=7)
 """Three groups of heads for up to eight ranks, and widths that nothing divides."""
 
@@ -106,10 +106,13 @@ def test_the_reference_is_the_derivative_that_torch_finds(shape: BlockProblem) -
     known = {name: torch.tensor(value, requires_grad=name not in fixed) for name, value in inputs.items()}
     x = known["E"][known["TOKENS"].long()] if problem.vocabulary else known["X"]
     for layer in range(problem.layers):
-        heads, _ = functions.attention(functions.norm(x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"])
-        x = x + heads @ known[f"WO{layer}"]
-        inner = functions.norm(x, known[f"GF{layer}"]) @ known[f"W1_{layer}"]
-        x = x + functions.activation(inner) @ known[f"W2_{layer}"]
+        of_qkv, of_o, of_1, of_2 = (known.get(f"B{name}{layer}", 0) for name in ("QKV", "O", "1_", "2_"))
+        heads, _ = functions.attention(
+            functions.norm(x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"] + of_qkv
+        )
+        x = x + heads @ known[f"WO{layer}"] + of_o
+        inner = functions.norm(x, known[f"GF{layer}"]) @ known[f"W1_{layer}"] + of_1
+        x = x + functions.activation(inner) @ known[f"W2_{layer}"] + of_2
     if problem.vocabulary:
         logits = functions.norm(x, known["GN"]) @ known["WV"]
         targets = known["TARGETS"].long().flatten()
@@ -128,7 +131,7 @@ def test_functions_of_integers_depend_on_every_element_of_what_they_read(
     family: Literal["gpt", "llama"],
 ) -> None:
     """A block that does not depend on an input would not show that the input was moved to the wrong place."""
-    problem = BlockProblem(1, 2, 3, 2, 1, 1, 2, (1, 1), family=family, exact=True)
+    problem = BlockProblem(1, 2, 3, 2, 1, 1, 2, (1, 1), family=family, exact=True, biases=family == "gpt")
     entry = algorithm("megatron")
     base = [entry.random_inputs(problem, seed) for seed in range(8)]
     before = [entry.reference(problem, inputs) for inputs in base]
@@ -242,7 +245,7 @@ def test_attention_is_priced_over_the_pairs_that_attend(ranks: int) -> None:
             assert sum(flops) == pairs * per_pair, name
 
 
-SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256), (8, 8, 8), (2, 16, 16)]
+SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256), (8, 8, 8)]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -267,7 +270,9 @@ def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
     """
     cluster = load_cluster("tpu-v4-pod:6")
     for mesh in meshes(entry, 6):
-        problem = BlockProblem(7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16", vocabulary=2000)
+        problem = BlockProblem(
+            7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16", vocabulary=2000, biases=True
+        )
         if isinstance(entry, IncludedProducts):
             problem = replace(problem, batch=6)
         for config in entry.candidates(problem):

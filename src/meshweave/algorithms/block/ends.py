@@ -21,8 +21,9 @@ from meshweave.algorithms.block.end_equations import (
     head_of,
 )
 from meshweave.algorithms.block.halves import Half, Site
-from meshweave.algorithms.block.layer import LayerWriter, WeightSpec
+from meshweave.algorithms.block.layer import LayerWriter
 from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, Sides, gradient_dims, product
+from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 
 

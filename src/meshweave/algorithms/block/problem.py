@@ -49,6 +49,7 @@ class BlockProblem:
         counts_masked: whether attention is priced over all pairs of query and key, as for kernels that do not skip
             masked tiles, or in FLOPs as Megatron-LM counts them. Else it is over the pairs that attend, as
             FlashAttention counts them (Dao 2023, section 4.1): sequence // 2 + 1 keys a query.
+        biases: whether each of the four products of a layer has a bias, as in GPT-3: BQKV, BO, B1 and B2.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
 
@@ -71,6 +72,7 @@ class BlockProblem:
     exact: bool = False
     vocabulary: int = 0
     counts_masked: bool = False
+    biases: bool = False
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:

@@ -129,6 +129,6 @@ AXIS_SIZES = ("depth", "rows", "columns")
 """What the sizes of a mesh are called."""
 
 _EXAMPLES = (
-    BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True),
+    BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True, biases=True),
     BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", training=False, exact=True),
 )
