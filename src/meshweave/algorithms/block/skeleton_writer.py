@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
-from meshweave.algorithms.block.roles import Dims, Side
+from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sides import largest_extent
 from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -57,13 +58,13 @@ def _no_work(_: int) -> Work:
 class SkeletonWriter(BlockWriter):
     """The tasks of rank 0, as they are written."""
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
         self._tasks: list[Task | SkeletonPart] = []
         self._body: list[_Pending] = []
         self._times = 1
         self._users: dict[Place, _Users] = {}
-        self._extents: dict[tuple[Side, Dims], int] = {}
+        self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
         """Return all tasks as one turn."""
@@ -83,8 +84,7 @@ class SkeletonWriter(BlockWriter):
         """Return whether no loop over chunks is being written."""
         return not self._body
 
-    def cut(self) -> None:
-        """End the loop over chunks."""
+    def _end_loop(self) -> None:
         sizes = [self.chunk] * self.num_chunks
         if self.num_chunks > 1:
             sizes[-1] = self.largest_batch - self.chunk * (self.num_chunks - 1)
@@ -164,16 +164,16 @@ class SkeletonWriter(BlockWriter):
     ) -> None:
         self._body.append(_Pending(lane, work_of, reads, writes, self._times))
 
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+    @contextmanager
+    def _before_loop(self) -> Iterator[None]:
         body, self._body = self._body, []
-        out = self.move_once(kept, dims, lane, into)
-        self._body = body
-        return out
+        multiplied, self._multiplied = self._multiplied, set()
+        yield
+        self._body, self._multiplied = body, multiplied
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
@@ -190,7 +190,7 @@ class SkeletonWriter(BlockWriter):
         """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
         return self._largest(side, window.dims)
 
-    def _largest(self, side: Side, dims: Dims) -> int:
+    def _largest(self, side: Side, dims: AxisDims) -> int:
         key = side, dims
         known = self._extents.get(key)
         if known is None:
@@ -235,20 +235,12 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, ins, outs)
 
-    def matmul(
-        self,
-        out: Stored,
-        a: Stored,
-        b: Stored,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        sums_chunks: bool = False,
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:
-        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         inner = self._largest(a.sides[-1], a.dims)
         rows = self._elements_per_sequence(a) // max(inner, 1)
-        columns = self._largest(b.sides[0 if transpose_b else -1], b.dims)
+        columns = self._largest(b.sides[0 if transposed[1] else -1], b.dims)
         dtype = a.dtype
 
         def work_of(size: int) -> Work:
@@ -264,7 +256,7 @@ class SkeletonWriter(BlockWriter):
         scratch = Stored(
             f"{name} {problem}", "", (Side("", 1),), (), out.dtype
         )  # includes of a product share it
-        row, col = self.mesh.axes
+        row, col = self.mesh.axes[-2:]
         reads = {COMPUTE: (a, b), row: (b,), col: (a,)}
         for operand, lane in ((problem.vertical, row), (problem.horizontal, col)):
             if operand.scattered:
@@ -297,14 +289,15 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield each turn, or groups of equal turns where there are many.
+        """Yield each turn, or the first one and groups of the others where there are many.
 
         A group ends before what it gives to the next begins, which is within 1 % of the time turn by turn. There
         are as many groups, modulo 2, as turns, because two slots take turns.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):
-            self._times = count // groups + (number < count % groups)
+            others, rest = divmod(count - 1, max(groups - 1, 1))
+            self._times = others + (number <= rest) if number else 1
             yield number
         self._times = 1
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import COLUMNS, FULLY_SHARDED, Roles
+from meshweave.algorithms.block.roles import BATCH, COLUMNS, FULLY_SHARDED, AxisRole, Roles
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.describe.machine.cluster import Cluster
 
@@ -37,14 +37,14 @@ class IncludedProducts(BlockAlgorithm):
         slices: the numbers of slices to choose among.
     """
 
-    roles = (FULLY_SHARDED, COLUMNS)
+    roles: ClassVar[tuple[AxisRole, ...]] = (FULLY_SHARDED, COLUMNS)
     product_2d: ClassVar[str]
     slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
 
     def examples(self) -> Iterator[BlockProblem]:
         """Yield a block whose products are all included, and one in which groups of heads are uneven."""
         yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
-        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", part="forward", exact=True)
+        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
     def roles_of(self, problem: BlockProblem) -> Roles:
         return Roles(super().roles_of(problem).axes, self.product_2d)
@@ -85,3 +85,24 @@ class SummaBlock(IncludedProducts):
     source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
     product_2d = "summa"
     slices = (1, 4)
+
+
+class TwoHalfDBlock(IncludedProducts):
+    """2.5D tensor parallelism as in Tesseract and Colossal-AI: SUMMA on `depth` meshes of rows and columns.
+
+    Each mesh has whole weights, which 2D products shard over it, and a part of the batch. Only gradients of
+    weights and of the parameters of norms are summed over depth. The product `25d` of `matmul2d` is another one:
+    it splits the steps of a product over depth and sums C there, in a layer once for each of twelve products.
+    """
+
+    name = "25d_block"
+    title = "2.5D block (2.5D tensor parallelism)"
+    source = "Wang et al., Tesseract, ICPP '22, section 3; Solomonik and Demmel, Euro-Par 2011"
+    roles = (BATCH, FULLY_SHARDED, COLUMNS)
+    product_2d = "summa"
+    slices = (1, 4)
+
+    def examples(self) -> Iterator[BlockProblem]:
+        """Yield a block whose products are all included, and one whose batch depth does not divide."""
+        yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
+        yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", training=False, exact=True)
