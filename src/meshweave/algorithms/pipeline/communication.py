@@ -1,13 +1,13 @@
 """Lists the transfers of a schedule of compute actions, in an order that ends under every runtime.
 
-The compute actions are timed with transfers beside them, and all of them, over all ranks, are put into one order by
-their ends. A transfer stands in that order right after the action that makes its value: its send on one rank, its
-receive on the other. Each rank lists what is its own, in that one order.
+The compute actions are timed with transfers beside them, and all of them, over all ranks, are put into one order
+by their ends. A transfer stands in that order right after the action that makes its value: its send on one rank,
+its receive on the other. Each rank lists what is its own, in that one order.
 
-No schedule written so can deadlock, even with one communicator for all ranks and no buffer: everything waits only for
-what comes before it in the one order. It lets transfers overlap: a receive is posted before the compute action that
-its rank is running when the value becomes ready, so that the transfer begins at once. Posting it still earlier would
-gain nothing, and would hold up other transfers of the pair where each pair has one queue.
+No schedule written so can deadlock, even with one communicator for all ranks and no buffer: everything waits only
+for what comes before it in the one order. It lets transfers overlap: a receive is posted before the compute action
+that its rank is running when the value becomes ready, so that the transfer begins at once. Posting it earlier
+would gain nothing, and would hold up other transfers of the pair where each pair has one queue.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_table import chain_edges
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.base.errors import LayoutError
@@ -40,7 +41,7 @@ def with_communication(
     """
     if schedule.has_communication:
         raise LayoutError("the schedule lists its transfers already; give compute actions alone")
-    pairs = tuple(edges if edges is not None else ((s, s + 1) for s in range(schedule.num_stages - 1)))
+    pairs = chain_edges(schedule.num_stages) if edges is None else tuple(edges)
     if times is None:
         ones = (1,) * schedule.num_stages
         times = ActionTimes(ones, ones, ones, (0,) * len(pairs))
