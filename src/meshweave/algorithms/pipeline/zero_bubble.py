@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.problem import PipelineProblem, Stash
 from meshweave.algorithms.pipeline.program import stage_durations
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
@@ -65,6 +68,11 @@ class DualPipeV(PipelineAlgorithm):
     name = "dualpipev"
     title = "DualPipeV"
     source = "DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437; github.com/deepseek-ai/DualPipe"
+
+    def examples(self) -> Iterator[PipelineProblem]:
+        """Yield two ranks, and one that has both stages."""
+        yield chain_of_ranks((0, 1, 1, 0), 4)
+        yield chain_of_ranks((0, 0), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages or micro-batches do not fit, or None."""
