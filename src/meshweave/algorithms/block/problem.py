@@ -145,14 +145,16 @@ class BlockConfig:
         scatter: how a sum of which each rank needs a part gets there: by "reduce_scatter", or by "all_reduce",
             after which a rank takes its part.
         slices: the most slices of each 2D product.
+        packets: the packets of each broadcast and reduction of a 2D product.
     """
 
     chunks: int = 1
     scatter: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
     slices: int = 0
+    packets: int = 1
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"
         if self.slices:
-            text = f"S={self.slices}"
+            text = f"S={self.slices}" + (f" D={self.packets}" if self.packets > 1 else "")
         return text if self.scatter == "reduce_scatter" else f"{text}, all-reduce before scatter"
