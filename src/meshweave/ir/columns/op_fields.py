@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
-from meshweave.ir.program.ops import OP_TYPES, Call, Op
+from meshweave.ir.program.ops import CALL_PARTS, OP_TYPES, Call, Op
 
 Column = NDArray[np.int64]
 
-CALL_PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
+_PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)}
 
 
 (
@@ -68,11 +68,11 @@ def blank_fields(op: Op) -> OpFields:
 
 def part_number(op: Call) -> int:
     """Return the number of the part of a stage that a call is. Raises ProgramError for an unknown one."""
-    if op.part not in CALL_PARTS:
+    if op.part not in _PART_NUMBERS:
         raise ProgramError(
-            f"has no part '{op.part}'; there are {', '.join(CALL_PARTS)[2:]}", op=op.name or op.kind
+            f"has no part '{op.part}'; there are {', '.join(CALL_PARTS[1:])}", op=op.name or op.kind
         )
-    return CALL_PARTS[op.part]
+    return _PART_NUMBERS[op.part]
 
 
 def flat(values: Any) -> Column:
