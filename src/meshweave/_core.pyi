@@ -1,4 +1,4 @@
-"""The core, compiled from csrc/. `simulate.engine`, `estimate.chains` and `ir.analysis.native_proof` call it."""
+"""The core, compiled from csrc/; CONTRIBUTING.md names its callers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

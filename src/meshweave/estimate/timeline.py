@@ -116,7 +116,8 @@ class _Follower:
 
     @staticmethod
     def _latest(times: Iterable[_Times]) -> _Times:
-        return np.maximum.reduce(list(times))
+        latest: _Times = np.maximum.reduce(list(times))
+        return latest
 
     def _end(self, task: Task, start: _Times, roots: Sequence[int]) -> _Times:
         """Return when the members end a task that they begin at `start`."""

@@ -172,14 +172,16 @@ class BlockConfig:
             after which a rank takes its part.
         slices: the most slices of each 2D product, which has as many as its sizes allow up to this, or else the
             fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
+        packets: the packets of each broadcast and reduction of a 2D product.
     """
 
     chunks: int = 1
     scatter: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
     slices: int = 0
+    packets: int = 1
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"
         if self.slices:
-            text = f"S={self.slices}"
+            text = f"S={self.slices}" + (f" D={self.packets}" if self.packets > 1 else "")
         return text if self.scatter == "reduce_scatter" else f"{text}, all-reduce before scatter"

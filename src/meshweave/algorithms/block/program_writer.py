@@ -190,7 +190,7 @@ class ProgramWriter(BlockWriter):
         )
 
     def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None:
-        program = product_program(name, problem, self.config.slices)
+        program = product_program(name, problem, self.config.slices, self.config.packets)
         part = f"{name}_{problem.dataflow}_{problem.m}x{problem.n}x{problem.k}"
         mesh = self.mesh.name
         views = tuple((formal, self._view(stored)) for formal, stored in (("a", a), ("b", b), ("c", out)))

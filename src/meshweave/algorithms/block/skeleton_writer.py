@@ -262,7 +262,7 @@ class SkeletonWriter(BlockWriter):
             if operand.scattered:
                 reads[lane] = ()
         ops = {lane: _Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
-        self._add_part(product_skeleton(name, problem, self.config.slices), ops)
+        self._add_part(product_skeleton(name, problem, self.config.slices, self.config.packets), ops)
 
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""

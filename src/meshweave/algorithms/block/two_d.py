@@ -35,11 +35,13 @@ class IncludedProducts(BlockAlgorithm):
     Attributes:
         product_2d: the name of the algorithm.
         slices: the numbers of slices to choose among.
+        packets: the packet counts to choose among.
     """
 
     roles: ClassVar[tuple[AxisRole, ...]] = (FULLY_SHARDED, COLUMNS)
     product_2d: ClassVar[str]
     slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    packets: ClassVar[tuple[int, ...]] = (1,)
 
     def examples(self) -> Iterator[BlockProblem]:
         """Yield a block whose products are all included, and one in which groups of heads are uneven."""
@@ -54,8 +56,9 @@ class IncludedProducts(BlockAlgorithm):
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield numbers of slices; each product has the most that its sizes allow."""
-        return (BlockConfig(slices=count) for count in self.slices)
+        """Yield numbers of slices, each of which a product has as far as its sizes allow, and of packets."""
+        packets = self.packets if max(problem.mesh_shape) > 2 else (1,)
+        return (BlockConfig(slices=count, packets=each) for count in self.slices for each in packets)
 
 
 class MeshSliceBlock(IncludedProducts):
@@ -85,6 +88,7 @@ class SummaBlock(IncludedProducts):
     source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
     product_2d = "summa"
     slices = (1, 4)
+    packets = (1, 4, 16)
 
 
 class TwoHalfDBlock(IncludedProducts):
@@ -101,6 +105,7 @@ class TwoHalfDBlock(IncludedProducts):
     roles = (BATCH, FULLY_SHARDED, COLUMNS)
     product_2d = "summa"
     slices = (1, 4)
+    packets = (1, 4, 16)
 
     def examples(self) -> Iterator[BlockProblem]:
         """Yield a block whose products are all included, and one whose batch depth does not divide."""

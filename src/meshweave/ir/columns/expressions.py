@@ -17,7 +17,7 @@ _OPERATORS = {
 _SELECT = 17
 
 
-class _Numbers(dict[Index, int]):
+class _ExpressionNumbers(dict[Index, int]):
     """The numbers of expressions; a new one gets the number that `add` returns."""
 
     def __init__(self, add: Callable[[Index], int]) -> None:
@@ -45,7 +45,7 @@ class ExpressionColumns:
         self.starts = array("q", [0])
         self.tables = array("q", [0])
         self.entries = array("q")
-        self._numbers = _Numbers(self._add)
+        self._numbers = _ExpressionNumbers(self._add)
         self._slots = {"rank": 0, "peer": 1}
         self.number: Callable[[Index], int] = self._numbers.__getitem__
 

@@ -9,7 +9,7 @@ instantiate to the same per-rank list of ops with plain integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -259,10 +259,11 @@ class Program:
         if shapes is None:
             buffer = self.buffer_of[name]
             mesh = self.mesh_of[buffer.mesh]
-            if buffer.layout is None:
-                keys = [()] * mesh.num_ranks if all(isinstance(n, int) for n in buffer.shape) else mesh.ranks
-            else:
+            keys: Sequence[object] = mesh.ranks
+            if buffer.layout is not None:
                 keys = buffer.layout.shard_keys
+            elif all(isinstance(extent, int) for extent in buffer.shape):
+                keys = [None] * mesh.num_ranks
             known: dict[object, tuple[int, ...]] = {}
             for key, rank in zip(keys, mesh.ranks, strict=True):
                 if key not in known:
