@@ -85,6 +85,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             raise LayoutError(
                 f"{self.name}: slices is {config.slices}; only strategies of 2D products have slices, give 0"
             )
+        if config.packets < 1 or (config.packets > 1 and roles.product_2d != "summa"):
+            raise LayoutError(
+                f"{self.name}: packets is {config.packets}; only broadcasts of SUMMA are cut into packets, give 1"
+            )
         if config.scatter != "reduce_scatter" and not Roles(self.roles).scatters_core:
             raise LayoutError(
                 f"{self.name}: scatter is '{config.scatter}', which is for sums that are scattered over inner "
