@@ -7,15 +7,15 @@ very functions that a pipeline runs, and FLOPs and saved bytes are counted on th
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError
+from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.nn.pipelining.saved_memory import SavedMemory
 from meshweave.nn.pipelining.stage_functions import (
     LossFunction,
@@ -36,9 +36,10 @@ class StageProfile:
         bytes: of parameters, inputs and outputs, which each of these reads or writes at least.
         kept_bytes: what is kept after the forward, and what after the input gradient.
         recomputed_bytes: what the forward keeps if the stage recomputes: its inputs.
-        whole_backward_keeps: as `kept_bytes` says after the input gradient, where a whole backward runs; always 0.
         num_parameters: elements of the parameters that have gradients.
         dtype: of these; "" if there are several, or none.
+        lost_parameter: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
+            parameters where their graph meets that of inputs, so it misses those whose results depend on no input.
     """
 
     outs: tuple[TensorKind, ...]
@@ -48,6 +49,19 @@ class StageProfile:
     recomputed_bytes: int
     num_parameters: int
     dtype: str
+    lost_parameter: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as JSON, which `from_json` reads back."""
+        outs = [[list(kind.shape), str(kind.dtype).removeprefix("torch.")] for kind in self.outs]
+        return {**asdict(self), "outs": outs}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageProfile:
+        """Return the profile that `to_json` wrote."""
+        outs = tuple(TensorKind(tuple(shape), getattr(torch, dtype)) for shape, dtype in data["outs"])
+        lists = {name: tuple(data[name]) for name in ("flops", "kept_bytes")}
+        return cls(**{**data, **lists, "outs": outs})
 
 
 def profile_stage(
@@ -73,7 +87,6 @@ def profile_stage(
 
     Raises:
         LayoutError: it does not run on such inputs, or returns something else than one tensor per target.
-        UnsupportedError: a parameter's gradient cannot be told from those of inputs (see `_require_equal_gradients`).
     """
     clone = _on_meta(module)
     batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)
@@ -94,9 +107,9 @@ def profile_stage(
     has_loss = loss_fn is not None and target is not None and not targets
     targets_of = [torch.empty(target.shape, dtype=target.dtype, device="meta")] * 2 if target else []
     step = StageStep([batch, batch] if not sources else (), targets_of if has_loss else ())
-    flops, kept = (0, 0, 0), (0, 0)
+    flops, kept, lost = (0, 0, 0), (0, 0), ""
     if trains and (targets or has_loss):
-        flops, kept = _measured(clone, shape, loss_fn, step, number)
+        flops, kept, lost = _measured(clone, shape, loss_fn, step)
     elif not trains:
         flops = (_counted_flops(lambda: clone(*batch)), 0, 0)
     trained = [parameter for parameter in clone.parameters() if parameter.requires_grad]
@@ -114,6 +127,7 @@ def profile_stage(
         sum(value.numel() * value.element_size() for value in batch),
         sum(parameter.numel() for parameter in trained),
         dtypes.pop() if len(dtypes) == 1 else "",
+        lost,
     )
 
 
@@ -155,16 +169,17 @@ def _first_line(error: Exception) -> str:
 
 
 def _measured(
-    module: nn.Module, shape: StageShape, loss_fn: LossFunction | None, step: StageStep, number: int
-) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return the FLOPs of the three parts, and the bytes that are kept after the first and after the second."""
+    module: nn.Module, shape: StageShape, loss_fn: LossFunction | None, step: StageStep
+) -> tuple[tuple[int, int, int], tuple[int, int], str]:
+    """Return the FLOPs of the three parts, the bytes kept after the first and second, and a lost parameter."""
     memory = SavedMemory()
     functions = StageFunctions(module, shape, loss_fn, {1}, memory=memory)
     functions.step = step
-    ins = [torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in shape.ins] or [torch.empty(0)]
-    grads = [torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in shape.outs] or [
-        torch.empty(0)
-    ]
+    ins, grads = (
+        [torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in kinds]
+        or [torch.empty(0, device="meta")]
+        for kinds in (shape.ins, shape.outs)
+    )
     token = torch.empty(1, device="meta")
     stash: dict[str, Any] = {}
     try:
@@ -173,36 +188,22 @@ def _measured(
         input_grad = _counted_flops(lambda: functions.input_grad(stash, *grads, token, 0))
         after_input_grad = memory.bytes
         weight_grad = _counted_flops(lambda: functions.weight_grad(stash, token, 0))
+        split = _with_gradients(module)
+        module.zero_grad(set_to_none=True)
+        functions.forward(stash, *ins, token, 1)
+        functions.input_grad(stash, *grads, token, 1)
     except MeshweaveError:
         raise
     except Exception as error:
-        raise LayoutError(f"stage {number} does not run on the meta device: {_first_line(error)}") from error
-    split = _with_gradients(module)
-    module.zero_grad(set_to_none=True)
-    whole: dict[str, Any] = {}
-    functions.forward(whole, *ins, token, 1)
-    functions.input_grad(whole, *grads, token, 1)
-    _require_equal_gradients(module, number, split, _with_gradients(module))
-    return (forward, input_grad, weight_grad), (after_forward, after_input_grad)
+        raise LayoutError(
+            f"stage {shape.number} does not run on the meta device: {_first_line(error)}"
+        ) from error
+    lost = sorted(_with_gradients(module) - split)
+    return (forward, input_grad, weight_grad), (after_forward, after_input_grad), lost[0] if lost else ""
 
 
 def _with_gradients(module: nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter.grad is not None}
-
-
-def _require_equal_gradients(module: nn.Module, number: int, split: set[str], whole: set[str]) -> None:
-    """Raise UnsupportedError where a backward in two parts misses a parameter.
-
-    torch finds the parameters of the second part where they meet the inputs of the stage. One whose results depend on
-    no input it does not find.
-    """
-    missed = sorted(whole - split)
-    if missed:
-        raise UnsupportedError(
-            f"stage {number}: the gradient of {missed[0]} is lost in a backward of two parts, since what is computed "
-            "from it depends on no input of the stage; compute it from an input, or take a schedule with whole "
-            "backwards"
-        )
 
 
 def _counted_flops(run: Any) -> int:
