@@ -1,4 +1,4 @@
-"""The schedules of `torch.distributed.pipelining` as the CSV texts that torch itself dumps, without process groups."""
+"""The schedules of `torch.distributed.pipelining` as the CSV texts that torch dumps, without process groups."""
 
 from __future__ import annotations
 

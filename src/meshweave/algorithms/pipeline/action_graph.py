@@ -10,26 +10,29 @@ Nodes are actions; a transfer may be one node for its send and its receive. The 
 
 Runtimes differ in what a send waits for:
 
-`Runtime.STRICT`: each pair of ranks has one communicator, whose transfers run one after another, and a send ends only
-once its receive is posted. So are NCCL's point-to-point operations, which torch's runtime of action lists issues one
-by one (`_PipelineScheduleRuntime`).
+`Runtime.STRICT`: each pair of ranks has one communicator, whose transfers run one after another, and a send ends
+only once its receive is posted. So are NCCL's point-to-point operations, which torch's runtime of action lists
+issues one by one (`_PipelineScheduleRuntime`).
 
 `Runtime.BATCHED`: the same, but transfers of one pair that are listed next to each other run together, as
 `torch.distributed.batch_isend_irecv` runs them. torch does that in its `Schedule1F1B`, not for action lists.
 
-`Runtime.BUFFERED`: a send ends by itself; its value waits in a buffer. So are gloo and MPI below their eager limit,
-and the lanes of our own Programs.
+`Runtime.BUFFERED`: a send ends by itself; its value waits in a buffer. So are gloo, MPI below its eager limit, and
+the lanes of our own Programs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
-from meshweave.algorithms.pipeline.action_table import ABSENT, ActionTable
-from meshweave.algorithms.pipeline.actions import Action, ActionKind
+import numpy as np
+
+from meshweave.algorithms.pipeline.action_table import ABSENT, RECVS, SENDS, ActionTable, IntArray
+from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.base.errors import LayoutError
+
+_PAIRS = tuple(zip(SENDS, RECVS, strict=True))
 
 
 class Runtime(Enum):
@@ -40,9 +43,9 @@ class Runtime(Enum):
     BUFFERED = "buffered"
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActionGraph:
-    """Nodes and the edges between them.
+    """Nodes, and pairs of nodes of which the second waits for the first.
 
     Nodes 0 to the number of actions - 1 are the actions of the table. A receive that runs together with its send
     is not a node of its own: `node_of` names the send's. Nodes from there on join batches and are no actions.
@@ -51,23 +54,22 @@ class ActionGraph:
         table: the table of the schedule.
         node_of: for each action its node.
         num_nodes: the number of nodes, those that stand for no action among them.
-        sources: for each edge the node that comes first.
-        targets: for each edge the node that waits.
-        remote: numbers of edges that stand for a transfer that is not listed, with the number of the edge between
-            stages that it goes along.
+        sources: for each wait the node that comes first.
+        targets: for each wait the node that waits.
+        carried: for each wait the edge between stages that carries its value in a transfer that is not listed;
+            ABSENT for the other waits.
     """
 
     table: ActionTable
-    node_of: list[int]
+    node_of: IntArray
     num_nodes: int
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    remote: dict[int, int] = field(default_factory=dict)
+    sources: IntArray
+    targets: IntArray
+    carried: IntArray
 
-    def add(self, source: int, target: int) -> None:
-        """Let `target` wait for `source`."""
-        self.sources.append(source)
-        self.targets.append(target)
+
+_Waits = list[tuple[IntArray, IntArray, int]]
+"""Sources, targets, and the edge that carries the values."""
 
 
 def build_graph(table: ActionTable, runtime: Runtime) -> ActionGraph:
@@ -76,166 +78,115 @@ def build_graph(table: ActionTable, runtime: Runtime) -> ActionGraph:
     Raises:
         LayoutError: the messages from one rank to another are not received in the order in which they are sent.
     """
-    total = table.starts[-1]
-    graph = ActionGraph(table, list(range(total)), total)
-    if not table.schedule.has_communication:
-        _join_in_order(graph)
-        _join_stages(graph)
-        return graph
-    pairs = _transfer_pairs(table)
-    _require_same_order(table, pairs)
-    if runtime is not Runtime.BUFFERED:
-        for send, recv in pairs:
-            graph.node_of[recv] = send
+    num_nodes = int(table.starts[-1])
+    node_of = np.arange(num_nodes)
+    waits: _Waits = []
+    if table.lists_transfers:
+        sends, recvs = _transfers(table)
+        _require_same_order(table, sends, recvs)
+        if runtime is Runtime.BUFFERED:
+            waits.append((sends, recvs, ABSENT))
+        else:
+            node_of[recvs] = sends
+        queued, num_nodes = _queue_waits(table, node_of, sends, recvs, runtime)
+        waits += [*queued, *_value_waits(table, node_of)]
     else:
-        for send, recv in pairs:
-            graph.add(send, recv)
-    _join_in_order(graph)
-    _join_queues(graph, pairs, runtime)
-    _join_consumers(graph)
-    return graph
+        waits += _direct_waits(table)
+    waits.append(_order_waits(table, node_of))
+    sources, targets = (np.concatenate([wait[side] for wait in waits]) for side in (0, 1))
+    carried = np.repeat([wait[2] for wait in waits], [len(wait[0]) for wait in waits])
+    return ActionGraph(table, node_of, num_nodes, sources, targets, carried)
 
 
-def _join_in_order(graph: ActionGraph) -> None:
+def _order_waits(table: ActionTable, node_of: IntArray) -> tuple[IntArray, IntArray, int]:
     """Let every action wait for the last one before it on its rank that is no transfer."""
-    schedule, node_of, number = graph.table.schedule, graph.node_of, 0
-    sources, targets = graph.sources, graph.targets
-    transfers = _TRANSFERS
-    for order in schedule.actions:
-        last = ABSENT
-        for action in order:
-            if last != ABSENT:
-                sources.append(last)
-                targets.append(node_of[number])
-            if action.kind not in transfers:
-                last = number
-            number += 1
+    numbers = np.arange(len(node_of))
+    last = np.maximum.accumulate(np.where(table.communicates, ABSENT, numbers))
+    before = np.concatenate(([ABSENT], last[:-1])) if len(last) else last
+    has_one = before >= table.starts[table.ranks]
+    return before[has_one], node_of[numbers[has_one]], ABSENT
 
 
-_TRANSFERS = (
-    ActionKind.SEND_FORWARD,
-    ActionKind.RECV_FORWARD,
-    ActionKind.SEND_BACKWARD,
-    ActionKind.RECV_BACKWARD,
-)
-_SENDS = (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD)
-
-
-def _join_stages(graph: ActionGraph) -> None:
+def _direct_waits(table: ActionTable) -> _Waits:
     """Let compute actions wait for those whose results they use, without listed transfers."""
-    table = graph.table
-    count, ranks = table.schedule.num_micro_batches, table.schedule.stage_ranks
-    trains = bool(table.input_grads) and table.input_grads[0] != ABSENT
+    crossing = set(table.crossing())
+    waits = []
     for index, (source, target) in enumerate(table.edges):
-        crosses = ranks[source] != ranks[target]
-        for micro_batch in range(count):
-            first, second = source * count + micro_batch, target * count + micro_batch
-            if crosses:
-                graph.remote[len(graph.sources)] = index
-            graph.add(table.forwards[first], table.forwards[second])
-            if trains:
-                if crosses:
-                    graph.remote[len(graph.sources)] = index
-                graph.add(table.input_grads[second], table.input_grads[first])
+        carried = index if index in crossing else ABSENT
+        waits.append((table.forwards[source], table.forwards[target], carried))
+        if table.trains:
+            waits.append((table.input_grads[target], table.input_grads[source], carried))
+    return waits
 
 
-def _join_consumers(graph: ActionGraph) -> None:
+def _value_waits(table: ActionTable, node_of: IntArray) -> _Waits:
     """Let compute actions wait for the receives that they need, and for stages on their own rank."""
-    table = graph.table
-    count, ranks, node_of = table.schedule.num_micro_batches, table.schedule.stage_ranks, graph.node_of
-    trains = bool(table.input_grads) and table.input_grads[0] != ABSENT
-    directions = [(table.forwards, table.transfers[ActionKind.RECV_FORWARD], False)]
-    if trains:
-        directions.append((table.input_grads, table.transfers[ActionKind.RECV_BACKWARD], True))
-    for computes, recvs, backwards in directions:
-        for index, edge in enumerate(table.edges):
-            source, target = edge[::-1] if backwards else edge
-            local = ranks[source] == ranks[target]
-            for micro_batch in range(count):
-                consumer = computes[target * count + micro_batch]
-                if local:
-                    graph.add(computes[source * count + micro_batch], consumer)
-                else:
-                    graph.add(node_of[recvs[index * count + micro_batch]], consumer)
+    crossing = set(table.crossing())
+    waits = []
+    for index, (source, target) in enumerate(table.edges):
+        ends = [(table.forwards, source, target, ActionKind.RECV_FORWARD)]
+        if table.trains:
+            ends.append((table.input_grads, target, source, ActionKind.RECV_BACKWARD))
+        for computes, first, second, kind in ends:
+            received = node_of[table.transfers[kind][index]] if index in crossing else computes[first]
+            waits.append((received, computes[second], ABSENT))
+    return waits
 
 
-def _transfer_pairs(table: ActionTable) -> list[tuple[int, int]]:
-    """Return the send and the receive of each transfer."""
-    pairs = []
-    for send_kind, recv_kind in (_TRANSFERS[:2], _TRANSFERS[2:]):
-        sends, recvs = table.transfers[send_kind], table.transfers[recv_kind]
-        pairs += [(send, recv) for send, recv in zip(sends, recvs, strict=True) if send != ABSENT]
-    return pairs
+def _transfers(table: ActionTable) -> tuple[IntArray, IntArray]:
+    """Return the sends, and the receive of each."""
+    pairs = [(table.transfers[s].reshape(-1), table.transfers[r].reshape(-1)) for s, r in _PAIRS]
+    sends, recvs = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    listed = sends != ABSENT
+    return sends[listed], recvs[listed]
 
 
-def _require_same_order(table: ActionTable, pairs: Sequence[tuple[int, int]]) -> None:
+def _require_same_order(table: ActionTable, sends: IntArray, recvs: IntArray) -> None:
     """Raise LayoutError where a rank receives from another in another order than that one sends in."""
-    ranks = _ranks_of_actions(table)
-    messages: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for send, recv in pairs:
-        messages.setdefault((ranks[send], ranks[recv]), []).append((send, recv))
-    for (sender, receiver), between in messages.items():
-        between.sort()
-        recvs = [recv for _, recv in between]
-        expected = sorted(recvs)
-        if recvs == expected:
-            continue
-        index = next(i for i, recv in enumerate(recvs) if recv != expected[i])
-        raise LayoutError(
-            f"rank {sender} sends {table.place(between[index][0])} to rank {receiver} as message {index + 1}, and "
-            f"rank {receiver} receives {table.place(expected[index])} as message {index + 1}: the messages from one "
-            "rank to another are matched in order"
-        )
+    pair = table.ranks[sends] * len(table.starts) + table.ranks[recvs]
+    by_send, by_recv = np.lexsort((sends, pair)), np.lexsort((recvs, pair))
+    wrong = np.flatnonzero(by_send != by_recv)
+    if not len(wrong):
+        return
+    send, recv = int(sends[by_send[wrong[0]]]), int(recvs[by_recv[wrong[0]]])
+    sender, receiver = table.ranks[send], table.ranks[recv]
+    message = int(wrong[0] - np.searchsorted(pair[by_send], pair[by_send[wrong[0]]])) + 1
+    raise LayoutError(
+        f"rank {sender} sends {table.place(send)} to rank {receiver} as message {message}, and rank {receiver} "
+        f"receives {table.place(recv)} as message {message}: the messages from one rank to another are matched "
+        "in order"
+    )
 
 
-def _ranks_of_actions(table: ActionTable) -> list[int]:
-    return [rank for rank, order in enumerate(table.schedule.actions) for _ in order]
+def _queue_waits(
+    table: ActionTable, node_of: IntArray, sends: IntArray, recvs: IntArray, runtime: Runtime
+) -> tuple[_Waits, int]:
+    """Let the transfers of a pair of ranks wait for each other on either side; return the number of nodes too.
 
-
-def _join_queues(graph: ActionGraph, pairs: Sequence[tuple[int, int]], runtime: Runtime) -> None:
-    """Let transfers wait for those of the same pair of ranks, and side, that are listed before them."""
-    ranks = _ranks_of_actions(graph.table)
-    peer: dict[int, int] = {}
-    for send, recv in pairs:
-        peer[send], peer[recv] = ranks[recv], ranks[send]
-    number = 0
-    for order in graph.table.schedule.actions:
-        _join_rank_queues(graph, order, number, peer, runtime)
-        number += len(order)
-
-
-def _join_rank_queues(
-    graph: ActionGraph, order: Sequence[Action], number: int, peers: dict[int, int], runtime: Runtime
-) -> None:
-    """Join the queues of one rank, whose first action is `number`."""
-    last: dict[tuple[int, bool], int] = {}
-    batches: dict[tuple[int, bool], list[int]] = {}
-    neighbour = ABSENT
-    for index, action in enumerate(order, number):
-        peer = peers.get(index, ABSENT)
-        if peer != ABSENT:
-            node = graph.node_of[index]
-            # Where sends are buffered, those of one direction wait for each other alone.
-            queue = (peer, runtime is Runtime.BUFFERED and action.kind in _SENDS)
-            if runtime is not Runtime.BATCHED:
-                if queue in last:
-                    graph.add(last[queue], node)
-                last[queue] = node
-            else:
-                if neighbour != peer and queue in batches:
-                    last[queue] = _join_batch(graph, batches.pop(queue))
-                batches.setdefault(queue, []).append(node)
-                if queue in last:
-                    graph.add(last[queue], node)
-        neighbour = peer
-
-
-def _join_batch(graph: ActionGraph, nodes: Sequence[int]) -> int:
-    """Return a node that is reached once all of a batch are."""
-    if len(nodes) == 1:
-        return nodes[0]
-    join = graph.num_nodes
-    graph.num_nodes += 1
-    for node in nodes:
-        graph.add(node, join)
-    return join
+    A batch is a transfer, or several that stand next to each other where the runtime runs those together. Every
+    transfer of a batch waits for all of the batch before it in its queue.
+    """
+    numbers = np.concatenate((sends, recvs))
+    peers = np.concatenate((table.ranks[recvs], table.ranks[sends]))
+    queues = table.ranks[numbers] * len(table.starts) + peers
+    if runtime is Runtime.BUFFERED:  # sends of one direction wait for each other alone
+        queues = 2 * queues + (np.arange(len(numbers)) < len(sends))
+    order = np.lexsort((numbers, queues))
+    numbers, queues = numbers[order], queues[order]
+    begins_queue = np.diff(queues, prepend=ABSENT) != 0
+    begins = begins_queue.copy()
+    if runtime is Runtime.BATCHED:
+        begins |= np.diff(numbers, prepend=ABSENT - 1) != 1
+    else:
+        begins[:] = True
+    batch = np.cumsum(begins) - 1
+    firsts = np.flatnonzero(begins)
+    sizes = np.diff(firsts, append=len(numbers))
+    joins = np.where(sizes == 1, node_of[numbers[firsts]], 0)
+    several = np.flatnonzero(sizes > 1)
+    joins[several] = len(node_of) + np.arange(len(several))
+    follows = ~begins_queue[firsts][batch]
+    waits = [(joins[batch[follows] - 1], node_of[numbers[follows]], ABSENT)]
+    inside = sizes[batch] > 1
+    waits.append((node_of[numbers[inside]], joins[batch[inside]], ABSENT))
+    return waits, len(node_of) + len(several)

@@ -1,8 +1,8 @@
 """When the actions of a schedule run, from the times of stages and transfers: bubbles, exposed transfers, stashes.
 
 Every action begins as soon as what it waits for is done (`action_graph`). So compute and communication overlap as
-far as the runtime lets them. Times are integers in any unit. A rank's compute actions do not slow its transfers, and
-transfers of different pairs of ranks do not slow each other; a simulated Program knows links and their sharing.
+far as the runtime lets them. Times are integers in any unit. A rank's compute actions do not slow its transfers,
+and transfers of different pairs of ranks do not slow each other; a simulated Program knows links that are shared.
 
 The step takes from the first begin to the last end. A rank is idle while it runs no compute action. Where it then
 waits for a transfer that is on its way, the idle time is an *exposed transfer*; the rest is *bubble*.
@@ -13,8 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from meshweave.algorithms.pipeline.action_graph import ActionGraph, Runtime, build_graph
-from meshweave.algorithms.pipeline.action_table import tabulate
+from meshweave.algorithms.pipeline.action_table import (
+    ABSENT,
+    SENDS,
+    ActionTable,
+    IntArray,
+    chain_edges,
+    tabulate,
+)
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.progress import longest_path
 from meshweave.base.errors import LayoutError
@@ -54,7 +63,7 @@ class ActionTimes:
             (forward,) * num_stages,
             (input_grad,) * num_stages,
             (weight_grad,) * num_stages,
-            (transfer,) * max(0, num_stages - 1),
+            (transfer,) * len(chain_edges(num_stages)),
         )
 
     def of_compute(self, action: Action) -> int:
@@ -170,107 +179,72 @@ def time_schedule(
             f"schedule has {schedule.num_stages} and {len(table.edges)}"
         )
     graph = build_graph(table, runtime)
+    transfer = np.array((*times.transfer, 0), np.int64)  # ABSENT is the last
     durations = _durations(graph, times)
-    delays = [0] * len(graph.sources) if graph.remote else []
-    for edge, stages in graph.remote.items():
-        delays[edge] = times.transfer[stages]
-    node_begins, _ = longest_path(graph, durations, delays)
-    begins, ends, number = [], [], 0
-    for order in schedule.actions:
-        nodes = graph.node_of[number : number + len(order)]
-        number += len(order)
-        begins.append(tuple(node_begins[node] for node in nodes))
-        ends.append(tuple(node_begins[node] + durations[node] for node in nodes))
-    exposed = _exposed(graph, durations, times, node_begins)
-    return TimedSchedule(schedule, times, tuple(begins), tuple(ends), exposed)
+    delays = transfer[graph.carried] if not table.lists_transfers else None
+    node_begins = np.array(longest_path(graph, durations, delays), np.int64)
+    begins = node_begins[graph.node_of]
+    ends = begins + durations[graph.node_of]
+    cuts = table.starts[1:-1]
+    return TimedSchedule(
+        schedule,
+        times,
+        tuple(tuple(part.tolist()) for part in np.split(begins, cuts)),
+        tuple(tuple(part.tolist()) for part in np.split(ends, cuts)),
+        _exposed(table, transfer, begins, ends),
+    )
 
 
-def _durations(graph: ActionGraph, times: ActionTimes) -> list[int]:
+def _durations(graph: ActionGraph, times: ActionTimes) -> IntArray:
     """Return the ticks of each node. A buffered receive takes nothing beyond its send."""
-    table = graph.table
-    durations = [0] * graph.num_nodes
-    number = 0
-    for order in table.schedule.actions:
-        for action in order:
-            if not action.kind.communicates:
-                durations[number] = times.of_compute(action)
-            number += 1
-    count = table.schedule.num_micro_batches
-    for kind in (ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD):
-        for slot, send in enumerate(table.transfers[kind]):
-            if send >= 0:
-                durations[send] = times.transfer[slot // count]
+    columns, durations = graph.table.columns, np.zeros(graph.num_nodes, np.int64)
+    for kinds, ticks in (
+        ((ActionKind.FORWARD,), times.forward),
+        ((ActionKind.INPUT_GRAD, ActionKind.BACKWARD), times.input_grad),
+        ((ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD), times.weight_grad),
+    ):
+        rows = columns.rows(*kinds)
+        np.add.at(durations, columns.number[rows], np.array(ticks, np.int64)[columns.stage[rows]])
+    for kind in SENDS:
+        sends = graph.table.transfers[kind]
+        for edge, row in enumerate(sends):
+            durations[row[row != ABSENT]] = times.transfer[edge]
     return durations
 
 
 def _exposed(
-    graph: ActionGraph, durations: Sequence[int], times: ActionTimes, begins: Sequence[int]
+    table: ActionTable, transfer: IntArray, begins: IntArray, ends: IntArray
 ) -> tuple[ExposedTransfer, ...]:
     """Return the transfers that end when the compute action that waits for them begins, on an idle rank."""
-    table, schedule = graph.table, graph.table.schedule
-    idle_from = _idle_from(graph, durations, begins)
-    transfers = _awaited_transfers(graph, times, begins, durations)
-    exposed = []
-    number = 0
-    for rank, order in enumerate(schedule.actions):
-        for action in order:
-            if number in transfers and action.kind.computes:
-                text, begin = transfers[number]
-                begin = max(begin, idle_from[number])
-                ticks = begins[number] - begin
-                if ticks > 0:
-                    exposed.append(ExposedTransfer(rank, text, str(action), begin, ticks))
-            number += 1
-    return tuple(exposed)
+    idle_from = _idle_from(table, ends)
+    exposed: dict[int, ExposedTransfer] = {}
+    for kind, computes in zip(SENDS, (table.forwards, table.input_grads), strict=True):
+        if not table.trains and kind is ActionKind.SEND_BACKWARD:
+            continue
+        for index in table.crossing():
+            edge = table.edges[index]
+            source, target = edge if kind is ActionKind.SEND_FORWARD else edge[::-1]
+            consumers, sends = computes[target], table.transfers[kind][index]
+            start = begins[sends] if table.lists_transfers else ends[computes[source]]
+            shown = np.maximum(start, idle_from[consumers])
+            waits = (start + transfer[index] == begins[consumers]) & (shown < begins[consumers])
+            for at in np.flatnonzero(waits).tolist():
+                number, begin = int(consumers[at]), int(shown[at])
+                if number in exposed and exposed[number].begin <= begin:
+                    continue
+                rank = int(table.ranks[number])
+                consumer = str(table.schedule.actions[rank][number - int(table.starts[rank])])
+                ticks = int(begins[number]) - begin
+                exposed[number] = ExposedTransfer(rank, f"{source}{kind.value}{at}", consumer, begin, ticks)
+    return tuple(exposed[number] for number in sorted(exposed))
 
 
-def _idle_from(graph: ActionGraph, durations: Sequence[int], begins: Sequence[int]) -> list[int]:
-    """Return for each action when the last compute action before it on its rank ends."""
-    idle_from, number = [0] * graph.table.starts[-1], 0
-    for order in graph.table.schedule.actions:
-        end = 0
-        for action in order:
-            idle_from[number] = end
-            if action.kind.computes:
-                end = begins[number] + durations[number]
-            number += 1
-    return idle_from
-
-
-def _awaited_transfers(
-    graph: ActionGraph, times: ActionTimes, begins: Sequence[int], durations: Sequence[int]
-) -> dict[int, tuple[str, int]]:
-    """Return for compute actions that begin when a transfer ends, its send and its begin.
-
-    Of several such transfers it is the one that began first.
-    """
-    table, listed = graph.table, graph.table.schedule.has_communication
-    awaited: dict[int, tuple[str, int]] = {}
-
-    def enter(consumer: int, text: str, begin: int, end: int) -> None:
-        if end == begins[consumer] and (consumer not in awaited or begin < awaited[consumer][1]):
-            awaited[consumer] = (text, begin)
-
-    count = table.schedule.num_micro_batches
-    for kind, computes, backwards in (
-        (ActionKind.SEND_FORWARD, table.forwards, False),
-        (ActionKind.SEND_BACKWARD, table.input_grads, True),
-    ):
-        for index, edge in enumerate(table.edges):
-            source, target = edge[::-1] if backwards else edge
-            if table.schedule.stage_ranks[source] == table.schedule.stage_ranks[target]:
-                continue
-            for micro_batch in range(count):
-                send = table.transfers[kind][index * count + micro_batch]
-                consumer = computes[target * count + micro_batch]
-                text = f"{source}{kind.value}{micro_batch}"
-                if send >= 0:
-                    enter(consumer, text, begins[send], begins[send] + durations[send])
-                elif not listed and consumer >= 0:
-                    producer = computes[source * count + micro_batch]
-                    end = begins[producer] + durations[producer]
-                    enter(consumer, text, end, end + times.transfer[index])
-    return awaited
+def _idle_from(table: ActionTable, ends: IntArray) -> IntArray:
+    """Return for each action when the last compute action before it on its rank ends, or 0."""
+    numbers = np.arange(len(ends))
+    last = np.maximum.accumulate(np.where(table.computes, numbers, ABSENT))
+    before = np.concatenate(([ABSENT], last[:-1])) if len(last) else last
+    return np.where(before >= table.starts[table.ranks], ends[before], 0)
 
 
 def peak_stashes(schedule: Schedule) -> tuple[int, ...]:

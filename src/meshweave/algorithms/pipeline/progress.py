@@ -1,9 +1,9 @@
 """A proof that a schedule ends, or the cycle of actions that wait for each other.
 
-Every action waits for a few others (`action_graph`). A schedule ends if and only if these waits have no cycle: in an
-order without cycles some action can always go on, and around a cycle none ever can, however fast ranks and links
-are. So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which
-follows one timing.
+Every action waits for a few others (`action_graph`). A schedule ends if and only if these waits have no cycle: as
+long as there is none, some action can go on, and around a cycle none ever can, however fast ranks and links are.
+So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which follows
+one timing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshweave.algorithms.pipeline.action_graph import ActionGraph, Runtime, build_graph
-from meshweave.algorithms.pipeline.action_table import ABSENT, tabulate
+from meshweave.algorithms.pipeline.action_table import ABSENT, IntArray, tabulate
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError
 
@@ -44,23 +44,6 @@ class ScheduleDeadlock(LayoutError):
         self.cycle = tuple(cycle)
 
 
-@dataclass(frozen=True)
-class SuccessorTable:
-    """The edges of a graph by the node that they begin at: those of node n are `starts[n]` to `starts[n + 1]`.
-
-    Attributes:
-        starts: where the edges of each node begin.
-        targets: the node that waits, by edge.
-        delays: ticks between the end of the first node and the begin of the second, by edge; empty for none.
-        num_waits: for each node the number of edges that end at it.
-    """
-
-    starts: list[int]
-    targets: list[int]
-    delays: list[int]
-    num_waits: list[int]
-
-
 def prove_progress(
     schedule: Schedule,
     runtime: Runtime = Runtime.STRICT,
@@ -80,13 +63,11 @@ def prove_progress(
         ScheduleDeadlock: the schedule never ends. The error has the cycle.
     """
     graph = build_graph(tabulate(schedule, edges), runtime)
-    longest_path(graph, [0] * graph.num_nodes)
+    longest_path(graph, np.zeros(graph.num_nodes, np.int64))
 
 
-def longest_path(
-    graph: ActionGraph, durations: Sequence[int], delays: Sequence[int] = ()
-) -> tuple[list[int], list[int]]:
-    """Return when each node can begin at the earliest, and an order in which all waits point backwards.
+def longest_path(graph: ActionGraph, durations: IntArray, delays: IntArray | None = None) -> list[int]:
+    """Return when each node can begin at the earliest.
 
     Args:
         graph: what waits for what.
@@ -96,39 +77,34 @@ def longest_path(
     Raises:
         ScheduleDeadlock: there is a cycle.
     """
-    table = _successors(graph, delays)
-    starts, targets, num_waits = table.starts, table.targets, table.num_waits
+    order = np.argsort(graph.sources, kind="stable")
+    spans = durations[graph.sources[order]]
+    if delays is not None:
+        spans = spans + delays[order]
+    ends = np.cumsum(np.bincount(graph.sources, minlength=graph.num_nodes)).tolist()
+    waits = np.bincount(graph.targets, minlength=graph.num_nodes).tolist()
+    targets, ticks = graph.targets[order].tolist(), spans.tolist()
     begins = [0] * graph.num_nodes
-    order = [node for node, waits in enumerate(num_waits) if not waits]
-    for node in order:
-        end = begins[node] + durations[node]
-        for edge in range(starts[node], starts[node + 1]):
+    ready = [node for node, number in enumerate(waits) if not number]
+    for node in ready:
+        begin = begins[node]
+        for edge in range(ends[node - 1] if node else 0, ends[node]):
             target = targets[edge]
-            ready = end + table.delays[edge] if delays else end
-            if begins[target] < ready:
-                begins[target] = ready
-            num_waits[target] -= 1
-            if not num_waits[target]:
-                order.append(target)
-    if len(order) < graph.num_nodes:
-        raise _deadlock(graph, set(range(graph.num_nodes)).difference(order))
-    return begins, order
-
-
-def _successors(graph: ActionGraph, delays: Sequence[int]) -> SuccessorTable:
-    sources, targets = np.array(graph.sources, dtype=np.int64), np.array(graph.targets, dtype=np.int64)
-    order = np.argsort(sources, kind="stable")
-    starts = np.zeros(graph.num_nodes + 1, dtype=np.int64)
-    np.cumsum(np.bincount(sources, minlength=graph.num_nodes), out=starts[1:])
-    waits = np.bincount(targets, minlength=graph.num_nodes)
-    sorted_delays = np.array(delays, dtype=np.int64)[order].tolist() if delays else []
-    return SuccessorTable(starts.tolist(), targets[order].tolist(), sorted_delays, waits.tolist())
+            end = begin + ticks[edge]
+            if begins[target] < end:
+                begins[target] = end
+            waits[target] -= 1
+            if not waits[target]:
+                ready.append(target)
+    if len(ready) < graph.num_nodes:
+        raise _deadlock(graph, set(range(graph.num_nodes)).difference(ready))
+    return begins
 
 
 def _deadlock(graph: ActionGraph, stuck: set[int]) -> ScheduleDeadlock:
     """Return the error that names a shortest cycle among the nodes that nothing frees."""
     waits_for: dict[int, list[int]] = {}
-    for source, target in zip(graph.sources, graph.targets, strict=True):
+    for source, target in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
         if source in stuck and target in stuck:
             waits_for.setdefault(target, []).append(source)
     cycle = _shortest_cycle(_node_on_cycle(waits_for), waits_for)
@@ -167,12 +143,10 @@ def _shortest_cycle(start: int, waits_for: dict[int, list[int]]) -> list[int]:
 def _places(graph: ActionGraph) -> dict[int, dict[int, ListedAction]]:
     """Return for each node its actions by rank: one, or the two ends of a transfer."""
     places: dict[int, dict[int, ListedAction]] = {}
-    number = 0
+    nodes = iter(graph.node_of.tolist())
     for rank, order in enumerate(graph.table.schedule.actions):
         for position, action in enumerate(order):
-            listed = ListedAction(rank, position, str(action))
-            places.setdefault(graph.node_of[number], {})[rank] = listed
-            number += 1
+            places.setdefault(next(nodes), {})[rank] = ListedAction(rank, position, str(action))
     return places
 
 

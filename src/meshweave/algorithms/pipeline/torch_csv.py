@@ -2,11 +2,11 @@
 
 A row is a pipeline rank, a cell an action. The form without communication lists compute actions alone; torch adds
 transfers when it loads it, which is also what torchtitan's `pipeline_parallel_schedule_csv` takes. The form with
-communication lists sends and receives, and the gathering, freeing and reducing of sharded parameters. Both are read
-by one function; which one a text is follows from its actions. Cells (torch 2.13, `_Action`):
+communication lists sends and receives, and the gathering, freeing and reducing of sharded parameters. One function
+reads both; which one a text is follows from its actions. Cells (torch 2.13, `_Action`):
 
     2F0 0B1 0I3 0W3       stage 2 forward of micro-batch 0; whole backward, input gradient, weight gradient
-    3SEND_F1 2RECV_B0     stage 3 sends its activation of micro-batch 1; stage 2 receives the gradient of its output
+    3SEND_F1 2RECV_B0     stage 3 sends its activation of micro-batch 1; stage 2 receives the gradient of its own
     1UNSHARD 1RESHARD     gather the sharded parameters of stage 1; free them
     1REDUCE_GRAD          reduce the gradients of stage 1 over its data-parallel ranks
     (0F1;3B0)OVERLAP_F_B  a forward and a backward beside each other
@@ -105,8 +105,8 @@ def _require_neighbour(action: Action, rank: int, position: int) -> None:
         return
     what = "a skip connection" if kind.communicates else f"an action with peer {peer}"
     raise UnsupportedError(
-        f"action {position + 1} of rank {rank}, {action} with stage {peer}, is {what}: torch's CSV names one stage "
-        "an action, so that its transfers join neighbouring stages alone; run the program with meshweave instead"
+        f"action {position + 1} of rank {rank}, {action} with stage {peer}, is {what}: torch's CSV names one "
+        "stage an action, so that its transfers join neighbouring stages alone; run the program with meshweave"
     )
 
 
@@ -167,8 +167,8 @@ def _read_overlap(cell: str) -> Action:
     match = _OVERLAP.fullmatch(cell)
     if match is None or match[2] != ActionKind.OVERLAP.value:
         raise _CellError(
-            f"'{printable(cell)}' is no overlap; right would be (STAGE F MICRO-BATCH;STAGE B MICRO-BATCH)OVERLAP_F_B "
-            "such as (0F1;3B0)OVERLAP_F_B"
+            f"'{printable(cell)}' is no overlap; right would be two actions or more in parentheses, such as "
+            "(0F1;3B0)OVERLAP_F_B"
         )
     parts = tuple(_read_action(part.strip()) for part in match[1].split(";") if part.strip())
     if len(parts) < 2 or not all(part.kind.computes for part in parts):
