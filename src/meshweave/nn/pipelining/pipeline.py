@@ -25,6 +25,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import BindError, DescriptionError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
@@ -38,6 +39,7 @@ from meshweave.nn.pipelining.stage_problem import (
     agreed_places,
     pipeline_problem,
     profile_all,
+    require_all_parameters,
     stage_shape,
     whole_backwards,
 )
@@ -58,6 +60,7 @@ def pipeline(
     config: PipelineConfig | None = None,
     recompute: Collection[int] = (),
     scale_grads: bool = True,
+    has_local_batch: bool = False,
     outputs: Mapping[int, Sequence[Tensor]] | None = None,
     ranks: Sequence[int] | None = None,
     trace: bool = False,
@@ -85,6 +88,9 @@ def pipeline(
         scale_grads: as in torch's schedules, divide gradients by the number of micro-batches, for a loss that is a
             mean; where the last stage has data-parallel ranks, by their number, too. `step` then returns the mean of
             losses, else their sum. What was in `.grad` before stays, and is not divided.
+        has_local_batch: whether `step` is given the rows of this data-parallel rank alone, those of the first
+            micro-batch first. By default all ranks of a stage give the whole batch, and each takes its rows of each
+            micro-batch.
         outputs: for stages of this process that do not run on the meta device, examples of what they pass on.
         ranks: those that call this; default: all.
         trace: keep a `Trace` of each step in `trace`.
@@ -119,6 +125,7 @@ def pipeline(
         frozenset(recompute),
         scale_grads,
         dict(outputs or {}),
+        has_local_batch,
         trace,
         count_memory,
     )
@@ -163,6 +170,7 @@ class PipelineOptions:
     recompute: frozenset[int]
     scale_grads: bool
     outputs: Mapping[int, Sequence[Tensor]]
+    has_local_batch: bool
     trace: bool
     count_memory: bool
 
@@ -189,7 +197,6 @@ class _BoundPipeline:
     bound: BoundProgram
     functions: Mapping[int, StageFunctions]
     gradients: Mapping[int, StageGradients]
-    data: PipelineData
 
 
 class Pipeline:
@@ -207,7 +214,7 @@ class Pipeline:
         options: PipelineOptions,
         context: TorchContext,
     ) -> None:
-        self.places, self.trace = places, None
+        self.places = places
         self._stages, self._options, self._context = stages, options, context
         self._rank = context.rank or 0
         self._memory = SavedMemory() if options.count_memory else None
@@ -220,8 +227,7 @@ class Pipeline:
         """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
 
         Args:
-            batch: on ranks of the first stage: tensors with one row per sample first, either of the whole batch or of
-                this data-parallel rank alone; others may leave it out.
+            batch: on ranks of the first stage one tensor or several, one row per sample first; others may leave it out.
             target: likewise on ranks of the last stage.
 
         Returns:
@@ -249,12 +255,11 @@ class Pipeline:
         bound = self.prepare(batch, target, trains=trains)
         with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
             steps = self._give(bound, batch, target, wants_outputs)
-        if self._memory is not None:
+        if self._memory is not None and trains:
             self._memory.reset_peak()
         for gradients in bound.gradients.values() if trains else ():
             gradients.begin()
-        trace = bound.bound.run()
-        self.trace = trace
+        self.trace = bound.bound.run()
         divisor = self._divisor
         for gradients in bound.gradients.values() if trains else ():
             gradients.end(divisor)
@@ -278,27 +283,24 @@ class Pipeline:
         for number, functions in bound.functions.items():
             step = StageStep(outputs={} if wants_outputs and functions.is_last else None)
             if functions.is_first:
-                parts = [self._micro_batches(number, value) for value in _tensors(batch)]
+                parts = [self._micro_batches(number, bound.problem.rows, value) for value in _tensors(batch)]
                 step.batch = list(zip(*parts, strict=True))
             if functions.is_last and target is not None:
-                step.targets = self._micro_batches(number, target)
+                step.targets = self._micro_batches(number, bound.problem.rows, target)
             functions.step = steps[number] = step
         return steps
 
-    def _micro_batches(self, stage: int, value: Tensor) -> list[Tensor]:
+    def _micro_batches(self, stage: int, rows: int, value: Tensor) -> list[Tensor]:
         """Return this rank's rows of each micro-batch, from a tensor of the whole batch or of this rank's part."""
         count, parts = self._options.micro_batches, self.places.data_parallelism(stage)
-        bound = next(iter(self._bound.values()))
-        rows = bound.problem.rows
-        if len(value) * parts == rows * count:
-            return list(value.split(rows // parts))
-        if len(value) != rows * count:
-            raise LayoutError(
-                f"the batch has {len(value)} rows, and this pipeline takes {rows * count} in {count} micro-batches, or "
-                f"{rows * count // parts} of them on each data-parallel rank"
-            )
-        at = self.places.data_index(stage, self._rank) * (rows // parts)
-        return [part[at : at + rows // parts] for part in value.split(rows)]
+        own = rows // parts
+        expected = own * count if self._options.has_local_batch else rows * count
+        if len(value) != expected:
+            raise LayoutError(f"the batch has {len(value)} rows, and this pipeline was bound for {expected}")
+        if self._options.has_local_batch:
+            return list(value.split(own))
+        at = self.places.data_index(stage, self._rank) * own
+        return [part[at : at + own] for part in value.split(rows)]
 
     def _loss(self, bound: _BoundPipeline, steps: Mapping[int, StageStep]) -> Tensor | None:
         last = self.places.num_stages - 1
@@ -356,23 +358,127 @@ class Pipeline:
             raise BindError("the program of a pipeline is written at its first step; call step or prepare first")
         return self._bound[True]
 
-    def _data(self, batch: Batch, target: Tensor | None) -> PipelineData | None:
+    def _data(self, batch: Batch, target: Tensor | None, *, trains: bool) -> PipelineData | None:
         """Return the kinds of the whole of a micro-batch, on ranks of the first or last stage."""
-        count, first, last = self._options.micro_batches, 0, self.places.num_stages - 1
-        if first not in self._stages and last not in self._stages:
+        is_first = 0 in self._stages
+        if not is_first and not self._is_last:
             return None
-        given = _tensors(batch) if first in self._stages else ()
-        if first in self._stages and not given:
-            raise LayoutError("the first stage needs a batch")
-        kinds = tuple(self._whole_kind(first, value, count) for value in given)
-        wants = last in self._stages and target is not None
-        return PipelineData(kinds, self._whole_kind(last, target, count) if wants and target is not None else None)
+        given = _tensors(batch) if is_first else ()
+        if is_first and not given:
+            raise LayoutError("ranks of the first stage must give a batch")
+        if self._is_last and trains and target is None:
+            raise LayoutError("ranks of the last stage must give a target")
+        last = self.places.num_stages - 1
+        whole = None if target is None or not self._is_last else self._whole_kind(last, target)
+        return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
 
-    def _whole_kind(self, stage: int, value: Tensor, count: int) -> TensorKind:
-        raise NotImplementedError
+    def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
+        """Return the kind of one micro-batch over all data-parallel ranks."""
+        count = self._options.micro_batches
+        rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
+        if not rows or rows % count:
+            raise LayoutError(f"{count} micro-batches do not divide a batch of {rows} rows")
+        return TensorKind((rows // count, *value.shape[1:]), value.dtype)
 
     def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> _BoundPipeline:
-        raise NotImplementedError
+        options, places = self._options, self.places
+        profiles, rows = profile_all(
+            self._context,
+            places,
+            self._stages,
+            self._data(batch, target, trains=trains),
+            options.loss_fn,
+            trains=trains,
+            outputs=options.outputs,
+        )
+        problem = pipeline_problem(places, profiles, options.micro_batches, rows, options.recompute, trains=trains)
+        schedule = _schedule_of(options.plan, problem, options.config)
+        if not trains:
+            schedule = forwards_of(schedule)
+        for number, profile in enumerate(profiles):
+            require_all_parameters(number, profile, schedule)
+        config = options.config
+        program = pipeline_program(
+            problem, schedule, config.transfers,
+            chunks=config.chunks, strategy=config.strategy, network=config.network,
+            title=options.plan.title if isinstance(options.plan, PipelineAlgorithm) else "schedule",
+        )  # fmt: skip
+        gradients: dict[int, StageGradients] = {}
+        functions: dict[int, StageFunctions] = {}
+        calls: dict[str, Any] = {"marker": lambda *_: None}
+        for number, module in self._stages.items():
+            is_reduced = places.data_parallelism(number) > 1
+            gradients[number] = StageGradients.of(module if trains else nn.Module(), is_reduced=is_reduced, number=number)
+            vector = gradients[number].vector
+            functions[number] = StageFunctions(
+                module,
+                stage_shape(places, number, profiles, rows),
+                options.loss_fn,
+                whole_backwards(schedule, number),
+                trains=trains,
+                loss_total=None if vector is None else vector[-1:],
+                memory=self._memory if trains else None,
+                recomputes=number in options.recompute,
+                has_signals=config.transfers == "signals",
+            )
+            calls |= functions[number].calls()
+        bound = bind(
+            program,
+            self._rank,
+            self._tokens(program, gradients),
+            context=self._context,
+            calls=calls,
+            trace=options.trace,
+        )
+        return _BoundPipeline(problem, schedule, bound, functions, gradients)
+
+    def _tokens(self, program: Program, gradients: Mapping[int, StageGradients]) -> dict[str, Tensor]:
+        """Return what stands for inputs in the program, without memory, and the vectors of gradients."""
+        tensors = {}
+        for buffer in program.buffers:
+            if buffer.kind == "input" and self._rank in program.mesh_of[buffer.mesh]:
+                shape, dtype = program.local_shape(buffer.name, self._rank), torch_dtype(buffer.dtype)
+                tensors[buffer.name] = torch.zeros(1, dtype=dtype, device=self._context.device).expand(shape)
+        for number, each in gradients.items():
+            if each.vector is not None:
+                tensors[f"dw{number}"] = each.vector
+        return tensors
+
+
+def _schedule_of(
+    plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
+) -> Schedule:
+    """Return the schedule of a problem, its pipeline ranks numbered as those of the problem are."""
+    if isinstance(plan, PipelineAlgorithm):
+        refusal = plan.refusal(problem)
+        if refusal is not None:
+            raise LayoutError(f"{plan.name}: {refusal}")
+        return plan.schedule(problem, config)
+    if plan.num_stages != problem.num_stages:
+        raise LayoutError(f"the schedule has {plan.num_stages} stages, and there are {problem.num_stages} modules")
+    number_of: dict[int, int] = {}
+    for stage, (planned, placed) in enumerate(zip(plan.stage_ranks, problem.stage_ranks, strict=True)):
+        if number_of.setdefault(planned, placed) != placed:
+            other = plan.stage_ranks.index(planned)
+            raise LayoutError(
+                f"the schedule has stages {other} and {stage} on one pipeline rank, and the modules of these stages "
+                "are on different ranks"
+            )
+    if len(set(number_of.values())) < len(number_of):
+        raise LayoutError("the schedule has stages on different pipeline ranks whose modules are on one")
+    actions: list[tuple[Action, ...]] = [()] * len(number_of)
+    for planned, placed in number_of.items():
+        actions[placed] = plan.actions[planned]
+    return Schedule(problem.stage_ranks, plan.num_micro_batches, tuple(actions))
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """Return the forwards of a schedule, in its order."""
+    actions = tuple(
+        tuple(leaf for action in order for leaf in action.leaves if leaf.kind is ActionKind.FORWARD)
+        for order in schedule.actions
+    )
+    return replace(schedule, actions=actions)
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:

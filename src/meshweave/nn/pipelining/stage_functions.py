@@ -94,6 +94,7 @@ class StageFunctions:
         loss_fn: of the last stage; None where only outputs are wanted.
         whole_backwards: micro-batches whose input and weight gradients are one action.
         trains: whether any backward follows.
+        loss_total: where losses are added up, a tensor of one element, if anywhere.
         memory: counts what is kept; None counts nothing.
         recomputes: whether the forward keeps only its inputs, and runs again before the backward.
         has_signals: whether one byte stands for each tensor between stages.
@@ -107,12 +108,14 @@ class StageFunctions:
         whole_backwards: Iterable[int],
         *,
         trains: bool = True,
+        loss_total: Tensor | None = None,
         memory: SavedMemory | None = None,
         recomputes: bool = False,
         has_signals: bool = False,
     ) -> None:
         self.module, self.shape, self.loss_fn = module, shape, loss_fn
         self.whole_backwards, self.trains = frozenset(whole_backwards), trains
+        self.loss_total = loss_total
         self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
         self.step = StageStep()
         if memory is not None:
@@ -136,6 +139,7 @@ class StageFunctions:
             f"{name}_recompute": self.recompute,
             f"{name}_input_grad": self.input_grad,
             f"{name}_weight_grad": self.weight_grad,
+            f"{name}_backward": self.backward,
         }
 
     # --- forward ---------------------------------------------------------------------------------------------
@@ -218,6 +222,8 @@ class StageFunctions:
         has_loss = self.loss_fn is not None and len(self.step.targets) > 0
         if has_loss:
             self.step.losses[micro_batch] = outputs[-1].detach()
+            if self.loss_total is not None:
+                self.loss_total += self.step.losses[micro_batch]
         if self.step.outputs is not None:
             values = [out.detach() for out in (outputs[:-1] if has_loss else outputs)]
             self.step.outputs[micro_batch] = values[0] if len(values) == 1 else tuple(values)
@@ -256,6 +262,11 @@ class StageFunctions:
             torch.zeros(kind.shape, dtype=kind.dtype, device=value.device) if grad is None else grad
             for grad, kind, value in zip(made, self.shape.ins, inputs, strict=False)
         ]
+
+    def backward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
+        """Return the gradients of what arrived and the total, once those of parameters are added to `.grad`."""
+        *before, total, micro_batch = operands
+        return [*self.input_grad(stash, *before, micro_batch), total]
 
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
         """Add the gradients of parameters to their `.grad`; return the total, which is in the same memory if any."""

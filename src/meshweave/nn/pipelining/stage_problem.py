@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -239,25 +238,22 @@ def pipeline_problem(
     micro_batches: int,
     rows: int,
     recomputes: frozenset[int],
-    schedule: Schedule | None = None,
+    *,
+    trains: bool,
 ) -> PipelineProblem:
     """Return the problem of a pipeline of modules.
 
     Args:
         rows: of a micro-batch.
         recomputes: the stages that run their forward again.
-        schedule: tells which stages run whole backwards only. What these do is all part of the input gradient.
+        trains: whether there are gradients; else data-parallel ranks add up the loss alone.
 
     Raises:
-        UnsupportedError: a dtype is passed on that programs do not have, or a stage runs backwards in two parts that
-            miss a parameter.
+        UnsupportedError: a dtype is passed on that programs do not have.
     """
-    stages = []
-    for number, profile in enumerate(profiles):
-        stage = _stage(places, number, profile, recomputes)
-        if schedule is not None:
-            stage = _as_scheduled(stage, number, profile, schedule)
-        stages.append(stage)
+    stages = [
+        _stage(places, number, profile, recomputes, trains=trains) for number, profile in enumerate(profiles)
+    ]
     edges = []
     for source, target in places.edges:
         kind = profiles[source].outs[places.targets(source).index(target)]
@@ -270,47 +266,37 @@ def pipeline_problem(
     return PipelineProblem(tuple(stages), tuple(edges), micro_batches, rows)
 
 
-def _stage(places: StagePlaces, number: int, profile: StageProfile, recomputes: frozenset[int]) -> Stage:
+def _stage(
+    places: StagePlaces, number: int, profile: StageProfile, recomputes: frozenset[int], *, trains: bool
+) -> Stage:
     kept, later = profile.kept_bytes
     forward, input_grad, weight_grad = (PartCost(flops, profile.bytes) for flops in profile.flops)
     freed = max(kept - later, 0)
     stash = Stash(freed, kept - freed, max(later - kept, 0))
     is_reduced = places.data_parallelism(number) > 1
-    again = Recompute(forward, min(profile.recomputed_bytes, kept)) if number in recomputes else None
-    extra: dict[str, Any] = {}
-    if is_reduced and profile.dtype:
-        extra["dtype"] = profile.dtype
+    recomputes_here = number in recomputes and trains
+    again = Recompute(forward, min(profile.recomputed_bytes, kept)) if recomputes_here else None
     return Stage(
         places.meshes[number],
         forward,
         input_grad,
         weight_grad,
-        profile.num_parameters + 1 if is_reduced else 1,
+        profile.num_parameters + 1 if is_reduced and trains else 1,
         stash,
         again,
         places.data_axes_of(number),
-        **extra,
+        dtype=profile.dtype if is_reduced and trains and profile.dtype else "float32",
     )
 
 
-def _as_scheduled(stage: Stage, number: int, profile: StageProfile, schedule: Schedule) -> Stage:
-    """Return a stage whose parts cost what those of a schedule do."""
+def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
+    """Raise UnsupportedError where a schedule takes backwards apart that then miss a parameter."""
     splits = any(leaf.kind is ActionKind.WEIGHT_GRAD and leaf.stage == number for leaf in schedule.leaves())
-    if splits:
-        if profile.lost_parameter:
-            raise UnsupportedError(
-                f"stage {number}: a backward in two parts misses the gradient of {profile.lost_parameter}, since what "
-                "is computed from it depends on no input of the stage; take a schedule with whole backwards"
-            )
-        return stage
-    kept, freed = stage.stash.from_forward, PartCost()
-    flops = stage.input_grad.flops + stage.weight_grad.flops
-    return replace(
-        stage,
-        input_grad=PartCost(flops, stage.input_grad.bytes),
-        weight_grad=freed,
-        stash=Stash(kept, 0, 0),
-    )
+    if splits and profile.lost_parameter:
+        raise UnsupportedError(
+            f"stage {number}: a backward in two parts misses the gradient of {profile.lost_parameter}, since what "
+            "is computed from it depends on no input of the stage; take a schedule with whole backwards"
+        )
 
 
 def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
