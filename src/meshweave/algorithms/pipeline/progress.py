@@ -2,8 +2,8 @@
 
 Every action waits for a few others (`action_graph`). A schedule ends if and only if these waits have no cycle: as
 long as there is none, some action can go on, and around a cycle none ever can, however fast ranks and links are.
-So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which follows
-one timing.
+So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which
+follows one timing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,119 @@
+"""The zero-bubble family as entries: ZB-H1, ZB-V, the automatic ZB-1p and ZB-2p, and DualPipeV."""
+
+from __future__ import annotations
+
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+from meshweave.algorithms.pipeline.actions import Schedule, folded
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
+from meshweave.algorithms.pipeline.problem import PipelineProblem, Stash
+from meshweave.algorithms.pipeline.program import stage_durations
+from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
+from meshweave.algorithms.pipeline.zb_h1 import zb_h1
+from meshweave.algorithms.pipeline.zbv import zbv
+
+_SOURCE = "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
+
+
+def _one_stage_each(problem: PipelineProblem) -> str | None:
+    """Return why a schedule of one stage a rank does not fit a problem, or None."""
+    if problem.stage_ranks != tuple(range(problem.num_ranks)):
+        return f"one stage a rank, in order; the stages are on ranks {problem.stage_ranks}"
+    return None
+
+
+def _two_stages_folded(problem: PipelineProblem) -> str | None:
+    """Return why a schedule of stages in a V does not fit a problem, or None."""
+    if problem.stage_ranks != folded(problem.num_ranks):
+        return f"two stages a rank, down the ranks and back up; the stages are on ranks {problem.stage_ranks}"
+    return None
+
+
+class ZeroBubbleH1(PipelineAlgorithm):
+    """1F1B in as much memory, weight gradients in its bubbles."""
+
+    name = "zb-h1"
+    title = "ZB-H1"
+    source = _SOURCE
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, or None."""
+        return _one_stage_each(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return zb_h1(problem.num_ranks, problem.micro_batches)
+
+
+class ZeroBubbleV(PipelineAlgorithm):
+    """Two stages a rank in a V; no bubble where forward, input and weight gradient take the same time."""
+
+    name = "zbv"
+    title = "ZB-V"
+    source = _SOURCE
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, or None."""
+        return _two_stages_folded(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return zbv(problem.num_ranks, problem.micro_batches)
+
+
+class DualPipeV(PipelineAlgorithm):
+    """Two stages a rank in a V, forwards and backwards beside each other."""
+
+    name = "dualpipev"
+    title = "DualPipeV"
+    source = "DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437; github.com/deepseek-ai/DualPipe"
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages or micro-batches do not fit, or None."""
+        if problem.micro_batches < problem.num_stages:
+            return f"{problem.num_stages} stages need as many micro-batches, not {problem.micro_batches}"
+        return _two_stages_folded(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return dualpipe_v(problem.num_ranks, problem.micro_batches)
+
+
+class ZeroBubbleAuto(PipelineAlgorithm):
+    """Scheduled from the costs of the stages, in as many times the stashes of 1F1B as asked for.
+
+    The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest stash
+    sets the limit.
+    """
+
+    source = _SOURCE
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+        self.name = f"zb-{factor}p"
+        self.title = f"ZB-{factor}p"
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, or None."""
+        return _one_stage_each(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        durations = stage_durations(problem)
+        forward, input_grad, weight_grad = (tuple(part) for part in zip(*durations, strict=True))
+        times = ActionTimes(forward, input_grad, weight_grad, (0,) * (problem.num_stages - 1))
+        return zb_auto(problem.micro_batches, times, self._limit(problem))
+
+    def _limit(self, problem: PipelineProblem) -> StashLimit:
+        """Return the limit in bytes, or in stashes where no stage says how many bytes it keeps."""
+        stashes = [stage.stash for stage in problem.stages if stage.stash != Stash()]
+        largest = max(stashes, key=lambda stash: stash.from_forward, default=Stash(1))
+        whole = max(largest.from_forward, 1)
+        rest = largest.until_weight_grad + largest.from_input_grad
+        return StashLimit(self.factor * problem.num_ranks * whole, whole, min(rest, whole) or whole)
+
+
+ZERO_BUBBLE: tuple[PipelineAlgorithm, ...] = (
+    ZeroBubbleH1(),
+    ZeroBubbleV(),
+    ZeroBubbleAuto(1),
+    ZeroBubbleAuto(2),
+    DualPipeV(),
+)
+"""All entries of the family."""
