@@ -16,6 +16,7 @@ from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cli.options import JSON_HELP, read_bytes
+from meshweave.cli.reshard_problem import fitting_cluster
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import load_cluster
@@ -65,7 +66,8 @@ TransferTime = Annotated[
 ClusterName = Annotated[
     str | None,
     typer.Option(
-        help="Take the time of transfers from this cluster (a catalog name or a TOML file) and --activation."
+        help="Take the time of transfers from a catalog cluster or a TOML file, and --activation; ':N' sets the "
+        "number of chips. Default of N: as many as the ranks have."
     ),
 ]
 Activation = Annotated[
@@ -163,7 +165,8 @@ def transfer_times(
     if not 1 <= chips_per_rank <= 1 << 16:
         raise LayoutError(f"--chips-per-rank is {chips_per_rank}; give 1 or more")
     num_chips = (max(stage_ranks) + 1) * chips_per_rank
-    machine = Machine(load_cluster(cluster), (Mesh.of("chips", (num_chips,), ("x",)),))
+    described = fitting_cluster(load_cluster(cluster), cluster, num_chips)
+    machine = Machine(described, (Mesh.of("chips", (num_chips,), ("x",)),))
     share = -(-read_bytes("--activation", activation) // chips_per_rank)
     times = []
     for source, target in pairwise(stage_ranks):

@@ -174,5 +174,7 @@ def _chain(nodes: Sequence[dict[int, ListedAction]]) -> tuple[list[ListedAction]
 
 
 def _shared_rank(node: dict[int, ListedAction], other: dict[int, ListedAction]) -> int:
-    """Return a rank on which both have an action, ABSENT where there is none."""
-    return next((rank for rank in node if rank in other), ABSENT)
+    """Return a rank on which both have an action, one that lists `other` first if there is; else ABSENT."""
+    shared = [rank for rank in node if rank in other]
+    shared.sort(key=lambda rank: other[rank].position > node[rank].position)
+    return next(iter(shared), ABSENT)

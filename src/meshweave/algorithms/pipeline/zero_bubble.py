@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.problem import PipelineProblem, Stash
 from meshweave.algorithms.pipeline.program import stage_durations
 from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
 from meshweave.algorithms.pipeline.zbv import zbv
+from meshweave.describe.machine.cluster import Cluster
 
 _SOURCE = "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
+
+
+class _ZeroBubble(PipelineAlgorithm):
+    """A schedule whose transfers run beside the stages; it has no variant without overlap."""
+
+    def candidates(
+        self, problem: PipelineProblem, cluster: Cluster | None = None
+    ) -> Iterator[PipelineConfig]:
+        """Yield transfers beside the stages."""
+        yield PipelineConfig()
 
 
 def _one_stage_each(problem: PipelineProblem) -> str | None:
@@ -29,7 +43,7 @@ def _two_stages_folded(problem: PipelineProblem) -> str | None:
     return None
 
 
-class ZeroBubbleH1(PipelineAlgorithm):
+class ZeroBubbleH1(_ZeroBubble):
     """1F1B in as much memory, weight gradients in its bubbles."""
 
     name = "zb-h1"
@@ -44,7 +58,7 @@ class ZeroBubbleH1(PipelineAlgorithm):
         return zb_h1(problem.num_ranks, problem.micro_batches)
 
 
-class ZeroBubbleV(PipelineAlgorithm):
+class ZeroBubbleV(_ZeroBubble):
     """Two stages a rank in a V; no bubble where forward, input and weight gradient take the same time."""
 
     name = "zbv"
@@ -59,12 +73,17 @@ class ZeroBubbleV(PipelineAlgorithm):
         return zbv(problem.num_ranks, problem.micro_batches)
 
 
-class DualPipeV(PipelineAlgorithm):
+class DualPipeV(_ZeroBubble):
     """Two stages a rank in a V, forwards and backwards beside each other."""
 
     name = "dualpipev"
     title = "DualPipeV"
     source = "DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437; github.com/deepseek-ai/DualPipe"
+
+    def examples(self) -> Iterator[PipelineProblem]:
+        """Yield two ranks, and one that has both stages."""
+        yield chain_of_ranks((0, 1, 1, 0), 4)
+        yield chain_of_ranks((0, 0), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages or micro-batches do not fit, or None."""
@@ -76,7 +95,7 @@ class DualPipeV(PipelineAlgorithm):
         return dualpipe_v(problem.num_ranks, problem.micro_batches)
 
 
-class ZeroBubbleAuto(PipelineAlgorithm):
+class ZeroBubbleAuto(_ZeroBubble):
     """Scheduled from the costs of the stages, in as many times the stashes of 1F1B as asked for.
 
     The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest stash
@@ -89,6 +108,12 @@ class ZeroBubbleAuto(PipelineAlgorithm):
         self.factor = factor
         self.name = f"zb-{factor}p"
         self.title = f"ZB-{factor}p"
+
+    def examples(self) -> Iterator[PipelineProblem]:
+        """Yield two equal stages, three uneven ones, and one alone."""
+        yield chain_of_ranks((0, 1), 4, 2)
+        yield chain_of_ranks((0, 1, 2), 3, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
+        yield chain_of_ranks((0,), 2)
 
     def refusal(self, problem: PipelineProblem) -> str | None:
         """Return why the stages do not fit, or None."""
