@@ -6,7 +6,6 @@ that a period that is itself made of runs becomes loops in a loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +34,9 @@ Folded = tuple[tuple[int, int] | Loop, ...]
 """(template, micro-batch of the first repetition of all loops around it), and loops."""
 
 
-def fold(steps: Sequence[tuple[int, int]]) -> Folded:
+def fold(steps: Pairs) -> Folded:
     """Return steps as loops and single steps; `unfold` gives them back."""
-    return _fold(np.array(steps, dtype=np.int64).reshape(-1, 2), MOST_NESTED)
+    return _fold(steps, MOST_NESTED)
 
 
 def unfold(folded: Folded, advance: int = 0) -> list[tuple[int, int]]:
@@ -87,6 +86,12 @@ def _best(steps: Pairs, at: int) -> tuple[int, int]:
         periods, advances = periods[keep], advances[keep]
     best, covered = (1, 1), 1
     for period, advance in zip(periods.tolist(), advances.tolist(), strict=True):
+        end = at + covered
+        if end == len(steps):
+            break
+        same = steps[end, 0] == steps[end - period, 0]
+        if end - period >= at and not (same and steps[end, 1] - steps[end - period, 1] == advance):
+            continue  # it ends where the best one so far does, or before
         turns = _repetitions(steps, at, period, advance)
         if turns > 1 and turns * period > covered:
             best, covered = (period, turns), turns * period

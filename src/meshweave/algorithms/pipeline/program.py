@@ -84,6 +84,25 @@ def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
             f"the schedule has {schedule.num_micro_batches} micro-batches, "
             f"the problem {problem.micro_batches}"
         )
+    _check_gathered(problem, schedule)
+
+
+def _check_gathered(problem: PipelineProblem, schedule: Schedule) -> None:
+    """Raise LayoutError where an action reads sharded parameters that are freed there, or not yet gathered."""
+    listed = {action.stage for action in schedule.leaves() if action.kind is ActionKind.UNSHARD}
+    listed &= {number for number, stage in enumerate(problem.stages) if stage.is_sharded}
+    reading = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
+    gathered: set[int] = set()
+    for action in schedule.leaves() if listed else ():
+        if action.kind is ActionKind.UNSHARD:
+            gathered.add(action.stage)
+        elif action.kind is ActionKind.RESHARD:
+            gathered.discard(action.stage)
+        elif action.kind in reading and action.stage in listed - gathered:
+            raise LayoutError(
+                f"{action} reads the parameters of stage {action.stage}, which are freed there; put "
+                f"{action.stage}{ActionKind.UNSHARD.value} before it"
+            )
 
 
 def stage_durations(problem: PipelineProblem) -> list[tuple[int, int, int]]:
