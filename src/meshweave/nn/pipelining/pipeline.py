@@ -257,6 +257,8 @@ class Pipeline:
             steps = self._give(bound, batch, target, wants_outputs)
         if self._memory is not None and trains:
             self._memory.reset_peak()
+            given = [*_tensors(batch), *([] if target is None else [target])]
+            self._memory.exclude_batch(given)
         for gradients in bound.gradients.values() if trains else ():
             gradients.begin()
         self.trace = bound.bound.run()

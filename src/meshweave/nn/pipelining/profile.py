@@ -124,7 +124,7 @@ def profile_stage(
         flops,
         sum(tensor.numel() * tensor.element_size() for tensor in moved),
         kept,
-        sum(value.numel() * value.element_size() for value in batch),
+        sum(value.numel() * value.element_size() for value in batch) if sources else 0,
         sum(parameter.numel() for parameter in trained),
         dtypes.pop() if len(dtypes) == 1 else "",
         lost,
@@ -175,6 +175,7 @@ def _measured(
     memory = SavedMemory()
     functions = StageFunctions(module, shape, loss_fn, {1}, memory=memory)
     functions.step = step
+    memory.exclude_batch([value for micro_batch in step.batch for value in micro_batch] + list(step.targets))
     ins, grads = (
         [torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in kinds]
         or [torch.empty(0, device="meta")]

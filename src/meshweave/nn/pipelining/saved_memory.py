@@ -1,7 +1,7 @@
 """Counts the bytes that stages keep between their parts: what autograd saves, what arrived, what was made.
 
-A storage counts once, however many tensors share it, and not at all where it belongs to parameters or buffers of the
-module. A saved tensor counts until the autograd node that saved it is freed.
+A storage counts once, however many tensors share it, and not at all where it belongs to the module's
+parameters or buffers, or to the batch. A saved tensor counts until the autograd node that saved it is freed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ class SavedMemory:
         self.bytes = self.peak_bytes = 0
         self._uses: Counter[int] = Counter()
         self._excluded: set[int] = set()
+        self._of_batch: set[int] = set()
 
     def exclude(self, module: nn.Module) -> None:
         """Count no parameter and no buffer of a module."""
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._excluded.add(storage_key(tensor))
+        self._excluded.update(map(storage_key, (*module.parameters(), *module.buffers())))
+
+    def exclude_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Count none of the tensors that the caller gives to this step; those of earlier steps are forgotten."""
+        self._of_batch = set(map(storage_key, tensors))
 
     def reset_peak(self) -> None:
         """Count the most from now on."""
@@ -52,9 +56,9 @@ class SavedMemory:
         return KeptTensors(self, tensors)
 
     def _pack(self, tensor: Tensor) -> _SavedTensor:
-        saved = _SavedTensor(tensor)
+        saved = _SavedTensor(tensor.detach())  # with its graph it would keep the node that keeps it
         key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
-        if key not in self._excluded:
+        if self._belongs_to_stage(key):
             self.add(key, size)
             weakref.finalize(saved, self.drop, key, size).atexit = False
         return saved
@@ -73,8 +77,11 @@ class SavedMemory:
             self.bytes -= num_bytes
 
     def counts(self, tensor: Tensor) -> bool:
-        """Return whether the storage of a tensor belongs to no module."""
-        return storage_key(tensor) not in self._excluded
+        """Return whether the storage of a tensor is one that a stage keeps."""
+        return self._belongs_to_stage(storage_key(tensor))
+
+    def _belongs_to_stage(self, key: int) -> bool:
+        return key not in self._excluded and key not in self._of_batch
 
 
 class KeptTensors:
