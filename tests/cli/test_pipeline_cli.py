@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from meshweave.algorithms.pipeline.by_name import schedule_names
-from meshweave.algorithms.pipeline.torch_csv import from_csv
+from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
 from meshweave.cli.app import run_app
 from meshweave.cli.pipeline_options import What
 
@@ -42,7 +42,7 @@ def test_a_named_schedule_is_printed_as_csv_and_read_again(
 ) -> None:
     status, text, err = run_pipeline(capsys, name, "--stages", "4", "--micro-batches", "6")
     assert status == 0 and err.startswith(f"# {name}: ") and "proved to end (strict)" in err
-    schedule = from_csv(text)
+    schedule = schedule_from_csv(text)
     assert (schedule.num_stages, schedule.num_micro_batches, schedule.has_communication) == (4, 6, False)
     path = tmp_path / "plan.csv"
     path.write_text(text, newline="")

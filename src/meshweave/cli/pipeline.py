@@ -6,11 +6,11 @@ from pathlib import Path
 
 import typer
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name, schedule_names
-from meshweave.algorithms.pipeline.torch_csv import from_csv, to_csv
+from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv, schedule_to_csv
 from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, printable
 from meshweave.base.limits import SCHEDULE_BYTES
@@ -163,11 +163,11 @@ def _is_named(what: str) -> bool:
     return what in schedule_names() or not (what == "-" or "." in what or Path(what).exists())
 
 
-def _prepare(what: str, request: ScheduleRequest, costs: _Costs, runtime: Runtime) -> ShownSchedule:
+def _prepare(what: str, request: ScheduleRequest, costs: _Costs, runtime: TransferRuntime) -> ShownSchedule:
     """Return a schedule, given by name or file, proved and timed with its transfers."""
     if not _is_named(what):
         text = read_stdin(SCHEDULE_BYTES) if what == "-" else read_text(what, SCHEDULE_BYTES)
-        schedule = from_csv(text, what)
+        schedule = schedule_from_csv(text, what)
         times = costs.times(schedule.stage_ranks)
     else:
         schedule, times = _named(what, request, costs)
@@ -195,6 +195,6 @@ def _named(what: str, request: ScheduleRequest, costs: _Costs) -> tuple[Schedule
 def _csv_of(shown: ShownSchedule, with_transfers: bool) -> str:
     schedule = shown.timed.schedule
     if with_transfers:
-        return to_csv(schedule)
+        return schedule_to_csv(schedule)
     orders = (tuple(a for a in order if not a.kind.communicates) for order in schedule.actions)
-    return to_csv(Schedule(schedule.stage_ranks, schedule.num_micro_batches, tuple(orders)))
+    return schedule_to_csv(Schedule(schedule.stage_ranks, schedule.num_micro_batches, tuple(orders)))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
@@ -100,14 +100,14 @@ PagePath = Annotated[Path | None, typer.Option(help="Write a page with table and
 PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
-def read_runtime(text: str) -> Runtime:
+def read_runtime(text: str) -> TransferRuntime:
     """Return the runtime of a name. Raises UnsupportedError."""
-    names = [runtime.value for runtime in Runtime]
+    names = [runtime.value for runtime in TransferRuntime]
     if text not in names:
         raise UnsupportedError(
             f"there is no runtime '{printable(text)}'{did_you_mean(text, names)}; there are {', '.join(names)}"
         )
-    return Runtime(text)
+    return TransferRuntime(text)
 
 
 def read_durations(option: str, text: str, count: int) -> tuple[int, ...]:

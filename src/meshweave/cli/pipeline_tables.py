@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ExposedTransfer, TimedSchedule, peak_stashes
 from meshweave.base.units import format_s, to_s
 from meshweave.cli.options import print_table
@@ -38,7 +38,7 @@ class ShownSchedule:
     listed_here: bool
 
 
-def headline(shown: ShownSchedule, runtime: Runtime) -> str:
+def headline(shown: ShownSchedule, runtime: TransferRuntime) -> str:
     """Return in one line what a schedule is, that it ends, and how long a step takes."""
     schedule, timed = shown.timed.schedule, shown.timed
     transfers = "its transfers put in order here" if shown.listed_here else "its own transfers"
@@ -52,7 +52,7 @@ def headline(shown: ShownSchedule, runtime: Runtime) -> str:
     )
 
 
-def print_schedules(shown: Sequence[ShownSchedule], runtime: Runtime) -> None:
+def print_schedules(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> None:
     """Print a headline, a table of ranks, and the longest exposed transfers of each schedule."""
     for item in shown:
         typer.echo(headline(item, runtime))
@@ -97,7 +97,7 @@ def _longest(timed: TimedSchedule, count: int) -> list[ExposedTransfer]:
     return sorted(timed.exposed, key=lambda item: (-item.ticks, item.begin, item.rank))[:count]
 
 
-def to_json(shown: Sequence[ShownSchedule], runtime: Runtime) -> dict[str, Any]:
+def to_json(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> dict[str, Any]:
     """Return what the tables show, in seconds, and the longest exposed transfers."""
     return {"runtime": runtime.value, "schedules": [_schedule_json(item) for item in shown]}
 
@@ -137,7 +137,7 @@ def _schedule_json(shown: ShownSchedule) -> dict[str, Any]:
     }
 
 
-def schedules_picture(shown: Sequence[ShownSchedule], runtime: Runtime) -> str:
+def schedules_picture(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> str:
     """Return the timelines of all schedules on one axis, as SVG."""
     title = " beside ".join(item.name for item in shown)
     first = shown[0].timed.schedule
@@ -145,7 +145,7 @@ def schedules_picture(shown: Sequence[ShownSchedule], runtime: Runtime) -> str:
     return draw_pipelines(title, [(item.name, item.timed) for item in shown], subtitle=subtitle)
 
 
-def schedules_page(shown: Sequence[ShownSchedule], runtime: Runtime) -> str:
+def schedules_page(shown: Sequence[ShownSchedule], runtime: TransferRuntime) -> str:
     """Return a page with the timelines and a table of each schedule."""
     title = " beside ".join(item.name for item in shown)
     body = [f"<h1>{escape(title)}</h1>", f'<div class="wide">{schedules_picture(shown, runtime)}</div>']

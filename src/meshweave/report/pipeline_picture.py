@@ -174,8 +174,8 @@ def _draw(box: ActionBox, left: int, top: float, scale: float) -> str:
     y = top + (height if box.half == 2 else 0)
     edge = ' stroke="white" stroke-width="0.6"' if wide > 3 else ""
     text = ""
-    if box.text and wide > _LETTER * len(box.text) + 2:
-        size = 11 if not box.half else 8.5
+    size = 8.5 if box.half or wide <= _LETTER * len(box.text) + 2 else 11
+    if box.text and wide > _LETTER * len(box.text) * size / 11 + 1.5:
         text = (
             f'<text x="{x + wide / 2:.2f}" y="{y + height / 2 + size / 2 - 1.5:.1f}" text-anchor="middle" '
             f'font-size="{size}" fill="white" pointer-events="none">{box.text}</text>'

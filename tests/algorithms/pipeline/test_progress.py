@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_schedules import KIND, lazily, named_schedules, sound_schedules, times_of
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.progress import ScheduleDeadlock, prove_progress
-from meshweave.algorithms.pipeline.torch_csv import from_csv
+from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
 from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.base.errors import LayoutError
 from sampling import examples
 
 
-def dry_run_ends(schedule: Schedule, runtime: Runtime) -> bool:
+def dry_run_ends(schedule: Schedule, runtime: TransferRuntime) -> bool:
     """Run one action after another, by the words of the rules, until nothing goes on. Quadratic."""
     orders, ranks = schedule.actions, schedule.stage_ranks
     done: set[tuple[int, int]] = set()
@@ -45,10 +45,10 @@ def dry_run_ends(schedule: Schedule, runtime: Runtime) -> bool:
         """Whether the runtime has come so far, and the queue of the pair of ranks too."""
         if any((rank, i) not in done for i, a in enumerate(orders[rank][:index]) if not a.kind.communicates):
             return False
-        if runtime is Runtime.BUFFERED:
+        if runtime is TransferRuntime.BUFFERED:
             return True
         peer, first = other_end(orders[rank][index])[0], index
-        if runtime is Runtime.BATCHED:
+        if runtime is TransferRuntime.BATCHED:
             while first and is_with(rank, first - 1, peer):
                 first -= 1
         return all((rank, i) in done for i in range(first) if is_with(rank, i, peer))
@@ -77,7 +77,7 @@ def dry_run_ends(schedule: Schedule, runtime: Runtime) -> bool:
         if not is_issued(rank, index):
             return False
         sends = action.kind in (KIND.SEND_FORWARD, KIND.SEND_BACKWARD)
-        if runtime is Runtime.BUFFERED:
+        if runtime is TransferRuntime.BUFFERED:
             return sends or other_end(action) in done
         return other_end(action) in done or is_issued(*other_end(action))
 
@@ -91,10 +91,13 @@ def dry_run_ends(schedule: Schedule, runtime: Runtime) -> bool:
 
 @examples(120)
 @given(
-    sound_schedules(), st.sampled_from(list(Runtime)), st.integers(0, 12), st.randoms(use_true_random=False)
+    sound_schedules(),
+    st.sampled_from(list(TransferRuntime)),
+    st.integers(0, 12),
+    st.randoms(use_true_random=False),
 )
 def test_the_proof_agrees_with_a_dry_run(
-    schedule: Schedule, runtime: Runtime, swaps: int, draw: random.Random
+    schedule: Schedule, runtime: TransferRuntime, swaps: int, draw: random.Random
 ) -> None:
     """Neighbours swapped in an order that ends: it may still end, hang, or break a rule that a rank sees alone."""
     listed = list_transfers(schedule) if draw.random() < 0.5 else lazily(schedule)
@@ -121,7 +124,7 @@ def test_the_proof_agrees_with_a_dry_run(
 def test_swaps_give_each_outcome() -> None:
     """The property above sees schedules that end and schedules that hang."""
     interleaved = schedule_by_name("interleaved-1f1b", ScheduleRequest(4, 4, 2), ActionTimes.uniform(4))
-    for runtime, ends in ((Runtime.STRICT, False), (Runtime.BUFFERED, True)):
+    for runtime, ends in ((TransferRuntime.STRICT, False), (TransferRuntime.BUFFERED, True)):
         assert dry_run_ends(lazily(interleaved), runtime) is ends
 
 
@@ -132,11 +135,11 @@ def test_listed_transfers_end_everywhere_and_keep_the_order(schedule: Schedule, 
     listed = list_transfers(schedule, times)
     computes = tuple(tuple(a for a in order if not a.kind.communicates) for order in listed.actions)
     assert computes == schedule.actions
-    for runtime in Runtime:
+    for runtime in TransferRuntime:
         prove_progress(listed, runtime)
-    assert dry_run_ends(listed, Runtime.STRICT)
+    assert dry_run_ends(listed, TransferRuntime.STRICT)
     free = time_schedule(schedule, times).duration
-    assert time_schedule(listed, times, Runtime.BUFFERED).duration >= free
+    assert time_schedule(listed, times, TransferRuntime.BUFFERED).duration >= free
 
 
 @pytest.mark.parametrize("name", ["1f1b", "eager-1f1b"])
@@ -154,7 +157,7 @@ def test_strict_queues_cost_nothing_where_receives_are_posted_in_time(name: str,
 def test_every_named_schedule_ends() -> None:
     for name, schedule in named_schedules():
         prove_progress(schedule)
-        for runtime in Runtime:
+        for runtime in TransferRuntime:
             prove_progress(list_transfers(schedule), runtime), name
 
 
@@ -178,7 +181,7 @@ def test_first_hang_of_pytorch_172668() -> None:
     assert {item.text for item in caught.value.cycle} == {"0SEND_F1", "1RECV_F1", "1SEND_F0", "2RECV_F0"}
     words = str(caught.value)
     assert "0SEND_F1 (rank 0, action 4)" in words and "1SEND_F0 (rank 1, action 3), listed before it" in words
-    prove_progress(schedule, Runtime.BUFFERED)
+    prove_progress(schedule, TransferRuntime.BUFFERED)
 
 
 def test_second_hang_of_pytorch_172668() -> None:
@@ -189,7 +192,7 @@ def test_second_hang_of_pytorch_172668() -> None:
     with pytest.raises(ScheduleDeadlock, match="never ends") as caught:
         prove_progress(schedule)
     assert {"0SEND_F2", "1RECV_F2", "3SEND_B0", "2RECV_B0"} <= {item.text for item in caught.value.cycle}
-    assert not dry_run_ends(schedule, Runtime.STRICT)
+    assert not dry_run_ends(schedule, TransferRuntime.STRICT)
 
 
 WRONG = {
@@ -220,27 +223,27 @@ WRONG = {
 @pytest.mark.parametrize(("text", "words"), WRONG.items(), ids=WRONG)
 def test_what_one_rank_gets_wrong_is_named(text: str, words: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        prove_progress(from_csv(text))
+        prove_progress(schedule_from_csv(text))
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_orders_that_only_together_are_wrong_name_the_cycle() -> None:
     """Compute actions alone: rank 0 wants a backward that rank 1 puts after a forward that rank 0 has not run."""
     with pytest.raises(ScheduleDeadlock) as caught:
-        prove_progress(from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
+        prove_progress(schedule_from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"))
     assert {item.text for item in caught.value.cycle} == {"0B0", "0F1", "1F1", "1B0"}
 
 
 def test_a_schedule_of_inference_needs_no_backward() -> None:
-    prove_progress(from_csv("0F0,0F1\n1F0,1F1"))
+    prove_progress(schedule_from_csv("0F0,0F1\n1F0,1F1"))
 
 
 def test_skip_connections_have_transfers_of_their_own() -> None:
     edges = ((0, 1), (1, 2), (0, 2))
-    schedule = from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1")
+    schedule = schedule_from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1")
     listed = list_transfers(schedule, edges=edges)
     assert any(action.peer == 2 for action in listed.actions[0])
-    for runtime in Runtime:
+    for runtime in TransferRuntime:
         prove_progress(listed, runtime, edges)
     with pytest.raises(LayoutError, match="pass nothing on"):
         prove_progress(listed)
@@ -248,7 +251,7 @@ def test_skip_connections_have_transfers_of_their_own() -> None:
 
 def test_a_micro_batch_with_a_huge_number_is_refused_at_once() -> None:
     with pytest.raises(LayoutError, match="stage 0 has no forward"):
-        prove_progress(from_csv("0F999999999,0B999999999"))
+        prove_progress(schedule_from_csv("0F999999999,0B999999999"))
 
 
 @pytest.mark.slow

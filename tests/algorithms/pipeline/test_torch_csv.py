@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from pipeline_schedules import KIND, named_schedules, sound_schedules
 
 from meshweave.algorithms.pipeline import ENTRIES, pipeline_program, read_schedule
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.actions import Action, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineConfig
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
 from meshweave.algorithms.pipeline.examples import chain_of_ranks
 from meshweave.algorithms.pipeline.progress import prove_progress
-from meshweave.algorithms.pipeline.torch_csv import from_csv, to_csv, without_idle_steps
+from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv, schedule_to_csv, without_idle_steps
 from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.algorithms.pipeline.zbv import zbv
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
@@ -50,22 +50,22 @@ def folder() -> Iterator[Path]:
 
 def check_torch_schedule(name: str, schedule: Any, folder: Path) -> None:
     text = torch_schedules.compute_only(schedule, folder)
-    read = from_csv(text)
-    assert to_csv(read) == without_idle_steps(text)
+    read = schedule_from_csv(text)
+    assert schedule_to_csv(read) == without_idle_steps(text)
     # In torch 2.13 the last stage of this one counts its forwards from 1. torch draws the list and never runs it.
-    sound = from_csv(shifted(text)) if name == "1F1B" else read
+    sound = schedule_from_csv(shifted(text)) if name == "1F1B" else read
     if sound != read:
         with pytest.raises(LayoutError, match="has no forward"):
             prove_progress(read)
     listed = list_transfers(sound)
-    for runtime in Runtime:
+    for runtime in TransferRuntime:
         prove_progress(sound, runtime)
         prove_progress(listed, runtime)
     if name not in torch_schedules.SINGLE:
         text = torch_schedules.with_transfers(schedule, folder)
-        read = from_csv(text)
-        assert to_csv(read) == text
-        for runtime in Runtime:
+        read = schedule_from_csv(text)
+        assert schedule_to_csv(read) == text
+        for runtime in TransferRuntime:
             prove_progress(read, runtime)
 
 
@@ -98,15 +98,15 @@ def test_folded_schedules_are_those_of_torch(sizes: tuple[int, int], folder: Pat
     ranks, count = sizes
     for name, ours in (("ZBVZeroBubble", zbv(*sizes)), ("DualPipeV", dualpipe_v(*sizes))):
         theirs = torch_schedules.torch_schedule(name, ranks, 2, count)
-        assert from_csv(torch_schedules.compute_only(theirs, folder)) == ours
+        assert schedule_from_csv(torch_schedules.compute_only(theirs, folder)) == ours
 
 
 def test_torch_reads_what_is_written(folder: Path) -> None:
     """torch loads our CSV of either form into a runtime, and lists the actions that were written."""
     runtime = torch_schedules.torch_schedule("ZBVZeroBubble", 3, 2, 7)
     ours = zbv(3, 7)
-    (folder / "compute.csv").write_text(to_csv(ours), newline="")
-    (folder / "transfers.csv").write_text(to_csv(list_transfers(ours)), newline="")
+    (folder / "compute.csv").write_text(schedule_to_csv(ours), newline="")
+    (folder / "transfers.csv").write_text(schedule_to_csv(list_transfers(ours)), newline="")
     runtime._load_csv(str(folder / "compute.csv"), format="compute_only")
     assert listed(runtime.pipeline_order) == listed(ours)
     runtime._load_csv(str(folder / "transfers.csv"), format="compute_comms")
@@ -130,10 +130,10 @@ def test_programs_come_back_through_csv(entry: Any) -> None:
         schedule = entry.schedule(problem, PipelineConfig(delay=1))
         program = pipeline_program(problem, schedule)
         for listed in (False, True):
-            text = to_csv(read_schedule(program, communication=listed))
-            again = pipeline_program(problem, from_csv(text))
+            text = schedule_to_csv(read_schedule(program, communication=listed))
+            again = pipeline_program(problem, schedule_from_csv(text))
             assert to_text(again) == to_text(program)
-            assert to_csv(read_schedule(again, communication=listed)) == text
+            assert schedule_to_csv(read_schedule(again, communication=listed)) == text
 
 
 @st.composite
@@ -165,7 +165,7 @@ def any_schedules(draw: st.DrawFn) -> Schedule:
 @examples(200)
 @given(any_schedules())
 def test_any_actions_come_back(schedule: Schedule) -> None:
-    assert from_csv(to_csv(schedule)) == schedule
+    assert schedule_from_csv(schedule_to_csv(schedule)) == schedule
 
 
 @examples(40)
@@ -177,13 +177,13 @@ def test_idle_steps_mean_nothing(schedule: Schedule, draw: Any) -> None:
         cells = [cell for action in order for cell in [""] * draw.randrange(3) + [f" {action} "]]
         rows.append(",".join([*cells, *[""] * draw.randrange(3)]))
     text = "\n".join(rows) + "\n\n"
-    assert from_csv(text) == schedule
-    assert without_idle_steps("\n".join(rows)) == to_csv(schedule)
+    assert schedule_from_csv(text) == schedule
+    assert without_idle_steps("\n".join(rows)) == schedule_to_csv(schedule)
 
 
 def test_every_named_schedule_comes_back() -> None:
     for name, schedule in named_schedules((8,)):
-        assert from_csv(to_csv(schedule)) == schedule, name
+        assert schedule_from_csv(schedule_to_csv(schedule)) == schedule, name
 
 
 WRONG = {
@@ -209,16 +209,18 @@ WRONG = {
 @pytest.mark.parametrize(("text", "words"), WRONG.items(), ids=WRONG)
 def test_mistakes_are_named_with_row_and_column(text: str, words: str) -> None:
     with pytest.raises(DescriptionError) as caught:
-        from_csv(text, "plan.csv")
+        schedule_from_csv(text, "plan.csv")
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_skip_connections_are_refused_with_the_reason() -> None:
     edges = ((0, 1), (1, 2), (0, 2))
-    schedule = list_transfers(from_csv("0F0,0B0\n1F0,1B0\n2F0,2B0"), edges=edges)
+    schedule = list_transfers(schedule_from_csv("0F0,0B0\n1F0,1B0\n2F0,2B0"), edges=edges)
     with pytest.raises(
         UnsupportedError, match="0SEND_F0 with stage 2, is a skip connection: torch's CSV names one"
     ):
-        to_csv(schedule)
+        schedule_to_csv(schedule)
     named = replace(schedule, actions=((Action(KIND.SEND_FORWARD, 0, 0, 1),), *schedule.actions[1:]))
-    assert to_csv(replace(named, actions=named.actions[:1])) == "0SEND_F0\r\n", "a neighbour may be named"
+    assert schedule_to_csv(replace(named, actions=named.actions[:1])) == "0SEND_F0\r\n", (
+        "a neighbour may be named"
+    )

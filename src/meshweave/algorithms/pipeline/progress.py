@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshweave.algorithms.pipeline.action_graph import ActionGraph, Runtime, build_graph
+from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRuntime, build_graph
 from meshweave.algorithms.pipeline.action_table import ABSENT, IntArray, tabulate
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError
@@ -46,7 +46,7 @@ class ScheduleDeadlock(LayoutError):
 
 def prove_progress(
     schedule: Schedule,
-    runtime: Runtime = Runtime.STRICT,
+    runtime: TransferRuntime = TransferRuntime.STRICT,
     edges: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Prove that a schedule is complete and ends, under the rules of a runtime (`action_graph`).

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_table import chain_edges
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
@@ -70,7 +70,7 @@ def _order_of_ends(
     """
     if min((*times.forward, *times.input_grad)) == 0:
         times = replace(times, forward=(1,) * schedule.num_stages, input_grad=(1,) * schedule.num_stages)
-    ends = time_schedule(schedule, times, Runtime.BUFFERED, edges).ends
+    ends = time_schedule(schedule, times, TransferRuntime.BUFFERED, edges).ends
     return sorted((end, rank, index) for rank, row in enumerate(ends) for index, end in enumerate(row))
 
 

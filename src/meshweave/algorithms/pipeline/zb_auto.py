@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
@@ -121,7 +121,7 @@ def zb_auto(num_micro_batches: int, times: ActionTimes, stashes: StashLimit) -> 
 
 def _cost(schedule: Schedule, times: ActionTimes) -> tuple[int, int]:
     """Return the longest span of a rank between its first begin and last end, and the time of the step."""
-    timed = time_schedule(schedule, times, Runtime.BUFFERED)
+    timed = time_schedule(schedule, times, TransferRuntime.BUFFERED)
     spans = (ends[-1] - begins[0] for begins, ends in zip(timed.begins, timed.ends, strict=True))
     return max(spans), timed.duration
 

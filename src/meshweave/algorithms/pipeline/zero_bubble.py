@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule, folded
@@ -96,18 +97,15 @@ class DualPipeV(_ZeroBubble):
 
 
 class ZeroBubbleAuto(_ZeroBubble):
-    """Scheduled from the costs of the stages, in as many times the stashes of 1F1B as asked for.
+    """The base of schedules that are made from the costs of the stages, under a limit of memory.
 
     The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest stash
     sets the limit.
     """
 
     source = _SOURCE
-
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-        self.name = f"zb-{factor}p"
-        self.title = f"ZB-{factor}p"
+    factor: ClassVar[int]
+    """The memory of a rank, in stashes over ranks."""
 
     def examples(self) -> Iterator[PipelineProblem]:
         """Yield two equal stages, three uneven ones, and one alone."""
@@ -134,11 +132,27 @@ class ZeroBubbleAuto(_ZeroBubble):
         return StashLimit(self.factor * problem.num_ranks * whole, whole, min(rest, whole) or whole)
 
 
+class ZeroBubble1p(ZeroBubbleAuto):
+    """Made for the memory of 1F1B."""
+
+    name = "zb-1p"
+    title = "ZB-1p"
+    factor = 1
+
+
+class ZeroBubble2p(ZeroBubbleAuto):
+    """Made for twice the memory of 1F1B."""
+
+    name = "zb-2p"
+    title = "ZB-2p"
+    factor = 2
+
+
 ZERO_BUBBLE: tuple[PipelineAlgorithm, ...] = (
     ZeroBubbleH1(),
     ZeroBubbleV(),
-    ZeroBubbleAuto(1),
-    ZeroBubbleAuto(2),
+    ZeroBubble1p(),
+    ZeroBubble2p(),
     DualPipeV(),
 )
 """All entries of the family."""
