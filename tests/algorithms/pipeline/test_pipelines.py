@@ -30,7 +30,7 @@ from meshweave.algorithms.pipeline.communication import steps_of
 from meshweave.algorithms.pipeline.delayed import DelayedWeights, delayed, least_delay
 from meshweave.algorithms.pipeline.eager import num_eager
 from meshweave.algorithms.pipeline.examples import chain_of_ranks, mixed_meshes, small_stage
-from meshweave.algorithms.pipeline.folding import Loop, fold, unfold
+from meshweave.algorithms.pipeline.folding import StepLoop, fold, unfold
 from meshweave.algorithms.pipeline.functions import reference, stage_functions
 from meshweave.algorithms.pipeline.slots import most_alive
 from meshweave.algorithms.pipeline.timing import StepTimes, step_s
@@ -183,7 +183,7 @@ def test_steady_states_become_loops() -> None:
     schedule = with_communication(OneForwardOneBackward().schedule(problem, PipelineConfig()))
     for order in steps_of(schedule).of_rank:
         folded = fold(order)
-        assert len(folded) < 40 and any(isinstance(item, Loop) and item.count > 150 for item in folded)
+        assert len(folded) < 40 and any(isinstance(item, StepLoop) and item.count > 150 for item in folded)
 
 
 def test_the_program_grows_with_stages_not_with_micro_batches() -> None:

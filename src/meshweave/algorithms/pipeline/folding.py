@@ -21,16 +21,16 @@ Pairs = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Loop:
+class StepLoop:
     """A run of `count` repetitions, from each to the next of which all micro-batches advance by
     `increment`."""
 
     count: int
     increment: int
-    body: tuple[tuple[int, int] | Loop, ...]
+    body: tuple[tuple[int, int] | StepLoop, ...]
 
 
-Folded = tuple[tuple[int, int] | Loop, ...]
+Folded = tuple[tuple[int, int] | StepLoop, ...]
 """(template, micro-batch of the first repetition of all loops around it), and loops."""
 
 
@@ -43,7 +43,7 @@ def unfold(folded: Folded, advance: int = 0) -> list[tuple[int, int]]:
     """Return the steps of `fold`, `advance` added to each micro-batch."""
     steps: list[tuple[int, int]] = []
     for item in folded:
-        if isinstance(item, Loop):
+        if isinstance(item, StepLoop):
             for turn in range(item.count):
                 steps += unfold(item.body, advance + turn * item.increment)
         else:
@@ -56,7 +56,7 @@ def _fold(steps: Pairs, depth: int) -> Folded:
     count = len(steps)
     if depth == 0 or count < 2:
         return tuple((int(template), int(micro_batch)) for template, micro_batch in steps)
-    out: list[tuple[int, int] | Loop] = []
+    out: list[tuple[int, int] | StepLoop] = []
     at = 0
     while at < count:
         period, turns = _best(steps, at)
@@ -65,7 +65,7 @@ def _fold(steps: Pairs, depth: int) -> Folded:
             at += 1
             continue
         increment = int(steps[at + period, 1] - steps[at, 1])
-        out.append(Loop(turns, increment, _fold(steps[at : at + period], depth - 1)))
+        out.append(StepLoop(turns, increment, _fold(steps[at : at + period], depth - 1)))
         at += period * turns
     return tuple(out)
 

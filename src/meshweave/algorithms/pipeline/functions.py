@@ -84,9 +84,10 @@ def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _recompute(number: int) -> Callable[..., None]:
-    def recompute(stash: dict[str, Any], *_: Any) -> None:
+def _recompute(number: int) -> Callable[..., Any]:
+    def recompute(stash: dict[str, Any], *_: Any) -> tuple[()]:
         stash["gate"] = _gate(stash["row"], number)
+        return ()
 
     return recompute
 
