@@ -1,4 +1,4 @@
-"""Small models cut into stages: a GPT, a model in the shape of a U, and a stage that two ranks compute together."""
+"""Small models cut into stages: a GPT, a model in the shape of a U, a stage that two ranks share."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def waves(rows: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets of a U-shaped model."""
     generator = torch.Generator().manual_seed(4)
     shape = (rows, CHANNELS, LENGTH)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+    batch, target = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    return batch, target
 
 
 class Summed(torch.autograd.Function):
@@ -171,7 +172,9 @@ class SplitFeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = Summed.apply(x, self.group_of.value, False)
-        total: Tensor = Summed.apply(self.down(torch.nn.functional.gelu(self.up(x))), self.group_of.value, True)
+        total: Tensor = Summed.apply(
+            self.down(torch.nn.functional.gelu(self.up(x))), self.group_of.value, True
+        )
         return total + self.bias
 
 

@@ -67,3 +67,34 @@ def test_a_stage_that_is_killed_is_named_by_all() -> None:
     for rank in (0, 1, 3):
         said = caught.value.reports[rank]
         assert said.startswith("rank 2 stopped answering while waiting for "), said
+
+
+@pytest.mark.slow
+def test_torch_refuses_skip_connections() -> None:
+    """The same model, cut by torch's own tracer: why `u_shaped` above runs in our executor."""
+    import pipeline_models as models
+    import torch
+    from torch.distributed.pipelining import SplitPoint
+    from torch.distributed.pipelining import pipeline as traced_pipeline
+
+    import meshweave as mw
+    from meshweave.algorithms.pipeline.examples import chain_of_ranks
+    from meshweave.execute.torch import compat
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = torch.nn.ModuleList(models.u_model())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return models.run_whole(list(self.stages), models.U_SKIPS, x)
+
+    batch, target = models.waves(6)
+    schedule = mw.algorithm("1f1b").schedule(chain_of_ranks(range(4), 3), mw.PipelineConfig())
+    with compat.fake_default_group(0, 4):
+        cuts = {f"stages.{number}": SplitPoint.BEGINNING for number in (1, 2, 3)}
+        pipe = traced_pipeline(Whole(), (batch[:2],), split_spec=cuts)
+        stage = pipe.build_stage(0, torch.device("cpu"))
+        runtime = mw.torch_pipeline([stage], schedule, torch.nn.functional.mse_loss)
+        with pytest.raises(RuntimeError, match=r"skip connections, which are unsupported"):
+            runtime.step(batch, target=target)

@@ -1,7 +1,8 @@
 """The private names of `torch.distributed.pipelining` that meshweave uses, each behind one documented function.
 
-The second part of `compat`, under the same rules: torch has no public name for these, `CHECKED_VERSIONS` says with
-which releases they were compared, and a name that is gone raises an UnsupportedError with the version of torch.
+The second part of `compat`, under the same rules: torch has no public name for these, `CHECKED_VERSIONS`
+says with which releases they were compared, and a name that is gone raises an UnsupportedError with the
+version of torch.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ _PIPELINING = "torch.distributed.pipelining"
 
 
 def stage_backward() -> Any:
-    """Return the function `(outputs, grads, inputs)` of a whole backward of a stage, which returns input gradients.
+    """Return the function `(outputs, grads, inputs)` of a whole backward of a stage, which returns input
+    gradients.
 
-    Relies on `_backward.stage_backward` (torch 2.9 and 2.13), as do the two below on its neighbours. They have no
-    public name, and are what torch's own pipeline stages run.
+    Relies on `_backward.stage_backward` (torch 2.9 and 2.13), as do the two below on its neighbours. They
+    have no public name, and are what torch's own pipeline stages run.
 
     Raises:
         UnsupportedError: the function is gone.
@@ -33,8 +35,9 @@ def stage_backward() -> Any:
 def stage_backward_input() -> Any:
     """Return the function `(outputs, grads, inputs, parameters)` that computes gradients of inputs alone.
 
-    It returns them and, for `stage_backward_weight`, groups of parameters: dicts with the gradients ("grads") that
-    arrived at the nodes ("intermediates") on which parameters hang. It detaches the outputs in place.
+    It returns them and, for `stage_backward_weight`, groups of parameters: dicts with the gradients
+    ("grads") that arrived at the nodes ("intermediates") on which parameters hang. It detaches the outputs
+    in place.
 
     Raises:
         UnsupportedError: the function is gone.

@@ -1,7 +1,7 @@
 """Gradients of a stage's parameters during a step: fresh at its begin, added to `.grad` at its end.
 
-Where several data-parallel ranks add up gradients, those of all parameters are one vector, which the program reduces;
-its last element is the sum of the losses.
+Where several data-parallel ranks add up gradients, those of all parameters are one vector, which the program
+reduces; its last element is the sum of the losses.
 """
 
 from __future__ import annotations

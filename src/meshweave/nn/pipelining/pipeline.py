@@ -1,14 +1,14 @@
 """`meshweave.pipeline`: stages of a model, each a torch module on its ranks, trained by a schedule.
 
-The schedule becomes a Program, which is proved, can be simulated, and runs here with the modules as its calls. Stages
-may have several ranks, and different numbers of them: what passes between two such stages is resharded. Skip
-connections lead over stages.
+The schedule becomes a Program, which is proved, can be simulated, and runs here with the modules as its
+calls. Stages may have several ranks, and different numbers of them: what passes between two such stages is
+resharded. Skip connections lead over stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
 from meshweave.algorithms.pipeline.problem import PipelineProblem
 from meshweave.algorithms.pipeline.program import pipeline_program
-from meshweave.algorithms.pipeline.torch_csv import from_csv
-from meshweave.algorithms.table import algorithm
-from meshweave.base.errors import BindError, DescriptionError, LayoutError
+from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.buffers import torch_dtype
@@ -31,8 +29,15 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
 from meshweave.ir.program import Program
 from meshweave.nn.pipelining.gradients import StageGradients
+from meshweave.nn.pipelining.plan import PipelineOptions, forwards_of, meshes_of, plan_of, schedule_of
 from meshweave.nn.pipelining.saved_memory import SavedMemory
-from meshweave.nn.pipelining.stage_functions import LossFunction, StageFunctions, StageStep, TensorKind
+from meshweave.nn.pipelining.stage_functions import (
+    LossFunction,
+    StageFunctions,
+    StageShape,
+    StageStep,
+    TensorKind,
+)
 from meshweave.nn.pipelining.stage_problem import (
     PipelineData,
     StagePlaces,
@@ -69,32 +74,36 @@ def pipeline(
 ) -> Pipeline:
     """Return a pipeline of modules; all of its ranks call this, each with the stages that it has.
 
-    A stage is called with what the stages before it pass on: that of the stage right before it, then those of `skips`
-    in their order. It returns one tensor for each stage that reads something of it, in the same order, rows first.
+    A stage is called with what the stages before it pass on: that of the stage right before it, then those
+    of `skips` in their order. It returns one tensor for each stage that reads something of it, in the same
+    order, rows first.
 
     Args:
         stages: the modules of this process, by the number of their stage. Stages on several ranks have the same
             parameters, or shards of them that the module itself makes one of.
-        plan: a schedule: the name of one ("1f1b", "eager-1f1b", ...), a `Schedule`, or a file with a CSV of torch's.
+        plan: a schedule: the name of one ("1f1b", "eager-1f1b", ...), a `Schedule`, or a file with a CSV of
+            torch's.
         micro_batches: the number of micro-batches, with the name of a schedule.
-        loss_fn: of the output and the target of a micro-batch, on the last stage. Without one only `evaluate` works.
-        meshes: how the ranks of a stage lie, where it has several: one mesh for each, or a DeviceMesh whose first dim
-            is that of pipeline ranks.
-        data_axes: the axes of meshes along which ranks share the rows of a micro-batch. Along the other axes ranks
-            are given the same rows, and return the same.
+        loss_fn: of the output and the target of a micro-batch, on the last stage. Without one only
+            `evaluate` works.
+        meshes: how the ranks of a stage lie, where it has several: one mesh for each, or a DeviceMesh whose
+            first dim is that of pipeline ranks.
+        data_axes: the axes of meshes along which ranks share the rows of a micro-batch. Along the other axes
+            ranks are given the same rows, and return the same.
         skips: (source stage, target stage) of each skip connection.
         config: how transfers run, and what the schedule leaves open.
         recompute: stages that keep only their inputs, and run their forward again before the backward.
-        scale_grads: as in torch's schedules, divide gradients by the number of micro-batches, for a loss that is a
-            mean; where the last stage has data-parallel ranks, by their number, too. `step` then returns the mean of
-            losses, else their sum. What was in `.grad` before stays, and is not divided.
+        scale_grads: as in torch's schedules, divide gradients by the number of micro-batches, for a loss
+            that is a mean; where the last stage has data-parallel ranks, by their number, too. `step` then
+            returns the mean of losses, else their sum. What was in `.grad` before stays, and is not divided.
         has_local_batch: whether `step` is given the rows of this data-parallel rank alone, those of the first
-            micro-batch first. By default all ranks of a stage give the whole batch, and each takes its rows of each
-            micro-batch.
+            micro-batch first. By default all ranks of a stage give the whole batch, and each takes its rows
+            of each micro-batch.
         outputs: for stages of this process that do not run on the meta device, examples of what they pass on.
         ranks: those that call this; default: all.
         trace: keep a `Trace` of each step in `trace`.
-        count_memory: count what stages keep, for `memory`; it costs some time for each tensor that autograd saves.
+        count_memory: count what stages keep, for `memory`; it costs some time for each tensor that autograd
+            saves.
         context: process groups, deadline and liveness; by default those of the default process group.
 
     Raises:
@@ -108,14 +117,14 @@ def pipeline(
     context = context or TorchContext.default(device)
     members = tuple(sorted(ranks)) if ranks is not None else tuple(range(context.num_ranks))
     with share_refusal(context, members, "pipeline"):
-        chosen = _plan_of(plan)
+        chosen = plan_of(plan)
         if isinstance(chosen, PipelineAlgorithm) and micro_batches is None:
             raise LayoutError(f"give `micro_batches` with the name of a schedule, '{plan}'")
         if isinstance(chosen, Schedule) and micro_batches not in (None, chosen.num_micro_batches):
             raise LayoutError(
                 f"the schedule has {chosen.num_micro_batches} micro-batches, and micro_batches is {micro_batches}"
             )
-        given = _meshes_of(meshes)
+        given = meshes_of(meshes)
         places = agreed_places(context, members, tuple(stages), given, tuple(data_axes), tuple(skips))
     options = PipelineOptions(
         chosen,
@@ -130,49 +139,6 @@ def pipeline(
         count_memory,
     )
     return Pipeline(dict(sorted(stages.items())), places, options, context)
-
-
-def _plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
-    """Return the schedule that a plan names."""
-    if isinstance(plan, Schedule):
-        return plan
-    if isinstance(plan, Path) or plan.endswith(".csv"):
-        try:
-            text = Path(plan).read_text()
-        except OSError as error:
-            raise DescriptionError(f"{plan}: {error.strerror or error}") from None
-        return from_csv(text, str(plan))
-    entry = algorithm(plan)
-    if not isinstance(entry, PipelineAlgorithm):
-        raise LayoutError(f"'{plan}' is no schedule of a pipeline")
-    return entry
-
-
-def _meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
-    """Return the meshes of pipeline ranks; those of a DeviceMesh are its slices along the first dim."""
-    if not isinstance(meshes, DeviceMesh):
-        return tuple(meshes)
-    ranks = meshes.mesh.reshape(meshes.mesh.shape[0], -1).tolist()
-    shape = tuple(meshes.mesh.shape[1:]) or (1,)
-    names = meshes.mesh_dim_names or tuple(f"d{dim}" for dim in range(meshes.ndim))
-    axes = tuple(names[1:]) or ("x",)
-    return tuple(Mesh(f"p{number}", shape, axes, tuple(each)) for number, each in enumerate(ranks))
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """What `meshweave.pipeline` was called with, checked; it documents each."""
-
-    plan: PipelineAlgorithm | Schedule
-    micro_batches: int
-    loss_fn: LossFunction | None
-    config: PipelineConfig
-    recompute: frozenset[int]
-    scale_grads: bool
-    outputs: Mapping[int, Sequence[Tensor]]
-    has_local_batch: bool
-    trace: bool
-    count_memory: bool
 
 
 @dataclass(frozen=True)
@@ -227,7 +193,8 @@ class Pipeline:
         """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
 
         Args:
-            batch: on ranks of the first stage one tensor or several, one row per sample first; others may leave it out.
+            batch: on ranks of the first stage one tensor or several, one row per sample first; others may
+                leave it out.
             target: likewise on ranks of the last stage.
 
         Returns:
@@ -321,9 +288,11 @@ class Pipeline:
             return tuple(torch.cat(each) for each in zip(*values, strict=True))
         return torch.cat(values)
 
-    # --- the program ---------------------------------------------------------------------------------------------
+    # --- the program -----------------------------------------------------------------------------------------
 
-    def prepare(self, batch: Batch = None, target: Tensor | None = None, *, trains: bool = True) -> _BoundPipeline:
+    def prepare(
+        self, batch: Batch = None, target: Tensor | None = None, *, trains: bool = True
+    ) -> _BoundPipeline:
         """Write and bind the program for batches of this kind, unless that is done; all ranks call it.
 
         `step` and `evaluate` do it at their first call.
@@ -357,7 +326,9 @@ class Pipeline:
     @property
     def _trained(self) -> _BoundPipeline:
         if True not in self._bound:
-            raise BindError("the program of a pipeline is written at its first step; call step or prepare first")
+            raise BindError(
+                "the program of a pipeline is written at its first step; call step or prepare first"
+            )
         return self._bound[True]
 
     def _data(self, batch: Batch, target: Tensor | None, *, trains: bool) -> PipelineData | None:
@@ -393,8 +364,10 @@ class Pipeline:
             trains=trains,
             outputs=options.outputs,
         )
-        problem = pipeline_problem(places, profiles, options.micro_batches, rows, options.recompute, trains=trains)
-        schedule = _schedule_of(options.plan, problem, options.config)
+        problem = pipeline_problem(
+            places, profiles, options.micro_batches, rows, options.recompute, trains=trains
+        )
+        schedule = schedule_of(options.plan, problem, options.config)
         if not trains:
             schedule = forwards_of(schedule)
         for number, profile in enumerate(profiles):
@@ -405,25 +378,11 @@ class Pipeline:
             chunks=config.chunks, strategy=config.strategy, network=config.network,
             title=options.plan.title if isinstance(options.plan, PipelineAlgorithm) else "schedule",
         )  # fmt: skip
-        gradients: dict[int, StageGradients] = {}
-        functions: dict[int, StageFunctions] = {}
+        shapes = {number: stage_shape(places, number, profiles, rows) for number in self._stages}
+        functions, gradients = self._stage_functions(shapes, schedule, trains=trains)
         calls: dict[str, Any] = {"marker": lambda *_: None}
-        for number, module in self._stages.items():
-            is_reduced = places.data_parallelism(number) > 1
-            gradients[number] = StageGradients.of(module if trains else nn.Module(), is_reduced=is_reduced, number=number)
-            vector = gradients[number].vector
-            functions[number] = StageFunctions(
-                module,
-                stage_shape(places, number, profiles, rows),
-                options.loss_fn,
-                whole_backwards(schedule, number),
-                trains=trains,
-                loss_total=None if vector is None else vector[-1:],
-                memory=self._memory if trains else None,
-                recomputes=number in options.recompute,
-                has_signals=config.transfers == "signals",
-            )
-            calls |= functions[number].calls()
+        for each in functions.values():
+            calls |= each.calls()
         bound = bind(
             program,
             self._rank,
@@ -433,6 +392,32 @@ class Pipeline:
             trace=options.trace,
         )
         return _BoundPipeline(problem, schedule, bound, functions, gradients)
+
+    def _stage_functions(
+        self, shapes: Mapping[int, StageShape], schedule: Schedule, *, trains: bool
+    ) -> tuple[dict[int, StageFunctions], dict[int, StageGradients]]:
+        """Return the functions and gradients of this rank's stages."""
+        options, places = self._options, self.places
+        gradients: dict[int, StageGradients] = {}
+        functions: dict[int, StageFunctions] = {}
+        for number, module in self._stages.items():
+            is_reduced = places.data_parallelism(number) > 1
+            gradients[number] = StageGradients.of(
+                module if trains else nn.Module(), is_reduced=is_reduced, number=number
+            )
+            vector = gradients[number].vector
+            functions[number] = StageFunctions(
+                module,
+                shapes[number],
+                options.loss_fn,
+                whole_backwards(schedule, number),
+                trains=trains,
+                loss_total=None if vector is None else vector[-1:],
+                memory=self._memory if trains else None,
+                recomputes=number in options.recompute,
+                has_signals=options.config.transfers == "signals",
+            )
+        return functions, gradients
 
     def _tokens(self, program: Program, gradients: Mapping[int, StageGradients]) -> dict[str, Tensor]:
         """Return what stands for inputs in the program, without memory, and the vectors of gradients."""
@@ -445,42 +430,6 @@ class Pipeline:
             if each.vector is not None:
                 tensors[f"dw{number}"] = each.vector
         return tensors
-
-
-def _schedule_of(
-    plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
-) -> Schedule:
-    """Return the schedule of a problem, its pipeline ranks numbered as those of the problem are."""
-    if isinstance(plan, PipelineAlgorithm):
-        refusal = plan.refusal(problem)
-        if refusal is not None:
-            raise LayoutError(f"{plan.name}: {refusal}")
-        return plan.schedule(problem, config)
-    if plan.num_stages != problem.num_stages:
-        raise LayoutError(f"the schedule has {plan.num_stages} stages, and there are {problem.num_stages} modules")
-    number_of: dict[int, int] = {}
-    for stage, (planned, placed) in enumerate(zip(plan.stage_ranks, problem.stage_ranks, strict=True)):
-        if number_of.setdefault(planned, placed) != placed:
-            other = plan.stage_ranks.index(planned)
-            raise LayoutError(
-                f"the schedule has stages {other} and {stage} on one pipeline rank, and the modules of these stages "
-                "are on different ranks"
-            )
-    if len(set(number_of.values())) < len(number_of):
-        raise LayoutError("the schedule has stages on different pipeline ranks whose modules are on one")
-    actions: list[tuple[Action, ...]] = [()] * len(number_of)
-    for planned, placed in number_of.items():
-        actions[placed] = plan.actions[planned]
-    return Schedule(problem.stage_ranks, plan.num_micro_batches, tuple(actions))
-
-
-def forwards_of(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule, in its order."""
-    actions = tuple(
-        tuple(leaf for action in order for leaf in action.leaves if leaf.kind is ActionKind.FORWARD)
-        for order in schedule.actions
-    )
-    return replace(schedule, actions=actions)
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:

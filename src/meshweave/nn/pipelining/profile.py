@@ -1,7 +1,7 @@
 """Profiles of stages: what a stage makes, computes and keeps of one micro-batch, from a run on the meta device.
 
-The meta device has shapes and no values. The module is copied there without its memory, its parts run once with the
-very functions that a pipeline runs, and FLOPs and saved bytes are counted on the way.
+The meta device has shapes and no values. The module is copied there without its memory, its parts run once
+with the very functions that a pipeline runs, and FLOPs and saved bytes are counted on the way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class StageProfile:
         num_parameters: elements of the parameters that have gradients.
         dtype: of these; "" if there are several, or none.
         lost_parameter: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
-            parameters where their graph meets that of inputs, so it misses those whose results depend on no input.
+            parameters where their graph meets that of inputs, so it misses those whose results depend on no
+            input.
     """
 
     outs: tuple[TensorKind, ...]

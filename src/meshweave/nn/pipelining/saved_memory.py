@@ -22,7 +22,8 @@ class SavedMemory:
 
     Attributes:
         bytes: what is kept now.
-        peak_bytes: the most that any `count` saw since the last `reset_peak`: stages count after each of their parts.
+        peak_bytes: the most that any `count` saw since the last `reset_peak`: stages count after each of
+            their parts.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,12 @@
 """The parts of a stage, a torch module, as functions that the calls of a program run (`execute.calls`).
 
-The forward builds an autograd graph from copies of what arrived, and keeps it in the stash. An input gradient and a
-weight gradient take the graph apart with the functions that torch's own stages use (`compat_pipelining`); a whole
-backward runs it at once. Gradients of parameters add up in their `.grad`.
+The forward builds an autograd graph from copies of what arrived, and keeps it in the stash. An input
+gradient and a weight gradient take the graph apart with the functions that torch's own stages use
+(`compat_pipelining`); a whole backward runs it at once. Gradients of parameters add up in their `.grad`.
 
-What belongs to one rank alone goes past the program: the batch, targets, losses and outputs lie in a `StageStep`,
-parameters and their gradients in the module. Their buffers in the program hold one element, or the gradients of all
-parameters where several data-parallel ranks add them up.
+What belongs to one rank alone goes past the program: the batch, targets, losses and outputs lie in a
+`StageStep`, parameters and their gradients in the module. Their buffers in the program hold one element, or
+the gradients of all parameters where several data-parallel ranks add them up.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class StageFunctions:
     # --- forward ---------------------------------------------------------------------------------------------
 
     def forward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
-        """Run the module on a micro-batch; `operands` are what arrived, a token and the number of the micro-batch."""
+        """Run the module on a micro-batch: operands are what arrived, a token and the micro-batch's number."""
         *arrived, token, micro_batch = operands
         inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
         if self.recomputes and self.trains:
@@ -269,7 +269,7 @@ class StageFunctions:
         return [*self.input_grad(stash, *before, micro_batch), total]
 
     def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
-        """Add the gradients of parameters to their `.grad`; return the total, which is in the same memory if any."""
+        """Add the gradients of parameters to their `.grad`, which may lie in the total; return the total."""
         total, micro_batch = operands[0], operands[-1]
         if micro_batch in self.whole_backwards:
             return total
@@ -315,7 +315,7 @@ class StageFunctions:
     def _parameters(self) -> Any:
         return (parameter for parameter in self.module.parameters() if parameter.requires_grad)
 
-    # --- memory --------------------------------------------------------------------------------------------------
+    # --- memory ----------------------------------------------------------------------------------------------
 
     def _hooks(self) -> Any:
         return nullcontext() if self.memory is None or not self.trains else self.memory.hooks()

@@ -1,7 +1,8 @@
-"""What all ranks must know of a pipeline of modules before it is written: which rank has which stage, and profiles.
+"""What all ranks must know of a pipeline of modules before it is written: which rank has which stage, and
+profiles.
 
-A rank has the modules of its own stages alone. So ranks tell one another, stage after stage, what a stage makes of
-what the stages before it make; each then builds the same `PipelineProblem`.
+A rank has the modules of its own stages alone. So ranks tell one another, stage after stage, what a stage
+makes of what the stages before it make; each then builds the same `PipelineProblem`.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ def agreed_places(
         LayoutError: stages are missing, or the ranks of a stage are those of no mesh.
         RankLostError, DeadlineError, BindError: see `execute.ranks.agreement.exchange`.
     """
-    said = exchange(context, ranks, json.dumps(sorted(own)), "all to say which stages they have", topic=_TOPIC)
+    said = exchange(
+        context, ranks, json.dumps(sorted(own)), "all to say which stages they have", topic=_TOPIC
+    )
     holders: dict[int, list[int]] = {}
     for rank, words in said.items():
         for stage in json.loads(words):
@@ -120,8 +123,8 @@ def agreed_places(
     for source, target in skips:
         if not 0 <= source < target - 1 < len(placed) - 1:
             raise LayoutError(
-                f"a skip connection from stage {source} to stage {target}: it must lead over a stage, and there are "
-                f"{len(placed)}"
+                f"a skip connection from stage {source} to stage {target}: it must lead over a stage, and there "
+                f"are {len(placed)}"
             )
     return StagePlaces(tuple(placed), tuple(data_axes), (*chain, *map(tuple, skips)))  # type: ignore[arg-type]
 
@@ -178,7 +181,9 @@ def profile_all(
         if stage in modules:
             profile = _profile(places, stage, modules[stage], data, made, loss_fn, trains, outputs.get(stage))
             words = json.dumps({**profile.to_json(), "rows": data.num_rows if data and not stage else rows})
-        said = exchange(context, places.ranks, words, f"the ranks of stage {stage} to run it on shapes", topic=_TOPIC)
+        said = exchange(
+            context, places.ranks, words, f"the ranks of stage {stage} to run it on shapes", topic=_TOPIC
+        )
         own = {rank: said[rank] for rank in places.meshes[stage].ranks}
         different = [rank for rank, text in own.items() if text != own[places.meshes[stage].ranks[0]]]
         if different:
@@ -216,7 +221,9 @@ def _profile(
     whole = [made[source, stage] for source in sources] if sources else list(data.batch if data else ())
     for kind in whole:
         if kind.shape[0] % parts:
-            raise LayoutError(f"stage {stage}: {parts} data-parallel ranks do not divide {kind.shape[0]} rows")
+            raise LayoutError(
+                f"stage {stage}: {parts} data-parallel ranks do not divide {kind.shape[0]} rows"
+            )
     inputs = [local_kind(kind, parts) for kind in whole]
     target = local_kind(data.target, parts) if data and data.target and not targets else None
     return profile_stage(module, stage, inputs, sources, targets, loss_fn, target, trains=trains)

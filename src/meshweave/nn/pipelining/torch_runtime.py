@@ -1,7 +1,8 @@
 """Schedules of ours in torch's own pipeline runtime, and a trace of what it does.
 
-torch's runtime runs a list of actions per rank, with each pipeline rank on one process and stages that pass values to
-the next stage alone. What it cannot run, skip connections and stages of different layouts, `meshweave.pipeline` runs.
+torch's runtime runs a list of actions per rank, with each pipeline rank on one process and stages that pass
+values to the next stage alone. What it cannot run, skip connections and stages of different layouts,
+`meshweave.pipeline` runs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.communication import with_communication
 from meshweave.algorithms.pipeline.progress import prove_progress
-from meshweave.algorithms.pipeline.torch_csv import to_csv
+from meshweave.algorithms.pipeline.torch_csv import schedule_to_csv
 from meshweave.base.errors import LayoutError
 from meshweave.execute.torch.compat_pipelining import (
     load_pipeline_csv,
@@ -50,7 +51,8 @@ def torch_pipeline(
 
     Raises:
         LayoutError: the schedule does not end, or its stages are not those of this process.
-        UnsupportedError: the schedule has skip connections, which torch's runtime does not run; or this torch has
+        UnsupportedError: the schedule has skip connections, which torch's runtime does not run; or this
+        torch has
             no such runtime.
     """
     if not stages:
@@ -65,7 +67,7 @@ def torch_pipeline(
     listed = schedule if schedule.has_communication else with_communication(schedule)
     listed = _with_parameter_actions(listed)
     prove_progress(listed)
-    text = to_csv(listed)
+    text = schedule_to_csv(listed)
     runtime = pipeline_runtime(stages, schedule.num_micro_batches, loss_fn=loss_fn, scale_grads=scale_grads)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "schedule.csv"
@@ -104,8 +106,8 @@ class ActionRecorder:
     def trace(self) -> Trace:
         """Return what was recorded so far. Times are those of CLOCK_MONOTONIC.
 
-        A send or receive is the time in which it is issued: torch moves the bytes later, beside other actions, and
-        the compute action that needs a value waits for it inside its own span.
+        A send or receive is the time in which it is issued: torch moves the bytes later, beside other
+        actions, and the compute action that needs a value waits for it inside its own span.
         """
         return Trace("torch.distributed.pipelining", "torch", tuple(self._spans))
 
