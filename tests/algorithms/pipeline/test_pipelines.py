@@ -473,6 +473,18 @@ def test_the_least_delay_is_the_first_that_covers(stages: int, count: int, trans
     assert all(one > 1.001 * bound for one in taken[:chosen]) or taken[chosen] == min(taken)
 
 
+@pytest.mark.parametrize("width", [1_000_000, 100_000_000])
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_the_model_of_time_is_near_the_simulation(entry: PipelineAlgorithm, width: int) -> None:
+    """Links are not shared here; the simulator also counts the filling of a transfer and latencies."""
+    problem = heavy(chain_of_ranks(range(4), 8, work=(500_000,)), width)
+    cluster = load_cluster("dgx-h100:8")
+    program = entry.program(problem, PipelineConfig())
+    simulated = simulate(program, Machine.of(cluster, program)).duration_s
+    modelled = step_s(problem, entry.schedule(problem, PipelineConfig()), StepTimes.of(problem, cluster))
+    assert modelled == pytest.approx(simulated, rel=0.02)
+
+
 def test_candidates_of_delayed_weights_are_the_least_delay_and_its_neighbours() -> None:
     problem = heavy(chain_of_ranks(range(4), 16, work=(50_000,)), 4_000_000)
     cluster = load_cluster("dgx-h100:8")

@@ -32,7 +32,7 @@ def read_schedule(program: Program, *, communication: bool = False) -> Schedule:
 
 def _stage_meshes(program: Program) -> list[Mesh]:
     """Return the mesh of each stage: that of its parameters."""
-    meshes = []
+    meshes: list[Mesh] = []
     while (buffer := program.buffer_of.get(f"w{len(meshes)}")) is not None:
         meshes.append(program.mesh_of[buffer.mesh])
     if not meshes:

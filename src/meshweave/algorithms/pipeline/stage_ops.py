@@ -66,11 +66,11 @@ class StageOps:
             tensor = f"{prefix}{self.number}"
             if tensor in layouts:
                 layout = Layout(self.mesh, layouts[tensor].placements)
-                dtype = self.stage.dtype if "W" in prefix else BATCH_DTYPE
+                dtype = self.stage.parameter_dtype if "W" in prefix else BATCH_DTYPE
                 yield Buffer(tensor.lower(), kind, self.mesh.name, dtype, tensor, layout)  # type: ignore[arg-type]
         scratch = [f"w{self.number}_whole"] if self.is_sharded else []
         for name in (*scratch, *([f"dw{self.number}_sum"] if self.has_sum else [])):
-            yield Buffer(name, "scratch", self.mesh.name, self.stage.dtype, shape=(self.stage.parameters,))
+            yield Buffer(name, "scratch", self.mesh.name, self.stage.parameter_dtype, shape=(self.stage.parameters,))
 
     def _vector(self, name: str) -> View:
         return View(name, (FULL,), 0)
@@ -148,6 +148,7 @@ class StageOps:
             stash=f"stage{self.number}",
             part=part,
             args=(micro_batch,),
+            dtype=self.stage.dtype,
             lane=self.lane,
             name=label,
         )

@@ -292,7 +292,8 @@ def _stage(
         stash,
         again,
         places.data_axes_of(number),
-        dtype=profile.dtype if is_reduced and trains and profile.dtype else "float32",
+        dtype=profile.dtype or "float32",
+        parameter_dtype=profile.dtype if is_reduced and trains and profile.dtype else "float32",
     )
 
 
