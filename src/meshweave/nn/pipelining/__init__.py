@@ -3,6 +3,8 @@
 file               what it does
 -----------------  ---------------------------------------------------------------------------------------
 `pipeline`         `meshweave.pipeline`: arguments, binding, `step` and `evaluate`
+`plan`             schedules by name or file, meshes, options
+`binding`          the program, bound to the modules
 `profile`          runs a stage on the meta device: shapes, FLOPs, and what autograd keeps
 `saved_memory`     counts the bytes that autograd keeps, at any moment
 `stage_problem`    profiles of all stages, told from rank to rank, as a `PipelineProblem`

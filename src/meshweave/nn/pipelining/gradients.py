@@ -47,7 +47,7 @@ class StageGradients:
                 f"stage {number} has parameters {what}: on several data-parallel ranks they must be plain tensors "
                 "of one dtype"
             )
-        dtype, device = next(iter(kinds), (torch.float32, torch.device("cpu")))
+        dtype, device = next(iter(kinds), (torch.float64, torch.device("cpu")))
         size = sum(parameter.numel() for parameter in parameters) + 1
         return cls(parameters, torch.zeros(size, dtype=dtype, device=device))
 

@@ -19,35 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
 from meshweave.algorithms.pipeline.problem import PipelineProblem
-from meshweave.algorithms.pipeline.program import pipeline_program
 from meshweave.base.errors import BindError, LayoutError
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.execute.torch.bind import BoundProgram, bind
-from meshweave.execute.torch.buffers import torch_dtype
 from meshweave.execute.torch.call_order import require_process_group, share_refusal
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
 from meshweave.ir.program import Program
-from meshweave.nn.pipelining.gradients import StageGradients
-from meshweave.nn.pipelining.plan import PipelineOptions, forwards_of, meshes_of, plan_of, schedule_of
+from meshweave.nn.pipelining.binding import BoundPipeline, bind_stages
+from meshweave.nn.pipelining.plan import PipelineOptions, meshes_of, plan_of
 from meshweave.nn.pipelining.saved_memory import SavedMemory
-from meshweave.nn.pipelining.stage_functions import (
-    LossFunction,
-    StageFunctions,
-    StageShape,
-    StageStep,
-    TensorKind,
-)
-from meshweave.nn.pipelining.stage_problem import (
-    PipelineData,
-    StagePlaces,
-    agreed_places,
-    pipeline_problem,
-    profile_all,
-    require_all_parameters,
-    stage_shape,
-    whole_backwards,
-)
+from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
+from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
 from meshweave.trace import Trace
 
 Batch = Tensor | Sequence[Tensor] | None
@@ -154,17 +136,6 @@ class PipelineMemory:
     counted_bytes: int | None
 
 
-@dataclass(frozen=True)
-class _BoundPipeline:
-    """A program bound for batches of one kind."""
-
-    problem: PipelineProblem
-    schedule: Schedule
-    bound: BoundProgram
-    functions: Mapping[int, StageFunctions]
-    gradients: Mapping[int, StageGradients]
-
-
 class Pipeline:
     """Stages of a model on their ranks; made by `meshweave.pipeline`.
 
@@ -184,7 +155,7 @@ class Pipeline:
         self._stages, self._options, self._context = stages, options, context
         self._rank = context.rank or 0
         self._memory = SavedMemory() if options.count_memory else None
-        self._bound: dict[bool, _BoundPipeline] = {}
+        self._bound: dict[bool, BoundPipeline] = {}
         self.trace: Trace | None = None
 
     # --- steps -------------------------------------------------------------------------------------------------
@@ -245,7 +216,7 @@ class Pipeline:
         return self._options.micro_batches * self.places.data_parallelism(self.places.num_stages - 1)
 
     def _give(
-        self, bound: _BoundPipeline, batch: Batch, target: Tensor | None, wants_outputs: bool
+        self, bound: BoundPipeline, batch: Batch, target: Tensor | None, wants_outputs: bool
     ) -> Mapping[int, StageStep]:
         """Give each stage its part of the batch and target."""
         steps = {}
@@ -271,7 +242,7 @@ class Pipeline:
         at = self.places.data_index(stage, self._rank) * own
         return [part[at : at + own] for part in value.split(rows)]
 
-    def _loss(self, bound: _BoundPipeline, steps: Mapping[int, StageStep]) -> Tensor | None:
+    def _loss(self, bound: BoundPipeline, steps: Mapping[int, StageStep]) -> Tensor | None:
         last = self.places.num_stages - 1
         if last not in steps or not steps[last].losses:
             return None
@@ -292,7 +263,7 @@ class Pipeline:
 
     def prepare(
         self, batch: Batch = None, target: Tensor | None = None, *, trains: bool = True
-    ) -> _BoundPipeline:
+    ) -> BoundPipeline:
         """Write and bind the program for batches of this kind, unless that is done; all ranks call it.
 
         `step` and `evaluate` do it at their first call.
@@ -324,7 +295,7 @@ class Pipeline:
         return PipelineMemory(peak_stash_bytes(self.program, self._rank), counted)
 
     @property
-    def _trained(self) -> _BoundPipeline:
+    def _trained(self) -> BoundPipeline:
         if True not in self._bound:
             raise BindError(
                 "the program of a pipeline is written at its first step; call step or prepare first"
@@ -353,83 +324,11 @@ class Pipeline:
             raise LayoutError(f"{count} micro-batches do not divide a batch of {rows} rows")
         return TensorKind((rows // count, *value.shape[1:]), value.dtype)
 
-    def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> _BoundPipeline:
-        options, places = self._options, self.places
-        profiles, rows = profile_all(
-            self._context,
-            places,
-            self._stages,
-            self._data(batch, target, trains=trains),
-            options.loss_fn,
-            trains=trains,
-            outputs=options.outputs,
+    def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> BoundPipeline:
+        data = self._data(batch, target, trains=trains)
+        return bind_stages(
+            self._stages, self.places, self._options, self._context, data, self._memory, trains=trains
         )
-        problem = pipeline_problem(
-            places, profiles, options.micro_batches, rows, options.recompute, trains=trains
-        )
-        schedule = schedule_of(options.plan, problem, options.config)
-        if not trains:
-            schedule = forwards_of(schedule)
-        for number, profile in enumerate(profiles):
-            require_all_parameters(number, profile, schedule)
-        config = options.config
-        program = pipeline_program(
-            problem, schedule, config.transfers,
-            chunks=config.chunks, strategy=config.strategy, network=config.network,
-            title=options.plan.title if isinstance(options.plan, PipelineAlgorithm) else "schedule",
-        )  # fmt: skip
-        shapes = {number: stage_shape(places, number, profiles, rows) for number in self._stages}
-        functions, gradients = self._stage_functions(shapes, schedule, trains=trains)
-        calls: dict[str, Any] = {"marker": lambda *_: None}
-        for each in functions.values():
-            calls |= each.calls()
-        bound = bind(
-            program,
-            self._rank,
-            self._tokens(program, gradients),
-            context=self._context,
-            calls=calls,
-            trace=options.trace,
-        )
-        return _BoundPipeline(problem, schedule, bound, functions, gradients)
-
-    def _stage_functions(
-        self, shapes: Mapping[int, StageShape], schedule: Schedule, *, trains: bool
-    ) -> tuple[dict[int, StageFunctions], dict[int, StageGradients]]:
-        """Return the functions and gradients of this rank's stages."""
-        options, places = self._options, self.places
-        gradients: dict[int, StageGradients] = {}
-        functions: dict[int, StageFunctions] = {}
-        for number, module in self._stages.items():
-            is_reduced = places.data_parallelism(number) > 1
-            gradients[number] = StageGradients.of(
-                module if trains else nn.Module(), is_reduced=is_reduced, number=number
-            )
-            vector = gradients[number].vector
-            functions[number] = StageFunctions(
-                module,
-                shapes[number],
-                options.loss_fn,
-                whole_backwards(schedule, number),
-                trains=trains,
-                loss_total=None if vector is None else vector[-1:],
-                memory=self._memory if trains else None,
-                recomputes=number in options.recompute,
-                has_signals=options.config.transfers == "signals",
-            )
-        return functions, gradients
-
-    def _tokens(self, program: Program, gradients: Mapping[int, StageGradients]) -> dict[str, Tensor]:
-        """Return what stands for inputs in the program, without memory, and the vectors of gradients."""
-        tensors = {}
-        for buffer in program.buffers:
-            if buffer.kind == "input" and self._rank in program.mesh_of[buffer.mesh]:
-                shape, dtype = program.local_shape(buffer.name, self._rank), torch_dtype(buffer.dtype)
-                tensors[buffer.name] = torch.zeros(1, dtype=dtype, device=self._context.device).expand(shape)
-        for number, each in gradients.items():
-            if each.vector is not None:
-                tensors[f"dw{number}"] = each.vector
-        return tensors
 
 
 def _tensors(batch: Batch) -> tuple[Tensor, ...]:

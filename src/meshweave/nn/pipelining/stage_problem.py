@@ -293,7 +293,9 @@ def _stage(
         again,
         places.data_axes_of(number),
         dtype=profile.dtype or "float32",
-        parameter_dtype=profile.dtype if is_reduced and trains and profile.dtype else "float32",
+        parameter_dtype=(profile.dtype if trains and profile.dtype else "float64")
+        if is_reduced
+        else "float32",
     )
 
 
