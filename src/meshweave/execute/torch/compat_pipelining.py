@@ -1,8 +1,7 @@
 """The private names of `torch.distributed.pipelining` that meshweave uses, each behind one documented function.
 
-The second part of `compat`, under the same rules: torch has no public name for these, `CHECKED_VERSIONS`
-says with which releases they were compared, and a name that is gone raises an UnsupportedError with the
-version of torch.
+The second part of `compat`, under the same rules, with one difference: these names were compared with torch 2.13
+alone. torch has no public name for them. One that is gone raises an UnsupportedError with the version of torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def stage_backward() -> Any:
     """Return the function `(outputs, grads, inputs)` of a whole backward of a stage, which returns input
     gradients.
 
-    Relies on `_backward.stage_backward` (torch 2.9 and 2.13), as do the two below on its neighbours. They
+    Relies on `_backward.stage_backward` (torch 2.13), as do the two below on its neighbours. They
     have no public name, and are what torch's own pipeline stages run.
 
     Raises:
@@ -57,7 +56,7 @@ def stage_backward_weight() -> Any:
 def pipeline_runtime(stages: Sequence[Any], num_micro_batches: int, **options: Any) -> Any:
     """Return torch's runtime of action lists, yet without a list.
 
-    Relies on `schedules._PipelineScheduleRuntime(stages, n_microbatches, ...)` (torch 2.9 and 2.13).
+    Relies on `schedules._PipelineScheduleRuntime(stages, n_microbatches, ...)` (torch 2.13).
 
     Raises:
         UnsupportedError: the class is gone.
@@ -70,7 +69,7 @@ def pipeline_runtime(stages: Sequence[Any], num_micro_batches: int, **options: A
 def load_pipeline_csv(runtime: Any, path: str, form: str) -> None:
     """Have torch's runtime run the actions of a CSV file; `form` is "compute_only" or "compute_comms".
 
-    Relies on `_PipelineScheduleRuntime._load_csv(filename, format)` (torch 2.9 and 2.13).
+    Relies on `_PipelineScheduleRuntime._load_csv(filename, format)` (torch 2.13).
 
     Raises:
         UnsupportedError: the method is gone.
@@ -88,7 +87,7 @@ def observe_pipeline_actions(
     """Run each action of torch's pipeline runtime inside `watch(action)`, the action as its CSV has it.
 
     Replaces `schedules.record_function`, in which the runtime runs each action under the name "PP:2F0", for the
-    time of the block (torch 2.13; torch 2.9 names its actions otherwise).
+    time of the block (torch 2.13).
 
     Raises:
         UnsupportedError: the function is gone.
@@ -113,7 +112,7 @@ def observe_pipeline_actions(
 def storage_key(tensor: Tensor) -> int:
     """Return a number for the storage of a tensor, which no other storage has while this one lives.
 
-    Relies on `UntypedStorage._cdata` (torch 2.9 and 2.13): storages of the meta device have no address.
+    Relies on `UntypedStorage._cdata` (torch 2.13): storages of the meta device have no address.
     """
     key: int = tensor.untyped_storage()._cdata
     return key
@@ -122,6 +121,6 @@ def storage_key(tensor: Tensor) -> int:
 def is_view(tensor: Tensor) -> bool:
     """Return whether a tensor is a view of another one as autograd sees it, which cannot be detached in place.
 
-    Relies on `Tensor._is_view` (torch 2.9 and 2.13).
+    Relies on `Tensor._is_view` (torch 2.13).
     """
     return bool(tensor._is_view())
