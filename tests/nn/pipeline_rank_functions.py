@@ -231,7 +231,6 @@ def data_parallel(check: Check) -> None:
     if rank >= 2:
         check.near("sum of losses", loss, 4 * case.loss)
     uneven = mw.Mesh.of("three", (3,), ("dp",), 1)
-    own = case.own((0, 1, 1, 1), rank)
     own = {0: copy.deepcopy(case.stages[0])} if rank == 0 else {1: copy.deepcopy(case.stages[1])}
     three = Case(case.stages, (case.batch[:6], case.target[:6]), case.loss_fn)
     check.trains("1 to 3", three, own, "1f1b", micro_batches=2, meshes=(uneven,))

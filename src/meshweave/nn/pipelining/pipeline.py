@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, Ten
 from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
 from meshweave.trace import Trace
 
-Batch = Tensor | Sequence[Tensor] | None
+Batch: TypeAlias = Tensor | Sequence[Tensor] | None
 
 
 def pipeline(
