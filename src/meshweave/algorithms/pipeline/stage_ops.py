@@ -70,7 +70,8 @@ class StageOps:
                 yield Buffer(tensor.lower(), kind, self.mesh.name, dtype, tensor, layout)  # type: ignore[arg-type]
         scratch = [f"w{self.number}_whole"] if self.is_sharded else []
         for name in (*scratch, *([f"dw{self.number}_sum"] if self.has_sum else [])):
-            yield Buffer(name, "scratch", self.mesh.name, self.stage.parameter_dtype, shape=(self.stage.parameters,))
+            shape, dtype = (self.stage.parameters,), self.stage.parameter_dtype
+            yield Buffer(name, "scratch", self.mesh.name, dtype, shape=shape)
 
     def _vector(self, name: str) -> View:
         return View(name, (FULL,), 0)
