@@ -12,7 +12,7 @@ simulation work without torch.
     planning      the search for the best algorithm, mesh, layouts and schedule
     readings      estimate, simulation, execution by numpy and torch, and traces of them
     proofs        checks of plans, programs and algorithms
-    torch         products and resharding of DTensors and of local shards
+    torch         products and resharding of DTensors and of local shards, pipelines of modules
     pictures      timelines of traces
     measurement   the lab, and what DTensor moves
     errors        what a user can cause and mend
@@ -101,6 +101,8 @@ _GROUPS = {
         "nn.products": "prepare",
         "nn.reshard": "reshard",
         "nn.reshard_state": "reshard_state_dict",
+        "nn.pipelining.pipeline": "Pipeline pipeline",
+        "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
     },
     "pictures": {
         "report.timeline": "timeline_svg timeline_text",
@@ -281,6 +283,10 @@ if TYPE_CHECKING:
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.nn.pipelining.pipeline import Pipeline as Pipeline
+    from meshweave.nn.pipelining.pipeline import pipeline as pipeline
+    from meshweave.nn.pipelining.torch_runtime import record_torch_actions as record_torch_actions
+    from meshweave.nn.pipelining.torch_runtime import torch_pipeline as torch_pipeline
     from meshweave.nn.products import prepare as prepare
     from meshweave.nn.reshard import reshard as reshard
     from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict
