@@ -75,7 +75,7 @@ def shape_s(work: Compute, chip: Chip) -> float | None:
     if kernels is None or not work.flops:
         return None
     if work.kind == "matmul" or work.call == "matmul":
-        m, n, k = work.dims if work.kind == "matmul" else (work.shape or (0, 0, 0))
+        m, n, k = work.dims if work.kind == "matmul" else (*work.shape, 0, 0, 0)[:3]
         return _product_s(kernels, work.dtype, (m, n, k), work.num_products) if m * n * k else None
     constants = kernels.attention_of(work.dtype)
     if work.call in ("attention", "causal_attention") and constants is not None and len(work.shape) == 5:
