@@ -6,6 +6,7 @@ constant's place in the formula stands. A chip without them is priced by its one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshweave.base.errors import DescriptionError
@@ -59,10 +60,10 @@ TILE_MENUS = {
         )
     ),
     "systolic": TileMenu((ProductTile(128, 128),), k_step=128),
-    "cpu": TileMenu((ProductTile(16, 48), ProductTile(64, 96), ProductTile(192, 384)), k_step=8),
+    "cpu": TileMenu((ProductTile(8, 16),), k_step=1),
 }
-"""The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on sm90, by
-rows alone; `systolic`: arrays of 128 x 128 (TPU); `cpu`: register tiles and blocks of cache."""
+"""The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on
+sm90, by rows alone; `systolic`: arrays of 128 x 128 (TPU); `cpu`: a tile of registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,11 @@ class ProductTable:
 
     points: tuple[tuple[int, int, int, float], ...]
     source: str = ""
+
+    @classmethod
+    def of(cls, seconds: Mapping[tuple[int, ...], float], source: str = "") -> ProductTable:
+        """Return the table of the seconds of each (m, n, k)."""
+        return cls(tuple((m, n, k, time) for (m, n, k), time in seconds.items()), source)
 
     def __post_init__(self) -> None:
         if not self.points:
