@@ -1,4 +1,4 @@
-"""Times of products, attention and collectives by their shape: bounds, monotony, tables, and the chip's one place."""
+"""Times of products, attention and collectives by their shape: bounds, monotony, tables, the one place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling import examples
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.cost.attention import attention_s
@@ -30,6 +29,7 @@ from meshweave.describe.machine.kernels import (
 )
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.ir.work import Compute, matmul_work
+from sampling import examples
 
 rates = st.floats(1e9, 1e15)
 sizes = st.integers(1, 20_000)
@@ -131,7 +131,7 @@ def test_outside_a_table_is_an_error_or_the_model() -> None:
     constants = ProductConstants("gpu", 108, 3e14, 1e12, 1e-6, 2e-6, 2e12)
     inside = table_s(table, constants, "bfloat16", 128, 128, 128, "error")
     assert inside is not None and 1e-6 < inside < 1e-4
-    with pytest.raises(UnsupportedError, match="m=512, n=64, k=64 is outside .* m from 64 to 256"):
+    with pytest.raises(UnsupportedError, match=r"m=512, n=64, k=64 is outside .* m from 64 to 256"):
         table_s(table, constants, "bfloat16", 512, 64, 64, "error")
     assert table_s(table, constants, "bfloat16", 512, 64, 64, "model") is None
     with pytest.raises(UnsupportedError, match="outside"):  # there is no model to take its place
@@ -244,7 +244,9 @@ def test_calls_by_shape() -> None:
     shape, num_bytes = (2, 16, 4096, 4096, 128), 8 * 2 * 16 * 4096 * 128
     full, causal = (seconds(call, shape, num_bytes) for call in ("attention", "causal_attention"))
     assert 1.6 < full / causal < 2.0
-    assert seconds("causal_attention", shape, round(2.5 * num_bytes), "input_grad") == pytest.approx(2.5 * causal)
+    assert seconds("causal_attention", shape, round(2.5 * num_bytes), "input_grad") == pytest.approx(
+        2.5 * causal
+    )
     assert chip.kernels.elementwise is not None
     launch_s, rate = chip.kernels.elementwise
     assert seconds("norm", (4096, 4096), 1 << 26) == pytest.approx(launch_s + (1 << 26) / rate)
