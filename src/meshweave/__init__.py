@@ -59,7 +59,7 @@ _GROUPS = {
         "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
-        "algorithms.pipeline": "MicroBatches PipelineAlgorithm PipelineProblem",
+        "algorithms.pipeline": "PipelineAlgorithm PipelineConfig PipelineProblem",
         "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
     },
     "planning": {
@@ -123,8 +123,8 @@ if TYPE_CHECKING:
     from meshweave.algorithms.matmul2d import Matmul2d as Matmul2d
     from meshweave.algorithms.matmul2d import Matmul2dConfig as Matmul2dConfig
     from meshweave.algorithms.matmul2d import Matmul2dProblem as Matmul2dProblem
-    from meshweave.algorithms.pipeline import MicroBatches as MicroBatches
     from meshweave.algorithms.pipeline import PipelineAlgorithm as PipelineAlgorithm
+    from meshweave.algorithms.pipeline import PipelineConfig as PipelineConfig
     from meshweave.algorithms.pipeline import PipelineProblem as PipelineProblem
     from meshweave.algorithms.reshard import ReshardPlan as ReshardPlan
     from meshweave.algorithms.reshard import ReshardProblem as ReshardProblem
