@@ -168,10 +168,11 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
     for entries in (products, attention):
         entries += [("float16", constants) for dtype, constants in entries if dtype == "bfloat16"]
     streaming = dict(products).get("bfloat16")
+    said = ". Element-wise calls are not measured: launch and memory of products" if streaming else ""
     return ChipKernels(
         device,
         f"Fitted by validation/fit_kernels.py on {DATA}; errors on parts that were not fitted stand in "
-        "benchmarks/results/kernels.json. Element-wise calls are not measured: launch and memory of products",
+        f"benchmarks/results/kernels.json{said}",
         tuple(products),
         tuple(attention),
         tuple(entry for known in fits for entry in known.collectives),
