@@ -17,6 +17,7 @@ from meshweave.cost.collectives import collective_seconds
 from meshweave.cost.compute import call_s, engine_amount, shape_s
 from meshweave.cost.product_table import interpolation, table_s
 from meshweave.cost.products import product_s, product_seconds
+from meshweave.cost.rates import RankRates
 from meshweave.describe.catalog import kernels_names
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.kernels import (
@@ -252,3 +253,23 @@ def test_calls_by_shape() -> None:
     assert seconds("norm", (4096, 4096), 1 << 26) == pytest.approx(launch_s + (1 << 26) / rate)
     as_product = seconds("matmul", (512, 512, 512), 0)
     assert as_product == pytest.approx(shape_s(matmul_work(512, 512, 512, "bfloat16"), chip))
+
+
+def test_thin_slices_do_not_pay() -> None:
+    """A product cut along k into 96 takes longer in all than one cut into 4, which takes about as long as whole."""
+    chip = load_cluster("dgx-h100").chip
+    whole, four, many = (
+        slices * (shape_s(matmul_work(4096, 1536, 4096 // slices, "bfloat16"), chip) or 0)
+        for slices in (1, 4, 96)
+    )
+    assert whole < four < 1.6 * whole and many > 3 * four
+
+
+def test_rates_without_shapes_are_those_of_the_constants() -> None:
+    cluster = load_cluster("dgx-h100")
+    assert cluster.chip.kernels is not None
+    constants = cluster.chip.kernels.product("bfloat16")
+    assert constants is not None
+    known = RankRates.of(cluster, "bfloat16")
+    assert (known.flops_per_s, known.launch_s) == (constants.flops_per_s, constants.launch_s)
+    assert RankRates.of(cluster, "float32").flops_per_s == cluster.chip.flops_per_s("float32")

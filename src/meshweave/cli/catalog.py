@@ -1,4 +1,4 @@
-"""`meshweave catalog`: models, clusters and constants of kernels that ship with the package, with their sources."""
+"""`meshweave catalog`: models, clusters and kernels that ship with the package, and their sources."""
 
 from __future__ import annotations
 
