@@ -41,10 +41,11 @@ _PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)}
     FIRST_ARG,
     NUM_ARGS,
     RATE,
-) = range(23)
+    NUM_WORK_SIZES,
+) = range(24)
 """The places of the fields of an op in its row, in the order of the core's `OpRow`."""
 
-NUM_FIELDS = RATE + 1
+NUM_FIELDS = NUM_WORK_SIZES + 1
 
 OpFields = list[int]
 """The row of one op, -1 in the fields that it does not have."""
@@ -53,7 +54,7 @@ OpFields = list[int]
 def _blank(kind: int) -> tuple[int, ...]:
     row = [-1] * NUM_FIELDS
     row[KIND], row[DIRECTIONS] = kind, 1
-    for field in (FLAGS, DIM, SIZES_MODE, SIZES, PART, NUM_ARGS):
+    for field in (FLAGS, DIM, SIZES_MODE, SIZES, PART, NUM_ARGS, NUM_WORK_SIZES):
         row[field] = 0
     return tuple(row)
 

@@ -7,7 +7,7 @@ The core expands templates itself, so nothing here is per rank but coordinates, 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from meshweave.ir.columns.op_fields import (
     LANE,
     NUM_ARGS,
     NUM_FIELDS,
+    NUM_WORK_SIZES,
     OUT,
     PART,
     PRICE,
@@ -247,6 +248,10 @@ class TemplateColumns:
         """Set the costs of a call."""
         fields[RATE] = 0
 
+    def work_sizes(self, op: Call) -> Sequence[Index]:
+        """Return the sizes that the time of a call may depend on: none, where nothing is timed."""
+        return ()
+
     # --- buffers and views ----------------------------------------------------------------------------
 
     def _describe_buffers(self) -> None:
@@ -349,7 +354,9 @@ class TemplateColumns:
         self.note_call_costs(op, fields)
         fields[STASH] = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
         fields[PART], fields[NUM_ARGS] = part_number(op), len(op.args)
-        self._args.extend(map(self.expressions.number, op.args))
+        sizes = self.work_sizes(op)
+        fields[NUM_WORK_SIZES] = len(sizes)
+        self._args.extend(map(self.expressions.number, (*op.args, *sizes)))
 
     def _describe_collective(self, op: Collective, fields: OpFields) -> None:
         fields[AXIS] = self._axis(op.over)
