@@ -77,7 +77,7 @@ class CallLabels:
         output: int,
         view: View,
         given: Sequence[tuple[View, Labels]],
-        stashed: Stashed | None,
+        stashed: list[tuple[View, Labels]] | None,
     ) -> Labels:
         """Return the labels of result number `output` of a function, in the shape of `view`, as a meaning says.
 
@@ -87,7 +87,8 @@ class CallLabels:
         if not declared:
             raise ProgramError(f"calls '{fn}', which no declared meaning does")
         meaning = self._best(declared, [block for _, block in given])
-        return self._apply(meaning, view, -1, given, stashed)
+        kept = None if stashed is None else Stashed(stashed, len(stashed))
+        return self._apply(meaning, view, -1, given, kept)
 
     def _best(self, declared: Sequence[Function], ins: Sequence[Labels], out: str | None = None) -> Function:
         """Return the meaning whose inputs are those that a call has, or most of them.
