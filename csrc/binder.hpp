@@ -205,6 +205,10 @@ class Binder {
             op.b = checked_add(op.b, checked_mul(accesses.all[at].elements(),
                                                  code_.buffers[static_cast<size_t>(accesses.all[at].buffer)].itemsize));
         if (op.a < 0 || op.b < 0) throw ProgramFault("declares a negative cost");
+        op.sizes = static_cast<i64>(sizes.size()), op.num_sizes = row.num_work_sizes;
+        for (i64 at = 0; at < row.num_work_sizes; ++at)
+          sizes.push_back(value(code_.args[static_cast<size_t>(row.args + row.num_args + at)]));
+        if (sizes.size() > MAX_SIZES) throw ProgramFault("has too many sizes");
         break;
       case Kind::ALL_GATHER: measure_parts(row, row.out, op); break;
       case Kind::REDUCE_SCATTER:

@@ -73,6 +73,8 @@ class Core {
     return array_of(std::move(out));
   }
 
+  nb::object works() const { return array_of(std::move(meshweave::Works(program_).rows)); }
+
   nb::object routes(const Array& num_directions) const {
     const meshweave::Column given(num_directions.data(), num_directions.data() + num_directions.size());
     std::vector<i64> out;
@@ -138,6 +140,7 @@ NB_MODULE(_core, m) {
       .def("starts", &Core::starts)
       .def("rows", &Core::rows)
       .def("edges", &Core::edges, "rank"_a)
+      .def("works", &Core::works)
       .def("routes", &Core::routes, "num_directions"_a)
       .def("run", &Core::run, "machine"_a);
 }

@@ -186,8 +186,9 @@ Template::Template(const Columns& c)
     check(row.sizes_mode >= 0 && row.sizes_mode <= 2, "bad sizes");
     if (row.sizes_mode == 1) check(is_expr(row.sizes), "bad sizes");
     if (row.sizes_mode == 2) check(row.sizes >= 0 && row.sizes + 1 < static_cast<i64>(list_offsets.size()), "bad sizes");
-    check(row.num_args >= 0 && row.args >= 0 && row.args <= static_cast<i64>(args.size()) &&
-              row.num_args <= static_cast<i64>(args.size()) - row.args, "bad arguments");
+    const auto num_exprs = static_cast<i64>(args.size());
+    check(row.num_args >= 0 && row.args >= 0 && row.args <= num_exprs && row.num_args <= num_exprs - row.args &&
+              row.num_work_sizes >= 0 && row.num_work_sizes <= num_exprs - row.args - row.num_args, "bad arguments");
     check(row.stash >= -1 && row.part >= 0 && row.part <= 5, "a bad stash");
     const bool moves = is_collective(row.kind) && row.kind != Kind::FENCE;
     const bool needs_out = moves || row.kind <= Kind::ZERO || row.kind == Kind::RECV || is_one_sided(row.kind);

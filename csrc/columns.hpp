@@ -61,6 +61,7 @@ struct OpRow {
   i64 price;  // row of constants of an op that is no collective, else -1
   i64 flops, bytes, stash, part, args, num_args;
   i64 rate;  // of the machine's FLOP rates, for a product or a call; -1 for others
+  i64 num_work_sizes;  // of a call: so many expressions in `args`, after its arguments, are the sizes of its work
 };
 
 struct AccessRow {

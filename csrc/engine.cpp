@@ -141,7 +141,9 @@ class Engine {
 
   // The products, and beside them what streams through memory, at the pace of the products.
   void main_stage(u32 op, i64 flops_of_its_kind, i64 stream_bytes, i64 after_ps) {
-    const i64 rank = rank_of_[op], flops = machine_.engine_flops(flops_of_its_kind, row_of(op).rate);
+    const i64 rank = rank_of_[op];
+    const i64 by_shape = machine_.shape_flops(program_.ranks[static_cast<size_t>(rank)].of_class, index_of(op));
+    const i64 flops = by_shape >= 0 ? by_shape : machine_.engine_flops(flops_of_its_kind, row_of(op).rate);
     pending_[op] = stream_bytes ? 2 : 1;
     uses_.assign(1, {machine_.engine(rank), 1});
     begin(after_ps, flops, machine_.flops_per_s, uses_, {MAIN, op, 0, 0});

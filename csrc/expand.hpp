@@ -9,7 +9,7 @@ namespace meshweave {
 // An op as all ranks of a class run it. Its kind defines the meaning of `a`, `b` and `c`:
 //   matmul          m, n, k of each of `num_products` products
 //   copy, add, zero bytes read and written
-//   call            FLOPs, bytes
+//   call            FLOPs, bytes; `sizes` holds the sizes that it is counted by
 //   all_gather, reduce_scatter, all_to_all   bytes per row of a part; `sizes` holds the rows of each part
 //   all_reduce      bytes
 //   broadcast, reduce                        bytes, root, packets

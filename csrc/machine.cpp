@@ -1,6 +1,8 @@
 #include "machine.hpp"
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <set>
 #include <unordered_set>
 
@@ -41,6 +43,13 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   for (const i64 rate : flop_rates_) in_range(rate, 1, LARGEST_RATE, "FLOP rate");
   for (const OpRow& row : program.code.ops)
     require(row.rate < static_cast<i64>(flop_rates_.size()), "machine: an op without a FLOP rate");
+  work_flops_ = column(c, "work_flops");
+  if (!work_flops_.empty()) {
+    Works works(program);
+    require(works.rows.size() == work_flops_.size() * Works::WIDTH, "machine: work_flops does not fit");
+    for (const i64 flops : work_flops_) in_range(flops, -1, i64{1} << 62, "FLOPs of a work");
+    work_number_ = std::move(works.number);
+  }
   num_directions_ = column(c, "num_directions");
   for (const i64 count : num_directions_) in_range(count, 1, 2, "num_directions");
   one_link_ = column(c, "one_link");
@@ -90,6 +99,25 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
                                                   code.member(static_cast<i64>(group), next), back, num_ranks_));
         to_next_[back].push_back(found == routes_.end() ? Span{0, 0} : found->second);  // not asked for: not used
       }
+}
+
+Works::Works(const Expanded& program) {
+  std::map<std::array<i64, WIDTH>, i64> known;
+  for (const Class& of : program.classes) {
+    number.emplace_back(of.ops.size(), -1);
+    for (size_t at = 0; at < of.ops.size(); ++at) {
+      const ClassOp& op = of.ops[at];
+      const Kind kind = program.code.ops[static_cast<size_t>(op.row)].kind;
+      if (kind != Kind::MATMUL && kind != Kind::CALL) continue;
+      std::array<i64, WIDTH> key{op.row, op.a, op.b, op.c, op.num_products, op.num_sizes};
+      require(op.num_sizes <= static_cast<i64>(MAX_SIZES), "machine: a call of too many sizes");
+      for (i64 size = 0; size < op.num_sizes; ++size)
+        key[WIDTH - MAX_SIZES + static_cast<size_t>(size)] = of.sizes[static_cast<size_t>(op.sizes + size)];
+      const auto [found, is_new] = known.try_emplace(key, static_cast<i64>(known.size()));
+      if (is_new) rows.insert(rows.end(), key.begin(), key.end());
+      number.back()[at] = found->second;
+    }
+  }
 }
 
 i64 Machine::engine_flops(i64 flops, i64 rate) const {

@@ -18,6 +18,15 @@ struct Tiles {
   i64 fill_bytes = 0, stream_bytes = 0, drain_bytes = 0;
 };
 
+// The different products and calls of a program, which a machine may price by their shape.
+struct Works {
+  explicit Works(const Expanded& program);
+  // Per work 12 numbers: row in the template's ops, `a`, `b`, `c`, products in a batch, how many sizes, and up to six.
+  static constexpr size_t WIDTH = 12, MAX_SIZES = 6;
+  Column rows;
+  std::vector<std::vector<i64>> number;  // of each op of each class, -1 for other kinds of op
+};
+
 class Machine {
  public:
   Machine(const Columns& columns, const Expanded& program);
@@ -31,6 +40,12 @@ class Machine {
   Tiles tiles(const ClassOp& product, i64 itemsize) const;
   // FLOPs at `flops_per_s` that take the engine as long as these at a rate of `flop_rates` (`cost/compute.py`).
   i64 engine_flops(i64 flops, i64 rate) const;
+  // The same of an op of a class by its shape; -1 where the machine has no price by shape.
+  i64 shape_flops(i64 of_class, size_t op) const {
+    if (work_flops_.empty()) return -1;
+    const i64 work = work_number_[static_cast<size_t>(of_class)][op];
+    return work < 0 ? -1 : work_flops_[static_cast<size_t>(work)];
+  }
   // Resources: memory of each rank, compute engine of each rank, links.
   std::vector<i64> capacities() const;
   u32 memory(i64 rank) const { return static_cast<u32>(rank); }
@@ -64,7 +79,8 @@ class Machine {
   i64 num_ranks_;
   i64 tile_m_, tile_n_, tile_k_;
   std::vector<Constants> constants_;
-  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_;
+  Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_, work_flops_;
+  std::vector<std::vector<i64>> work_number_;
   std::unordered_map<u64, Span> routes_;
   std::vector<Span> to_next_[2];
 };

@@ -24,6 +24,12 @@ class Core:
         """Each op's number in the template."""
     def edges(self, rank: int) -> NDArray[np.int64]:
         """(op, op that it waits for) of the rank at a position, flat."""
+    def works(self) -> NDArray[np.int64]:
+        """The different products and calls, flat, 12 numbers each.
+
+        These are the number in the template, (m, n, k) or (FLOPs, bytes, 0), the products of a batch, the number
+        of sizes of a call, and up to six sizes.
+        """
     def routes(self, num_directions: NDArray[np.int64]) -> NDArray[np.int64]:
         """(source, target, back) of each route that messages take, flat; positions of ranks."""
     def run(self, machine: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.calibrate.cluster_toml import to_toml
-from meshweave.cost.calls import call_flops, call_s, engine_flops, with_counts
+from meshweave.cost.calls import call_flops, engine_flops, with_counts
+from meshweave.cost.compute import call_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.cost.price import price
 from meshweave.describe.machine.chip import WORK_KINDS

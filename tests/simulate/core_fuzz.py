@@ -22,7 +22,7 @@ from random_programs import random_machine, random_program
 from meshweave.ir.analysis.native_proof import Verdict, proof_columns, prove
 from meshweave.ir.program.parse import parse
 from meshweave.simulate.columns import Columns
-from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes
+from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _work_flops
 
 Data = dict[Any, Any]
 
@@ -67,8 +67,11 @@ def base(number: int) -> tuple[Data, Data]:
     columns = Columns(program)
     columns.data["max_ops"][0] = MAX_OPS
     on = _machine_columns(machine, columns.priced_axes, columns.rated_work)
+    on["work_flops"] = np.array([], dtype=np.int64)
     with contextlib.suppress(ProgramFault):
-        _Routes(machine).add(Core(columns.data).routes(on["num_directions"]), columns, on)
+        core = Core(columns.data)
+        on["work_flops"] = _work_flops(machine, core, columns)
+        _Routes(machine).add(core.routes(on["num_directions"]), columns, on)
     return dict(columns.data), on
 
 

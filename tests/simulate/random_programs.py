@@ -23,6 +23,13 @@ from meshweave.describe.machine.cluster import (
     TreeLevel,
     TreeNetwork,
 )
+from meshweave.describe.machine.kernels import (
+    TILE_MENUS,
+    AttentionConstants,
+    ChipKernels,
+    ProductConstants,
+    ProductTable,
+)
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.program import Program
 from meshweave.ir.program.call_dims import CALL_DIMS
@@ -392,6 +399,24 @@ def _network(draw: random.Random, chips: int) -> Network:
     return TreeNetwork(levels)
 
 
+def random_kernels(draw: random.Random) -> ChipKernels:
+    """Constants of products and attention in some dtypes, of element-wise calls, maybe a table of products."""
+    rates = [1e9 * draw.randint(1, 100) for _ in range(3)]
+    tiles = draw.choice(sorted(TILE_MENUS))
+    products = ProductConstants(tiles, draw.randint(1, 9), rates[0], rates[1], _seconds(draw), 1e-9, rates[2])
+    attention = AttentionConstants(draw.randint(1, 9), draw.choice([1, 3, 64]), *rates[:2], 1e-9, rates[2])
+    table = ProductTable(((1, 1, 1, 1e-6), (8, 3, 5, 2e-6), (4, 64, 2, 1e-5)), "random")
+    dtypes = draw.sample(["float32", "bfloat16", "float64"], 2)
+    return ChipKernels(
+        "c",
+        "a test",
+        tuple((dtype, products) for dtype in dtypes),
+        tuple((dtype, attention) for dtype in dtypes[:1]),
+        elementwise=(1e-9, rates[0]) if draw.random() < 0.5 else None,
+        tables=((dtypes[1], table),) if draw.random() < 0.5 else (),
+    )
+
+
 def random_cluster(draw: random.Random, chips: int) -> Cluster:
     tile = draw.choice([None, (1, 1, 1), (3, 5, 2), (128, 128, 128)])
     rate, share = draw.choice(RATES), draw.choice([0.0, 0.0, 0.2, 1.0])
@@ -403,6 +428,8 @@ def random_cluster(draw: random.Random, chips: int) -> Cluster:
         kinds = draw.sample(sorted(CALL_DIMS), 2)
         by_call = tuple((kind, max(draw.choice(RATES) // 3, least)) for kind in kinds)
         chip = replace(chip, dtype_flops_per_s=by_dtype, call_flops_per_s=by_call)
+    if tile is None and draw.random() < 0.5:
+        chip = replace(chip, kernels=random_kernels(draw))
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)
 

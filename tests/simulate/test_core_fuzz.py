@@ -101,6 +101,7 @@ def machine_of(made: Columns, core: Any) -> dict[str, Any]:
         one for seed in range(99) if (one := random_machine(Random(seed), made.program)) is not None
     )
     on = _machine_columns(machine, made.priced_axes, made.rated_work)
+    on["work_flops"] = np.array([], dtype=np.int64)
     _routes(machine).add(core.routes(on["num_directions"]), made, on)
     return on
 

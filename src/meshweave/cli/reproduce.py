@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshweave.cli.options import progress_bar
+from meshweave.cli.options import print_json, progress_bar
 from meshweave.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
 from meshweave.describe.machine.cluster import load_cluster
 
@@ -172,3 +173,47 @@ def atp(
     selection = select(ATP, split_names(rows), split_names(figures))
     outputs.check()
     outputs.write(reproduce_atp(selection, progress_bar=progress_bar))
+
+
+@reproduce.command()
+def kernels(
+    cases: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measured products, attentions or collectives (CSV); which it is follows from the columns. "
+            "Default: the rows of the catalog, to which its constants are fitted."
+        ),
+    ] = None,
+    constants: Annotated[
+        str,
+        typer.Option(
+            "--kernels",
+            help="A kernels file to score for all devices of the file, instead of the catalog's by device.",
+        ),
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Score the times of products, attention and collectives by their shape against measured ones.
+
+    Relative errors stand by device and dtype or kind of collective: mean, median and worst. Products are priced by
+    the model of the chip's constants, and by a table of the measured products that the catalog has. Devices without
+    constants are named and count nowhere.
+
+    Example: meshweave reproduce kernels --cases gemm.csv
+    """
+    from meshweave.describe.machine.kernels_file import load_kernels
+    from meshweave.describe.machine.measured_file import SHIPPED, read_measured, shipped_measured
+    from meshweave.reproduce.kernels.score import catalog_kernels, overall, score_kernels
+    from meshweave.reproduce.kernels.tables import score_table
+
+    given = load_kernels(constants) if constants else None
+    files = [read_measured(cases)] if cases is not None else [shipped_measured(name) for name in SHIPPED]
+    scores = {}
+    for measured in files:
+        scored = score_kernels(measured, (lambda _: given) if given else catalog_kernels)
+        scores[measured.kind] = [*scored, *overall(scored)]
+    if json:
+        print_json({kind: [score.to_json() for score in scored] for kind, scored in scores.items()})
+        return
+    for kind, scored in scores.items():
+        typer.echo(f"{kind}\n\n{score_table(scored)}")

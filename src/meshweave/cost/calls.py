@@ -6,6 +6,7 @@ Each is then a roofline: FLOPs at the chip's rate for the kind and dtype beside 
 Forward counts, in operations per element or per pair of query and key:
 
     attention    4 width + 5: two products of 2 width, and a softmax (FlashAttention-2, Dao 2023, section 3)
+    causal_attention  half of that: a query sees about half of the keys
     matmul       2 per multiply-add
     softmax      5: greatest, subtract, exponential, sum, divide
     loss         5: a softmax over classes
@@ -43,12 +44,14 @@ def call_flops(work: str, part: str, shape: Sequence[Index]) -> Index:
         known = "; ".join(f"{name} ({', '.join(sizes)})" for name, sizes in CALL_DIMS.items())
         raise UnsupportedError(f"work '{work}' of {len(shape)} sizes has no price; known are {known}")
     total: Index = 1
-    for size in shape[:4] if work == "attention" else shape:
+    is_attention = work in ("attention", "causal_attention")
+    for size in shape[:4] if is_attention else shape:
         total = total * size
     is_gradient = part in ("input_grad", "weight_grad")
-    if work == "attention":
+    if is_attention:
         width = shape[4]
-        return total * (10 * width + 10) if is_gradient else total * (4 * width + 5)
+        total = total * (10 * width + 10) if is_gradient else total * (4 * width + 5)
+        return total // 2 if work == "causal_attention" else total
     if work == "matmul":
         return 2 * total
     return _PER_ELEMENT[work] * (2 if is_gradient else 1) * total
@@ -76,9 +79,3 @@ def engine_flops(flops: int, chip: Chip, call: str, dtype: str) -> int:
     own, engine = flops_per_s(chip, call, dtype), int(chip.effective_flops_per_s)
     return flops if own == engine else -(-flops * engine // own)
 
-
-def call_s(work: Compute, chip: Chip) -> float:
-    """Return the seconds of a call on an idle chip, without its launch: FLOPs or bytes, whichever takes longer."""
-    work = with_counts(work)
-    flops = engine_flops(work.flops, chip, work.call, work.dtype)
-    return max(flops / chip.effective_flops_per_s, work.bytes / chip.memory_bytes_per_s)

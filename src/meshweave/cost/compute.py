@@ -1,8 +1,13 @@
-"""The memory traffic of a product on one chip.
+"""What a product or a call takes of a chip: the engine's time as FLOPs, and the memory traffic of a product.
 
-A chip multiplies out of on-chip memory, tile by tile: while one pair of tiles of A and B is multiplied, the
-next pair is fetched, and an output tile that is complete is written back (MeshSlice, section 4.1). So the first
-pair (`fill`) and the last write-back (`drain`) are exposed, and between them the product takes as long as its
+`engine_amount` is the one place where work on a chip becomes time: closed forms, both simulators and the lab's pace ask
+it. A chip whose `kernels` have constants is priced by shape (`cost.products`, `cost.product_table`,
+`cost.attention`), any other by its one rate for the kind and dtype (`cost.calls`). A chip has one engine, so a time
+by shape counts as that many FLOPs at the engine's rate, rounded up.
+
+A chip without such constants multiplies out of on-chip memory, tile by tile: while one pair of tiles of A and B is
+multiplied, the next pair is fetched, and an output tile that is complete is written back (MeshSlice, section 4.1). So
+the first pair (`fill`) and the last write-back (`drain`) are exposed, and between them the product takes as long as its
 FLOPs or its traffic, whichever is longer: a roofline. With tiles of tm x tk and tk x tn, all of A is read once
 per column of output tiles, all of B once per row of them, and C is read and written once, as products that
 accumulate do.
@@ -10,10 +15,20 @@ accumulate do.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from meshweave.cost.attention import attention_s
+from meshweave.cost.calls import engine_flops, with_counts
+from meshweave.cost.product_table import item_bytes, table_s
+from meshweave.cost.products import product_s
 from meshweave.describe.machine.cluster import Chip
+from meshweave.describe.machine.kernels import AttentionConstants, ChipKernels
 from meshweave.ir.work import Compute
+
+_GRADIENT_FACTOR = 2.5
+"""The gradient of attention has five products where the forward has two, at the same rate."""
+_STREAMING = ("norm", "softmax", "loss", "elementwise", "reduction")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +63,61 @@ def tile_traffic(work: Compute, chip: Chip) -> TileTraffic:
     return TileTraffic(
         fill * work.item_bytes, max(total - fill - drain, 0) * work.item_bytes, drain * work.item_bytes
     )
+
+
+def shape_s(work: Compute, chip: Chip) -> float | None:
+    """Return the seconds of work by its shape, launch included; None where the chip has no constants for it.
+
+    Raises:
+        UnsupportedError: the chip has a table of products, and `work` is outside of it; see `cost.product_table`.
+    """
+    kernels = chip.kernels
+    if kernels is None or not work.flops:
+        return None
+    if work.kind == "matmul" or work.call == "matmul":
+        m, n, k = work.dims if work.kind == "matmul" else (*work.shape, 0, 0, 0)[:3]
+        return _product_s(kernels, work.dtype, (m, n, k), work.num_products) if m * n * k else None
+    constants = kernels.attention_of(work.dtype)
+    if work.call in ("attention", "causal_attention") and constants is not None and len(work.shape) == 5:
+        return _attention_s(constants, work)
+    if work.call in _STREAMING and kernels.elementwise is not None:
+        launch_s, bytes_per_s = kernels.elementwise
+        return launch_s + work.bytes / bytes_per_s
+    return None
+
+
+def _product_s(
+    kernels: ChipKernels, dtype: str, dims: tuple[int, int, int], num_products: int
+) -> float | None:
+    constants, table = kernels.product(dtype), kernels.table(dtype)
+    if table is not None and num_products == 1:
+        known = table_s(table, constants, dtype, *dims, kernels.outside)
+        if known is not None:
+            return known
+    return product_s(constants, *dims, item_bytes(dtype), num_products) if constants else None
+
+
+def _attention_s(constants: AttentionConstants, work: Compute) -> float:
+    batch, heads, queries, keys, width = work.shape
+    operands = 2 * item_bytes(work.dtype) * batch * heads * width * (queries + keys)
+    is_gradient = work.part in ("input_grad", "weight_grad")
+    factor = _GRADIENT_FACTOR if is_gradient else 1.0
+    num_bytes = round((work.bytes or operands) / factor)
+    causal = work.call == "causal_attention"
+    return factor * attention_s(constants, batch * heads, queries, keys, width, num_bytes, causal)
+
+
+def engine_amount(work: Compute, chip: Chip) -> int:
+    """Return the FLOPs at `chip.effective_flops_per_s` that take as long as work whose FLOPs are counted."""
+    seconds = shape_s(work, chip)
+    if seconds is None:
+        return engine_flops(work.flops, chip, work.call, work.dtype)
+    return max(math.ceil(seconds * int(chip.effective_flops_per_s)), 1)
+
+
+def call_s(work: Compute, chip: Chip) -> float:
+    """Return the seconds of a call on an idle chip, without its launch: FLOPs or bytes, whichever takes longer."""
+    work = with_counts(work)
+    if not work.flops:
+        return work.bytes / chip.memory_bytes_per_s
+    return max(engine_amount(work, chip) / chip.effective_flops_per_s, work.bytes / chip.memory_bytes_per_s)

@@ -1,8 +1,8 @@
 """The time of ONE op on an otherwise idle machine.
 
 A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
-A local product costs its FLOPs over the chip's rate for its dtype, or its memory traffic where that takes
-longer (`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A
+A local product costs what its shape says, or its FLOPs over the chip's rate for its dtype, or its memory traffic
+where that takes longer (`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A
 chain of D packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so
 that their rate is at most that of one link. A chain with measured constants of its own may have a higher
 rate, but takes at least part / link rate.
@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.base.units import to_ps, work_ps
-from meshweave.cost.calls import engine_flops, with_counts
-from meshweave.cost.compute import tile_traffic
+from meshweave.cost.calls import with_counts
+from meshweave.cost.compute import engine_amount, tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import RingNetwork, TorusNetwork
@@ -84,7 +84,7 @@ def price(
         return Price(
             to_ps(chip.launch_s),
             0,
-            engine_flops(work.flops, chip, work.call, work.dtype),
+            engine_amount(work, chip),
             int(chip.effective_flops_per_s),
             work_ps(tiles.stream_bytes, memory),
             ends_ps,

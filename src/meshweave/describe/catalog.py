@@ -22,8 +22,13 @@ def model_names() -> tuple[str, ...]:
     return _names("models")
 
 
+def kernels_names() -> tuple[str, ...]:
+    """Return the catalog names of chips whose kernels have constants, sorted."""
+    return _names("kernels")
+
+
 def catalog_text(kind: str, name: str) -> str:
-    """Return the TOML text of a catalog entry; `kind` is `clusters` or `models`.
+    """Return the TOML text of a catalog entry; `kind` is `clusters`, `models` or `kernels`.
 
     Raises:
         DescriptionError: the catalog has no such entry; the error names the nearest one.

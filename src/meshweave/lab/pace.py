@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
-from meshweave.cost.calls import call_s, with_counts
+from meshweave.cost.calls import with_counts
+from meshweave.cost.compute import call_s
 from meshweave.describe.machine.chip import Chip
 from meshweave.execute.calls import set_call_pace
 from meshweave.ir.work import Compute

@@ -8,6 +8,7 @@ from meshweave.cost.calls import call_flops
 from meshweave.ir.columns.op_fields import Column, OpFields
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
+from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.ops import (
     Accumulate,
     Broadcast,
@@ -15,17 +16,27 @@ from meshweave.ir.program.ops import (
     Collective,
     Fence,
     Get,
+    Matmul,
     Op,
     Permute,
     Put,
     Reduce,
     Send,
 )
-from meshweave.ir.work import axis_of, call_dtype, counts_view_bytes, require_local_operands
+from meshweave.ir.work import (
+    Compute,
+    axis_of,
+    call_dtype,
+    counts_view_bytes,
+    matmul_work,
+    require_local_operands,
+)
 
 _MAX_PACKETS = 1 << 16
 """Of a broadcast or reduce; the core refuses more."""
 _VIEW_BYTES = 16
+_WORK_WIDTH = 12
+"""Numbers of each row of `Core.works`."""
 
 
 class Columns(TemplateColumns):
@@ -43,6 +54,7 @@ class Columns(TemplateColumns):
         self.rated_work: list[tuple[str, str]] = []
         self.has_pair_costs = False
         self._op_messages: list[int] = []
+        self._ops: list[Op] = []
         super().__init__(program)
 
     def most_messages(self, rows: Column) -> int:
@@ -53,6 +65,7 @@ class Columns(TemplateColumns):
     def describe_op(self, op: Op) -> None:
         """Add an op as written. Raises ProgramError for names that are not declared, or what has no price."""
         super().describe_op(op)
+        self._ops.append(op)
         require_local_operands(op)
         self._op_messages.append(self._messages(op))
         if isinstance(op, (Get, Put, Accumulate)) or (isinstance(op, Send) and op.step is None):
@@ -80,6 +93,22 @@ class Columns(TemplateColumns):
         fields.flops, fields.nbytes = self.expressions.number(counted), self.expressions.number(op.bytes)
         fields.flags = _VIEW_BYTES * counts_view_bytes(op)
         fields.rate = self.rate(op.work, call_dtype(self.program, op))
+        if len(op.shape) == len(CALL_DIMS.get(op.work, ())):
+            fields.work_sizes = [self.expressions.number(size) for size in op.shape]
+
+    def works(self, rows: Column) -> list[Compute]:
+        """Return the works of which the core gives `rows`, flat (`Core.works`)."""
+        out = []
+        for row, a, b, c, num_products, count, *sizes in rows.reshape(-1, _WORK_WIDTH).tolist():
+            op = self._ops[row]
+            if isinstance(op, Matmul):
+                dtype = self.program.buffer_of[op.a.buffer].dtype
+                out.append(matmul_work(a, b, c, dtype, num_products))
+                continue
+            assert isinstance(op, Call)
+            dtype, shape = call_dtype(self.program, op), tuple(sizes[:count])
+            out.append(Compute("call", a, b, dtype=dtype, call=op.work, shape=shape, part=op.part))
+        return out
 
     def _messages(self, op: Op) -> int:
         """Return about how many messages a member of a collective sends, at most; 1 for other ops."""

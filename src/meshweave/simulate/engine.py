@@ -24,6 +24,7 @@ from meshweave.base.limits import (
 )
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
+from meshweave.cost.compute import engine_amount, shape_s
 from meshweave.cost.machine import Link, Machine
 from meshweave.describe.machine.network import COMM_KINDS, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
@@ -56,6 +57,7 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
             _require(SIMULATED_RANK_OPS, int(np.diff(core.starts()).max(initial=0)))
             _require(SIMULATED_MESSAGES, columns.most_messages(core.rows()))
         machine_columns = _machine_columns(machine, columns.priced_axes, columns.rated_work)
+        machine_columns["work_flops"] = _work_flops(machine, core, columns)
         book = _routes(machine)
         wanted = core.routes(machine_columns["num_directions"])
         if limited:
@@ -101,6 +103,22 @@ def _machine_columns(machine: Machine, names: list[str], works: list[tuple[str, 
         "one_link": _column(*(max(int(machine.axis(name).link_bytes_per_s), 1) for name in names)),
         "constants": _column(*(value for row in constants for value in row)),
     }
+
+
+def _work_flops(machine: Machine, core: Core, columns: Columns) -> Column:
+    """Return the FLOPs at the engine's rate of each different work, -1 where its rate says; none without shapes.
+
+    Raises UnsupportedError for a product that is outside of a table of measured ones.
+    """
+    chip = machine.cluster.chip
+    if chip.kernels is None:
+        return _column()
+    return _column(
+        *(
+            -1 if shape_s(work, chip) is None else engine_amount(work, chip)
+            for work in columns.works(core.works())
+        )
+    )
 
 
 def _column(*values: int) -> Column:

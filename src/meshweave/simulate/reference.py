@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from meshweave.cost.calls import engine_flops, with_counts
-from meshweave.cost.compute import tile_traffic
+from meshweave.cost.calls import with_counts
+from meshweave.cost.compute import engine_amount, tile_traffic
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.estimate.recorder import TraceRecorder
@@ -185,7 +185,7 @@ class _ContendedSimulator(TraceRecorder):
         if not work.flops:
             return [[(work.bytes, bytes_per_s, memory)]]
         tiles = tile_traffic(work, chip)
-        flops = engine_flops(work.flops, chip, work.call, work.dtype)
+        flops = engine_amount(work, chip)
         pace = max(min(bytes_per_s, -(-tiles.stream_bytes * flops_per_s // flops)), 1)
         product: list[Demand] = [(flops, flops_per_s, engine)]
         product += [(tiles.stream_bytes, pace, memory)] if tiles.stream_bytes else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.links import require_at_least
 
-WORK_KINDS = ("attention", "matmul", "norm", "softmax", "loss", "elementwise", "reduction")
+WORK_KINDS = ("attention", "causal_attention", "matmul", "norm", "softmax", "loss", "elementwise", "reduction")
 """The kinds of work that a `call` may name for its price, and that a chip may have a rate for."""
 
 
@@ -26,6 +27,8 @@ class Chip:
             another chip's memory (a kernel) runs at its full rate. Only simulation uses it.
         dtype_flops_per_s: (dtype, FLOP/s) that large GEMMs reach in a dtype.
         call_flops_per_s: (kind of work, FLOP/s) of calls, such as norms, that run at a rate of their own.
+        kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
+            where one rate holds for all shapes.
 
     Raises:
         DescriptionError: a value is out of range.
@@ -42,6 +45,7 @@ class Chip:
     accumulate_share: float = 0.0
     dtype_flops_per_s: tuple[tuple[str, float], ...] = ()
     call_flops_per_s: tuple[tuple[str, float], ...] = ()
+    kernels: ChipKernels | None = None
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:
@@ -67,6 +71,10 @@ class Chip:
             raise DescriptionError(
                 f"chip {self.name}: gemm_tile is {self.gemm_tile}; give three counts (m, n, k) of at least 1"
             )
+        if self.gemm_tile is not None and self.kernels is not None:
+            raise DescriptionError(
+                f"chip {self.name}: gemm_tile and kernels both say what products load; give one of them"
+            )
 
     def peak(self, dtype: str) -> float:
         """Return the peak FLOP/s in `dtype`. Raises DescriptionError if the chip's table has none."""
@@ -90,5 +98,7 @@ class Chip:
         return self.effective_flops_per_s
 
     def with_flops_per_s(self, rate: float) -> Chip:
-        """Return the chip with one FLOP rate for all dtypes and all kinds of work."""
-        return replace(self, effective_flops_per_s=rate, dtype_flops_per_s=(), call_flops_per_s=())
+        """Return the chip with one FLOP rate for all dtypes, all kinds of work and all shapes."""
+        return replace(
+            self, effective_flops_per_s=rate, dtype_flops_per_s=(), call_flops_per_s=(), kernels=None
+        )

@@ -94,7 +94,7 @@ def _cluster_from(data: dict[str, Any], file: str | Path) -> Cluster:
     try:
         return Cluster(
             top.name,
-            top.chip.chip(top.source),
+            top.chip.chip(top.source, Path(file).parent),
             network_file.network(),
             top.source,
             top.host_launch_s,

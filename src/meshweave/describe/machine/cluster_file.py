@@ -25,6 +25,7 @@ from meshweave.describe.files import (
     validate_table,
 )
 from meshweave.describe.machine.chip import WORK_KINDS, Chip
+from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.machine.network import (
     COMM_KINDS,
     CommConstants,
@@ -59,7 +60,7 @@ class ChipFile(FileModel):
     )
     call_flops_per_s: dict[str, Rate] = Field(
         default_factory=dict,
-        description="a table of FLOP/s of calls by kind of work (attention, norm, softmax, loss, elementwise, "
+        description="a table of FLOP/s of calls by kind of work (attention, causal_attention, norm, softmax, loss, elementwise, "
         "reduction), each a number of at least 1 (left out: those of GeMMs)",
     )
     memory_bytes: Size = Field(description="the memory of one chip in bytes, a whole number of at least 1")
@@ -79,8 +80,17 @@ class ChipFile(FileModel):
         le=1,
     )
 
-    def chip(self, source: str) -> Chip:
-        """Return the chip that this table describes; `source` stands in if the table names none."""
+    kernels: str | None = Field(
+        None,
+        description="the constants of its kernels: an entry of the catalog or a file, found from this one's "
+        "folder (left out: one rate for all shapes)",
+    )
+
+    def chip(self, source: str, folder: Path | None = None) -> Chip:
+        """Return the chip that this table describes; `source` stands in if the table names none.
+
+        `folder` is where a file of kernels is found from. Raises DescriptionError where there is none.
+        """
         peaks = tuple(self.peak_flops_per_s.items())
         effective = self.effective_flops_per_s
         by_dtype = dict(peaks) if effective is None else {}
@@ -96,6 +106,7 @@ class ChipFile(FileModel):
             self.accumulate_share,
             tuple((by_dtype | self.dtype_flops_per_s).items()),
             tuple(self.call_flops_per_s.items()),
+            load_kernels(self.kernels, folder) if self.kernels else None,
         )
 
 

@@ -33,7 +33,7 @@ class OpFields:
             "nbytes",
             "stash",
         ),
-        *("rate", "comm", "step_index", "dim", "flags", "sizes", "directions", "args"),
+        *("rate", "comm", "step_index", "dim", "flags", "sizes", "directions", "args", "work_sizes"),
     )
 
     def __init__(self, op: Op) -> None:
@@ -42,6 +42,7 @@ class OpFields:
         self.flops = self.nbytes = self.stash = self.rate = self.comm = self.step_index = -1
         self.dim, self.flags, self.sizes, self.directions = 0, 0, (0, 0), 1
         self.args: list[int] = []
+        self.work_sizes: list[int] = []
 
     def row(self, lane: int, first_arg: int) -> tuple[int, ...]:
         """Return the columns in the order of the core's `Op`."""
@@ -50,6 +51,7 @@ class OpFields:
             *(self.flags, self.axis, self.dim, self.first, self.second, *self.sizes),
             *(self.comm, self.step_index, self.directions, self.price),
             *(self.flops, self.nbytes, self.stash, _part(self.op), first_arg, len(self.args), self.rate),
+            len(self.work_sizes),
         )
 
 

@@ -307,7 +307,7 @@ class TemplateColumns:
             )
             fields.directions = step.num_directions
         self._op_rows.append(fields.row(self._lanes[op.lane], len(self._args)))
-        self._args += fields.args
+        self._args += fields.args + fields.work_sizes
 
     def _describe_call(self, op: Call, fields: OpFields) -> None:
         self.note_call_costs(op, fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 CALL_DIMS: dict[str, tuple[str, ...]] = {
     "attention": ("batch", "heads", "queries", "keys", "width"),
+    "causal_attention": ("batch", "heads", "queries", "keys", "width"),
     "matmul": ("m", "n", "k"),
     "norm": ("rows", "features"),
     "softmax": ("rows", "features"),

@@ -1,0 +1,188 @@
+"""Fit the constants of kernels to measured times: products, attention, collectives of one host.
+
+The sum of absolute relative errors is minimised, because kernels chosen by heuristics leave outliers that squares
+would follow: Levenberg-Marquardt on logarithms of times, with weights 1 / |error| (iteratively reweighted least
+squares), and derivatives by differences. Constants with a bound, such as rates below the peak, are its sigmoids;
+the others are exponentials, so nothing leaves its range. A fit starts at one point and has no random choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.cost.attention import attention_seconds
+from meshweave.cost.collectives import collective_seconds
+from meshweave.cost.products import product_seconds
+from meshweave.describe.machine.kernels import AttentionConstants, CollectiveConstants, ProductConstants
+
+Array = NDArray[np.float64]
+
+_LEAST_ERROR = 0.02
+"""Relative errors below this weigh alike: times are not better known."""
+_STEP = 1e-4
+_MOST_STEPS = 80
+_MOST_TRIALS = 10
+_LARGEST_MOVE = 0.5
+_DIGITS = 4
+_FEW_ROWS_WEIGHT = 0.5
+FEW_ROWS = 256
+"""Products of fewer rows than this weigh half in a fit: they wait for memory, and training has few of them."""
+
+
+@dataclass(frozen=True)
+class Free:
+    """A constant that is fitted: where it starts, its lower bound, and its upper bound (infinite for none)."""
+
+    start: float
+    most: float = math.inf
+    least: float = 0.0
+
+    def value(self, position: float) -> float:
+        """Return the constant at a position on the line that the fit moves along."""
+        if math.isinf(self.most):
+            return self.least + math.exp(min(position, 700.0))
+        return self.least + (self.most - self.least) / (1 + math.exp(-max(position, -700.0)))
+
+    @property
+    def position(self) -> float:
+        """Return the position of the start."""
+        above = self.start - self.least
+        if math.isinf(self.most):
+            return math.log(above)
+        return math.log(above / (self.most - self.start))
+
+
+def fit_constants(
+    free: Mapping[str, Free], seconds_of: Callable[[Mapping[str, float]], Array], measured: Array, weights: Array
+) -> dict[str, float]:
+    """Return the constants that give the measured seconds best, rounded to four digits.
+
+    Args:
+        seconds_of: the seconds of all samples, from constants by name.
+        measured, weights: the seconds and the weight of each sample.
+    """
+    names = list(free)
+
+    def constants(at: Array) -> dict[str, float]:
+        return {name: free[name].value(float(x)) for name, x in zip(names, at, strict=True)}
+
+    def errors(at: Array) -> Array:
+        result: Array = np.log(seconds_of(constants(at))) - np.log(measured)
+        return result
+
+    def loss(error: Array) -> float:
+        return float((weights * np.abs(error)).sum())
+
+    at = np.array([free[name].position for name in names])
+    error, damping = errors(at), 1e-2
+    for _ in range(_MOST_STEPS):
+        moves = _STEP * np.eye(len(at))
+        slopes = np.stack([(errors(at + move) - errors(at - move)) / (2 * _STEP) for move in moves], axis=1)
+        weight = weights / np.maximum(np.abs(error), _LEAST_ERROR)
+        curvature, slope = slopes.T @ (weight[:, None] * slopes), slopes.T @ (weight * error)
+        before = loss(error)
+        for _ in range(_MOST_TRIALS):
+            ridge = damping * np.diag(np.diag(curvature) + 1e-6)
+            move = np.clip(np.linalg.solve(curvature + ridge, -slope), -_LARGEST_MOVE, _LARGEST_MOVE)
+            tried = errors(at + move)
+            if loss(tried) < before:
+                at, error, damping = at + move, tried, max(damping / 3, 1e-6)
+                break
+            damping *= 4
+        if before - loss(error) < 1e-5 * before:
+            break
+    return {name: _rounded(value, free[name].most) for name, value in constants(at).items()}
+
+
+def _rounded(value: float, most: float) -> float:
+    return min(float(f"{value:.{_DIGITS}g}"), most)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What is known of a chip before it is measured: counts of units, peak FLOP/s and memory bandwidth."""
+
+    units: int
+    peak_flops_per_s: float
+    memory_bytes_per_s: float
+
+
+def fit_products(
+    sizes: Array, seconds: Array, hardware: Hardware, tiles: str, item_bytes: int, *, is_cast: bool = False
+) -> ProductConstants:
+    """Return the constants of products.
+
+    Args:
+        sizes: (m, n, k) of each sample, shape (samples, 3).
+        tiles: the name of a menu of `TILE_MENUS`.
+        is_cast: whether A is cast to the dtype within the measured time.
+    """
+    unit_rate = hardware.peak_flops_per_s / hardware.units
+    free = {
+        "flops_per_s": Free(0.85 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
+        "unit_bytes_per_s": Free(unit_rate / 32),
+        "tile_s": Free(1e-6),
+        "launch_s": Free(2e-6),
+        "memory_bytes_per_s": Free(0.8 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
+        "wave_share": Free(0.5, 1.0),
+        "overlap": Free(3.0, least=1.0),
+        "slowdown": Free(0.02),
+        **({"prepare_s": Free(1e-12)} if is_cast else {"split_passes": Free(1.0)}),
+    }
+    m, n, k = sizes.T
+    weights = np.where(m < FEW_ROWS, _FEW_ROWS_WEIGHT, 1.0)
+
+    def made(constants: Mapping[str, Any]) -> ProductConstants:
+        return ProductConstants(tiles=tiles, units=hardware.units, **constants)
+
+    return made(
+        fit_constants(free, lambda at: product_seconds(made(at), m, n, k, item_bytes), seconds, weights)
+    )
+
+
+def fit_attention(sizes: Array, seconds: Array, hardware: Hardware, block: int = 64) -> AttentionConstants:
+    """Return the constants of causal attention; `sizes` is (heads of all sequences, length, width, bytes)."""
+    free = {
+        "flops_per_s": Free(0.7 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
+        "tile_s": Free(1e-6),
+        "launch_s": Free(1e-5),
+        "memory_bytes_per_s": Free(0.7 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
+        "tail_share": Free(0.5, 1.0),
+        "overlap": Free(2.0, least=1.0),
+        "slowdown": Free(0.02),
+    }
+    heads, length, width, num_bytes = sizes.T
+
+    def made(constants: Mapping[str, Any]) -> AttentionConstants:
+        return AttentionConstants(units=hardware.units, block=block, **constants)
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return attention_seconds(made(constants), heads, length, length, width, num_bytes, causal=True)
+
+    return made(fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
+
+
+def fit_collective(kind: str, chips: Array, num_bytes: Array, seconds: Array) -> CollectiveConstants:
+    """Return the constants of one kind of collective among so many chips of one host."""
+    most = float((num_bytes / seconds).max()) * (2 if kind == "all_reduce" else 1)
+    free = {
+        "launch_s": Free(6e-6),
+        "hop_s": Free(1e-6),
+        "low_latency_bytes_per_s": Free(most / 6),
+        "simple_s": Free(1e-5),
+        "simple_hop_s": Free(1e-6),
+        "bytes_per_s": Free(most),
+        "ramp_s": Free(1e-9),
+        "group_power": Free(0.3),
+    }
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return collective_seconds(CollectiveConstants(**constants), kind, chips, num_bytes)
+
+    return CollectiveConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))

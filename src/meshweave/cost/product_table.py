@@ -1,0 +1,96 @@
+"""Times of products interpolated between measured ones.
+
+What is interpolated is the logarithm of time over a base (the model of `cost.products`, or else a roofline of the best
+rates in the table), in log2 of m, n and k: padding and waves are the base's, and what the base misses changes slowly.
+The interpolation is simple kriging with covariance exp(-distance / 2 octaves): exact at measured points, and the base
+itself far from all of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshweave.base.errors import UnsupportedError
+from meshweave.cost.products import product_seconds
+from meshweave.describe.machine.kernels import ProductConstants, ProductTable
+
+Array = NDArray[np.float64]
+_OCTAVES = 2.0
+_ITEM_BYTES = {"float32": 4, "float64": 8, "fp8": 1, "int8": 1}
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of an element of a dtype that kernels have constants for."""
+    return _ITEM_BYTES.get(dtype, 2)
+
+
+class TableInterpolation:
+    """A table of measured products with its base, ready to be asked."""
+
+    def __init__(self, table: ProductTable, constants: ProductConstants | None, dtype: str) -> None:
+        self.table, self.constants, self.dtype = table, constants, dtype
+        points = np.array(table.points, dtype=np.float64)
+        self._sizes, seconds = points[:, :3], points[:, 3]
+        flops = 2 * self._sizes.prod(axis=1)
+        self._least_s, self._best_flops_per_s = seconds.min() / 2, (flops / seconds).max()
+        self._at = np.log2(self._sizes)
+        known = np.log(seconds / self._base(*self._sizes.T))
+        self._weights: Array = np.linalg.solve(_covariance(self._at, self._at), known)
+
+    def covers(self, m: int, n: int, k: int) -> bool:
+        """Return whether a product is within the ranges of m, n and k of the table."""
+        return all(
+            low <= size <= high for size, (low, high) in zip((m, n, k), self.table.ranges, strict=True)
+        )
+
+    def seconds(self, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> Array:
+        """Return the seconds of products, in the shape of the broadcast sizes."""
+        sizes = np.stack(
+            np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k))), axis=-1
+        )
+        flat = sizes.reshape(-1, 3)
+        change = _covariance(np.log2(flat), self._at) @ self._weights
+        result: Array = (self._base(*flat.T) * np.exp(change)).reshape(sizes.shape[:-1])
+        return result
+
+    def _base(self, m: Array, n: Array, k: Array) -> Array:
+        if self.constants is not None:
+            return product_seconds(self.constants, m, n, k, item_bytes(self.dtype))
+        result: Array = self._least_s + 2 * m * n * k / self._best_flops_per_s
+        return result
+
+
+def _covariance(a: Array, b: Array) -> Array:
+    distance: Array = np.sqrt(((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=-1))
+    result: Array = np.exp(-distance / _OCTAVES)
+    return result
+
+
+@lru_cache(maxsize=8)
+def interpolation(table: ProductTable, constants: ProductConstants | None, dtype: str) -> TableInterpolation:
+    """Return the interpolation of a table, made once."""
+    return TableInterpolation(table, constants, dtype)
+
+
+@lru_cache(maxsize=1 << 16)
+def table_s(
+    table: ProductTable, constants: ProductConstants | None, dtype: str, m: int, n: int, k: int, outside: str
+) -> float | None:
+    """Return the seconds of a product by a table; None outside its ranges where `outside` is "model".
+
+    Raises:
+        UnsupportedError: the product is outside the ranges and `outside` is "error".
+    """
+    known = interpolation(table, constants, dtype)
+    if not known.covers(m, n, k):
+        if outside == "model" and constants is not None:
+            return None
+        ranges = ", ".join(f"{x} from {a} to {b}" for x, (a, b) in zip("mnk", table.ranges, strict=True))
+        raise UnsupportedError(
+            f"a product of m={m}, n={n}, k={k} is outside the measured ones ({table.source}: {ranges}); "
+            "give constants of products and outside = \"model\", or measure it"
+        )
+    return float(known.seconds(m, n, k))

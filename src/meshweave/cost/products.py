@@ -1,0 +1,95 @@
+"""The time of a product C = A B by its shape: tiles, waves, and what streams through memory.
+
+A library cuts C into tiles of tm x tn (padded at the edges) and k into s parts, and takes the fastest of a small
+menu. A tile multiplies k in steps, each of which takes as long as its FLOPs or its operands' way into the unit:
+
+    step  = max(2 tm tn / (flops_per_s / units), (tm + tn) item / unit_bytes_per_s)   for each element of k
+    tile  = k_padded / s * step + tile_s
+    waves = x + wave_share (ceil(x) - x), at least 1, where x = tiles s / units
+    c     = waves tile, and where k is split tile_s and split_passes s m n 8 bytes through memory besides
+
+Beside that A, B and C cross the memory once, which takes m. The two overlap imperfectly: (c^p + m^p)^(1/p). Long
+products run at a lower clock: t (1 + slowdown ln(1 + t / 0.1 ms)). Cf. CUTLASS, "Efficient GEMM in CUDA" (tiles,
+waves, split-k), and Jouppi et al. (ISCA '17) for systolic arrays, whose fill is `tile_s` and whose padding is the
+tile's.
+
+Every term grows with m, n and k; so does the result, but where a menu chooses by m.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from meshweave.describe.machine.kernels import TILE_MENUS, ProductConstants
+
+Array = NDArray[np.float64]
+_SLOW_AFTER_S = 1e-4
+_SUM_BYTES = 8
+"""A partial sum in fp32 is written and read."""
+
+
+@lru_cache(maxsize=16)
+def _choices(name: str) -> tuple[Array, ...]:
+    """Return the columns tm, tn, cluster, splits, above_m and up_to_m of the choices of a menu."""
+    menu = TILE_MENUS[name]
+    rows = [
+        (tile.m, tile.n, tile.cluster, split, tile.above_m, tile.up_to_m or math.inf)
+        for tile in menu.tiles
+        for split in menu.splits
+    ]
+    return tuple(np.array(column, dtype=np.float64) for column in zip(*rows, strict=True))
+
+
+def product_seconds(
+    constants: ProductConstants, m: ArrayLike, n: ArrayLike, k: ArrayLike, item_bytes: int, batch: ArrayLike = 1
+) -> Array:
+    """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
+
+    `batch` counts equal products that run as one kernel. C has the item size of A, of at least 2 bytes.
+    """
+    sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
+    rows, columns, depth, count = (size[..., None] for size in sizes)
+    of, menu = constants, TILE_MENUS[constants.tiles]
+    tile_m, tile_n, cluster, splits, above, up_to = _choices(of.tiles)
+    num_tiles = np.ceil(rows / (tile_m * cluster)) * cluster * np.ceil(columns / tile_n) * count
+    step_s = np.maximum(
+        2 * tile_m * tile_n * of.units / of.flops_per_s, (tile_m + tile_n) * item_bytes / of.unit_bytes_per_s
+    )
+    passes = np.ceil(depth / (splits * menu.k_step)) * menu.k_step
+    filled = num_tiles * splits / of.units
+    waves = np.maximum(filled + of.wave_share * (np.ceil(filled) - filled), 1.0)
+    sums = of.split_passes * splits * rows * columns * count * _SUM_BYTES / of.memory_bytes_per_s
+    compute_s = waves * (passes * step_s + of.tile_s) + np.where(splits > 1, sums + of.tile_s, 0.0)
+    operands = item_bytes * (rows * depth + depth * columns) + max(item_bytes, 2) * rows * columns
+    memory_s = count * operands / of.memory_bytes_per_s
+    fits = (rows > above) & (rows <= up_to)
+    compute_s = np.where(fits, compute_s, np.inf).min(axis=-1)
+    busy_s = overlapped(compute_s, memory_s[..., 0], of.overlap) + of.launch_s
+    return slowed(busy_s, of.slowdown) + of.prepare_s * sizes[0] * sizes[2] * sizes[3]
+
+
+def overlapped(compute_s: Array, memory_s: Array, power: float) -> Array:
+    """Return the seconds of computing beside memory traffic: (c^p + m^p)^(1/p), from their maximum to their sum."""
+    longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
+    result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
+    return result
+
+
+def slowed(seconds: Array, slowdown: float) -> Array:
+    """Return what a kernel of so many seconds takes at the clock that it brings about."""
+    result: Array = seconds * (1 + slowdown * np.log1p(seconds / _SLOW_AFTER_S))
+    return result
+
+
+@lru_cache(maxsize=1 << 16)
+def product_s(
+    constants: ProductConstants, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
+) -> float:
+    """Return the seconds of one product, or of a batch of equal ones; the launch of an empty one."""
+    if not m * n * k * num_products:
+        return constants.launch_s
+    return float(product_seconds(constants, m, n, k, item_bytes, num_products))

@@ -1,0 +1,240 @@
+"""The constants of a chip's kernels: products, attention, element-wise calls and collectives inside a host.
+
+`cost` turns them into seconds (`cost.products`, `cost.attention`, `cost.collectives`), which is also where each
+constant's place in the formula stands. A chip without them is priced by its one rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.base.errors import DescriptionError
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """One tile of C that a unit computes: m x n elements, in clusters of `cluster` tiles along m.
+
+    A library that chooses by m alone takes the tile for products of more than `above_m` and at most `up_to_m` rows
+    (0: no limit).
+    """
+
+    m: int
+    n: int
+    cluster: int = 1
+    above_m: int = 0
+    up_to_m: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TileMenu:
+    """The tiles from which a library of products takes the fastest.
+
+    Attributes:
+        k_step: the elements of k that one pass multiplies; k is padded to a multiple.
+        splits: into how many parts k may be split among units.
+    """
+
+    tiles: tuple[ProductTile, ...]
+    k_step: int = 64
+    splits: tuple[int, ...] = (1,)
+
+
+TILE_MENUS = {
+    "gpu": TileMenu(
+        tuple(
+            ProductTile(m, n)
+            for m, n in (
+                *((256, 128), (128, 256), (128, 128), (128, 64), (64, 128)),
+                *((64, 64), (64, 32), (32, 64), (256, 64), (64, 256)),
+            )
+        ),
+        splits=(1, 2, 3, 4, 6, 8, 16),
+    ),
+    "gpu-by-m": TileMenu(
+        (
+            ProductTile(64, 64, up_to_m=64),
+            ProductTile(64, 128, cluster=2, above_m=64, up_to_m=128),
+            ProductTile(128, 128, cluster=2, above_m=128),
+        )
+    ),
+    "systolic": TileMenu((ProductTile(128, 128),), k_step=128),
+    "cpu": TileMenu((ProductTile(16, 48), ProductTile(64, 96), ProductTile(192, 384)), k_step=8),
+}
+"""The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on sm90, by
+rows alone; `systolic`: arrays of 128 x 128 (TPU); `cpu`: register tiles and blocks of cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductConstants:
+    """What the time of a product in one dtype depends on; `cost.products` has the formula.
+
+    Attributes:
+        tiles: the name of a menu of `TILE_MENUS`.
+        units: processors that compute a tile each (SMs, arrays, cores). A count of the hardware, not fitted.
+        flops_per_s: FLOP/s of all units at full tiles.
+        unit_bytes_per_s: bytes per second of operands into one unit.
+        tile_s: seconds a tile takes besides its passes over k: prologue, epilogue; the fill of a systolic array.
+        launch_s: seconds of a product of nothing.
+        memory_bytes_per_s: bytes per second of A, B and C.
+        wave_share: from 0 (units take tiles evenly, as if these were divisible) to 1 (whole waves).
+        overlap: the power p in which time of computing and of memory add up, (c^p + m^p)^(1/p): 1 is one after
+            the other.
+        split_passes: passes of partial sums through memory for each part of k, where k is split.
+        slowdown: how much of the time a product loses for each factor e by which it is longer than 0.1 ms (the
+            clock falls with heat and power).
+        prepare_s: seconds for each element of A before the product: the cast to fp8.
+    """
+
+    tiles: str
+    units: int
+    flops_per_s: float
+    unit_bytes_per_s: float
+    tile_s: float
+    launch_s: float
+    memory_bytes_per_s: float
+    wave_share: float = 1.0
+    overlap: float = 4.0
+    split_passes: float = 1.0
+    slowdown: float = 0.0
+    prepare_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tiles not in TILE_MENUS:
+            raise DescriptionError(f"tiles '{self.tiles}' is no menu; give one of {', '.join(TILE_MENUS)}")
+        if min(self.flops_per_s, self.unit_bytes_per_s, self.memory_bytes_per_s, self.units) < 1:
+            raise DescriptionError("rates and the number of units of products are each at least 1")
+        if not (0 <= self.wave_share <= 1 and self.overlap >= 1):
+            raise DescriptionError("wave_share is from 0 to 1, overlap at least 1")
+        if min(self.tile_s, self.launch_s, self.split_passes, self.slowdown, self.prepare_s) < 0:
+            raise DescriptionError("durations of products are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConstants:
+    """What the time of attention in one dtype depends on; `cost.attention` has the formula.
+
+    Attributes:
+        units, flops_per_s, launch_s, memory_bytes_per_s, overlap, slowdown: as of products.
+        block: queries, and keys, of a tile.
+        tile_s: seconds that a tile of queries takes besides its keys.
+        tail_share: the share of the longest tile of queries by which units end apart, from 0 to 1.
+    """
+
+    units: int
+    block: int
+    flops_per_s: float
+    tile_s: float
+    launch_s: float
+    memory_bytes_per_s: float
+    tail_share: float = 1.0
+    overlap: float = 4.0
+    slowdown: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.units, self.block, self.flops_per_s, self.memory_bytes_per_s) < 1:
+            raise DescriptionError("rates, block and the number of units of attention are each at least 1")
+        if not (0 <= self.tail_share <= 1 and self.overlap >= 1):
+            raise DescriptionError("tail_share is from 0 to 1, overlap at least 1")
+        if min(self.tile_s, self.launch_s, self.slowdown) < 0:
+            raise DescriptionError("durations of attention are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveConstants:
+    """What the time of one kind of collective inside a host depends on; `cost.collectives` has the formula.
+
+    Attributes:
+        launch_s: seconds of a collective of nothing.
+        hop_s, low_latency_bytes_per_s: seconds a hop, and rate, of the protocol for small sizes.
+        simple_s, simple_hop_s, bytes_per_s: seconds more, seconds a hop, and rate, of that for large sizes.
+        ramp_s: seconds for each square root of a byte: what filling a pipeline of the best depth costs.
+        group_power: the power of (P - 1) / P with which the rate among P chips grows.
+    """
+
+    launch_s: float
+    hop_s: float
+    low_latency_bytes_per_s: float
+    simple_s: float
+    simple_hop_s: float
+    bytes_per_s: float
+    ramp_s: float
+    group_power: float
+
+    def __post_init__(self) -> None:
+        if min(self.low_latency_bytes_per_s, self.bytes_per_s) < 1:
+            raise DescriptionError("rates of collectives are each at least 1")
+        times = self.launch_s, self.hop_s, self.simple_s, self.simple_hop_s, self.ramp_s, self.group_power
+        if min(times) < 0:
+            raise DescriptionError("durations of collectives are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTable:
+    """Measured products: the seconds of each (m, n, k), for a dtype.
+
+    Raises:
+        DescriptionError: there are no points, a point stands twice, or a value is out of range.
+    """
+
+    points: tuple[tuple[int, int, int, float], ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.points:
+            raise DescriptionError("a table of products has no rows; give one at least")
+        shapes = {point[:3] for point in self.points}
+        if len(shapes) < len(self.points):
+            raise DescriptionError("a table of products has a shape twice; give each (m, n, k) once")
+        if any(min(point) <= 0 for point in self.points):
+            raise DescriptionError("a table of products has a size or time that is not positive")
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Return the least and the greatest m, n and k."""
+        columns = list(zip(*(point[:3] for point in self.points), strict=True))
+        return tuple((min(column), max(column)) for column in columns)
+
+
+@dataclass(frozen=True)
+class ChipKernels:
+    """The constants of a chip's kernels, by dtype, and of collectives inside a host of such chips, by kind.
+
+    Attributes:
+        source: what they were fitted on.
+        elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
+        outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
+    """
+
+    name: str
+    source: str
+    products: tuple[tuple[str, ProductConstants], ...] = ()
+    attention: tuple[tuple[str, AttentionConstants], ...] = ()
+    collectives: tuple[tuple[str, CollectiveConstants], ...] = ()
+    elementwise: tuple[float, float] | None = None
+    tables: tuple[tuple[str, ProductTable], ...] = ()
+    outside: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.outside not in ("model", "error"):
+            raise DescriptionError(f"outside is '{self.outside}'; give model or error")
+        for kind in ("products", "attention", "collectives", "tables"):
+            names = [name for name, _ in getattr(self, kind)]
+            if len(set(names)) < len(names):
+                raise DescriptionError(f"{kind} of {' and '.join(names)}: one stands twice; give each once")
+
+    def product(self, dtype: str) -> ProductConstants | None:
+        """Return the constants of products in a dtype, None where there are none."""
+        return dict(self.products).get(dtype)
+
+    def attention_of(self, dtype: str) -> AttentionConstants | None:
+        """Return the constants of attention in a dtype, None where there are none."""
+        return dict(self.attention).get(dtype)
+
+    def collective(self, kind: str) -> CollectiveConstants | None:
+        """Return the constants of a kind of collective, None where there are none."""
+        return dict(self.collectives).get(kind)
+
+    def table(self, dtype: str) -> ProductTable | None:
+        """Return the measured products in a dtype, None where there are none."""
+        return dict(self.tables).get(dtype)

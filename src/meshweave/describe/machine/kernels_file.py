@@ -1,0 +1,188 @@
+"""The keys of a kernels file: the constants of a chip's products, attention, collectives, and measured tables.
+
+A cluster file names one by `chip.kernels`: an entry of the catalog (`h100-sxm5-80gb`), or a TOML or JSON file, found
+from the folder of the cluster file. `meshweave calibrate --device` writes one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from meshweave.base.errors import DescriptionError
+from meshweave.base.units import DTYPES
+from meshweave.describe.catalog import catalog_text, kernels_names
+from meshweave.describe.files import (
+    Count,
+    Duration,
+    FileModel,
+    Name,
+    Problem,
+    Rate,
+    fail,
+    fail_with_all,
+    is_path,
+    load_table,
+    parse_table,
+    validate_table,
+)
+from meshweave.describe.machine.kernels import (
+    TILE_MENUS,
+    AttentionConstants,
+    ChipKernels,
+    CollectiveConstants,
+    ProductConstants,
+    ProductTable,
+)
+from meshweave.describe.machine.measured_file import PRODUCTS, read_measured, shipped_measured, SHIPPED
+
+KERNEL_DTYPES = (*DTYPES, "fp8")
+"""Dtypes that kernels may have constants for. `fp8` includes the cast of A from bfloat16."""
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Amount = Annotated[float, Field(ge=0.0, le=1e6)]
+Power = Annotated[float, Field(ge=1.0, le=1e6)]
+
+
+class ProductsFile(FileModel):
+    """One table of `products`: the constants of products in some dtypes. The formula stands in `cost/products.py`."""
+
+    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
+    tiles: str = Field(description=f"the menu of tiles, one of {', '.join(TILE_MENUS)}")
+    units: Count = Field(description="the number of SMs, arrays or cores, at least 1")
+    flops_per_s: Rate = Field(description="FLOP/s of all units at full tiles, a number of at least 1")
+    unit_bytes_per_s: Rate = Field(description="bytes per second of operands into one unit")
+    tile_s: Duration = Field(description="seconds a tile takes besides its passes over k, from 0 to 1e6")
+    launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
+    memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
+    wave_share: Share = Field(1.0, description="from 0 (no waves) to 1 (whole waves)")
+    overlap: Power = Field(4.0, description="the power in which time of computing and of memory add up, at least 1")
+    split_passes: Amount = Field(1.0, description="passes of partial sums through memory for each part of k")
+    slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
+    prepare_s: Duration = Field(0.0, description="seconds for each element of A before the product")
+
+
+class AttentionFile(FileModel):
+    """One table of `attention`: the constants of attention in some dtypes; see `cost/attention.py`."""
+
+    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
+    units: Count = Field(description="the number of SMs, at least 1")
+    block: Count = Field(description="queries, and keys, of a tile, at least 1")
+    flops_per_s: Rate = Field(description="FLOP/s of all units, a number of at least 1")
+    tile_s: Duration = Field(description="seconds that a tile of queries takes besides its keys, from 0 to 1e6")
+    launch_s: Duration = Field(description="seconds of attention of nothing, from 0 to 1e6")
+    memory_bytes_per_s: Rate = Field(description="bytes per second of queries, keys, values and result")
+    tail_share: Share = Field(1.0, description="the share of the longest tile by which units end apart")
+    overlap: Power = Field(4.0, description="the power in which time of computing and of memory add up, at least 1")
+    slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
+
+
+class CollectivesFile(FileModel):
+    """One table of `collectives`: the constants of one kind inside a host; see `cost/collectives.py`."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"] = Field(
+        description="all_gather, reduce_scatter, all_reduce or all_to_all"
+    )
+    launch_s: Duration = Field(description="seconds of a collective of nothing, from 0 to 1e6")
+    hop_s: Duration = Field(description="seconds a hop of the protocol for small sizes, from 0 to 1e6")
+    low_latency_bytes_per_s: Rate = Field(description="the rate of that protocol")
+    simple_s: Duration = Field(description="seconds more of the protocol for large sizes, from 0 to 1e6")
+    simple_hop_s: Duration = Field(description="seconds a hop of that protocol, from 0 to 1e6")
+    bytes_per_s: Rate = Field(description="the rate of that protocol")
+    ramp_s: Duration = Field(description="seconds for each square root of a byte, from 0 to 1e6")
+    group_power: Amount = Field(description="the power of (P - 1) / P with which the rate grows")
+
+
+class ElementwiseFile(FileModel):
+    """The table `elementwise`: calls that stream through memory (norms, losses, element-wise work)."""
+
+    launch_s: Duration = Field(description="seconds of a call of nothing, from 0 to 1e6")
+    memory_bytes_per_s: Rate = Field(description="bytes per second that such calls read and write")
+
+
+class TableFile(FileModel):
+    """One table of `tables`: measured products, which then take the place of constants."""
+
+    dtypes: list[str] = Field(description="a list of dtypes that these products are taken for", min_length=1)
+    file: str = Field(description="a file of measured products (CSV), found from the folder of this file")
+    device: str = Field(description="the device whose rows are taken, a string")
+    dtype: str = Field(description="the dtype whose rows are taken, a string")
+
+
+class KernelsFile(FileModel):
+    """The constants of a chip's kernels, and what they were fitted on."""
+
+    name: Name = Field(description="the chip's name, a string of printable characters")
+    source: str = Field(description="what the constants were fitted on, a string", min_length=1)
+    outside: Literal["model", "error"] = Field(
+        "model", description="what a product outside a table's ranges is: model (the constants) or error"
+    )
+    products: list[ProductsFile] = Field(default_factory=list, description="a list of tables")
+    attention: list[AttentionFile] = Field(default_factory=list, description="a list of tables")
+    collectives: list[CollectivesFile] = Field(default_factory=list, description="a list of tables")
+    elementwise: ElementwiseFile | None = Field(None, description="a table of launch_s and memory_bytes_per_s")
+    tables: list[TableFile] = Field(default_factory=list, description="a list of tables")
+
+
+def load_kernels(name_or_path: str, folder: Path | None = None) -> ChipKernels:
+    """Return the kernels of a catalog name or of a TOML or JSON file, found from `folder`.
+
+    Raises:
+        DescriptionError: there is no such entry or file, or the description is wrong.
+    """
+    if name_or_path not in kernels_names() and is_path(name_or_path):
+        path = (folder or Path()) / name_or_path
+        return kernels_from(load_table(path), path, path.parent)
+    return _from_catalog(name_or_path)
+
+
+@lru_cache(maxsize=16)
+def _from_catalog(name: str) -> ChipKernels:
+    file = f"{name}.toml"
+    return kernels_from(parse_table(catalog_text("kernels", name), file, "toml"), file, None)
+
+
+def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:
+    """Return the kernels that a table describes. Raises DescriptionError with every problem of the file."""
+    top, problems = validate_table(KernelsFile, data)
+    if top is None or problems:
+        fail_with_all(file, problems)
+    for kind in ("products", "attention", "tables"):
+        for at, entry in enumerate(getattr(top, kind)):
+            unknown = [dtype for dtype in entry.dtypes if dtype not in KERNEL_DTYPES]
+            if unknown:
+                known = f"known dtypes: {', '.join(KERNEL_DTYPES)}"
+                fail_with_all(file, [Problem(f"{kind}.{at}.dtypes", f"unknown dtype '{unknown[0]}'; {known}")])
+    try:
+        return ChipKernels(
+            top.name,
+            top.source,
+            tuple((d, ProductConstants(**_constants(x))) for x in top.products for d in x.dtypes),
+            tuple((d, AttentionConstants(**_constants(x))) for x in top.attention for d in x.dtypes),
+            tuple((x.kind, CollectiveConstants(**_constants(x))) for x in top.collectives),
+            (top.elementwise.launch_s, top.elementwise.memory_bytes_per_s) if top.elementwise else None,
+            tuple((d, _table(x, folder)) for x in top.tables for d in x.dtypes),
+            top.outside,
+        )
+    except DescriptionError as error:
+        fail(file, "", str(error))
+
+
+def _constants(entry: FileModel) -> dict[str, Any]:
+    return entry.model_dump(exclude={"dtypes", "kind"})
+
+
+def _table(entry: TableFile, folder: Path | None) -> ProductTable:
+    shipped = folder is None or entry.file in SHIPPED and not (folder / entry.file).exists()
+    measured = shipped_measured(entry.file) if shipped else read_measured((folder or Path()) / entry.file)
+    if measured.kind != PRODUCTS:
+        raise DescriptionError(f"{entry.file} has {measured.kind}; give a file of products")
+    rows = {
+        row.sizes: row.seconds for row in measured.rows if (row.device, row.group) == (entry.device, entry.dtype)
+    }
+    if not rows:
+        raise DescriptionError(f"{entry.file} has no products of {entry.device} in {entry.dtype}")
+    points = tuple((*sizes, seconds) for sizes, seconds in rows.items())
+    return ProductTable(points, f"{entry.file}: {entry.device}, {entry.dtype}")  # type: ignore[arg-type]

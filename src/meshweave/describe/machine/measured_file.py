@@ -1,0 +1,152 @@
+"""Files of measured kernels: comma-separated rows of products, attentions or collectives, one of a device each.
+
+    device,dtype,m,n,k,latency_ms
+    device,batch_size,sequence,num_heads,num_key_value_heads,head_dim,latency_ms
+    device,nccl,op,num_gpus,bytes,latency_ms
+
+Which it is follows from the columns, whose order does not matter; further columns are left alone. `bytes` is the size
+of nccl-tests: of the whole result of an all-gather, of the whole input of the others. Attention is causal, in bfloat16.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from meshweave.base.errors import did_you_mean, printable
+from meshweave.describe.files import fail, read_text
+
+PRODUCTS, ATTENTION, COLLECTIVES = "products", "attention", "collectives"
+_COUNTS = {
+    PRODUCTS: ("m", "n", "k"),
+    ATTENTION: ("batch_size", "sequence", "num_heads", "num_key_value_heads", "head_dim"),
+    COLLECTIVES: ("num_gpus", "bytes"),
+}
+_GROUPS = {PRODUCTS: ("dtype",), ATTENTION: (), COLLECTIVES: ("op",)}
+_TIME = "latency_ms"
+_OPS = {
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+}
+_DTYPES = ("bfloat16", "float16", "float32", "fp8")
+_MOST = 2**48
+SHIPPED = ("gpu_gemm.csv", "gpu_attention.csv", "gpu_collectives.csv")
+"""The files of the catalog."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredKernel:
+    """One measured kernel.
+
+    Attributes:
+        group: the dtype of a product or attention, or the kind of a collective.
+        sizes: (m, n, k); (batch, sequence, heads, key/value heads, head dim); or (chips, bytes).
+    """
+
+    device: str
+    group: str
+    sizes: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class MeasuredKernels:
+    """Measured kernels of one kind: `PRODUCTS`, `ATTENTION` or `COLLECTIVES`."""
+
+    kind: str
+    rows: tuple[MeasuredKernel, ...]
+
+
+def read_measured(path: str | Path) -> MeasuredKernels:
+    """Return the kernels of a file. Raises DescriptionError for the first bad row: file, line and column."""
+    return parse_measured(read_text(path), path)
+
+
+def shipped_measured(name: str) -> MeasuredKernels:
+    """Return the kernels of one of `SHIPPED`."""
+    return parse_measured((files("meshweave") / "catalog" / "kernels" / name).read_text("utf-8"), name)
+
+
+def parse_measured(text: str, file: str | Path) -> MeasuredKernels:
+    """Return the kernels of a file with this text. Raises DescriptionError as `read_measured` does."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        kind = _kind(header, file)
+        rows = tuple(_rows(reader, header, kind, file))
+    except csv.Error as error:
+        fail(file, f"line {reader.line_num}", f"is no row of comma-separated values ({error})")
+    if not rows:
+        fail(file, "", "has no rows; give one at least")
+    return MeasuredKernels(kind, rows)
+
+
+def _kind(header: list[str], file: str | Path) -> str:
+    for name in header:
+        if name and header.count(name) > 1:
+            fail(file, "line 1", f"column '{printable(name)}' stands twice")
+    for kind, counts in _COUNTS.items():
+        needed = ("device", *_GROUPS[kind], *counts, _TIME)
+        if not set(counts) <= set(header):
+            continue
+        for name in needed:
+            if name not in header:
+                fail(file, "line 1", f"no column '{name}'{did_you_mean(name, header)}; {kind} need {', '.join(needed)}")
+        return kind
+    wanted = "; or ".join(", ".join(counts) for counts in _COUNTS.values())
+    shown = printable(", ".join(header)[:100]) or "nothing"
+    fail(file, "line 1", f"has the columns {shown}; give {wanted}, with device and {_TIME}")
+
+
+def _rows(reader: Iterator[list[str]], header: list[str], kind: str, file: str | Path) -> Iterator[MeasuredKernel]:
+    line = 1
+    for values in reader:
+        line = reader.line_num  # type: ignore[attr-defined]
+        if not any(value.strip() for value in values):
+            continue
+        if len(values) != len(header):
+            fail(file, f"line {line}", f"has {len(values)} values where line 1 has {len(header)} columns")
+        row = {name: value.strip() for name, value in zip(header, values, strict=True)}
+        yield _row(row, kind, file, line)
+
+
+def _row(row: dict[str, str], kind: str, file: str | Path, line: int) -> MeasuredKernel:
+    def bad(column: str, wanted: str) -> None:
+        fail(file, f"line {line}, column {column}", f"'{printable(row[column][:60])}' is {wanted}")
+
+    if not row["device"]:
+        bad("device", "no name of a device")
+    group = "bfloat16"
+    if kind == PRODUCTS:
+        group = row["dtype"]
+        if group not in _DTYPES:
+            bad("dtype", f"no dtype here{did_you_mean(group, _DTYPES)}; give one of {', '.join(_DTYPES)}")
+    elif kind == COLLECTIVES:
+        if row["op"] not in _OPS:
+            bad("op", f"no collective here{did_you_mean(row['op'], _OPS)}; give one of {', '.join(_OPS)}")
+        group = _OPS[row["op"]]
+    sizes = []
+    for name in _COUNTS[kind]:
+        text = row[name]
+        if not (text.isascii() and text.isdigit() and len(text) < 16 and 1 <= int(text) <= _MOST):
+            bad(name, f"no whole number from 1 to {_MOST}")
+        sizes.append(int(text))
+    if kind == COLLECTIVES and sizes[0] < 2:
+        bad("num_gpus", "too few for a collective; give at least 2")
+    if kind == ATTENTION and sizes[2] % sizes[3]:
+        bad("num_key_value_heads", f"no divisor of the {sizes[2]} heads")
+    try:
+        milliseconds = float(row[_TIME])
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < 1e9:
+        bad(_TIME, "no number of milliseconds above 0 and below 1e9")
+    return MeasuredKernel(row["device"], group, tuple(sizes), milliseconds * 1e-3)

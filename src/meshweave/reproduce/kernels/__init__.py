@@ -1,0 +1,1 @@
+"""Measured products, attentions and collectives beside what the constants of the catalog say."""

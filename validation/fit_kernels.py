@@ -1,0 +1,210 @@
+"""Fit the constants of GPU kernels, and score the fit on parts that it has not seen.
+
+python validation/fit_kernels.py          # writes the catalog's kernels and benchmarks/results/kernels.json
+
+The data are AIConfigurator's (src/meshweave/catalog/kernels/NOTICE.md). Held-out scores are of five parts, each
+predicted by constants fitted on the other four. All products of one (n, k), attentions of one head count and length,
+and collectives of one number of chips and bytes are in the same part, by a hash. Products are besides fitted on
+m <= 2048 and scored above, and the other way round. The committed constants are those of all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
+from meshweave.cost.product_table import TableInterpolation, item_bytes
+from meshweave.describe.machine.kernels import ChipKernels, ProductTable
+from meshweave.describe.machine.measured_file import (
+    ATTENTION,
+    COLLECTIVES,
+    PRODUCTS,
+    SHIPPED,
+    MeasuredKernel,
+    shipped_measured,
+)
+from meshweave.reproduce.kernels.score import (
+    Score,
+    attention_columns,
+    overall,
+    predicted,
+    scores_of,
+    sizes_of,
+)
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
+CATALOG = ROOT / "src" / "meshweave" / "catalog" / "kernels"
+PARTS = 5
+MIDDLE_M = 2048
+DATA = "AIConfigurator (ai-dynamo/aiconfigurator, Apache-2.0, state of 2026-08-21), two thirds of its rows"
+
+DEVICES = {
+    "A100-SXM4-80GB": Hardware(108, 312e12, 2.039e12),
+    "H100-SXM5-80GB": Hardware(132, 989.5e12, 3.35e12),
+    "H200-SXM": Hardware(132, 989.5e12, 4.8e12),
+    "B200-SXM": None,
+    "GB200": None,
+}
+"""SMs, peak bfloat16 FLOP/s without sparsity and memory bandwidth, of NVIDIA's datasheets."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The rows of one device and dtype (or kind of collective)."""
+
+    kind: str
+    device: str
+    group: str
+    rows: tuple[MeasuredKernel, ...]
+
+    @property
+    def sizes(self) -> Any:
+        """Return the sizes, shape (rows, sizes)."""
+        return sizes_of(self.rows)
+
+    @property
+    def seconds(self) -> Any:
+        """Return the measured seconds."""
+        return np.array([row.seconds for row in self.rows])
+
+    def parts(self) -> Any:
+        """Return the number of the part that each row is in."""
+        columns = {PRODUCTS: (1, 2), ATTENTION: (1, 2, 3), COLLECTIVES: (0, 1)}[self.kind]
+        keys = (",".join(str(row.sizes[column]) for column in columns) for row in self.rows)
+        return np.array([int(hashlib.sha256(key.encode()).hexdigest(), 16) % PARTS for key in keys])
+
+
+def groups() -> list[Group]:
+    """Return the groups of all files."""
+    out = []
+    for name in SHIPPED:
+        measured = shipped_measured(name)
+        for device, group in sorted({(row.device, row.group) for row in measured.rows}):
+            rows = tuple(row for row in measured.rows if (row.device, row.group) == (device, group))
+            out.append(Group(measured.kind, device, group, rows))
+    return out
+
+
+def fitted(group: Group, chosen: Any) -> ChipKernels:
+    """Return kernels with the constants of one group, fitted on the chosen rows."""
+    sizes, seconds, hardware = group.sizes[chosen], group.seconds[chosen], DEVICES[group.device]
+    if group.kind == COLLECTIVES:
+        collective = fit_collective(group.group, sizes[:, 0], sizes[:, 1], seconds)
+        return ChipKernels(group.device, DATA, collectives=((group.group, collective),))
+    assert hardware is not None
+    if group.kind == ATTENTION:
+        attention = fit_attention(attention_columns(sizes), seconds, hardware)
+        return ChipKernels(group.device, DATA, attention=((group.group, attention),))
+    is_fp8 = group.group == "fp8"
+    peak = (2 if is_fp8 else 1) * hardware.peak_flops_per_s
+    known = Hardware(hardware.units, peak, hardware.memory_bytes_per_s)
+    tiles = "gpu-by-m" if is_fp8 else "gpu"
+    products = fit_products(sizes, seconds, known, tiles, item_bytes(group.group), is_cast=is_fp8)
+    return ChipKernels(group.device, DATA, products=((group.group, products),))
+
+
+def table_seconds(group: Group, kernels: ChipKernels, chosen: Any, asked: Any) -> Any:
+    """Return the seconds of some products by a table of the chosen ones."""
+    points = {row.sizes: row.seconds for row, is_in in zip(group.rows, chosen, strict=True) if is_in}
+    table = ProductTable(tuple((*sizes, t) for sizes, t in points.items()))
+    return TableInterpolation(table, kernels.product(group.group), group.group).seconds(*group.sizes[asked].T)
+
+
+def held_out(group: Group) -> list[Score]:
+    """Return the scores of each part by constants of the others; of products also by tables of the others."""
+    parts, model, table = group.parts(), np.zeros(len(group.rows)), np.zeros(len(group.rows))
+    for part in range(PARTS):
+        chosen, asked = parts != part, parts == part
+        if not asked.any():
+            continue
+        kernels = fitted(group, chosen)
+        times = predicted(kernels, group.kind, group.group, group.sizes[asked])
+        assert times is not None
+        model[asked] = times
+        if group.kind == PRODUCTS:
+            table[asked] = table_seconds(group, kernels, chosen, asked)
+    methods = [("model", model)] + ([("table", table)] if group.kind == PRODUCTS else [])
+    return [
+        score
+        for method, times in methods
+        for score in scores_of(group.kind, group.device, group.group, method, group.sizes, times, group.seconds)
+    ]
+
+
+def extrapolated(group: Group) -> dict[str, list[Score]]:
+    """Return the scores of large m by constants of small m, and the other way round, from m = 256 up."""
+    m = group.sizes[:, 0]
+    small, large = (m >= 256) & (m <= MIDDLE_M), m > MIDDLE_M
+    out = {}
+    for name, chosen, asked in (("large m by small", small, large), ("small m by large", large, small)):
+        times = predicted(fitted(group, chosen), group.kind, group.group, group.sizes[asked])
+        assert times is not None
+        sizes, seconds = group.sizes[asked], group.seconds[asked]
+        out[name] = scores_of(group.kind, group.device, group.group, "model", sizes, times, seconds)
+    return out
+
+
+def toml(device: str, kernels: list[tuple[Group, ChipKernels]]) -> str:
+    """Return the text of a kernels file."""
+    said = f"Fitted by validation/fit_kernels.py on {DATA}. Errors on parts not fitted: benchmarks/results/kernels.json"
+    lines = [f'name = "{device}"', f'source = "{said}"']
+    elementwise = None
+    for group, known in kernels:
+        entries: tuple[tuple[str, Any], ...] = getattr(known, group.kind)
+        for name, constants in entries:
+            lines += ["", f"[[{group.kind}]]"]
+            if group.kind == COLLECTIVES:
+                lines.append(f'kind = "{name}"')
+            else:
+                dtypes = '"bfloat16", "float16"' if name == "bfloat16" else f'"{name}"'
+                lines.append(f"dtypes = [{dtypes}]")
+            for key, value in asdict(constants).items():
+                lines.append(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}")
+            if (group.kind, name) == (PRODUCTS, "bfloat16"):
+                elementwise = constants.launch_s, constants.memory_bytes_per_s
+    if elementwise:
+        lines += [
+            "",
+            "[elementwise]  # not measured: the launch and the memory of products",
+            f"launch_s = {elementwise[0]!r}",
+            f"memory_bytes_per_s = {elementwise[1]!r}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main(say: Callable[[str], None] = print) -> None:
+    """Write the kernels of the catalog and the scores."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    by_device: dict[str, list[tuple[Group, ChipKernels]]] = {device: [] for device in DEVICES}
+    results: dict[str, Any] = {"data": DATA, "parts": PARTS, "middle_m": MIDDLE_M, "held_out": {}, "extrapolated": {}}
+    for group in groups():
+        by_device[group.device].append((group, fitted(group, np.ones(len(group.rows), dtype=bool))))
+        scores = held_out(group)
+        results["held_out"].setdefault(group.kind, []).extend(score.to_json() for score in scores)
+        for score in scores:
+            say(f"{group.kind} {score}")
+        if group.kind == PRODUCTS:
+            for name, found in extrapolated(group).items():
+                results["extrapolated"].setdefault(name, []).extend(score.to_json() for score in found)
+                say(f"{name}: {found}")
+    for kind, scores_json in results["held_out"].items():
+        results.setdefault("overall", {})[kind] = [
+            score.to_json() for score in overall([Score(**score) for score in scores_json])
+        ]
+    for device, kernels in by_device.items():
+        (CATALOG / f"{device.lower()}.toml").write_text(toml(device, kernels), encoding="utf-8")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
