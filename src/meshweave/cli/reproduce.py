@@ -217,3 +217,27 @@ def kernels(
         return
     for kind, scored in scores.items():
         typer.echo(f"{kind}\n\n{score_table(scored)}")
+
+
+@reproduce.command(name="zero-bubble")
+def zero_bubble(
+    rows: Rows = "",
+    out: Out = None,
+    png: Png = False,
+    report: Report = None,
+    json: Json = False,
+) -> None:
+    """Zero Bubble: table 4, the gains of its schedules over 1F1B and their memory, beside ours with a verdict.
+
+    Four GPT models run on 8 to 32 A100s under our 1F1B, interleaved 1F1B, ZB-1p and ZB-2p, simulated by three readings
+    of the times of stages: FLOPs at one rate, kernels by shape, and the authors' profile (a minute). Without --rows,
+    all rows are computed.
+
+    Example: meshweave reproduce zero-bubble --rows zb_1p_profiled,memory_order
+    """
+    from meshweave.reproduce.papers import ZERO_BUBBLE, reproduce_zero_bubble, select
+
+    outputs = Outputs(out, png, report, json)
+    selection = select(ZERO_BUBBLE, split_names(rows))
+    outputs.check()
+    outputs.write(reproduce_zero_bubble(selection, progress_bar=progress_bar))
