@@ -4,17 +4,17 @@ GPT: hidden 2048 and 24 layers, or 2560 and 32; sequences of 1024, vocabulary 51
 suite), 1024 sequences in micro-batches of 16. Layers are dealt to the two stages so that FLOPs are as equal as whole
 layers allow, the head over the vocabulary counted.
 
-U-Transformer. The paper does not give its shape. Ours is that of the authors' benchmark suite and model (alpa-projects/
-alpa, benchmark/alpa/suite_unet.py and alpa/model/unet_2d.py), read from stored copies, so that results are
+U-Transformer. The paper does not give its shape. Ours is that of the authors' benchmark suite and model (in
+alpa-projects/alpa: benchmark/alpa/suite_unet.py, alpa/model/unet_2d.py), read from stored copies, so that results are
 illustrative: images of 32 x 32, C channels in the first of four levels (C, 2C, 4C, 4C), one residual block a level
-with attention in the upper three, and the same on the way up, 13 layers in all, of which the first stage has 8; 2048
-images in micro-batches of 64. C is 480 (1B) or 672 (2.1B). A convolution is a product: 3 x 3 over c channels to d at
-n pixels is (n, 9 c) by (9 c, d). The residuals of the upper three levels, the last downsampled one and the
-activation itself cross from the first stage to the second: 1920 C elements an image.
+with attention in the upper three, and the same on the way up, 13 layers in all; 2048 images in micro-batches of 64. C
+is 480 (1B) or 672 (2.1B). A convolution is a product: 3 x 3 over c channels to d at n pixels is (n, 9 c) by (9 c, d).
+The stages are those with the most equal FLOPs, as the paper says; its suite cuts two layers earlier. What crosses
+between them is the activation and each residual that the second stage reads.
 
-A part of a stage is its FLOPs at one rate and, where operators are split, the all-reduces of the split between the GPUs
-of the host. Layers are recomputed in the backward (the suite's `use_remat`), so that an input gradient costs two
-forwards and a weight gradient one; between the parts the inputs of layers are kept.
+A part of a stage is its FLOPs at one rate and, where operators are split, the all-reduces of the split between the
+GPUs of the host. Layers are recomputed in the backward (the suite's `use_remat`), so that an input gradient costs
+two forwards and a weight gradient one; between the parts the inputs of layers are kept.
 """
 
 from __future__ import annotations
@@ -108,10 +108,22 @@ class UNetShape:
     @property
     def boundary(self) -> tuple[int, ...]:
         """Return the shape of one row of what crosses to the second stage."""
-        c = self.channels
-        return (c * (32 * 32 + 2 * 16 * 16 + 4 * 8 * 8 + 2 * 4 * 4 * 4),)
+        crossing = [self._layers[self.split - 1].out]
+        crossing += [size for source, target, size in self._residuals if source < self.split <= target]
+        return (sum(crossing),)
 
-    def _layers(self) -> Iterator[_Layer]:
+    @property
+    def _residuals(self) -> tuple[tuple[int, int, int], ...]:
+        """Return the layers that make and read each residual, and its elements."""
+        c = self.channels
+        first, second, third, last = c * 32 * 32, 2 * c * 16 * 16, 4 * c * 8 * 8, 4 * c * 4 * 4
+        return (1, 11, first), (2, 10, second), (3, 9, third), (3, 8, last), (4, 7, last)
+
+    @cached_property
+    def _layers(self) -> tuple[_Layer, ...]:
+        return tuple(self._generate_layers())
+
+    def _generate_layers(self) -> Iterator[_Layer]:
         """Yield the 13 layers, from the input on."""
         c = self.channels
         levels = ((c, 32), (2 * c, 16), (4 * c, 8), (4 * c, 4))
@@ -138,30 +150,34 @@ class UNetShape:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Operations of one row: products as (pixels, elements of the weight), FLOPs of attention, elements kept."""
+    """Operations of one row: products as (pixels, elements of the weight), FLOPs of attention, elements kept, made."""
 
     products: tuple[tuple[int, int], ...] = ()
     attention: int = 0
     kept: int = 0
+    out: int = 0
 
     @classmethod
     def joined(cls, kept: int, *parts: _Layer) -> _Layer:
         """Return a layer of some parts, whose input is kept."""
         products = tuple(product for part in parts for product in part.products)
-        return cls(products, sum(part.attention for part in parts), kept)
+        return cls(products, sum(part.attention for part in parts), kept, parts[-1].out)
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of a forward."""
+        return 2 * sum(pixels * size for pixels, size in self.products) + self.attention
 
 
 def _convolution(width: int, out: int, side: int, kernel: int = 3) -> _Layer:
     """Return a convolution to an image of side x side."""
-    return _Layer(((side * side, kernel * kernel * width * out),))
+    return _Layer(((side * side, kernel * kernel * width * out),), out=side * side * out)
 
 
 def _residual_block(width: int, out: int, side: int) -> _Layer:
     """Return two convolutions, and one of 1 x 1 beside them where the number of channels changes."""
-    parts = [_convolution(width, out, side), _convolution(out, out, side)]
-    if width != out:
-        parts.append(_convolution(width, out, side, 1))
-    return _Layer.joined(0, *parts)
+    parts = [_convolution(width, out, side, 1)] if width != out else []
+    return _Layer.joined(0, *parts, _convolution(width, out, side), _convolution(out, out, side))
 
 
 def _transformer(width: int, side: int, context: tuple[int, int]) -> _Layer:
@@ -169,7 +185,7 @@ def _transformer(width: int, side: int, context: tuple[int, int]) -> _Layer:
     pixels, (length, of_context) = side * side, context
     projections = (2 + 4 + 2 + 12) * width * width
     attention = 4 * pixels * (pixels + length) * width
-    return _Layer(((pixels, projections), (length, 2 * of_context * width)), attention)
+    return _Layer(((pixels, projections), (length, 2 * of_context * width)), attention, out=pixels * width)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ The counts, with s tokens a sequence, b sequences a micro-batch, h hidden, a hea
 - Stash of a layer: s b (34 h + 5 a s) bytes (the same table; Korthikanti et al., MLSys '23, equation 1), scores of
   attention kept, no fused attention. The weight gradient needs the inputs of its four products, 14 s b h of these,
   and the gradients of their outputs, 18 s b h, which the input gradient makes: 32 s b h in all, as in the table.
-- Stash of the embedding: its dropout mask, s b h. Of the head (Korthikanti et al., section 4.3): the inputs of norm
-  and product, 4 s b h, and logits in fp32, 4 s b V; the gradient of the logits in fp16, 2 s b V, is kept for the weight
-  gradient.
+- Stash of the embedding: its dropout mask, s b h. Of the head (Korthikanti et al., section 4.3): the inputs of
+  norm and product, 4 s b h, and logits in fp32, 4 s b V; the gradient of the logits in fp16, 2 s b V, is kept for
+  the weight gradient.
 - Parameters: 12 h^2 + 13 h a layer, V h in the head, and V h + s h in the embedding with its positions.
 """
 
@@ -33,7 +33,8 @@ BYTES_PER_PARAMETER = 20
 """fp16 weights and gradients, and in fp32 a copy of both and two moments (Megatron-LM's documentation of its
 optimizer, "fp16 param, fp16 grads"). The authors' scripts train in fp16 and shard nothing."""
 OPTIMIZER_BYTES_PER_PARAMETER = 52
-"""Moved through memory by a step of Adam: gradients to fp32 6, unscaled 8, their norm 4, Adam 28, weights to fp16 6."""
+"""Moved through memory by a step of Adam: gradients to fp32 6, unscaled 8, their norm 4, Adam 28, weights to fp16
+6."""
 
 
 @dataclass(frozen=True)

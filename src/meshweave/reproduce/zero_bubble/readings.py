@@ -34,8 +34,8 @@ FLOPS_PER_S = 142e12
 """Narayanan et al. (SC '21), table 1, the smallest model: what training reaches of an A100's 312 TFLOP/s."""
 DTYPE = "float16"
 LOSS_BYTES = 38, 14
-"""Bytes a logit, forward and backward, that the loss moves through memory: Megatron-LM's cross entropy casts to fp32,
-finds the greatest, subtracts, exponentiates, sums and divides, one pass each; its gradient scales and casts."""
+"""Bytes a logit, forward and backward, that the loss moves through memory: Megatron-LM's cross entropy casts to
+fp32, finds the greatest, subtracts, exponentiates, sums and divides, one pass each; its gradient scales and casts."""
 EMBEDDING_BYTES = 9
 """Bytes an element, each way, of look-up and dropout with its mask."""
 

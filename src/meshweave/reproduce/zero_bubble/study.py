@@ -1,13 +1,13 @@
 """Steps of training under the schedules of Zero Bubble's table 4, each simulated once.
 
-A GPU is a pipeline rank. Transfers between two GPUs run one after another, as NCCL runs those of one communicator, and
-a stage waits for no transfer but the one that it needs. That holds for all four schedules.
+A GPU is a pipeline rank. Transfers between two GPUs run one after another, as NCCL runs those of one communicator,
+and a stage waits for no transfer but the one that it needs. That holds for all four schedules.
 
-1F1B and 1F1B-I end a step with a synchronous optimizer: the gradient's norm is needed by all GPUs, so that a step takes
-from its first forward to its last gradient, and then the longest optimizer step. The zero-bubble schedules validate
-after the step (section 4 of the paper): a GPU goes on with its optimizer and the next step as soon as its own gradients
-are done. Steps then repeat after the longest time that a GPU takes from its own first forward to the end of its
-optimizer step.
+1F1B and 1F1B-I end a step with a synchronous optimizer: the gradient's norm is needed by all GPUs, so that a step
+takes from its first forward to its last gradient, and then the longest optimizer step. The zero-bubble schedules
+validate after the step (section 4 of the paper): a GPU goes on with its optimizer and the next step as soon as its
+own gradients are done. Steps then repeat after the longest time that a GPU takes from its own first forward to the
+end of its optimizer step.
 """
 
 from __future__ import annotations
