@@ -93,17 +93,18 @@ class UNetShape:
     @cached_property
     def stages(self) -> tuple[StageShape, StageShape]:
         """Return the two stages."""
-        layers = list(self._layers())
         shapes = []
-        for part in (layers[:8], layers[8:]):
-            weights = [product for layer in part for product in layer.products]
-            flops = 2 * sum(pixels * size for pixels, size in weights) + sum(
-                layer.attention for layer in part
-            )
-            shapes.append(
-                StageShape(flops, sum(size for _, size in weights), sum(layer.kept for layer in part))
-            )
+        for part in (self._layers[: self.split], self._layers[self.split :]):
+            parameters = sum(size for layer in part for _, size in layer.products)
+            flops = sum(layer.flops for layer in part)
+            shapes.append(StageShape(flops, parameters, sum(layer.kept for layer in part)))
         return shapes[0], shapes[1]
+
+    @cached_property
+    def split(self) -> int:
+        """Return the number of layers in the first stage."""
+        flops = [layer.flops for layer in self._layers]
+        return min(range(1, len(flops)), key=lambda n: abs(sum(flops[:n]) - sum(flops[n:])))
 
     @property
     def boundary(self) -> tuple[int, ...]:
@@ -150,7 +151,13 @@ class UNetShape:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Operations of one row: products as (pixels, elements of the weight), FLOPs of attention, elements kept, made."""
+    """Operations of one row.
+
+    Attributes:
+        products: (pixels, elements of the weight) of each.
+        attention: FLOPs of attention.
+        kept, out: elements that the layer reads and makes.
+    """
 
     products: tuple[tuple[int, int], ...] = ()
     attention: int = 0

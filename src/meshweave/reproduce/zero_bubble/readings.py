@@ -35,7 +35,8 @@ FLOPS_PER_S = 142e12
 DTYPE = "float16"
 LOSS_BYTES = 38, 14
 """Bytes a logit, forward and backward, that the loss moves through memory: Megatron-LM's cross entropy casts to
-fp32, finds the greatest, subtracts, exponentiates, sums and divides, one pass each; its gradient scales and casts."""
+fp32, finds the greatest, subtracts, exponentiates, sums and divides, one pass each; its gradient scales and
+casts."""
 EMBEDDING_BYTES = 9
 """Bytes an element, each way, of look-up and dropout with its mask."""
 
