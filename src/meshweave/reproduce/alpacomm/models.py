@@ -1,16 +1,16 @@
 """The models of AlpaComm's end-to-end evaluation (section 5.2, table 3), each in two pipeline stages of four GPUs.
 
-GPT: hidden 2048 and 24 layers, or 2560 and 32; sequences of 1024, vocabulary 51200, heads 32 (the authors' benchmark
-suite), 1024 sequences in micro-batches of 16. Layers are dealt to the two stages so that FLOPs are as equal as whole
-layers allow, the head over the vocabulary counted.
+GPT: hidden 2048 and 24 layers, or 2560 and 32; sequences of 1024, vocabulary 51200 (the authors' benchmark suite);
+1024 sequences in micro-batches of 16. Layers are dealt to the two stages so that FLOPs are as equal as whole layers
+allow, the head over the vocabulary counted.
 
 U-Transformer. The paper does not give its shape. Ours is that of the authors' benchmark suite and model (in
-alpa-projects/alpa: benchmark/alpa/suite_unet.py, alpa/model/unet_2d.py), read from stored copies, so that results are
-illustrative: images of 32 x 32, C channels in the first of four levels (C, 2C, 4C, 4C), one residual block a level
-with attention in the upper three, and the same on the way up, 13 layers in all; 2048 images in micro-batches of 64. C
-is 480 (1B) or 672 (2.1B). A convolution is a product: 3 x 3 over c channels to d at n pixels is (n, 9 c) by (9 c, d).
-The stages are those with the most equal FLOPs, as the paper says; its suite cuts two layers earlier. What crosses
-between them is the activation and each residual that the second stage reads.
+alpa-projects/alpa: benchmark/alpa/suite_unet.py, alpa/model/unet_2d.py), read from stored copies, so that results
+are illustrative: images of 32 x 32, C channels in the first of four levels (C, 2C, 4C, 4C), one residual block a
+level with attention in the upper three, and the same on the way up, 13 layers in all; 2048 images in micro-batches
+of 64. C is 480 (1B) or 672 (2.1B). A convolution is a product: 3 x 3 over c channels to d at n pixels is (n, 9 c)
+by (9 c, d). The stages are those with the most equal FLOPs, as the paper says; its suite cuts two layers earlier.
+What crosses between them is the activation and each residual that the second stage reads.
 
 A part of a stage is its FLOPs at one rate and, where operators are split, the all-reduces of the split between the
 GPUs of the host. Layers are recomputed in the backward (the suite's `use_remat`), so that an input gradient costs
