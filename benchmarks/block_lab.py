@@ -35,8 +35,12 @@ from meshweave.tune.ranking import RankedConfig, simulate_best
 
 APART = 0.08
 """Two measured times count as different where they are further apart than this share of the smaller one."""
-STRATEGIES = ("atp", "megatron_sp", "collective_block", "data_parallel", "zero3", "all_to_all_heads")
+STRATEGIES = (
+    *("atp", "megatron_sp", "collective_block", "meshslice_block", "wang_block", "summa_block"),
+    *("data_parallel", "zero3", "all_to_all_heads", "ring_attention"),
+)
 """Megatron 1D is ATP on a mesh of one column."""
+INCLUDED_2D = ("collective_block", "meshslice_block", "wang_block", "summa_block")
 MESHES = ((8, 1), (4, 2), (2, 4))
 TORCH = "torch parallelize_module, sequence parallel"
 SMALL_BYTES, LARGE_BYTES = 4096, 262144
@@ -147,7 +151,7 @@ def planned(cluster: Cluster, problem: BlockProblem) -> list[RankedConfig]:
 
 def _is_native(entry: RankedConfig) -> bool:
     """Return whether a strategy differs on its mesh from another of the list: 2D products need two axes."""
-    return entry.algorithm.name != "collective_block" or mesh_of(entry)[1] > 1
+    return entry.algorithm.name not in INCLUDED_2D or mesh_of(entry)[1] > 1
 
 
 # --- what is measured ---------------------------------------------------------------------------------------
@@ -289,7 +293,7 @@ def main() -> None:
         help="batch, sequence, hidden, heads",
     )
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=270.0)
+    parser.add_argument("--timeout", type=float, default=580.0)
     parser.add_argument("--save", help="the name of a file in benchmarks/results, without .json")
     options = parser.parse_args()
     batch, sequence, hidden, heads = options.sizes

@@ -60,28 +60,34 @@ class FusedFunctions(RealFunctions):
 
     def normalize_weight_grad(self, dy: Tensor, x: Tensor, statistics: Tensor, so_far: Tensor) -> Tensor:
         of_gain = self._scaled(x, statistics)[0].mul_(dy)
-        return so_far + torch.stack((of_gain.sum((0, 1)), dy.sum((0, 1))))
+        return so_far + torch.stack((of_gain.flatten(0, -2).sum(0), dy.flatten(0, -2).sum(0)))
 
     def _parts(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (batch, heads, sequence, width)."""
-        batch, sequence, columns = qkv.shape
         d = self.problem.head_dim
-        units = qkv.reshape(batch, sequence, columns // (3 * d), 3 * d).transpose(1, 2)
+        units = self._head_columns(qkv, 3 * d)
         return units[..., :d], units[..., d : 2 * d], units[..., 2 * d :]
 
-    def _units(self, x: Tensor, width: int) -> Tensor:
-        batch, sequence, columns = x.shape
-        return x.reshape(batch, sequence, columns // width, width).transpose(1, 2)
+    def _head_columns(self, x: Tensor, width: int) -> Tensor:
+        """Return columns of heads as (batch, heads, sequence, `width`), also where `x` is tokens x columns."""
+        sequence, columns = self.problem.sequence, x.shape[-1]
+        return x.reshape(-1, sequence, columns // width, width).transpose(1, 2)
 
     def attention(self, qkv: Tensor) -> list[Tensor]:
         q, k, v = self._parts(qkv)
         out, log_sums = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        return [out.transpose(1, 2).flatten(2), log_sums.transpose(1, 2)]
+        rows = qkv.shape[:-1]
+        return [out.transpose(1, 2).reshape(*rows, -1), log_sums.transpose(1, 2).reshape(*rows, -1)]
 
     def attention_grad(self, dout: Tensor, qkv: Tensor, out: Tensor, log_sums: Tensor) -> Tensor:
         d = self.problem.head_dim
         gradients = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            self._units(dout, d), *self._parts(qkv), self._units(out, d), log_sums.transpose(1, 2), 0.0, True
+            self._head_columns(dout, d),
+            *self._parts(qkv),
+            self._head_columns(out, d),
+            self._head_columns(log_sums, 1)[..., 0],
+            0.0,
+            True,
         )
         return torch.cat(gradients, -1).transpose(1, 2).reshape(qkv.shape)
 

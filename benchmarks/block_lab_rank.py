@@ -175,13 +175,17 @@ def _bind(
     strategy: Mapping[str, Any], problem: BlockProblem, whole: Arrays, expected: Arrays, shared: TorchContext
 ) -> BoundStrategy:
     problem = replace(problem, mesh_shape=tuple(strategy["mesh"]))
-    program = lower_rings(
-        algorithm(strategy["algorithm"]).program(problem, BlockConfig(**strategy["config"]))
-    )
+    entry = algorithm(strategy["algorithm"])
+    program = lower_rings(entry.program(problem, BlockConfig(**strategy["config"])))
     rank = shared.rank
     assert rank is not None
+    # Strategies made of 2D products see the sequences of a batch as one dim of tokens.
+    as_declared = {name: value.reshape(program.tensor_of[name].shape) for name, value in whole.items()}
+    # Ring attention is also given the positions of tokens.
+    as_declared = {**entry.random_inputs(problem, 0), **as_declared}
     shards = {
-        name: torch.from_numpy(shard.copy()) for name, shard in local_inputs(program, whole, rank).items()
+        name: torch.from_numpy(shard.copy())
+        for name, shard in local_inputs(program, as_declared, rank).items()
     }
     step = bind(program, rank, shards, context=shared, calls=FusedFunctions(problem).table())
 
@@ -197,7 +201,11 @@ def _bind(
     def run() -> None:
         step.run()
 
-    return BoundStrategy(run, lambda: _error(results(), expected))
+    def error() -> float:
+        declared = {name: value.reshape(program.tensor_of[name].shape) for name, value in expected.items()}
+        return _error(results(), declared)
+
+    return BoundStrategy(run, error)
 
 
 def _error(results: Mapping[str, tuple[Any, Any]], expected: Arrays) -> float:

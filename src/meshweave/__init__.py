@@ -60,6 +60,12 @@ _GROUPS = {
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "PipelineAlgorithm PipelineConfig PipelineProblem",
+        "algorithms.pipeline.action_graph": "TransferRuntime",
+        "algorithms.pipeline.action_times": "ActionTimes time_schedule",
+        "algorithms.pipeline.by_name": "ScheduleRequest schedule_by_name",
+        "algorithms.pipeline.progress": "ScheduleDeadlock prove_progress",
+        "algorithms.pipeline.torch_csv": "schedule_from_csv schedule_to_csv",
+        "algorithms.pipeline.transfer_order": "list_transfers",
         "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
     },
     "planning": {
@@ -126,6 +132,16 @@ if TYPE_CHECKING:
     from meshweave.algorithms.pipeline import PipelineAlgorithm as PipelineAlgorithm
     from meshweave.algorithms.pipeline import PipelineConfig as PipelineConfig
     from meshweave.algorithms.pipeline import PipelineProblem as PipelineProblem
+    from meshweave.algorithms.pipeline.action_graph import TransferRuntime as TransferRuntime
+    from meshweave.algorithms.pipeline.action_times import ActionTimes as ActionTimes
+    from meshweave.algorithms.pipeline.action_times import time_schedule as time_schedule
+    from meshweave.algorithms.pipeline.by_name import ScheduleRequest as ScheduleRequest
+    from meshweave.algorithms.pipeline.by_name import schedule_by_name as schedule_by_name
+    from meshweave.algorithms.pipeline.progress import ScheduleDeadlock as ScheduleDeadlock
+    from meshweave.algorithms.pipeline.progress import prove_progress as prove_progress
+    from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv as schedule_from_csv
+    from meshweave.algorithms.pipeline.torch_csv import schedule_to_csv as schedule_to_csv
+    from meshweave.algorithms.pipeline.transfer_order import list_transfers as list_transfers
     from meshweave.algorithms.reshard import ReshardPlan as ReshardPlan
     from meshweave.algorithms.reshard import ReshardProblem as ReshardProblem
     from meshweave.algorithms.reshard import TensorMove as TensorMove

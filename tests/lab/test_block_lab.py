@@ -21,14 +21,16 @@ def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
-def test_fused_functions_are_those_of_the_block():
+@pytest.mark.parametrize("flat", [False, True], ids=["batch x sequence", "tokens"])
+def test_fused_functions_are_those_of_the_block(flat):
     from block_lab_functions import FusedFunctions
 
     problem = BlockProblem(2, 5, 12, 3, 3, 4, 8, (1, 1), dtype="float64")
     fused, known = FusedFunctions(problem).table(), RealFunctions(problem).table()
     rng = np.random.default_rng(0)
-    x, dy = rng.standard_normal((2, 2, 5, 12))
-    gain, qkv = rng.standard_normal((2, 12)), rng.standard_normal((2, 5, 36))
+    rows = (10,) if flat else (2, 5)
+    x, dy = rng.standard_normal((2, *rows, 12))
+    gain, qkv = rng.standard_normal((2, 12)), rng.standard_normal((*rows, 36))
     statistics = known["statistics"](x)
     sums = known["norm_grad_sums"](dy, x, statistics, gain)
     out, log_sums = known["attention"](qkv)

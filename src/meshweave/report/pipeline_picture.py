@@ -1,4 +1,4 @@
-"""Timelines of pipelines: a row a rank, a box an action, transfers as thin lines below, several under each other."""
+"""Timelines of pipelines: a row a rank, a box an action, transfers as thin lines below, on one axis of time."""
 
 from __future__ import annotations
 
@@ -66,13 +66,16 @@ def draw_pipelines(
         shown = _shown_ranks(timed)
         drawn += _panel(name, timed, shown, (left, y, scale, width))
         y += _HEADER + _STEP * len(shown) + 12
-    present = {box.kind for _, timed in schedules for rank in _shown_ranks(timed) for box in _boxes(timed, rank)}
+    present = {
+        box.kind for _, timed in schedules for rank in _shown_ranks(timed) for box in _boxes(timed, rank)
+    }
     present |= {"transfer"} if any(timed.schedule.has_communication for _, timed in schedules) else set()
     height = int(y + 60)
     head = f'<text x="16" y="26" font-size="15" font-weight="bold">{escape(title)}</text>'
     if subtitle:
         head += f'<text x="16" y="45" fill="{_GREY}">{escape(subtitle)}</text>'
-    body = "".join((*_axis(to_s(longest), left, scale * PS_PER_S, top, y), *drawn, *_legend(present, left, y + 42)))
+    axis = _axis(to_s(longest), left, scale * PS_PER_S, top, y)
+    body = "".join((*axis, *drawn, *_legend(present, left, y + 42)))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12" '
@@ -171,8 +174,8 @@ def _draw(box: ActionBox, left: int, top: float, scale: float) -> str:
     y = top + (height if box.half == 2 else 0)
     edge = ' stroke="white" stroke-width="0.6"' if wide > 3 else ""
     text = ""
-    if box.text and wide > _LETTER * len(box.text) + 2:
-        size = 11 if not box.half else 8.5
+    size = 8.5 if box.half or wide <= _LETTER * len(box.text) + 2 else 11
+    if box.text and wide > _LETTER * len(box.text) * size / 11 + 1.5:
         text = (
             f'<text x="{x + wide / 2:.2f}" y="{y + height / 2 + size / 2 - 1.5:.1f}" text-anchor="middle" '
             f'font-size="{size}" fill="white" pointer-events="none">{box.text}</text>'

@@ -13,6 +13,7 @@ from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
 from meshweave.algorithms.pipeline.program import pipeline_program
 from meshweave.algorithms.pipeline.reader import read_schedule
+from meshweave.algorithms.pipeline.zero_bubble import ZERO_BUBBLE
 
 ENTRIES: tuple[PipelineAlgorithm, ...] = (
     OneForwardOneBackward(),
@@ -20,6 +21,7 @@ ENTRIES: tuple[PipelineAlgorithm, ...] = (
     InterleavedOneForwardOneBackward(),
     EagerOneForwardOneBackward(),
     DelayedWeights(),
+    *ZERO_BUBBLE,
 )
 
 __all__ = [

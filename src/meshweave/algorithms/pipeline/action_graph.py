@@ -10,15 +10,15 @@ Nodes are actions; a transfer may be one node for its send and its receive. The 
 
 Runtimes differ in what a send waits for:
 
-`Runtime.STRICT`: each pair of ranks has one communicator, whose transfers run one after another, and a send ends
-only once its receive is posted. So are NCCL's point-to-point operations, which torch's runtime of action lists
+`TransferRuntime.STRICT`: each pair of ranks has one communicator, whose transfers run one after another, and a send
+ends only once its receive is posted. So are NCCL's point-to-point operations, which torch's runtime of action lists
 issues one by one (`_PipelineScheduleRuntime`).
 
-`Runtime.BATCHED`: the same, but transfers of one pair that are listed next to each other run together, as
+`TransferRuntime.BATCHED`: the same, but transfers of one pair that are listed next to each other run together, as
 `torch.distributed.batch_isend_irecv` runs them. torch does that in its `Schedule1F1B`, not for action lists.
 
-`Runtime.BUFFERED`: a send ends by itself; its value waits in a buffer. So are gloo, MPI below its eager limit, and
-the lanes of our own Programs.
+`TransferRuntime.BUFFERED`: a send ends by itself; its value waits in a buffer. So are gloo, MPI below its eager
+limit, and the lanes of our own Programs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from meshweave.base.errors import LayoutError
 _PAIRS = tuple(zip(SENDS, RECVS, strict=True))
 
 
-class Runtime(Enum):
+class TransferRuntime(Enum):
     """How transfers between a pair of ranks proceed."""
 
     STRICT = "strict"
@@ -72,7 +72,7 @@ _Waits = list[tuple[IntArray, IntArray, int]]
 """Sources, targets, and the edge that carries the values."""
 
 
-def build_graph(table: ActionTable, runtime: Runtime) -> ActionGraph:
+def build_graph(table: ActionTable, runtime: TransferRuntime) -> ActionGraph:
     """Return the graph of a schedule.
 
     Raises:
@@ -84,7 +84,7 @@ def build_graph(table: ActionTable, runtime: Runtime) -> ActionGraph:
     if table.lists_transfers:
         sends, recvs = _transfers(table)
         _require_same_order(table, sends, recvs)
-        if runtime is Runtime.BUFFERED:
+        if runtime is TransferRuntime.BUFFERED:
             waits.append((sends, recvs, ABSENT))
         else:
             node_of[recvs] = sends
@@ -159,7 +159,7 @@ def _require_same_order(table: ActionTable, sends: IntArray, recvs: IntArray) ->
 
 
 def _queue_waits(
-    table: ActionTable, node_of: IntArray, sends: IntArray, recvs: IntArray, runtime: Runtime
+    table: ActionTable, node_of: IntArray, sends: IntArray, recvs: IntArray, runtime: TransferRuntime
 ) -> tuple[_Waits, int]:
     """Let the transfers of a pair of ranks wait for each other on either side; return the number of nodes too.
 
@@ -169,13 +169,13 @@ def _queue_waits(
     numbers = np.concatenate((sends, recvs))
     peers = np.concatenate((table.ranks[recvs], table.ranks[sends]))
     queues = table.ranks[numbers] * len(table.starts) + peers
-    if runtime is Runtime.BUFFERED:  # sends of one direction wait for each other alone
+    if runtime is TransferRuntime.BUFFERED:  # sends of one direction wait for each other alone
         queues = 2 * queues + (np.arange(len(numbers)) < len(sends))
     order = np.lexsort((numbers, queues))
     numbers, queues = numbers[order], queues[order]
     begins_queue = np.diff(queues, prepend=ABSENT) != 0
     begins = begins_queue.copy()
-    if runtime is Runtime.BATCHED:
+    if runtime is TransferRuntime.BATCHED:
         begins |= np.diff(numbers, prepend=ABSENT - 1) != 1
     else:
         begins[:] = True

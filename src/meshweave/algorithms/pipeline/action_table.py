@@ -133,7 +133,7 @@ def tabulate(schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None)
     counts = (schedule.num_stages, schedule.num_micro_batches)
     columns = _columns(actions, code)
     _require_forwards(columns, schedule)
-    computes: list[IntArray] = [np.full(counts, ABSENT, np.int64) for _ in range(3)]
+    forwards, input_grads, weight_grads = (np.full(counts, ABSENT, np.int64) for _ in range(3))
     table = ActionTable(
         schedule,
         pairs,
@@ -142,7 +142,9 @@ def tabulate(schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None)
         np.repeat(np.arange(len(lengths)), lengths),
         np.isin(code, [_CODES[kind] for kind in KINDS if kind.communicates]),
         np.isin(code, [_CODES[kind] for kind in KINDS if kind.computes]),
-        *computes,
+        forwards,
+        input_grads,
+        weight_grads,
         {kind: np.full((len(pairs), counts[1]), ABSENT, np.int64) for kind in (*SENDS, *RECVS)},
     )
     _enter(table)

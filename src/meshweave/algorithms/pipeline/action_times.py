@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshweave.algorithms.pipeline.action_graph import ActionGraph, Runtime, build_graph
+from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRuntime, build_graph
 from meshweave.algorithms.pipeline.action_table import (
     ABSENT,
     SENDS,
@@ -155,7 +155,7 @@ class TimedSchedule:
 def time_schedule(
     schedule: Schedule,
     times: ActionTimes,
-    runtime: Runtime = Runtime.STRICT,
+    runtime: TransferRuntime = TransferRuntime.STRICT,
     edges: Sequence[tuple[int, int]] | None = None,
 ) -> TimedSchedule:
     """Return when each action runs.

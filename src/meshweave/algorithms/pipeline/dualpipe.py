@@ -1,12 +1,12 @@
 """DualPipeV: forwards and backwards beside each other, on ranks in a V (DeepSeek-AI, arXiv 2412.19437; DualPipe).
 
-Stages go down the ranks and back up, as in `zbv`. In the middle of a step every action is a forward of one micro-batch
-with the backward of another, so that the transfers and all-to-alls of one run beside the products of the other. The
-ends of the step have input and weight gradients apart, which fill what would be bubble. The phases are those of
-the authors' repository (github.com/deepseek-ai/DualPipe, DualPipeV).
+Stages go down the ranks and back up, as in `zbv`. In the middle of a step every action is a forward of one
+micro-batch with the backward of another, so that transfers and all-to-alls of one run beside the products of the
+other. The ends of the step have input and weight gradients apart, which fill what would be bubble. The phases are
+those of the authors' repository (github.com/deepseek-ai/DualPipe, DualPipeV).
 
-DualPipe itself, from which this is cut, runs the model in both directions at once and keeps two copies of each stage.
-An `Action` names a stage that one rank holds, so it has no counterpart here.
+DualPipe itself, from which this is cut, runs the model in both directions at once and keeps two copies of each
+stage. An `Action` names a stage that one rank holds, so DualPipe has no counterpart here.
 """
 
 from __future__ import annotations

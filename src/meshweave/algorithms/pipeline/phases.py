@@ -1,7 +1,7 @@
 """Orders of actions written as phases: which kind of action on which of a rank's stages, how often.
 
-A symbol is a kind of action and the place of a stage among those of the rank, such as "F0" or "I1". The first F0 of a
-rank is of micro-batch 0, the next of micro-batch 1, and so on for each kind and stage.
+A symbol is a kind of action and the place of a stage among those of the rank, such as "F0" or "I1". The first F0
+of a rank is of micro-batch 0, the next of micro-batch 1, and so on for each kind and stage.
 """
 
 from __future__ import annotations

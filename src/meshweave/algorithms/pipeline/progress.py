@@ -2,8 +2,8 @@
 
 Every action waits for a few others (`action_graph`). A schedule ends if and only if these waits have no cycle: as
 long as there is none, some action can go on, and around a cycle none ever can, however fast ranks and links are.
-So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which follows
-one timing.
+So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which
+follows one timing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshweave.algorithms.pipeline.action_graph import ActionGraph, Runtime, build_graph
+from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRuntime, build_graph
 from meshweave.algorithms.pipeline.action_table import ABSENT, IntArray, tabulate
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.base.errors import LayoutError
@@ -46,7 +46,7 @@ class ScheduleDeadlock(LayoutError):
 
 def prove_progress(
     schedule: Schedule,
-    runtime: Runtime = Runtime.STRICT,
+    runtime: TransferRuntime = TransferRuntime.STRICT,
     edges: Sequence[tuple[int, int]] | None = None,
 ) -> None:
     """Prove that a schedule is complete and ends, under the rules of a runtime (`action_graph`).
@@ -174,5 +174,7 @@ def _chain(nodes: Sequence[dict[int, ListedAction]]) -> tuple[list[ListedAction]
 
 
 def _shared_rank(node: dict[int, ListedAction], other: dict[int, ListedAction]) -> int:
-    """Return a rank on which both have an action, ABSENT where there is none."""
-    return next((rank for rank in node if rank in other), ABSENT)
+    """Return a rank on which both have an action, one that lists `other` first if there is; else ABSENT."""
+    shared = [rank for rank in node if rank in other]
+    shared.sort(key=lambda rank: other[rank].position > node[rank].position)
+    return next(iter(shared), ABSENT)

@@ -35,7 +35,7 @@ class _CellError(Exception):
     """What is wrong with one cell, in words that its place goes before."""
 
 
-def from_csv(text: str, name: str = "schedule") -> Schedule:
+def schedule_from_csv(text: str, name: str = "schedule") -> Schedule:
     """Return the schedule that a CSV of torch holds. Which rank holds which stage follows from its actions.
 
     `name` is the file that errors name.
@@ -75,7 +75,7 @@ def from_csv(text: str, name: str = "schedule") -> Schedule:
     return Schedule(_stage_ranks(holders, name), last_micro_batch + 1, tuple(actions))
 
 
-def to_csv(schedule: Schedule) -> str:
+def schedule_to_csv(schedule: Schedule) -> str:
     """Return the CSV that torch loads and, but for idle steps, dumps: a row a rank, lines that end in `\\r\\n`.
 
     Raises:
@@ -91,7 +91,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def without_idle_steps(text: str) -> str:
-    """Return a CSV of torch without its empty cells, which is what `to_csv` writes."""
+    """Return a CSV of torch without its empty cells, which is what `schedule_to_csv` writes."""
     rows = csv.reader(io.StringIO(text, newline=""))
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     return "".join(f"{','.join(row)}\r\n" for row in cells)

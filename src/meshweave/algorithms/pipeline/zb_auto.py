@@ -1,9 +1,9 @@
-"""ZB-1p and ZB-2p: zero-bubble schedules from measured times, under a memory limit (arXiv 2401.10241, section 3.1).
+"""ZB-1p and ZB-2p: zero-bubble schedules from measured times, under a memory limit (arXiv 2401.10241, 3.1).
 
 The heuristic of Qi et al.: run the pipeline forward in time, and let each idle rank choose by rules.
 
-- Before its first input gradient, a rank runs as many forwards as its memory takes. The last of them may delay that
-  gradient, or the rank waits for it: the first choice.
+- Before its first input gradient, a rank runs as many forwards as its memory takes. The last of them may delay
+  that gradient, or the rank waits for it: the first choice.
 - Then input gradients and forwards take turns; or gradients go first (the second choice).
 - A rank that would wait runs a weight gradient: if it fits into the wait; or also if waiting would make this rank
   the one with the largest bubble; or always (the third choice).
@@ -11,11 +11,11 @@ The heuristic of Qi et al.: run the pipeline forward in time, and let each idle 
 
 All combinations of the choices are tried and the best is kept, ZB-H1 among them. The best has the shortest longest
 span of a rank, which is the paper's cost, and then the shortest step. With many micro-batches, combinations are
-compared on fewer, and the best few are written out in full. The paper has one choice more, to skip a forward that the
-next rank cannot use yet; it has never made a difference here.
+compared on fewer, and the best few are written out in full. The paper has one choice more, to skip a forward that
+the next rank cannot use yet; here the best schedule has never been one with it.
 
-A stash counts as `StashLimit.whole` from the forward to the input gradient, and as `StashLimit.rest` from there to the
-weight gradient. ZB-1p has the memory of 1F1B's first rank, p whole stashes; ZB-2p has 2 p.
+A stash counts as `StashLimit.whole` from the forward to the input gradient, and as `StashLimit.rest` from there to
+the weight gradient. ZB-1p has the memory of 1F1B's first rank, p whole stashes; ZB-2p has 2 p.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from meshweave.algorithms.pipeline.action_graph import Runtime
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.zb_h1 import zb_h1
@@ -121,7 +121,7 @@ def zb_auto(num_micro_batches: int, times: ActionTimes, stashes: StashLimit) -> 
 
 def _cost(schedule: Schedule, times: ActionTimes) -> tuple[int, int]:
     """Return the longest span of a rank between its first begin and last end, and the time of the step."""
-    timed = time_schedule(schedule, times, Runtime.BUFFERED)
+    timed = time_schedule(schedule, times, TransferRuntime.BUFFERED)
     spans = (ends[-1] - begins[0] for begins, ends in zip(timed.begins, timed.ends, strict=True))
     return max(spans), timed.duration
 
@@ -191,9 +191,9 @@ class _ListScheduler:
         state = self.ranks[rank]
         forward_at = self._forward_at(rank, now)
         gradient_at = self._gradient_at(rank, now)
-        if not state.input_grads and not self.choices.delays_first_gradient:
-            if forward_at != _NEVER and forward_at + self.times.forward[rank] > gradient_at:
-                forward_at = _NEVER
+        waits = not state.input_grads and not self.choices.delays_first_gradient
+        if waits and forward_at + self.times.forward[rank] > gradient_at:
+            forward_at = _NEVER
         prefers_gradient = self._prefers_gradient(rank, now, forward_at, gradient_at)
         next_at = min(forward_at, gradient_at)
         if next_at <= now:
