@@ -1,4 +1,4 @@
-"""Figures 5, 6 and 8 of AlpaComm, and what its text says of them."""
+"""Figures 5 to 9 of AlpaComm, and what its text says of them."""
 
 from __future__ import annotations
 
@@ -178,5 +178,5 @@ def test_command(
     for name in ("a.html", "alpacomm-p3.8xlarge.md"):
         assert finding in (tmp_path / name).read_text().replace("&#x27;", "'")
     assert (tmp_path / "alpacomm-p3.8xlarge-figure-8-ratios.svg").exists()
-    assert run_app(["reproduce", "alpacomm", "--figures", "7"]) == 2
-    assert "figures: 5, 6, 8" in capsys.readouterr().err
+    assert run_app(["reproduce", "alpacomm", "--figures", "10"]) == 2
+    assert "figures: 5, 6, 7, 8, 9" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def reproduce_alpacomm(
     *,
     progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
-    """Compute the resharding microbenchmarks of AlpaComm: figures 5, 6 and 8, and what the text says of them.
+    """Compute the microbenchmarks and training runs of AlpaComm: figures 5 to 9, and what the text says of them.
 
     Args:
         cluster: hosts of four chips or more with one NIC each, of which five are taken: a cluster, or its catalog

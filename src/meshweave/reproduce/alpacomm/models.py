@@ -1,8 +1,8 @@
-"""The models of AlpaComm's end-to-end evaluation (section 5.2, table 3), each in two pipeline stages of four GPUs.
+"""The models of AlpaComm's end-to-end evaluation (section 5.2, table 3), each in two stages of four GPUs.
 
 GPT: hidden 2048 and 24 layers, or 2560 and 32; sequences of 1024, vocabulary 51200 (the authors' benchmark suite);
-1024 sequences in micro-batches of 16. Layers are dealt to the two stages so that FLOPs are as equal as whole layers
-allow, the head over the vocabulary counted.
+1024 sequences in micro-batches of 16. Layers are dealt to the two stages so that FLOPs are as equal as whole
+layers allow, the head over the vocabulary counted.
 
 U-Transformer. The paper does not give its shape. Ours is that of the authors' benchmark suite and model (in
 alpa-projects/alpa: benchmark/alpa/suite_unet.py, alpa/model/unet_2d.py), read from stored copies, so that results

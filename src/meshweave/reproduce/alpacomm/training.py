@@ -1,14 +1,14 @@
 """AlpaComm's end-to-end runs (MLSys '23, sections 5.2 and 5.3.2), each simulated once.
 
-Two hosts of four GPUs, a stage on each. What is sent between them is resharded; the host has one NIC. The variants, from
-the paper's rival to its bound:
+Two hosts of four GPUs, a stage on each. What is sent between them is resharded; a host has one NIC. The variants,
+from the paper's rival to its bound:
 
     all-gather   1F1B; a stage does nothing else while it sends or receives; resharding by all-gather
     broadcast    the same with resharding by broadcast
     overlap      1F1B with transfers beside the stages
     eager        eager-1F1B
     delayed      eager-1F1B with weight gradients delayed by the least that covers the transfers
-    bound        1F1B with messages of one byte
+    bound        the schedule of delayed with messages of one byte
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from meshweave.algorithms.pipeline import (
     Stash,
 )
 from meshweave.algorithms.pipeline.delayed import least_delay
+from meshweave.algorithms.pipeline.program import Transfers
 from meshweave.algorithms.pipeline.timing import StepTimes
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.fabric import HostTopology
@@ -93,16 +94,21 @@ class TrainingStudy:
             self.advance()
         return self._known[key]
 
+    def share_of_bound(self, case: str) -> float:
+        """Return the throughput of eager-1F1B over that of the bound, in percent."""
+        return 100 * self.faster(case, EAGER, BOUND)
+
     def faster(self, case: str, variant: str, than: str, micro_batches: int = 0) -> float:
         """Return the throughput of a variant over that of another one."""
         steps = [self.step(case, name, micro_batches) for name in (than, variant)]
         return steps[0].seconds / steps[1].seconds
 
-    def tflops_per_s(self, case: str, variant: str) -> float:
+    def tflops_per_s(self, case: str, variant: str, micro_batches: int = 0) -> float:
         """Return the TFLOP/s of all GPUs together, without recomputation."""
         of = CASES[case]
-        flops = 3 * of.rows * of.micro_batches * sum(stage.flops for stage in of.shape.stages)
-        return flops / self.step(case, variant).seconds / 1e12
+        count = micro_batches or of.micro_batches
+        flops = 3 * of.rows * count * sum(stage.flops for stage in of.shape.stages)
+        return flops / self.step(case, variant, count).seconds / 1e12
 
     def problem(self, case: TrainedCase, micro_batches: int) -> PipelineProblem:
         """Return the two stages of a case, and what crosses between them."""
@@ -148,12 +154,11 @@ class TrainingStudy:
             return one_by_one, PipelineConfig("blocking", strategy="global_all_gather", network=network)
         if variant == BROADCAST:
             return one_by_one, PipelineConfig("blocking", network=network)
-        if variant == BOUND:
-            return one_by_one, PipelineConfig("signals", network=network)
         overlapped = PipelineConfig(network=network)
         if variant == OVERLAP:
             return one_by_one, overlapped
         if variant == EAGER:
             return EagerOneForwardOneBackward(), overlapped
         delay = least_delay(problem, StepTimes.of(problem, self.hosts))
-        return DelayedWeights(), replace(overlapped, delay=delay)
+        transfers: Transfers = "signals" if variant == BOUND else "overlapped"
+        return DelayedWeights(), replace(overlapped, transfers=transfers, delay=delay)
