@@ -49,7 +49,7 @@ class PipelineConfig:
     network: HostTopology | None = None
 
     def __str__(self) -> str:
-        parts = [self.transfers]
+        parts: list[str] = [self.transfers]
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         parts += [self.strategy] if self.strategy != "broadcast" else []
         parts += [f"delay {self.delay}"] if self.delay else []

@@ -5,7 +5,7 @@ gradient, which nobody waits for, runs later, and hides the transfer. With a del
 micro-batch m follows the input gradient of micro-batch m + d, and d stashes more are kept.
 
 The delay is the least that covers the transfers by a model of time: FLOPs at the rate of the chip, and bytes at
-the rate of one NIC per transfer.
+the rate of the NICs, or of local links inside of a host.
 """
 
 from __future__ import annotations
