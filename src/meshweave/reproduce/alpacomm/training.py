@@ -39,7 +39,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
-from meshweave.reproduce.alpacomm.models import CASES, GPUS, StageShape, TrainedCase
+from meshweave.reproduce.alpacomm.models import ALL_CASES, GPUS, StageShape, TrainedCase
 from meshweave.simulate import simulate
 
 ALL_GATHER, BROADCAST, OVERLAP = "all-gather", "broadcast", "overlap"
@@ -87,10 +87,10 @@ class TrainingStudy:
 
     def step(self, case: str, variant: str, micro_batches: int = 0) -> TrainingStep:
         """Return a step of a case, with its own number of micro-batches or another one, simulated once."""
-        count = micro_batches or CASES[case].micro_batches
+        count = micro_batches or ALL_CASES[case].micro_batches
         key = case, variant, count
         if key not in self._known:
-            self._known[key] = self._simulate(self.problem(CASES[case], count), variant)
+            self._known[key] = self._simulate(self.problem(ALL_CASES[case], count), variant)
             self.advance()
         return self._known[key]
 
@@ -105,7 +105,7 @@ class TrainingStudy:
 
     def tflops_per_s(self, case: str, variant: str, micro_batches: int = 0) -> float:
         """Return the TFLOP/s of all GPUs together, without recomputation."""
-        of = CASES[case]
+        of = ALL_CASES[case]
         count = micro_batches or of.micro_batches
         flops = 3 * of.rows * count * sum(stage.flops for stage in of.shape.stages)
         return flops / self.step(case, variant, count).seconds / 1e12
