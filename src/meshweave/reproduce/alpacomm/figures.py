@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from meshweave.base.progress import Progress, no_progress
 from meshweave.report.bars import Bar, Group, bar_chart
@@ -178,7 +179,9 @@ def figures(
     study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
 ) -> list[Figure]:
     """Return the figures of these numbers, or all, in order."""
-    return build_figures(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
+    return build_figures(
+        lambda number: replace(FIGURES[number](study), draws=picture), FIGURES, numbers, progress
+    )
 
 
 # --- pictures -------------------------------------------------------------------------------------
