@@ -236,8 +236,8 @@ CASES: dict[str, TrainedCase] = {
 
 FITTED = "U-Transformer 2.1B, fitted"
 FITTED_FLOPS_PER_S = 24e12
-"""The rate, in steps of 2 TFLOP/s, with which the one-byte-signal bound of this model is 1.5 times the all-gathers,
-the most that section 4 states: transfers as heavy as theirs. Fitted on that number alone."""
+"""The rate, in steps of 2 TFLOP/s, with which the one-byte-signal bound of this model is 1.5 times the
+all-gathers, the most that section 4 states: transfers as heavy as theirs. Fitted on that number alone."""
 ALL_CASES = {
     **CASES,
     FITTED: TrainedCase(UNetShape(672), 64, 32, flops_per_s=FITTED_FLOPS_PER_S),
