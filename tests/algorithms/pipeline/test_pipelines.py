@@ -36,6 +36,7 @@ from meshweave.algorithms.pipeline.slots import most_alive
 from meshweave.algorithms.pipeline.timing import StepTimes, step_s
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, ProgramError
+from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
@@ -609,3 +610,20 @@ def test_calls_name_their_parts() -> None:
     program = DelayedWeights().program(chain_of_ranks((0, 1), 3, recomputes=(0,)), PipelineConfig(delay=1))
     parts = {op.part for op in program.ops() if isinstance(op, Call)}
     assert parts == {"forward", "recompute", "input_grad", "weight_grad"}
+
+
+def test_what_ranks_hold_in_common_crosses_between_hosts_once() -> None:
+    """Stages of two data-parallel and two operator-parallel chips on hosts with one NIC each."""
+    cluster = load_cluster("p3.8xlarge")
+    meshes = [Mesh.of(f"host{n}", (2, 2), ("data", "operator"), 4 * n) for n in range(2)]
+    stages = tuple(small_stage(mesh, 4, data_axes=("data",)) for mesh in meshes)
+    problem = PipelineProblem(stages, (Edge(0, 1, (32,)),), 2, 4)
+    carried = {}
+    for network in (None, HostTopology.of(cluster)):
+        program = OneForwardOneBackward().program(problem, PipelineConfig(network=network))
+        validate(program)
+        links = simulate(program, Machine.of(cluster, program)).links
+        carried[network is None] = sum(use.carried_bytes for use in links if use.link[0] == "nic-out")
+    once = 2 * problem.micro_batches * problem.edge_bytes(problem.edges[0])
+    assert carried[True] == 2 * once
+    assert once <= carried[False] <= 1.02 * once  # and tokens that keep messages in order
