@@ -537,6 +537,18 @@ def test_the_model_of_time_is_near_the_simulation(entry: PipelineAlgorithm, widt
     assert modelled == pytest.approx(simulated, rel=0.02)
 
 
+def test_reshards_are_planned_for_the_hosts_of_a_cluster() -> None:
+    """Ranks 0 to 3 of one host send to ranks of the same host and of the next."""
+    problem = mixed_meshes()
+    cluster = load_cluster("p3.8xlarge").with_chips(12)
+    for entry in (OneForwardOneBackward(), DelayedWeights()):
+        config = next(entry.candidates(problem, cluster))
+        assert config.network is not None
+        assert config.network.host_of[:10] == (0, 0, 0, 0, 1, 1, 1, 1, 2, 2)
+        check(entry, problem, config)
+    assert next(ENTRIES[0].candidates(chain_of_ranks((0, 1), 2), cluster)).network is None
+
+
 def test_candidates_of_delayed_weights_are_the_least_delay_and_its_neighbours() -> None:
     problem = heavy(chain_of_ranks(range(4), 16, work=(50_000,)), 4_000_000)
     cluster = load_cluster("dgx-h100:8")
