@@ -22,10 +22,10 @@ from meshweave.execute.torch.measure import start_together, without_garbage_coll
 from meshweave.lab.description_file import load_lab
 from meshweave.lab.pace import paced
 
-WIDTH, SEQUENCE = 128, 64
-CHANNELS, LENGTH = 16, 256
+WIDTH, SEQUENCE = 128, 256
+CHANNELS, LENGTH = 32, 1024
 ROWS = 4
-"""Rows of a micro-batch."""
+"""Rows of a micro-batch. What passes between stages is eight times the least token bucket of a link."""
 MESHES = (
     mw.Mesh("first", (2,), ("dp",), (0, 1)),
     mw.Mesh("second", (2,), ("tp",), (2, 3)),
@@ -57,7 +57,7 @@ class Down(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2) for _ in range(8))
+        self.inner = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2) for _ in range(16))
         self.halve = nn.Conv1d(CHANNELS, 2 * CHANNELS, 2, stride=2)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,7 @@ class Bottom(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(nn.Conv1d(2 * CHANNELS, 2 * CHANNELS, 5, padding=2) for _ in range(2))
+        self.inner = nn.ModuleList(nn.Conv1d(2 * CHANNELS, 2 * CHANNELS, 5, padding=2) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for conv in self.inner:
@@ -86,7 +86,7 @@ class Up(nn.Module):
         super().__init__()
         self.double_length = nn.ConvTranspose1d(2 * CHANNELS, CHANNELS, 2, stride=2)
         self.join = nn.Conv1d(2 * CHANNELS, CHANNELS, 1)
-        self.inner = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2) for _ in range(8))
+        self.inner = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2) for _ in range(16))
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
         x = self.join(torch.cat([self.double_length(x), skipped], 1))

@@ -14,17 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_schedules import KIND, named_schedules, sound_schedules
 
-from meshweave.algorithms.pipeline import ENTRIES, pipeline_program, read_schedule
+from meshweave.algorithms.pipeline import ENTRIES, PipelineProblem, pipeline_program, read_schedule
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime
 from meshweave.algorithms.pipeline.actions import Action, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineConfig
 from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
-from meshweave.algorithms.pipeline.examples import chain_of_ranks
+from meshweave.algorithms.pipeline.examples import chain_of_ranks, small_stage
 from meshweave.algorithms.pipeline.progress import prove_progress
 from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv, schedule_to_csv, without_idle_steps
 from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.algorithms.pipeline.zbv import zbv
 from meshweave.base.errors import DescriptionError, LayoutError, UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.text import to_text
 from sampling import examples
 
@@ -134,6 +135,17 @@ def test_programs_come_back_through_csv(entry: Any) -> None:
             again = pipeline_program(problem, schedule_from_csv(text))
             assert to_text(again) == to_text(program)
             assert schedule_to_csv(read_schedule(again, communication=listed)) == text
+
+
+@pytest.mark.parametrize("name", ["Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_every_kind_of_action_has_a_counterpart_in_a_program(name: str, folder: Path) -> None:
+    """Transfers, overlaps, gathered parameters and reductions of torch, through a Program, byte by byte."""
+    text = torch_schedules.with_transfers(torch_schedules.torch_schedule(name, 2, 2, 4), folder)
+    schedule = schedule_from_csv(text)
+    meshes = [Mesh.of(f"p{rank}", (2,), ("dp",), 2 * rank) for rank in range(2)]
+    stages = [small_stage(meshes[r], 2, data_axes=("dp",), is_sharded=True) for r in schedule.stage_ranks]
+    program = pipeline_program(PipelineProblem.chain(stages, 4, 2, (2,)), schedule)
+    assert schedule_to_csv(read_schedule(program, communication=True)) == text
 
 
 @st.composite
