@@ -77,6 +77,18 @@ def _shared(count: int) -> Iterator[tuple[int, ...]]:
         yield (*range(count // 2), *reversed(range(count // 2)))
 
 
+FOLDED = ("zbv", "dualpipev")
+"""Schedules of two stages a rank, down the ranks and back up."""
+
+
+@st.composite
+def folded_chains(draw: st.DrawFn) -> PipelineProblem:
+    """Return stages down the ranks and back up, and micro-batches enough for each of these schedules."""
+    ranks = draw(st.sampled_from([(0, 0), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0)]))
+    work = draw(st.lists(st.integers(1, 4), min_size=1, max_size=len(ranks)))
+    return chain_of_ranks(ranks, draw(st.integers(len(ranks), 9)), draw(st.integers(1, 2)), work=work)
+
+
 @st.composite
 def meshes(draw: st.DrawFn) -> PipelineProblem:
     """Return stages with data and tensor degrees of their own, and a layout on either side of each edge."""
@@ -133,7 +145,8 @@ CONFIGS = [
 def test_any_chain_is_sound_exact_and_as_large_as_predicted(
     entry: PipelineAlgorithm, data: st.DataObject
 ) -> None:
-    problem = data.draw(chains().filter(lambda problem: entry.refusal(problem) is None))
+    drawn = chains() if entry.name not in FOLDED else folded_chains()
+    problem = data.draw(drawn.filter(lambda problem: entry.refusal(problem) is None))
     check(entry, problem, data.draw(st.sampled_from(CONFIGS)))
 
 
@@ -510,7 +523,11 @@ def test_the_least_delay_is_the_first_that_covers(stages: int, count: int, trans
 
 
 @pytest.mark.parametrize("width", [1_000_000, 100_000_000])
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in ENTRIES if entry.refusal(chain_of_ranks(range(4), 8)) is None],
+    ids=lambda entry: entry.name,
+)
 def test_the_model_of_time_is_near_the_simulation(entry: PipelineAlgorithm, width: int) -> None:
     """Links are not shared here; the simulator also counts the filling of a transfer and latencies."""
     problem = heavy(chain_of_ranks(range(4), 8, work=(500_000,)), width)
@@ -576,7 +593,7 @@ MORE_CASES = [
     ("interleaved", "interleaved-1f1b", "overlapped"),
     ("interleaved", "gpipe", "overlapped"),
 ]
-MESH_CASES = [("mixed meshes", entry.name, "overlapped") for entry in ENTRIES]
+MESH_CASES = [("mixed meshes", entry.name, "overlapped") for entry in ENTRIES if entry.name not in FOLDED]
 
 
 @pytest.mark.gloo

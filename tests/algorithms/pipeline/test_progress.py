@@ -155,7 +155,7 @@ def test_strict_queues_cost_nothing_where_receives_are_posted_in_time(name: str,
 
 
 def test_every_named_schedule_ends() -> None:
-    for name, schedule in named_schedules():
+    for name, schedule in named_schedules((5,)):
         prove_progress(schedule)
         for runtime in TransferRuntime:
             prove_progress(list_transfers(schedule), runtime), name

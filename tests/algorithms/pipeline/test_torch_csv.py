@@ -162,7 +162,7 @@ def any_schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(tuple(range(ranks)), 4, tuple(orders))
 
 
-@examples(200)
+@examples(80)
 @given(any_schedules())
 def test_any_actions_come_back(schedule: Schedule) -> None:
     assert schedule_from_csv(schedule_to_csv(schedule)) == schedule

@@ -10,9 +10,9 @@ Nodes are actions; a transfer may be one node for its send and its receive. The 
 
 Runtimes differ in what a send waits for:
 
-`TransferRuntime.STRICT`: each pair of ranks has one communicator, whose transfers run one after another, and a send
-ends only once its receive is posted. So are NCCL's point-to-point operations, which torch's runtime of action lists
-issues one by one (`_PipelineScheduleRuntime`).
+`TransferRuntime.STRICT`: each pair of ranks has one communicator, whose transfers run one after another, and a
+send ends only once its receive is posted. So are NCCL's point-to-point operations, which torch's runtime of action
+lists issues one by one (`_PipelineScheduleRuntime`).
 
 `TransferRuntime.BATCHED`: the same, but transfers of one pair that are listed next to each other run together, as
 `torch.distributed.batch_isend_irecv` runs them. torch does that in its `Schedule1F1B`, not for action lists.

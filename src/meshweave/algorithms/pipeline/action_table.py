@@ -207,7 +207,7 @@ def _enter_once(table: ActionTable, array: IntArray, rows: IntArray, firsts: Int
     slots = firsts * count + columns.micro_batch[rows]
     flat = array.reshape(-1)
     flat[slots] = columns.number[rows]
-    if len(slots) > len(np.unique(slots)):
+    if np.bincount(slots, minlength=1).max() > 1:
         seen: dict[int, int] = {}
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
             if slot in seen:

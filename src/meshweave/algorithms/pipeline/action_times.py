@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -119,18 +120,29 @@ class TimedSchedule:
     ends: tuple[tuple[int, ...], ...]
     exposed: tuple[ExposedTransfer, ...]
 
-    @property
+    @cached_property
     def duration(self) -> int:
         """Return when the last action ends; the first begins at 0."""
         return max(max(ends, default=0) for ends in self.ends)
 
     def busy(self, rank: int) -> int:
         """Return the ticks in which a rank runs compute actions."""
-        return sum(map(self.times.of_compute, self.schedule.actions[rank]))
+        return self._busy[rank]
 
     def exposed_on(self, rank: int) -> int:
         """Return the ticks in which a rank waits for transfers that are on their way."""
-        return sum(transfer.ticks for transfer in self.exposed if transfer.rank == rank)
+        return self._exposed[rank]
+
+    @cached_property
+    def _busy(self) -> list[int]:
+        return [sum(map(self.times.of_compute, order)) for order in self.schedule.actions]
+
+    @cached_property
+    def _exposed(self) -> list[int]:
+        totals = [0] * self.schedule.num_ranks
+        for transfer in self.exposed:
+            totals[transfer.rank] += transfer.ticks
+        return totals
 
     def bubble(self, rank: int) -> int:
         """Return the ticks of the step in which a rank neither computes nor waits for a transfer on its way."""

@@ -93,8 +93,8 @@ def longest_path(graph: ActionGraph, durations: IntArray, delays: IntArray | Non
             end = begin + ticks[edge]
             if begins[target] < end:
                 begins[target] = end
-            waits[target] -= 1
-            if not waits[target]:
+            left = waits[target] = waits[target] - 1
+            if not left:
                 ready.append(target)
     if len(ready) < graph.num_nodes:
         raise _deadlock(graph, set(range(graph.num_nodes)).difference(ready))

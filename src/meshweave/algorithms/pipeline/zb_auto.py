@@ -106,13 +106,13 @@ def zb_auto(num_micro_batches: int, times: ActionTimes, stashes: StashLimit) -> 
     if len(times.transfer) != num_ranks - 1:
         raise LayoutError(f"{num_ranks} stages have {num_ranks - 1} edges, not {len(times.transfer)}")
     compared = min(num_micro_batches, _COMPARED * num_ranks)
-    runs = [_ListScheduler(compared, times, stashes, choices) for choices in _CHOICES]
+    runs = [_ForwardRun(compared, times, stashes, choices) for choices in _CHOICES]
     by_cost = {run.cost(): run for run in reversed(runs)}
     best = [by_cost[cost] for cost in sorted(by_cost)]
     if compared < num_micro_batches:
         best = best[: 1 if num_ranks * num_micro_batches >= _LARGE else _WRITTEN]
-        best = [_ListScheduler(num_micro_batches, times, stashes, run.choices) for run in best]
-    first = min(best, key=_ListScheduler.cost)
+        best = [_ForwardRun(num_micro_batches, times, stashes, run.choices) for run in best]
+    first = min(best, key=_ForwardRun.cost)
     classic = zb_h1(num_ranks, num_micro_batches)
     if max(map(stashes.peak, classic.actions)) <= stashes.limit and _cost(classic, times) < first.cost():
         return classic
@@ -156,8 +156,8 @@ class _RankState:
     first_begin: int = _NEVER
 
 
-class _ListScheduler:
-    """Runs the pipeline forward in time by one combination of choices."""
+class _ForwardRun:
+    """A run of the pipeline forward in time, by one combination of choices."""
 
     def __init__(
         self, num_micro_batches: int, times: ActionTimes, stashes: StashLimit, choices: ListChoices
