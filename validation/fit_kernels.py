@@ -1,11 +1,14 @@
 """Fit the constants of GPU kernels, and score the fit on parts that it has not seen.
 
-python validation/fit_kernels.py          # writes the catalog's kernels and benchmarks/results/kernels.json
+python validation/fit_kernels.py
 
-The data are AIConfigurator's (src/meshweave/catalog/kernels/NOTICE.md). Held-out scores are of five parts, each
-predicted by constants fitted on the other four. All products of one (n, k), attentions of one head count and length,
-and collectives of one number of chips and bytes are in the same part, by a hash. Products are besides fitted on
-m <= 2048 and scored above, and the other way round. The committed constants are those of all rows.
+writes the catalog's kernels, benchmarks/results/kernels.json and validation/results/kernels.md.
+
+The data are AIConfigurator's (src/meshweave/catalog/kernels/NOTICE.md). Held-out scores are of five parts,
+each predicted by constants fitted on the other four. All products of one (n, k), attentions of one head count
+and length, and collectives of one number of chips and bytes are in the same part, by a hash. Products are
+besides fitted on m <= 2048 and scored above, and the other way round. The committed constants are those of
+all rows.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import argparse
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from meshweave.calibrate.kernel_fit import Hardware, fit_attention, fit_collective, fit_products
+from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cost.product_table import TableInterpolation, item_bytes
 from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.measured_file import (
@@ -39,9 +43,11 @@ from meshweave.reproduce.kernels.score import (
     scores_of,
     sizes_of,
 )
+from meshweave.reproduce.kernels.tables import results_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kernels.json"
+PAGE = ROOT / "validation" / "results" / "kernels.md"
 CATALOG = ROOT / "src" / "meshweave" / "catalog" / "kernels"
 PARTS = 5
 MIDDLE_M = 2048
@@ -115,7 +121,7 @@ def fitted(group: Group, chosen: Any) -> ChipKernels:
 def table_seconds(group: Group, kernels: ChipKernels, chosen: Any, asked: Any) -> Any:
     """Return the seconds of some products by a table of the chosen ones."""
     points = {row.sizes: row.seconds for row, is_in in zip(group.rows, chosen, strict=True) if is_in}
-    table = ProductTable(tuple((*sizes, t) for sizes, t in points.items()))
+    table = ProductTable.of(points)
     return TableInterpolation(table, kernels.product(group.group), group.group).seconds(*group.sizes[asked].T)
 
 
@@ -136,7 +142,9 @@ def held_out(group: Group) -> list[Score]:
     return [
         score
         for method, times in methods
-        for score in scores_of(group.kind, group.device, group.group, method, group.sizes, times, group.seconds)
+        for score in scores_of(
+            group.kind, group.device, group.group, method, group.sizes, times, group.seconds
+        )
     ]
 
 
@@ -153,56 +161,57 @@ def extrapolated(group: Group) -> dict[str, list[Score]]:
     return out
 
 
-def toml(device: str, kernels: list[tuple[Group, ChipKernels]]) -> str:
-    """Return the text of a kernels file."""
-    said = f"Fitted by validation/fit_kernels.py on {DATA}. Errors on parts not fitted: benchmarks/results/kernels.json"
-    lines = [f'name = "{device}"', f'source = "{said}"']
-    elementwise = None
-    for group, known in kernels:
-        entries: tuple[tuple[str, Any], ...] = getattr(known, group.kind)
-        for name, constants in entries:
-            lines += ["", f"[[{group.kind}]]"]
-            if group.kind == COLLECTIVES:
-                lines.append(f'kind = "{name}"')
-            else:
-                dtypes = '"bfloat16", "float16"' if name == "bfloat16" else f'"{name}"'
-                lines.append(f"dtypes = [{dtypes}]")
-            for key, value in asdict(constants).items():
-                lines.append(f'{key} = "{value}"' if isinstance(value, str) else f"{key} = {value!r}")
-            if (group.kind, name) == (PRODUCTS, "bfloat16"):
-                elementwise = constants.launch_s, constants.memory_bytes_per_s
-    if elementwise:
-        lines += [
-            "",
-            "[elementwise]  # not measured: the launch and the memory of products",
-            f"launch_s = {elementwise[0]!r}",
-            f"memory_bytes_per_s = {elementwise[1]!r}",
-        ]
-    return "\n".join(lines) + "\n"
+def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
+    """Return one chip's kernels from those of each group; float16 runs as bfloat16 does."""
+    products = [entry for known in fits for entry in known.products]
+    attention = [entry for known in fits for entry in known.attention]
+    for entries in (products, attention):
+        entries += [("float16", constants) for dtype, constants in entries if dtype == "bfloat16"]
+    streaming = dict(products).get("bfloat16")
+    said = ". Element-wise calls are not measured: launch and memory of products" if streaming else ""
+    return ChipKernels(
+        device,
+        f"Fitted by validation/fit_kernels.py on {DATA}; errors on parts that were not fitted stand in "
+        f"benchmarks/results/kernels.json{said}",
+        tuple(products),
+        tuple(attention),
+        tuple(entry for known in fits for entry in known.collectives),
+        (streaming.launch_s, streaming.memory_bytes_per_s) if streaming else None,
+    )
 
 
 def main(say: Callable[[str], None] = print) -> None:
     """Write the kernels of the catalog and the scores."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.parse_args()
-    by_device: dict[str, list[tuple[Group, ChipKernels]]] = {device: [] for device in DEVICES}
-    results: dict[str, Any] = {"data": DATA, "parts": PARTS, "middle_m": MIDDLE_M, "held_out": {}, "extrapolated": {}}
+    by_device: dict[str, list[ChipKernels]] = {device: [] for device in DEVICES}
+    results: dict[str, Any] = {
+        "data": DATA,
+        "parts": PARTS,
+        "middle_m": MIDDLE_M,
+        "held_out": {},
+        "extrapolated": {},
+    }
     for group in groups():
-        by_device[group.device].append((group, fitted(group, np.ones(len(group.rows), dtype=bool))))
+        by_device[group.device].append(fitted(group, np.ones(len(group.rows), dtype=bool)))
         scores = held_out(group)
         results["held_out"].setdefault(group.kind, []).extend(score.to_json() for score in scores)
         for score in scores:
             say(f"{group.kind} {score}")
         if group.kind == PRODUCTS:
-            for name, found in extrapolated(group).items():
-                results["extrapolated"].setdefault(name, []).extend(score.to_json() for score in found)
-                say(f"{name}: {found}")
+            for name, apart in extrapolated(group).items():
+                results["extrapolated"].setdefault(name, []).extend(score.to_json() for score in apart)
+                say(f"{name}: {apart}")
     for kind, scores_json in results["held_out"].items():
         results.setdefault("overall", {})[kind] = [
             score.to_json() for score in overall([Score(**score) for score in scores_json])
         ]
-    for device, kernels in by_device.items():
-        (CATALOG / f"{device.lower()}.toml").write_text(toml(device, kernels), encoding="utf-8")
+    for device, fits in by_device.items():
+        text = kernels_toml(joined(device, fits))
+        (CATALOG / f"{device.lower()}.toml").write_text(text, encoding="utf-8")
+    PAGE.write_text(results_page(results), encoding="utf-8")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 

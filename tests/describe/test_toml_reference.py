@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from meshweave.describe.machine import cluster_file
+from meshweave.describe.machine import cluster_file, kernels_file
 from meshweave.describe.model import model_file
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODELS = [
     model
-    for module in (cluster_file, model_file)
+    for module in (cluster_file, kernels_file, model_file)
     for model in vars(module).values()
     if isinstance(model, type) and issubclass(model, BaseModel) and model.__module__ == module.__name__
 ]

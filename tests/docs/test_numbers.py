@@ -153,6 +153,46 @@ def test_bytes_in_the_guide() -> None:
         ) in page
 
 
+def test_kernels_in_the_guide() -> None:
+    page, saved = guide("kernels"), MEASURED["load"]("kernels")
+
+    def errors(kind: str, method: str, subset: str, groups: tuple[str, ...] = ()) -> list[tuple[float, int]]:
+        return [
+            (row["mean"], row["rows"])
+            for row in saved["held_out"][kind]
+            if (row["method"], row["subset"]) == (method, subset) and (not groups or row["group"] in groups)
+        ]
+
+    def row(what: str, scores: list[tuple[float, int]]) -> str:
+        means = [mean for mean, _ in scores]
+        over_all = sum(mean * rows for mean, rows in scores) / sum(rows for _, rows in scores)
+        return f"| {what} | {min(means):.1%} | {max(means):.1%} | {over_all:.1%} |".replace("%", " %")
+
+    rows = [
+        row("products, m >= 256, bfloat16", errors("products", "model", "m >= 256", ("bfloat16",))),
+        row("products, m >= 256, fp8", errors("products", "model", "m >= 256", ("fp8",))),
+        row("products, m < 256", errors("products", "model", "m < 256")),
+        row("the same by a table, m >= 256", errors("products", "table", "m >= 256")),
+        row("attention", errors("attention", "model", "all")),
+        row("collectives from 64 KiB", errors("collectives", "model", "from 64 KiB")),
+    ]
+    assert " ".join(rows) in page, rows
+    up, down = (
+        [score["mean"] for score in saved["extrapolated"][name]]
+        for name in ("large m by small", "small m by large")
+    )
+    assert (
+        f"off by {100 * min(up):.1f} to {100 * max(up):.1f} % in the mean, and the other way round by "
+        f"{100 * min(down):.1f} to {100 * max(down):.1f} %"
+    ) in page
+    medians = [
+        row["median"]
+        for row in saved["held_out"]["products"]
+        if (row["method"], row["subset"]) == ("table", "m >= 256")
+    ]
+    assert f"median error is {100 * min(medians):.1f} to {100 * max(medians):.1f} %" in page
+
+
 def test_the_shown_plans_of_a_reshard() -> None:
     """The output on the page is that of the command above it, except for the time of planning."""
     block = next(

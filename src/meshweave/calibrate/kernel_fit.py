@@ -59,7 +59,10 @@ class Free:
 
 
 def fit_constants(
-    free: Mapping[str, Free], seconds_of: Callable[[Mapping[str, float]], Array], measured: Array, weights: Array
+    free: Mapping[str, Free],
+    seconds_of: Callable[[Mapping[str, float]], Array],
+    measured: Array,
+    weights: Array,
 ) -> dict[str, float]:
     """Return the constants that give the measured seconds best, rounded to four digits.
 

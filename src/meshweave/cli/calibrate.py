@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -56,6 +56,17 @@ AcceptMisfit = Annotated[
     bool, typer.Option("--accept-misfit", help="Write the constants even if they do not fit the data.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="Calibrate the products of one torch device (cpu, cuda, cuda:1) and write a kernels file, which a "
+        "cluster file names by chip.kernels."
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option(help="With --device: the dtype. Default: float32 on cpu, bfloat16 on cuda.")
+]
+Products = Annotated[int, typer.Option(help="With --device: the number of products, of at least 20.")]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
@@ -63,6 +74,9 @@ def calibrate(
     out: Out,
     lab: LabFile = None,
     ranks: NumRanks = 0,
+    device: Device = "",
+    dtype: Dtype = "",
+    products: Products = 150,
     mesh: MeshShape = "",
     flops_per_s: Pace = 0.0,
     sizes: Sizes = "",
@@ -82,12 +96,20 @@ def calibrate(
     times are fitted by launch + (P - 1) (sync + part / bandwidth), by rate and launch of products, and by the
     rate of copies. The constants are those of the busy machine.
 
+    With --device, constants of products by their shape are fitted instead, to products of seeded shapes.
+
     The ranks are those of --lab LAB.toml, --ranks N local processes or, with neither option, those that torchrun
     starts. Constants that do not fit the data are refused (exit status 2) unless --accept-misfit is given.
 
     Example: meshweave calibrate --lab examples/labs/torus-4x4-50mbit.toml --out torus.toml
     """
     limits = _read_limits(repeat, timeout, median_error, worst_error)
+    if device:
+        if lab is not None or ranks:
+            raise DescriptionError("--device calibrates one device; leave out --lab and --ranks")
+        _check_out(out, force)
+        _calibrate_device(out, device, dtype, products, repeat, seed, json)
+        return
     part_sizes = _read_sizes(sizes)
     remarks: list[str] = []
     target = _target(lab, ranks, flops_per_s, remarks)
@@ -116,6 +138,26 @@ def calibrate(
     out.write_text(to_toml(calibration.cluster, comments), encoding="utf-8")
     if not json:
         typer.echo(f"written: {out}")
+
+
+def _calibrate_device(
+    out: Path, device: str, dtype: str, products: int, repeat: int, seed: int, json: bool
+) -> None:
+    from meshweave.calibrate.device import DEVICE_DTYPES, calibrate_device
+    from meshweave.calibrate.kernels_toml import kernels_toml
+
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    if dtype not in DEVICE_DTYPES:
+        raise DescriptionError(f"dtype '{printable(dtype)}': give one of {', '.join(DEVICE_DTYPES)}")
+    if not 20 <= products <= 10_000:
+        raise DescriptionError(f"--products is {products}; give 20 to 10000")
+    made = calibrate_device(device, dtype, products, repeat, seed, lambda text: typer.echo(text, err=True))
+    out.write_text(kernels_toml(made.kernels, [made.quality]), encoding="utf-8")
+    if json:
+        errors = {"mean": made.mean_error, "worst": made.worst_error}
+        print_json({"kernels": asdict(made.kernels), "errors": errors, "written": str(out)})
+    else:
+        typer.echo(f"products, {dtype}: {made.quality}\nwritten: {out}")
 
 
 def _check_out(out: Path, force: bool) -> None:

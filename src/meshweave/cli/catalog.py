@@ -1,4 +1,4 @@
-"""`meshweave catalog`: the clusters and models that ship with the package, and where their numbers are from."""
+"""`meshweave catalog`: models, clusters and kernels that ship with the package, and their sources."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import typer
 from meshweave.base.errors import DescriptionError, did_you_mean, printable
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, print_json
-from meshweave.describe.catalog import catalog_text, cluster_names, model_names
+from meshweave.describe.catalog import catalog_text, cluster_names, kernels_names, model_names
 from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.describe.model import Transformer, load_model
 from meshweave.describe.model.memory import ADAM_BYTES, RECOMPUTES, activation_bytes, step_flops
 from meshweave.describe.model.workload import Workload
@@ -19,14 +21,14 @@ from meshweave.describe.model.workload import Workload
 if TYPE_CHECKING:
     from rich.console import Console
 
-KINDS = ("models", "clusters")
+KINDS = ("models", "clusters", "kernels")
 ONE_SEQUENCE = Workload(1, 2048)
 
 _RECOMPUTED = {"none": "", "selective": "_selective_recomputation", "full": "_full_recomputation"}
 
 
 def catalog(
-    kind: Annotated[str | None, typer.Argument(help="models or clusters. Default: both.")] = None,
+    kind: Annotated[str | None, typer.Argument(help="models, clusters or kernels. Default: all.")] = None,
     name: Annotated[
         str | None, typer.Argument(help="An entry: all of its numbers and their sources.")
     ] = None,
@@ -35,7 +37,7 @@ def catalog(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """List the models and clusters that can be named, with their key figures and sources.
+    """List the models, clusters and constants of kernels that can be named, with their key figures and sources.
 
     Memory and FLOPs of a model follow from its sizes: mixed-precision training with Adam, one sequence of
     2048 tokens.
@@ -45,7 +47,7 @@ def catalog(
     if name is None and kind is not None and kind not in KINDS:  # a name alone will do
         kind, name = next(((k, kind) for k in KINDS if kind in _names(k)), (kind, None))
     if kind is not None and kind not in KINDS:
-        known = (*KINDS, *model_names(), *cluster_names())
+        known = (*KINDS, *(name for k in KINDS for name in _names(k)))
         raise DescriptionError(
             f"the catalog has no '{printable(kind)}'{did_you_mean(kind, known)}; it has {', '.join(KINDS)}"
         )
@@ -71,12 +73,14 @@ def catalog(
     for k in kinds:
         if k == "models":
             _print_models(console)
+        elif k == "kernels":
+            _print_kernels(console)
         else:
             _print_clusters(console)
 
 
 def _names(kind: str) -> tuple[str, ...]:
-    return model_names() if kind == "models" else cluster_names()
+    return {"models": model_names, "clusters": cluster_names, "kernels": kernels_names}[kind]()
 
 
 def _entry(kind: str, name: str) -> dict[str, Any]:
@@ -84,9 +88,20 @@ def _entry(kind: str, name: str) -> dict[str, Any]:
     data = tomllib.loads(catalog_text(kind, name))
     if kind == "models":
         derived = _model_figures(load_model(name))
+    elif kind == "kernels":
+        derived = _kernels_figures(load_kernels(name))
     else:
         derived = _cluster_figures(load_cluster(name))
     return {"name": name, "derived": derived, "file": data}
+
+
+def _kernels_figures(kernels: ChipKernels) -> dict[str, Any]:
+    return {
+        "device": kernels.name,
+        "products_flops_per_s": {dtype: constants.flops_per_s for dtype, constants in kernels.products},
+        "attention_flops_per_s": {dtype: constants.flops_per_s for dtype, constants in kernels.attention},
+        "collectives": [kind for kind, _ in kernels.collectives],
+    }
 
 
 def _model_figures(model: Transformer) -> dict[str, Any]:
@@ -185,6 +200,19 @@ def _print_models(console: Console) -> None:
             str(model.vocab_size or "not stated"),
             model.source,
         )
+    console.print(table)
+
+
+def _print_kernels(console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(title="kernels", title_justify="left")
+    for column in ("name", "products", "attention", "collectives", "source"):
+        table.add_column(column)
+    for name in kernels_names():
+        kernels = load_kernels(name)
+        lists = (", ".join(key for key, _ in of) for of in (kernels.products, kernels.attention))
+        table.add_row(name, *lists, ", ".join(kind for kind, _ in kernels.collectives), kernels.source)
     console.print(table)
 
 

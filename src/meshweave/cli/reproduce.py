@@ -196,9 +196,9 @@ def kernels(
 ) -> None:
     """Score the times of products, attention and collectives by their shape against measured ones.
 
-    Relative errors stand by device and dtype or kind of collective: mean, median and worst. Products are priced by
-    the model of the chip's constants, and by a table of the measured products that the catalog has. Devices without
-    constants are named and count nowhere.
+    Relative errors stand by device and dtype or kind of collective: mean, median and worst. Products are
+    priced by the model of the chip's constants, and by a table of the measured products that the catalog has.
+    Devices without constants are named and count nowhere.
 
     Example: meshweave reproduce kernels --cases gemm.csv
     """

@@ -1,7 +1,8 @@
 """The time of a fused attention kernel by its shape, causal or full.
 
 A unit takes a tile of `block` queries of one head and runs over the keys that it may see, `block` at a time
-(FlashAttention-2, Dao 2023, section 3). A causal tile i of q sees keys up to its own, (q + 1) / 2 blocks on average.
+(FlashAttention-2, Dao 2023, section 3). A causal tile i of q sees keys up to its own, (q + 1) / 2 blocks on
+average.
 
     tile    = 4 block width keys / (flops_per_s / units) + tile_s     2 products, 2 FLOPs each
     total   = sum of tiles / units; longest = the tile that sees most keys

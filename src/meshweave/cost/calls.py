@@ -78,4 +78,3 @@ def engine_flops(flops: int, chip: Chip, call: str, dtype: str) -> int:
     """
     own, engine = flops_per_s(chip, call, dtype), int(chip.effective_flops_per_s)
     return flops if own == engine else -(-flops * engine // own)
-

@@ -1,14 +1,15 @@
 """The time of a collective inside one host: launch, hops, a bandwidth curve, and a switch between two protocols.
 
-Among P chips of which each ends with (or begins with) S bytes, w rounds of P - 1 hops move b = w S (P - 1) / P bytes
-in and out of each chip; w is 2 for an all-reduce, else 1. A library has a protocol without waiting for small sizes
-and a faster one for large sizes, and takes the better:
+Among P chips of which each ends with (or begins with) S bytes, w rounds of P - 1 hops move b = w S (P - 1) /
+P bytes in and out of each chip; w is 2 for an all-reduce, else 1. A library has a protocol without waiting
+for small sizes and a faster one for large sizes, and takes the better:
 
     small = launch_s + w (P - 1) hop_s + b / low_latency_bytes_per_s
     large = launch_s + simple_s + w (P - 1) simple_hop_s + ramp_s sqrt(b') + b' / bytes_per_s
 
-with b' = b / ((P - 1) / P)^group_power, since more chips reach more of their links. A pipeline of n chunks over b bytes
-takes (n + hops) (latency + b / (n rate)); at the best n that grows with sqrt(b) beside b / rate, hence `ramp_s`.
+with b' = b / ((P - 1) / P)^group_power, since more chips reach more of their links. A pipeline of n chunks
+over b bytes takes (n + hops) (latency + b / (n rate)); at the best n that grows with sqrt(b) beside b / rate,
+hence `ramp_s`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """What a product or a call takes of a chip: the engine's time as FLOPs, and the memory traffic of a product.
 
-`engine_amount` is the one place where work on a chip becomes time: closed forms, both simulators and the lab's pace ask
-it. A chip whose `kernels` have constants is priced by shape (`cost.products`, `cost.product_table`,
-`cost.attention`), any other by its one rate for the kind and dtype (`cost.calls`). A chip has one engine, so a time
-by shape counts as that many FLOPs at the engine's rate, rounded up.
+`engine_amount` is the one place where work on a chip becomes time: closed forms, both simulators and the
+lab's pace ask it. A chip whose `kernels` have constants is priced by shape (`cost.products`,
+`cost.product_table`, `cost.attention`), any other by its one rate for the kind and dtype (`cost.calls`). A
+chip has one engine, so a time by shape counts as that many FLOPs at the engine's rate, rounded up.
 
-A chip without such constants multiplies out of on-chip memory, tile by tile: while one pair of tiles of A and B is
-multiplied, the next pair is fetched, and an output tile that is complete is written back (MeshSlice, section 4.1). So
-the first pair (`fill`) and the last write-back (`drain`) are exposed, and between them the product takes as long as its
-FLOPs or its traffic, whichever is longer: a roofline. With tiles of tm x tk and tk x tn, all of A is read once
-per column of output tiles, all of B once per row of them, and C is read and written once, as products that
-accumulate do.
+A chip without such constants multiplies out of on-chip memory, tile by tile: while one pair of tiles of A and
+B is multiplied, the next pair is fetched, and an output tile that is complete is written back (MeshSlice,
+section 4.1). So the first pair (`fill`) and the last write-back (`drain`) are exposed, and between them the
+product takes as long as its FLOPs or its traffic, whichever is longer: a roofline. With tiles of tm x tk and
+tk x tn, all of A is read once per column of output tiles, all of B once per row of them, and C is read and
+written once, as products that accumulate do.
 """
 
 from __future__ import annotations

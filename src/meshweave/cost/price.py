@@ -1,11 +1,11 @@
 """The time of ONE op on an otherwise idle machine.
 
-A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2).
-A local product costs what its shape says, or its FLOPs over the chip's rate for its dtype, or its memory traffic
-where that takes longer (`compute`). A call is counted by its kind (`calls`). A copy costs its bytes over memory bandwidth. A
-chain of D packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains travel in one direction, so
-that their rate is at most that of one link. A chain with measured constants of its own may have a higher
-rate, but takes at least part / link rate.
+A collective on a ring of P chips costs t_launch + (P - 1) (t_sync + shard / bw) (MeshSlice, section 3.2.2). A
+local product costs what its shape says, or its FLOPs over the chip's rate for its dtype, or its memory
+traffic where that takes longer (`compute`). A call is counted by its kind (`calls`). A copy costs its bytes
+over memory bandwidth. A chain of D packets (broadcast, reduce) takes P + D - 2 steps. Messages and chains
+travel in one direction, so that their rate is at most that of one link. A chain with measured constants of
+its own may have a higher rate, but takes at least part / link rate.
 
 Where groups of one mesh axis share links, as those that leave a host do, each has its share of them: all
 groups of an axis are taken to communicate at once (ATP, equation 3).

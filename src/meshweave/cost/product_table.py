@@ -1,9 +1,9 @@
 """Times of products interpolated between measured ones.
 
-What is interpolated is the logarithm of time over a base (the model of `cost.products`, or else a roofline of the best
-rates in the table), in log2 of m, n and k: padding and waves are the base's, and what the base misses changes slowly.
-The interpolation is simple kriging with covariance exp(-distance / 2 octaves): exact at measured points, and the base
-itself far from all of them.
+What is interpolated is the logarithm of time over a base (the model of `cost.products`, or else a roofline of
+the best rates in the table), in log2 of m, n and k: padding and waves are the base's, and what the base
+misses changes slowly. The interpolation is simple kriging with covariance exp(-distance / 2 octaves): exact
+at measured points, and the base itself far from all of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TableInterpolation:
         self._least_s, self._best_flops_per_s = seconds.min() / 2, (flops / seconds).max()
         self._at = np.log2(self._sizes)
         known = np.log(seconds / self._base(*self._sizes.T))
-        self._weights: Array = np.linalg.solve(_covariance(self._at, self._at), known)
+        self._weights = np.linalg.solve(_covariance(self._at, self._at), known)
 
     def covers(self, m: int, n: int, k: int) -> bool:
         """Return whether a product is within the ranges of m, n and k of the table."""
@@ -91,6 +91,6 @@ def table_s(
         ranges = ", ".join(f"{x} from {a} to {b}" for x, (a, b) in zip("mnk", table.ranges, strict=True))
         raise UnsupportedError(
             f"a product of m={m}, n={n}, k={k} is outside the measured ones ({table.source}: {ranges}); "
-            "give constants of products and outside = \"model\", or measure it"
+            'give constants of products and outside = "model", or measure it'
         )
     return float(known.seconds(m, n, k))

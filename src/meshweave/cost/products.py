@@ -45,7 +45,12 @@ def _choices(name: str) -> tuple[Array, ...]:
 
 
 def product_seconds(
-    constants: ProductConstants, m: ArrayLike, n: ArrayLike, k: ArrayLike, item_bytes: int, batch: ArrayLike = 1
+    constants: ProductConstants,
+    m: ArrayLike,
+    n: ArrayLike,
+    k: ArrayLike,
+    item_bytes: int,
+    batch: ArrayLike = 1,
 ) -> Array:
     """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
 
@@ -69,11 +74,12 @@ def product_seconds(
     fits = (rows > above) & (rows <= up_to)
     compute_s = np.where(fits, compute_s, np.inf).min(axis=-1)
     busy_s = overlapped(compute_s, memory_s[..., 0], of.overlap) + of.launch_s
-    return slowed(busy_s, of.slowdown) + of.prepare_s * sizes[0] * sizes[2] * sizes[3]
+    prepared_s: Array = of.prepare_s * sizes[0] * sizes[2] * sizes[3]
+    return slowed(busy_s, of.slowdown) + prepared_s
 
 
 def overlapped(compute_s: Array, memory_s: Array, power: float) -> Array:
-    """Return the seconds of computing beside memory traffic: (c^p + m^p)^(1/p), from their maximum to their sum."""
+    """Return the seconds of computing beside memory traffic: (c^p + m^p)^(1/p), at least both."""
     longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
     result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
     return result

@@ -52,10 +52,14 @@ class RankRates:
 
     @classmethod
     def of(cls, cluster: Cluster, dtype: str = "") -> RankRates:
-        """Return the rates of a cluster whose ranks are its chips in order, for products in `dtype`."""
+        """Return the rates of a cluster whose ranks are its chips in order, for products in `dtype`.
+
+        A chip whose products are priced by shape has the rate and the launch of its constants here.
+        """
         machine = Machine(cluster, (Mesh.of("all", (cluster.num_chips,), ("x",)),), logical=True)
         chip, network, axis = cluster.chip, cluster.network, machine.axis("")
         constants = axis.comm("send_recv")
+        products = chip.kernels.product(dtype) if chip.kernels is not None else None
         ranks_per_package = 1
         if isinstance(network, FullMeshNetwork):
             ranks_per_package = network.chips_per_package
@@ -65,10 +69,10 @@ class RankRates:
         near, far = min(1, cluster.num_chips - 1), ranks_per_package % cluster.num_chips
         copies, accumulates = (machine.one_sided_constants(0, far, adds).rate for adds in (False, True))
         return cls(
-            flops_per_s=chip.flops_per_s(dtype),
+            flops_per_s=products.flops_per_s if products else chip.flops_per_s(dtype),
             link_bytes_per_s=min(constants.bytes_per_s, axis.link_bytes_per_s),
             link_latency_s=constants.launch_s + constants.sync_s,
-            launch_s=chip.launch_s,
+            launch_s=chip.launch_s + (products.launch_s if products else 0.0),
             memory_bytes_per_s=chip.memory_bytes_per_s,
             accumulate_factor=accumulates / copies,
             ranks_per_package=ranks_per_package,

@@ -8,7 +8,16 @@ from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.links import require_at_least
 
-WORK_KINDS = ("attention", "causal_attention", "matmul", "norm", "softmax", "loss", "elementwise", "reduction")
+WORK_KINDS = (
+    "attention",
+    "causal_attention",
+    "matmul",
+    "norm",
+    "softmax",
+    "loss",
+    "elementwise",
+    "reduction",
+)
 """The kinds of work that a `call` may name for its price, and that a chip may have a rate for."""
 
 

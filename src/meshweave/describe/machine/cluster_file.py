@@ -60,8 +60,8 @@ class ChipFile(FileModel):
     )
     call_flops_per_s: dict[str, Rate] = Field(
         default_factory=dict,
-        description="a table of FLOP/s of calls by kind of work (attention, causal_attention, norm, softmax, loss, elementwise, "
-        "reduction), each a number of at least 1 (left out: those of GeMMs)",
+        description="a table of FLOP/s of calls by kind of work (attention, causal_attention, norm, softmax, "
+        "loss, elementwise, reduction), each a number of at least 1 (left out: those of GeMMs)",
     )
     memory_bytes: Size = Field(description="the memory of one chip in bytes, a whole number of at least 1")
     memory_bytes_per_s: Rate = Field(description="the memory's bytes per second, a number of at least 1")

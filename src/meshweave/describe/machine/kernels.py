@@ -6,7 +6,8 @@ constant's place in the formula stands. A chip without them is priced by its one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from meshweave.base.errors import DescriptionError
 
@@ -59,10 +60,10 @@ TILE_MENUS = {
         )
     ),
     "systolic": TileMenu((ProductTile(128, 128),), k_step=128),
-    "cpu": TileMenu((ProductTile(16, 48), ProductTile(64, 96), ProductTile(192, 384)), k_step=8),
+    "cpu": TileMenu((ProductTile(8, 16),), k_step=1),
 }
-"""The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on sm90, by
-rows alone; `systolic`: arrays of 128 x 128 (TPU); `cpu`: register tiles and blocks of cache."""
+"""The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on
+sm90, by rows alone; `systolic`: arrays of 128 x 128 (TPU); `cpu`: a tile of registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +181,11 @@ class ProductTable:
     points: tuple[tuple[int, int, int, float], ...]
     source: str = ""
 
+    @classmethod
+    def of(cls, seconds: Mapping[tuple[int, ...], float], source: str = "") -> ProductTable:
+        """Return the table of the seconds of each (m, n, k)."""
+        return cls(tuple((m, n, k, time) for (m, n, k), time in seconds.items()), source)
+
     def __post_init__(self) -> None:
         if not self.points:
             raise DescriptionError("a table of products has no rows; give one at least")
@@ -203,6 +209,7 @@ class ChipKernels:
     Attributes:
         source: what they were fitted on.
         elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
+        reference: the catalog's name of it, or its file; "" where it was made otherwise.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 
@@ -214,6 +221,7 @@ class ChipKernels:
     elementwise: tuple[float, float] | None = None
     tables: tuple[tuple[str, ProductTable], ...] = ()
     outside: str = "model"
+    reference: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.outside not in ("model", "error"):

@@ -1,11 +1,12 @@
 """The keys of a kernels file: the constants of a chip's products, attention, collectives, and measured tables.
 
-A cluster file names one by `chip.kernels`: an entry of the catalog (`h100-sxm5-80gb`), or a TOML or JSON file, found
-from the folder of the cluster file. `meshweave calibrate --device` writes one.
+A cluster file names one by `chip.kernels`: an entry of the catalog (`h100-sxm5-80gb`), or a TOML or JSON
+file, found from the folder of the cluster file. `meshweave calibrate --device` writes one.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,7 +38,7 @@ from meshweave.describe.machine.kernels import (
     ProductConstants,
     ProductTable,
 )
-from meshweave.describe.machine.measured_file import PRODUCTS, read_measured, shipped_measured, SHIPPED
+from meshweave.describe.machine.measured_file import PRODUCTS, SHIPPED, read_measured, shipped_measured
 
 KERNEL_DTYPES = (*DTYPES, "fp8")
 """Dtypes that kernels may have constants for. `fp8` includes the cast of A from bfloat16."""
@@ -47,7 +48,7 @@ Power = Annotated[float, Field(ge=1.0, le=1e6)]
 
 
 class ProductsFile(FileModel):
-    """One table of `products`: the constants of products in some dtypes. The formula stands in `cost/products.py`."""
+    """One table of `products`: the constants of products in some dtypes; see `cost/products.py`."""
 
     dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
     tiles: str = Field(description=f"the menu of tiles, one of {', '.join(TILE_MENUS)}")
@@ -58,7 +59,9 @@ class ProductsFile(FileModel):
     launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
     memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
     wave_share: Share = Field(1.0, description="from 0 (no waves) to 1 (whole waves)")
-    overlap: Power = Field(4.0, description="the power in which time of computing and of memory add up, at least 1")
+    overlap: Power = Field(
+        4.0, description="the power in which time of computing and of memory add up, at least 1"
+    )
     split_passes: Amount = Field(1.0, description="passes of partial sums through memory for each part of k")
     slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
     prepare_s: Duration = Field(0.0, description="seconds for each element of A before the product")
@@ -71,11 +74,15 @@ class AttentionFile(FileModel):
     units: Count = Field(description="the number of SMs, at least 1")
     block: Count = Field(description="queries, and keys, of a tile, at least 1")
     flops_per_s: Rate = Field(description="FLOP/s of all units, a number of at least 1")
-    tile_s: Duration = Field(description="seconds that a tile of queries takes besides its keys, from 0 to 1e6")
+    tile_s: Duration = Field(
+        description="seconds that a tile of queries takes besides its keys, from 0 to 1e6"
+    )
     launch_s: Duration = Field(description="seconds of attention of nothing, from 0 to 1e6")
     memory_bytes_per_s: Rate = Field(description="bytes per second of queries, keys, values and result")
     tail_share: Share = Field(1.0, description="the share of the longest tile by which units end apart")
-    overlap: Power = Field(4.0, description="the power in which time of computing and of memory add up, at least 1")
+    overlap: Power = Field(
+        4.0, description="the power in which time of computing and of memory add up, at least 1"
+    )
     slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
 
 
@@ -122,7 +129,9 @@ class KernelsFile(FileModel):
     products: list[ProductsFile] = Field(default_factory=list, description="a list of tables")
     attention: list[AttentionFile] = Field(default_factory=list, description="a list of tables")
     collectives: list[CollectivesFile] = Field(default_factory=list, description="a list of tables")
-    elementwise: ElementwiseFile | None = Field(None, description="a table of launch_s and memory_bytes_per_s")
+    elementwise: ElementwiseFile | None = Field(
+        None, description="a table of launch_s and memory_bytes_per_s"
+    )
     tables: list[TableFile] = Field(default_factory=list, description="a list of tables")
 
 
@@ -134,14 +143,15 @@ def load_kernels(name_or_path: str, folder: Path | None = None) -> ChipKernels:
     """
     if name_or_path not in kernels_names() and is_path(name_or_path):
         path = (folder or Path()) / name_or_path
-        return kernels_from(load_table(path), path, path.parent)
+        return replace(kernels_from(load_table(path), path, path.parent), reference=str(path.resolve()))
     return _from_catalog(name_or_path)
 
 
 @lru_cache(maxsize=16)
 def _from_catalog(name: str) -> ChipKernels:
     file = f"{name}.toml"
-    return kernels_from(parse_table(catalog_text("kernels", name), file, "toml"), file, None)
+    kernels = kernels_from(parse_table(catalog_text("kernels", name), file, "toml"), file, None)
+    return replace(kernels, reference=name)
 
 
 def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:
@@ -154,7 +164,9 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
             unknown = [dtype for dtype in entry.dtypes if dtype not in KERNEL_DTYPES]
             if unknown:
                 known = f"known dtypes: {', '.join(KERNEL_DTYPES)}"
-                fail_with_all(file, [Problem(f"{kind}.{at}.dtypes", f"unknown dtype '{unknown[0]}'; {known}")])
+                fail_with_all(
+                    file, [Problem(f"{kind}.{at}.dtypes", f"unknown dtype '{unknown[0]}'; {known}")]
+                )
     try:
         return ChipKernels(
             top.name,
@@ -175,14 +187,15 @@ def _constants(entry: FileModel) -> dict[str, Any]:
 
 
 def _table(entry: TableFile, folder: Path | None) -> ProductTable:
-    shipped = folder is None or entry.file in SHIPPED and not (folder / entry.file).exists()
+    shipped = folder is None or (entry.file in SHIPPED and not (folder / entry.file).exists())
     measured = shipped_measured(entry.file) if shipped else read_measured((folder or Path()) / entry.file)
     if measured.kind != PRODUCTS:
         raise DescriptionError(f"{entry.file} has {measured.kind}; give a file of products")
     rows = {
-        row.sizes: row.seconds for row in measured.rows if (row.device, row.group) == (entry.device, entry.dtype)
+        row.sizes: row.seconds
+        for row in measured.rows
+        if (row.device, row.group) == (entry.device, entry.dtype)
     }
     if not rows:
         raise DescriptionError(f"{entry.file} has no products of {entry.device} in {entry.dtype}")
-    points = tuple((*sizes, seconds) for sizes, seconds in rows.items())
-    return ProductTable(points, f"{entry.file}: {entry.device}, {entry.dtype}")  # type: ignore[arg-type]
+    return ProductTable.of(rows, f"{entry.file}: {entry.device}, {entry.dtype}")

@@ -4,8 +4,9 @@
     device,batch_size,sequence,num_heads,num_key_value_heads,head_dim,latency_ms
     device,nccl,op,num_gpus,bytes,latency_ms
 
-Which it is follows from the columns, whose order does not matter; further columns are left alone. `bytes` is the size
-of nccl-tests: of the whole result of an all-gather, of the whole input of the others. Attention is causal, in bfloat16.
+Which it is follows from the columns, whose order does not matter; further columns are left alone. `bytes` is
+the size of nccl-tests: of the whole result of an all-gather, of the whole input of the others. Attention is
+causal, in bfloat16.
 """
 
 from __future__ import annotations
@@ -93,20 +94,22 @@ def _kind(header: list[str], file: str | Path) -> str:
     for name in header:
         if name and header.count(name) > 1:
             fail(file, "line 1", f"column '{printable(name)}' stands twice")
-    for kind, counts in _COUNTS.items():
-        needed = ("device", *_GROUPS[kind], *counts, _TIME)
-        if not set(counts) <= set(header):
-            continue
-        for name in needed:
-            if name not in header:
-                fail(file, "line 1", f"no column '{name}'{did_you_mean(name, header)}; {kind} need {', '.join(needed)}")
-        return kind
-    wanted = "; or ".join(", ".join(counts) for counts in _COUNTS.values())
-    shown = printable(", ".join(header)[:100]) or "nothing"
-    fail(file, "line 1", f"has the columns {shown}; give {wanted}, with device and {_TIME}")
+    kind = next((kind for kind, counts in _COUNTS.items() if set(counts) <= set(header)), None)
+    if kind is None:
+        wanted = "; or ".join(", ".join(counts) for counts in _COUNTS.values())
+        shown = printable(", ".join(header)[:100]) or "nothing"
+        fail(file, "line 1", f"has the columns {shown}; give {wanted}, with device and {_TIME}")
+    needed = ("device", *_GROUPS[kind], *_COUNTS[kind], _TIME)
+    for name in needed:
+        if name not in header:
+            wanted = f"{kind} need {', '.join(needed)}"
+            fail(file, "line 1", f"no column '{name}'{did_you_mean(name, header)}; {wanted}")
+    return kind
 
 
-def _rows(reader: Iterator[list[str]], header: list[str], kind: str, file: str | Path) -> Iterator[MeasuredKernel]:
+def _rows(
+    reader: Iterator[list[str]], header: list[str], kind: str, file: str | Path
+) -> Iterator[MeasuredKernel]:
     line = 1
     for values in reader:
         line = reader.line_num  # type: ignore[attr-defined]

@@ -85,8 +85,8 @@ def subsets(kind: str, sizes: Array) -> Iterator[tuple[str, NDArray[np.bool_]]]:
 def predicted(kernels: ChipKernels, kind: str, group: str, sizes: Array) -> Array | None:
     """Return the seconds of kernels by constants; None where there are none for this kind and group."""
     if kind == PRODUCTS:
-        products = kernels.product(group)
-        return None if products is None else product_seconds(products, *sizes.T, item_bytes(group))
+        products, (m, n, k) = kernels.product(group), sizes.T
+        return None if products is None else product_seconds(products, m, n, k, item_bytes(group))
     if kind == ATTENTION:
         attention = kernels.attention_of(group)
         if attention is None:
@@ -130,9 +130,7 @@ def shipped_table(device: str, dtype: str) -> ProductTable | None:
     """Return the measured products of the catalog for a device and dtype; None where it has none."""
     rows = shipped_measured("gpu_gemm.csv").rows
     points = {row.sizes: row.seconds for row in rows if (row.device, row.group) == (device, dtype)}
-    if not points:
-        return None
-    return ProductTable(tuple((*sizes, t) for sizes, t in points.items()), "gpu_gemm.csv")  # type: ignore[arg-type]
+    return ProductTable.of(points, "gpu_gemm.csv") if points else None
 
 
 def score_kernels(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshweave.reproduce.kernels.score import Score
 
@@ -22,3 +23,27 @@ def score_table(scores: Sequence[Score]) -> str:
 def percent(error: float | None) -> str:
     """Return a relative error in percent with one digit, "-" for None."""
     return "-" if error is None else f"{100 * error:.1f} %"
+
+
+def results_page(results: Mapping[str, Any]) -> str:
+    """Return the page of the results of `validation/fit_kernels.py`, Markdown."""
+    parts, middle = results["parts"], results["middle_m"]
+    lines = [
+        "# Kernels: predicted times beside measured ones",
+        "",
+        f"Data: {results['data']}. Each row is predicted by constants, or by a table, of the other {parts - 1} of "
+        f"{parts} parts: all products of one (n, k), attentions of one head count and length, and collectives of "
+        "one number of chips and size are in one part. `python validation/fit_kernels.py` writes this page.",
+        "",
+    ]
+    for kind, scores in results["held_out"].items():
+        both = [*scores, *results["overall"][kind]]
+        lines += [f"## {kind}", "", score_table([Score(**score) for score in both])]
+    lines += [
+        "## Extrapolation in m",
+        "",
+        f"Products of m >= 256: fitted up to m = {middle}, scored above; and back.",
+    ]
+    for name, scores in results["extrapolated"].items():
+        lines += ["", f"### {name}", "", score_table([Score(**score) for score in scores])]
+    return "\n".join(lines).rstrip("\n") + "\n"
