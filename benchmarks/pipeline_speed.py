@@ -3,7 +3,7 @@
     python benchmarks/pipeline_speed.py [--save] [--repetitions N] [--stages P] [--micro-batches M]
 
 Each run is the first one of a fresh process. Seconds are of the wall clock, by step: the schedule, its Program,
-the proof that it ends and computes what is declared (`validate`), and the simulation of all ranks on hosts of
+the proof that it ends and computes what is declared (`validate`), and the simulation of all ranks, on hosts of
 eight chips.
 """
 

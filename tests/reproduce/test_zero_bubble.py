@@ -10,7 +10,7 @@ import pytest
 from meshweave.cli.app import run_app
 from meshweave.reproduce.published import published_rows
 from meshweave.reproduce.zero_bubble.models import MODELS, SEQUENCE, Slots
-from meshweave.reproduce.zero_bubble.readings import PROFILED, READINGS
+from meshweave.reproduce.zero_bubble.readings import PROFILED, READINGS, hosts, product_s
 from meshweave.reproduce.zero_bubble.rows import MEMORY, OURS, PAPER, memory, row, rows
 from meshweave.reproduce.zero_bubble.study import (
     ONE_F_ONE_B,
@@ -99,6 +99,14 @@ def test_a_layer_counts_as_in_the_papers_table_1(name: str) -> None:
         s * b * h * (24 * h + 8 * s),
         24 * s * b * h * h,
     )
+
+
+def test_kernels_are_priced_by_their_shapes() -> None:
+    cluster = hosts(MODELS["1.5B"])
+    kernels = cluster.chip.kernels
+    assert kernels is not None and kernels.product("float16") is not None
+    whole, half = (product_s(cluster, size, 256, 64) for size in (8192, 4096))
+    assert half > 0.5 * whole  # a launch and a part of a wave are not halved
 
 
 def test_profiled_times_are_those_of_the_simulated_parts_and_transfers() -> None:

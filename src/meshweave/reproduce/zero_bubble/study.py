@@ -128,22 +128,13 @@ def pipeline_problem(
 ) -> PipelineProblem:
     """Return the stages of a model, dealt out in turn, with their times as FLOPs."""
     meshes = [Mesh(f"gpu{gpu}", (1,), ("x",), (gpu,)) for gpu in range(model.gpus)]
-    held = model.stages(per_gpu)
     stages = []
-    for number, (stage, parts) in enumerate(zip(held, times.parts, strict=True)):
+    for number, (held, parts) in enumerate(zip(model.stages(per_gpu), times.parts, strict=True)):
         forward, input_grad, weight_grad = (
             PartCost(max(round(seconds * CHIP_FLOPS_PER_S), 1)) for seconds in parts
         )
-        stages.append(
-            Stage(
-                meshes[number % model.gpus],
-                forward,
-                input_grad,
-                weight_grad,
-                parameters=max(model.parameters(stage), 1),
-                stash=model.stash(stage),
-            )
-        )
+        mesh, parameters = meshes[number % model.gpus], max(model.parameters(held), 1)
+        stages.append(Stage(mesh, forward, input_grad, weight_grad, parameters, model.stash(held)))
     shape = (SEQUENCE, model.hidden)
     edges = tuple(Edge(number, number + 1, shape, dtype=DTYPE) for number in range(len(stages) - 1))
     return PipelineProblem(tuple(stages), edges, micro_batches, model.micro_batch)
