@@ -23,7 +23,7 @@ from meshweave.lab.description_file import load_lab
 from meshweave.lab.pace import paced
 
 WIDTH, SEQUENCE = 128, 256
-CHANNELS, LENGTH = 32, 1024
+CHANNELS, LENGTH = 128, 256
 ROWS = 4
 """Rows of a micro-batch. What passes between stages is eight times the least token bucket of a link."""
 MESHES = (
@@ -52,31 +52,39 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
+class Mixer(nn.Module):
+    """Two products with a residual: a convolution of the U, as products over channels."""
+
+    def __init__(self, channels: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(channels, inner), nn.Linear(inner, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.silu(self.up(x)))
+
+
 class Down(nn.Module):
     """The first part of a U: half as long, twice the channels; and what the last part joins."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2) for _ in range(16))
-        self.halve = nn.Conv1d(CHANNELS, 2 * CHANNELS, 2, stride=2)
+        self.inner = nn.Sequential(*(Mixer(CHANNELS, 4 * CHANNELS) for _ in range(2)))
+        self.halve = nn.Linear(2 * CHANNELS, 2 * CHANNELS)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        for conv in self.inner:
-            x = x + functional.silu(conv(x))
-        return self.halve(x), x
+        x = self.inner(x)
+        return self.halve(x.reshape(x.shape[0], -1, 2 * CHANNELS)), x
 
 
 class Bottom(nn.Module):
-    """The middle of a U."""
+    """The middle of a U. Each of its ranks has all rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(nn.Conv1d(2 * CHANNELS, 2 * CHANNELS, 5, padding=2) for _ in range(4))
+        self.inner = Mixer(2 * CHANNELS, 4 * CHANNELS)
 
     def forward(self, x: Tensor) -> Tensor:
-        for conv in self.inner:
-            x = x + functional.silu(conv(x))
-        return x
+        return self.inner(x)
 
 
 class Up(nn.Module):
@@ -84,15 +92,13 @@ class Up(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.double_length = nn.ConvTranspose1d(2 * CHANNELS, CHANNELS, 2, stride=2)
-        self.join = nn.Conv1d(2 * CHANNELS, CHANNELS, 1)
-        self.inner = nn.ModuleList(nn.Conv1d(CHANNELS, CHANNELS, 5, padding=2) for _ in range(16))
+        self.double_length = nn.Linear(2 * CHANNELS, 2 * CHANNELS)
+        self.join = nn.Linear(2 * CHANNELS, CHANNELS)
+        self.inner = nn.Sequential(*(Mixer(CHANNELS, 4 * CHANNELS) for _ in range(2)))
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
-        x = self.join(torch.cat([self.double_length(x), skipped], 1))
-        for conv in self.inner:
-            x = x + functional.silu(conv(x))
-        return x
+        longer = self.double_length(x).reshape(skipped.shape)
+        return self.inner(self.join(torch.cat([longer, skipped], -1)))
 
 
 def model_of(
@@ -105,7 +111,7 @@ def model_of(
         # The stage in the middle has all rows on each rank, so half as many layers take as long.
         stages: list[nn.Module] = [nn.Sequential(*(Block() for _ in range(count))) for count in (2, 1, 2)]
         return stages, (), torch.randn(rows, SEQUENCE, WIDTH), torch.randn(rows, SEQUENCE, WIDTH)
-    batch, target = (torch.randn(rows, CHANNELS, LENGTH) for _ in range(2))
+    batch, target = (torch.randn(rows, LENGTH, CHANNELS) for _ in range(2))
     return [Down(), Bottom(), Up()], ((0, 2),), batch, target
 
 
