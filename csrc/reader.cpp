@@ -5,13 +5,15 @@
 #include <optional>
 #include <unordered_map>
 
+#include "columns.hpp"
+
 namespace meshweave {
 
 namespace nb = nanobind;
 
 namespace {
 
-constexpr size_t OP_FIELDS = 23, STATEMENT = 4, SELECTOR = 6, VIEW = 5, ACCESS = 3;
+constexpr size_t OP_FIELDS = sizeof(OpRow) / sizeof(i64), STATEMENT = 4, SELECTOR = 6, VIEW = 5, ACCESS = 3;
 constexpr i64 OP = 0, ON = 1, REPEAT = 2, WHEN = 3;
 constexpr i64 READ = 0, WRITE = 1;
 constexpr i64 UPDATES = 8;

@@ -35,7 +35,7 @@ TFLOP/s, 30 % of its peak). Single precision: the peak of the datasheet, for wan
 
 
 @dataclass(frozen=True)
-class StageShape:
+class StageWork:
     """A stage of a model.
 
     Attributes:
@@ -67,7 +67,7 @@ class GptShape:
         return 2 * SEQUENCE * self.hidden * VOCABULARY
 
     @cached_property
-    def stages(self) -> tuple[StageShape, StageShape]:
+    def stages(self) -> tuple[StageWork, StageWork]:
         """Return the two stages."""
         layer, head = self._layer_flops, self._head_flops
         first = min(range(1, self.layers), key=lambda n: abs(n * layer - ((self.layers - n) * layer + head)))
@@ -75,7 +75,7 @@ class GptShape:
         for count, more in ((first, 0), (self.layers - first, head)):
             row = SEQUENCE * self.hidden
             parameters = 12 * count * self.hidden**2 + VOCABULARY * self.hidden
-            shapes.append(StageShape(count * layer + more, parameters, count * row, 2 * count * row))
+            shapes.append(StageWork(count * layer + more, parameters, count * row, 2 * count * row))
         return shapes[0], shapes[1]
 
     @property
@@ -91,13 +91,13 @@ class UNetShape:
     channels: int
 
     @cached_property
-    def stages(self) -> tuple[StageShape, StageShape]:
+    def stages(self) -> tuple[StageWork, StageWork]:
         """Return the two stages."""
         shapes = []
         for part in (self._layers[: self.split], self._layers[self.split :]):
             parameters = sum(size for layer in part for _, size in layer.products)
             flops = sum(layer.flops for layer in part)
-            shapes.append(StageShape(flops, parameters, sum(layer.kept for layer in part)))
+            shapes.append(StageWork(flops, parameters, sum(layer.kept for layer in part)))
         return shapes[0], shapes[1]
 
     @cached_property
@@ -215,7 +215,7 @@ class TrainedCase:
     dtype: str = "float16"
     flops_per_s: float | None = None
 
-    def part_s(self, stage: StageShape, forwards: int, nvlink_bytes_per_s: float) -> float:
+    def part_s(self, stage: StageWork, forwards: int, nvlink_bytes_per_s: float) -> float:
         """Return the seconds that a part of a stage takes which costs as much as some forwards."""
         compute_s = self.rows * stage.flops / GPUS / (self.flops_per_s or FLOPS_PER_S[self.dtype])
         replicas = GPUS // self.operators

@@ -39,7 +39,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.ir.analysis.lifetimes import peak_stash_bytes
-from meshweave.reproduce.alpacomm.models import ALL_CASES, GPUS, StageShape, TrainedCase
+from meshweave.reproduce.alpacomm.models import ALL_CASES, GPUS, StageWork, TrainedCase
 from meshweave.simulate import simulate
 
 ALL_GATHER, BROADCAST, OVERLAP = "all-gather", "broadcast", "overlap"
@@ -116,7 +116,7 @@ class TrainingStudy:
         edge = Edge(0, 1, case.shape.boundary, dtype=case.dtype)
         return PipelineProblem(stages, (edge,), micro_batches, case.rows)
 
-    def _stage(self, case: TrainedCase, number: int, shape: StageShape) -> Stage:
+    def _stage(self, case: TrainedCase, number: int, shape: StageWork) -> Stage:
         network = self.hosts.network
         assert isinstance(network, HostsNetwork)
         first = number * network.chips_per_host
