@@ -133,10 +133,10 @@ def alpacomm(
     """AlpaComm (MLSys '23): its resharding microbenchmarks, training runs and ablations, figures 5 to 9.
 
     One device sends to several, and the nine cases of table 2 are resharded, by send/recv, all-gather and
-    broadcast, in the orders that the paper compares. GPT and a U-Transformer train in two pipeline stages under 1F1B
-    and eager-1F1B, with transfers beside the stages and without. All are simulated at full size (half a minute). The
-    text states relations; a row holds where ours is on the same side. Without --rows and --figures, all rows and figures are
-    computed.
+    broadcast, in the orders that the paper compares. GPT and a U-Transformer train in two pipeline stages under
+    1F1B and eager-1F1B, with transfers beside the stages and without. All are simulated at full size (half a
+    minute). The text states relations; a row holds where ours is on the same side. Without --rows and --figures,
+    all rows and figures are computed.
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
@@ -230,9 +230,9 @@ def zero_bubble(
 ) -> None:
     """Zero Bubble: table 4, the gains of its schedules over 1F1B and their memory, beside ours with a verdict.
 
-    Four GPT models run on 8 to 32 A100s under our 1F1B, interleaved 1F1B, ZB-1p and ZB-2p, simulated by three readings
-    of the times of stages: FLOPs at one rate, kernels by shape, and the authors' profile (a minute). Without --rows,
-    all rows are computed.
+    Four GPT models run on 8 to 32 A100s under our 1F1B, interleaved 1F1B, ZB-1p and ZB-2p, simulated by three
+    readings of the times of stages: FLOPs at one rate, kernels by shape, and the authors' profile (a minute).
+    Without --rows, all rows are computed.
 
     Example: meshweave reproduce zero-bubble --rows zb_1p_profiled,memory_order
     """
