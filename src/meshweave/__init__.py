@@ -60,7 +60,7 @@ _GROUPS = {
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "Action ActionKind Edge PartCost PipelineAlgorithm PipelineConfig PipelineProblem "
-        "Recompute Schedule Stage Stash pipeline_program read_schedule with_communication",
+        "Recompute Schedule Stage Stash pipeline_program read_schedule",
         "algorithms.pipeline.action_graph": "TransferRuntime",
         "algorithms.pipeline.action_times": "ActionTimes time_schedule",
         "algorithms.pipeline.by_name": "ScheduleRequest schedule_by_name",
@@ -145,7 +145,6 @@ if TYPE_CHECKING:
     from meshweave.algorithms.pipeline import Stash as Stash
     from meshweave.algorithms.pipeline import pipeline_program as pipeline_program
     from meshweave.algorithms.pipeline import read_schedule as read_schedule
-    from meshweave.algorithms.pipeline import with_communication as with_communication
     from meshweave.algorithms.pipeline.action_graph import TransferRuntime as TransferRuntime
     from meshweave.algorithms.pipeline.action_times import ActionTimes as ActionTimes
     from meshweave.algorithms.pipeline.action_times import time_schedule as time_schedule

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import meshweave as mw
-from meshweave.algorithms.pipeline import ENTRIES, PipelineConfig, with_communication
+from meshweave.algorithms.pipeline import ENTRIES, PipelineConfig
 from meshweave.algorithms.pipeline.actions import folded, looped
 from meshweave.algorithms.pipeline.torch_csv import schedule_to_csv
+from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.execute.torch.context import TorchContext
 
 TOLERANCE = 1e-12
@@ -143,7 +144,7 @@ def u_shaped(check: Check) -> None:
     else:
         check.that("no outputs", outputs is None and loss is None)
     schedule = pipeline.schedule
-    listed = with_communication(schedule, [(0, 1), (1, 2), (2, 3), *models.U_SKIPS])
+    listed = list_transfers(schedule, edges=[(0, 1), (1, 2), (2, 3), *models.U_SKIPS])
     check.refused("CSV", "UnsupportedError", "skip connection", lambda: schedule_to_csv(listed))
 
 

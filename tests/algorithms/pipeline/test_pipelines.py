@@ -24,9 +24,8 @@ from meshweave.algorithms.pipeline import (
     Schedule,
     pipeline_program,
     read_schedule,
-    with_communication,
 )
-from meshweave.algorithms.pipeline.communication import steps_of
+from meshweave.algorithms.pipeline.communication import communicating_steps, steps_of
 from meshweave.algorithms.pipeline.delayed import DelayedWeights, delayed, least_delay
 from meshweave.algorithms.pipeline.eager import num_eager
 from meshweave.algorithms.pipeline.examples import chain_of_ranks, mixed_meshes, small_stage
@@ -34,6 +33,7 @@ from meshweave.algorithms.pipeline.folding import StepLoop, fold, unfold
 from meshweave.algorithms.pipeline.functions import reference, stage_functions
 from meshweave.algorithms.pipeline.slots import most_alive
 from meshweave.algorithms.pipeline.timing import StepTimes, step_s
+from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.fabric import HostTopology
@@ -194,7 +194,7 @@ def test_folded_steps_unfold(runs: list[list[tuple[int, int]]]) -> None:
 
 def test_steady_states_become_loops() -> None:
     problem = chain_of_ranks(range(8), 200)
-    schedule = with_communication(OneForwardOneBackward().schedule(problem, PipelineConfig()))
+    schedule = list_transfers(OneForwardOneBackward().schedule(problem, PipelineConfig()))
     for order in steps_of(schedule).of_rank:
         folded = fold(order)
         assert len(folded) < 40 and any(isinstance(item, StepLoop) and item.count > 150 for item in folded)
@@ -247,7 +247,7 @@ def test_every_transfer_is_sent_and_received_once(problem: PipelineProblem) -> N
     entry = ENTRIES[1]
     schedule = entry.schedule(problem, PipelineConfig())
     pairs = [(edge.source, edge.target) for edge in problem.edges]
-    full = with_communication(schedule, pairs)
+    full = communicating_steps(schedule, pairs).schedule(schedule)
     listed = [action for order in full.actions for action in order if action.kind.communicates]
     remote = sum(not problem.is_local(edge) for edge in problem.edges)
     assert len(set(listed)) == len(listed) == 4 * remote * problem.micro_batches

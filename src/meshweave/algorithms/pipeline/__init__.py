@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
-from meshweave.algorithms.pipeline.communication import with_communication
 from meshweave.algorithms.pipeline.delayed import DelayedWeights
 from meshweave.algorithms.pipeline.eager import EagerOneForwardOneBackward
 from meshweave.algorithms.pipeline.gpipe import GPipe
@@ -44,5 +43,4 @@ __all__ = [
     "Stash",
     "pipeline_program",
     "read_schedule",
-    "with_communication",
 ]

@@ -17,9 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.communication import with_communication
 from meshweave.algorithms.pipeline.progress import prove_progress
 from meshweave.algorithms.pipeline.torch_csv import schedule_to_csv
+from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.base.errors import LayoutError
 from meshweave.execute.torch.compat_pipelining import (
     load_pipeline_csv,
@@ -40,7 +40,7 @@ def torch_pipeline(
 ) -> Any:
     """Return torch's pipeline runtime with a schedule of ours: its `step` and `eval` are those of torch.
 
-    Transfers are listed by `with_communication` unless the schedule lists them. The list is proved to end under
+    Transfers are listed by `list_transfers` unless the schedule lists them. The list is proved to end under
     NCCL's rules before torch gets it.
 
     Args:
@@ -64,7 +64,7 @@ def torch_pipeline(
             f"pipeline rank {rank} has stages {own}, and the schedule gives it {list(expected)} of "
             f"{schedule.num_stages}"
         )
-    listed = schedule if schedule.has_communication else with_communication(schedule)
+    listed = schedule if schedule.has_communication else list_transfers(schedule)
     listed = _with_parameter_actions(listed)
     prove_progress(listed)
     text = schedule_to_csv(listed)
