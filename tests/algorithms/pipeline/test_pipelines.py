@@ -25,7 +25,7 @@ from meshweave.algorithms.pipeline import (
     pipeline_program,
     read_schedule,
 )
-from meshweave.algorithms.pipeline.communication import communicating_steps, steps_of
+from meshweave.algorithms.pipeline.communication import communicating_steps
 from meshweave.algorithms.pipeline.delayed import DelayedWeights, delayed, least_delay
 from meshweave.algorithms.pipeline.eager import num_eager
 from meshweave.algorithms.pipeline.examples import chain_of_ranks, mixed_meshes, small_stage
@@ -33,7 +33,6 @@ from meshweave.algorithms.pipeline.folding import StepLoop, fold, unfold
 from meshweave.algorithms.pipeline.functions import reference, stage_functions
 from meshweave.algorithms.pipeline.slots import most_alive
 from meshweave.algorithms.pipeline.timing import StepTimes, step_s
-from meshweave.algorithms.pipeline.transfer_order import list_transfers
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, ProgramError
 from meshweave.cost.fabric import HostTopology
@@ -194,8 +193,8 @@ def test_folded_steps_unfold(runs: list[list[tuple[int, int]]]) -> None:
 
 def test_steady_states_become_loops() -> None:
     problem = chain_of_ranks(range(8), 200)
-    schedule = list_transfers(OneForwardOneBackward().schedule(problem, PipelineConfig()))
-    for order in steps_of(schedule).of_rank:
+    schedule = OneForwardOneBackward().schedule(problem, PipelineConfig())
+    for order in communicating_steps(schedule).of_rank:
         folded = fold(order)
         assert len(folded) < 40 and any(isinstance(item, StepLoop) and item.count > 150 for item in folded)
 
