@@ -51,8 +51,8 @@ def torch_pipeline(
 
     Raises:
         LayoutError: the schedule does not end, or its stages are not those of this process.
-        UnsupportedError: the schedule has skip connections, which torch's runtime does not run; or this torch has no
-            such runtime.
+        UnsupportedError: the schedule has skip connections, which torch's runtime does not run; or torch has no
+            such runtime here.
     """
     if not stages:
         raise LayoutError("there is no stage; give the PipelineStages of this process")
