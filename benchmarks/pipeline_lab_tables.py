@@ -1,4 +1,4 @@
-"""Writes `results/pipeline_lab.md`: pipelines as measured in a lab, as tables made from the saved JSON file."""
+"""Writes `results/pipeline_lab.md`: pipelines as measured in a lab, as tables made from the saved JSON files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from lab_tables import machine_line
 from machine import RESULTS
 
-NAME = "pipeline_lab"
+NAMES = ("pipeline_lab_gpt", "pipeline_lab_u")
 TITLES = {"gpt": "A GPT", "u": "A model in the shape of a U"}
 
 
@@ -40,25 +40,30 @@ def table(model: dict[str, Any]) -> Iterator[str]:
 
 
 def page() -> str:
-    """Return the page."""
-    data: dict[str, Any] = json.loads((RESULTS / f"{NAME}.json").read_text())
-    result = data["rows"]
-    repeat = len(result["models"][0]["rows"][0]["runs_s"])
+    """Return the page for the results that there are."""
     lines = [
         "# Pipelines in a lab with slow NICs",
         "",
-        f"`python benchmarks/pipeline_lab.py --repeat {repeat} --save {NAME}`",
-        "",
-        f"{machine_line(data)} {repeat} runs each, in turns; {result['micro_batches']} micro-batches.",
-        "",
         "Three stages of two ranks on `examples/labs/hosts-3x2.toml`, trained by `meshweave.pipeline`. The last",
-        "row sends one byte for each tensor: what no transfer can beat.",
+        "row of a table sends one byte for each tensor: what no transfer can beat.",
         "",
     ]
-    for model in result["models"]:
-        lines += table(model)
+    for name in NAMES:
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        data: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+        result = data["rows"]
+        for model in result["models"]:
+            repeat = len(model["rows"][0]["runs_s"])
+            lines += table(model)
+            lines += [
+                f"`python benchmarks/pipeline_lab.py --models {model['model']} --repeat {repeat} --save {name}`",
+                "",
+                f"{machine_line(data)} {result['micro_batches']} micro-batches; runs of each, in turns: {repeat}.",
+                "",
+            ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":
-    (RESULTS / f"{NAME}.md").write_text(page())
+    (RESULTS / "pipeline_lab.md").write_text(page())
