@@ -11,13 +11,15 @@ the rate of the NICs, or of local links inside of a host.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
 from meshweave.algorithms.pipeline.eager import num_eager
 from meshweave.algorithms.pipeline.one_f_one_b import alternating, several_stages
 from meshweave.algorithms.pipeline.problem import PipelineProblem
-from meshweave.algorithms.pipeline.timing import StepTimes, step_s
+from meshweave.algorithms.pipeline.timing import step_ticks, times_on
 from meshweave.describe.machine.cluster import Cluster
 
 COVERED = 1.001
@@ -38,7 +40,7 @@ class DelayedWeights(PipelineAlgorithm):
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
         """Yield the least delay that covers the transfers on a cluster, one more and one less; 0 to 2 without."""
-        least = 1 if cluster is None else least_delay(problem, StepTimes.of(problem, cluster))
+        least = 1 if cluster is None else least_delay(problem, times_on(problem, cluster))
         network = network_of(problem, cluster)
         for delay in (least, least + 1, least - 1):
             if delay >= 0:
@@ -54,19 +56,20 @@ def delayed(problem: PipelineProblem, delay: int) -> Schedule:
     return alternating(problem, lambda stage: num_eager(problem, stage), delay)
 
 
-def least_delay(problem: PipelineProblem, times: StepTimes) -> int:
+def least_delay(problem: PipelineProblem, times: ActionTimes) -> int:
     """Return the least delay whose step is as short as without transfers, or the best one if none is.
 
     Args:
         problem: the pipeline.
         times: of its parts and transfers.
     """
-    bound_s = step_s(problem, delayed(problem, 0), times.without_transfers())
-    best, best_s = 0, float("inf")
+    free = replace(times, transfer=(0,) * len(times.transfer))
+    bound = step_ticks(problem, delayed(problem, 0), free)
+    best, least = 0, 0
     for delay in range(problem.num_stages + 1):
-        taken_s = step_s(problem, delayed(problem, delay), times)
-        if taken_s < best_s * (1 - 1e-9):
-            best, best_s = delay, taken_s
-        if taken_s <= COVERED * bound_s:
+        taken = step_ticks(problem, delayed(problem, delay), times)
+        if taken <= COVERED * bound:
             return delay
+        if not least or taken < least:
+            best, least = delay, taken
     return best

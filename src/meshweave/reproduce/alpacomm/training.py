@@ -31,7 +31,7 @@ from meshweave.algorithms.pipeline import (
 )
 from meshweave.algorithms.pipeline.delayed import least_delay
 from meshweave.algorithms.pipeline.program import Transfers
-from meshweave.algorithms.pipeline.timing import StepTimes
+from meshweave.algorithms.pipeline.timing import times_on
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
@@ -159,6 +159,6 @@ class TrainingStudy:
             return one_by_one, overlapped
         if variant == EAGER:
             return EagerOneForwardOneBackward(), overlapped
-        delay = least_delay(problem, StepTimes.of(problem, self.hosts))
+        delay = least_delay(problem, times_on(problem, self.hosts))
         transfers: Transfers = "signals" if variant == BOUND else "overlapped"
         return DelayedWeights(), replace(overlapped, transfers=transfers, delay=delay)
