@@ -245,3 +245,16 @@ def test_the_errors_of_block_estimates_in_the_guide() -> None:
         f"over {len(errors)} blocks on eight machines they are off by {statistics.mean(errors):.1%} in the mean, "
         f"SUMMA's by {statistics.mean(summa):.1%}"
     ) in guide("blocks")
+
+
+def test_the_error_of_pipelines_in_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not overlap is predicted worst."""
+    monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
+    errors = []
+    for name in ("pipeline_lab_gpt", "pipeline_lab_u"):
+        saved = json.loads((pages.ROOT / f"benchmarks/results/{name}.json").read_text())["rows"]
+        errors += [row["simulated_s"] / row["median_s"] - 1 for m in saved["models"] for row in m["rows"]]
+    assert f"are up to {max(errors):.0%} too slow in the lab".replace("%", " %") in guide("limits")
+    tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "pipeline_lab_tables.py"))
+    committed = (pages.ROOT / "benchmarks/results/pipeline_lab.md").read_text()
+    assert tables["page"]() == committed, "run python benchmarks/pipeline_lab_tables.py"
