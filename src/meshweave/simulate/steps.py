@@ -88,10 +88,12 @@ class ShiftExchange(MessageSchedule):
         self.open = [2] * count
 
     def join(self, member: int) -> list[Message]:
+        """Return the messages that can begin once this member has joined."""
         self.at[member] = 0
         return self._ready(member)
 
     def end_message(self, message: Message, member: int) -> list[Message]:
+        """Return the messages that can begin once this one has ended."""
         self.open[member] -= 1
         if self.open[member]:
             return []
@@ -100,6 +102,7 @@ class ShiftExchange(MessageSchedule):
         return self._ready(member)
 
     def is_done(self, member: int) -> bool:
+        """Return whether a member has sent and received all that it has to."""
         return self.at[member] == self.steps
 
     def _ready(self, member: int) -> list[Message]:
@@ -124,11 +127,13 @@ class PacketChain(MessageSchedule):
         self.begun, self.left, self.arrived = ([0] * (len(order) - 1) for _ in range(3))
 
     def join(self, member: int) -> list[Message]:
+        """Return the messages that can begin once this member has joined."""
         place = self.place[member]
         self.joined.add(place)
         return self._ready(place - 1) + self._ready(place)
 
     def end_message(self, message: Message, member: int) -> list[Message]:
+        """Return the messages that can begin once this packet has passed its hop."""
         if member == message.sender:
             self.left[message.hop] += 1
             return []
@@ -136,6 +141,7 @@ class PacketChain(MessageSchedule):
         return self._ready(message.hop) + self._ready(message.hop + 1)
 
     def is_done(self, member: int) -> bool:
+        """Return whether all packets of a member have passed."""
         place = self.place[member]
         last = place == len(self.order) - 1
         return (self.arrived[-1] if last else self.left[place]) == self.packets

@@ -69,6 +69,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return batch
 
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
+        """Return the layers as one program. Raises LayoutError for a problem or config that does not fit."""
         self._check(problem, config)
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
@@ -96,6 +97,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             )
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
+        """Return the layout of every input and output of the program of the first candidate."""
         buffers = self.program(problem, next(self.candidates(problem))).buffers
         placed = ((b.tensor, b.layout) for b in buffers if b.kind in ("input", "output"))
         return {name: layout for name, layout in placed if name is not None and layout is not None}
@@ -110,9 +112,11 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""
         return reference(problem, inputs)
 
     def functions(self, problem: BlockProblem) -> Mapping[str, Callable[..., Any]]:
+        """Return what the calls of the program compute: integers where the problem is exact."""
         return functions_of(problem).table()
 
     def random_inputs(self, problem: BlockProblem, seed: int = 0) -> dict[str, Array]:

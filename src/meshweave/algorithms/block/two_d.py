@@ -49,6 +49,7 @@ class IncludedProducts(BlockAlgorithm):
         yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
     def roles_of(self, problem: BlockProblem) -> Roles:
+        """Return the roles of the axes, with the 2D product that is included."""
         return Roles(super().roles_of(problem).axes, self.product_2d)
 
     def max_chunks(self, problem: BlockProblem) -> int:

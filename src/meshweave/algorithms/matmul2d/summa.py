@@ -380,6 +380,7 @@ class Summa(Matmul2d):
                 yield Matmul2dConfig((1,) * count, packets=packets)
 
     def program(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Program:
+        """Return the product as panels that are broadcast, or reduced, along rows and columns."""
         steps = slice_steps(problem, config.slice_count)
         builder = _SummaProgramBuilder(problem, steps, config.packets)
         body: tuple[Op | Repeat, ...]
@@ -420,6 +421,7 @@ class Summa(Matmul2d):
 
     def traffic(self, problem: Matmul2dProblem, config: Matmul2dConfig, rank: int) -> dict[str, int]:
         # All panels that a rank does not own are what its shard lacks: each matrix crosses its axis once.
+        """Return the bytes that a rank moves, per mesh axis: its part of each panel's chain."""
         return problem.traffic_bytes(rank)
 
 

@@ -85,6 +85,7 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         yield PipelineConfig("blocking", network=network)
 
     def program(self, problem: PipelineProblem, config: PipelineConfig) -> Program:
+        """Return the Program of the schedule. Raises LayoutError where `refusal` has a reason."""
         refusal = self.refusal(problem)
         if refusal is not None:
             raise LayoutError(f"{self.name}: {refusal}")
@@ -99,10 +100,13 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
         )
 
     def reference(self, problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return gradients and results of the whole batch, by numpy, stage after stage."""
         return reference(problem, inputs)
 
     def placements(self, problem: PipelineProblem) -> dict[str, Layout]:
+        """Return the layouts of parameters, gradients, inputs, results and targets, by tensor."""
         return tensor_layouts(problem)
 
     def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
+        """Return what the calls of the stages compute, exactly, on integers."""
         return stage_functions(problem)

@@ -34,6 +34,7 @@ class DelayedWeights(PipelineAlgorithm):
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
 
     def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return a reason if a pipeline rank holds several stages."""
         return several_stages(problem)
 
     def candidates(
@@ -48,6 +49,7 @@ class DelayedWeights(PipelineAlgorithm):
         yield PipelineConfig("blocking", delay=least, network=network)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return eager-1F1B whose weight gradients come `config.delay` micro-batches late."""
         return delayed(problem, config.delay)
 
 

@@ -21,9 +21,11 @@ class EagerOneForwardOneBackward(PipelineAlgorithm):
     source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
 
     def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return a reason if a pipeline rank holds several stages."""
         return several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return 1F1B in which stage i runs min(M, 2 (P - i) - 1) forwards first."""
         return alternating(problem, lambda stage: num_eager(problem, stage))
 
 

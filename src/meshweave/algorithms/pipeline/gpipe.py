@@ -18,6 +18,7 @@ class GPipe(PipelineAlgorithm):
     source = "Huang et al., GPipe, NeurIPS '19"
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return all forwards, then all backwards, on each rank."""
         count = problem.micro_batches
         orders = []
         for rank in range(problem.num_ranks):

@@ -21,12 +21,14 @@ class InterleavedOneForwardOneBackward(PipelineAlgorithm):
     source = "Narayanan et al., Megatron-LM, SC '21"
 
     def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return a reason if stages are not dealt out to ranks in turn."""
         per_rank = problem.num_stages // problem.num_ranks
         if problem.stage_ranks != looped(problem.num_ranks, per_rank):
             return f"its stages are dealt out in turn, not on pipeline ranks {problem.stage_ranks}"
         return None
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return 1F1B over the stages of each rank, in rounds of as many micro-batches as ranks."""
         ranks, count = problem.num_ranks, problem.micro_batches
         rounds = round_sizes(count, ranks)
         orders = tuple(_order(rank, problem.stages_of(rank), ranks, rounds) for rank in range(ranks))

@@ -21,9 +21,11 @@ class OneForwardOneBackward(PipelineAlgorithm):
     source = "Narayanan et al., PipeDream, SOSP '19"
 
     def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return a reason if a pipeline rank holds several stages."""
         return several_stages(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return P - i forwards on stage i, then backwards and forwards in turn."""
         return alternating(problem, lambda stage: problem.num_stages - stage)
 
 

@@ -56,6 +56,7 @@ class ZeroBubbleH1(_ZeroBubble):
         return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return ZB-H1: weight gradients in the bubbles of 1F1B, with its stashes."""
         return zb_h1(problem.num_ranks, problem.micro_batches)
 
 
@@ -71,6 +72,7 @@ class ZeroBubbleV(_ZeroBubble):
         return _two_stages_folded(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return ZB-V, for two stages a rank that go down the ranks and back up."""
         return zbv(problem.num_ranks, problem.micro_batches)
 
 
@@ -93,6 +95,7 @@ class DualPipeV(_ZeroBubble):
         return _two_stages_folded(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return DualPipeV, whose steady state overlaps a forward and a backward."""
         return dualpipe_v(problem.num_ranks, problem.micro_batches)
 
 
@@ -118,6 +121,7 @@ class ZeroBubbleAuto(_ZeroBubble):
         return _one_stage_each(problem)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        """Return the best schedule that is found within the limit on stashes, transfers taken as free."""
         durations = stage_durations(problem)
         forward, input_grad, weight_grad = (tuple(part) for part in zip(*durations, strict=True))
         times = ActionTimes(forward, input_grad, weight_grad, (0,) * (problem.num_stages - 1))

@@ -119,6 +119,7 @@ class Matmul(Op):
     release: Release | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return reads of the operands and a write of the result, read too where it accumulates."""
         own: tuple[tuple[Mode, View], ...] = ((READ, self.a), (READ, self.b))
         if self.release is not None and self.release.update:
             return (*own, (UPDATE, self.out))
@@ -137,6 +138,7 @@ class Copy(Op):
     release: Release | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of `src` and a write of `out`, an update where its release updates."""
         update = self.release is not None and self.release.update
         return ((READ, self.src), (UPDATE if update else WRITE, self.out))
 
@@ -150,6 +152,7 @@ class Add(Op):
     src: View
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return reads of `src` and `out`, and a write of `out`."""
         return ((READ, self.src), (READ, self.out), (WRITE, self.out))
 
 
@@ -161,6 +164,7 @@ class Zero(Op):
     out: View
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a write of `out`."""
         return ((WRITE, self.out),)
 
 
@@ -199,6 +203,7 @@ class Call(Op):
     dtype: str = ""
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return reads of all ins, then writes of all outs."""
         reads: tuple[tuple[Mode, View], ...] = tuple((READ, view) for view in self.ins)
         return (*reads, *((WRITE, view) for view in self.outs))
 
@@ -214,6 +219,7 @@ class DataCollective(Collective):
     src: View
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of `src` and a write of `out`."""
         return ((READ, self.src), (WRITE, self.out))
 
 
@@ -302,6 +308,7 @@ class Fence(Collective):
     kind: ClassVar[str] = "fence"
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return nothing: a fence orders accesses and makes none."""
         return ()
 
 
@@ -322,6 +329,7 @@ class Send(Op):
     step: CollectiveStep | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of what is sent."""
         return ((READ, self.src),)
 
 
@@ -337,6 +345,7 @@ class Recv(Op):
     """Add what arrives to `out` instead of storing it."""
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a write of what is received, which is read too where it is added."""
         return ((READ, self.out), (WRITE, self.out)) if self.update else ((WRITE, self.out),)
 
 
@@ -349,6 +358,7 @@ class Get(Op):
     src: View
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of the other rank's `src` and a write of `out`."""
         return ((READ, self.src), (WRITE, self.out))
 
 
@@ -365,6 +375,7 @@ class Put(Op):
     release: Release | None = None
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of `src` and a write of the other rank's `out`, an update where its release updates."""
         update = self.release is not None and self.release.update
         return ((READ, self.src), (UPDATE if update else WRITE, self.out))
 
@@ -379,6 +390,7 @@ class Accumulate(Op):
     op: str = "sum"
 
     def accesses(self) -> tuple[tuple[Mode, View], ...]:
+        """Return a read of `src` and an update of the other rank's `out`."""
         return ((READ, self.src), (UPDATE, self.out))
 
 
