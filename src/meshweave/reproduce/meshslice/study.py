@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
+from meshweave.algorithms.matmul2d.common.passes import Stationary
 from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
-from meshweave.describe.model import FcLayer, load_model
+from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload, block_gemms
 from meshweave.reproduce.meshslice.times import Timer, Timing, sum_timings
-from meshweave.tune.dataflow import choose_stationary, choose_transposed
+from meshweave.tune.dataflow import LayerDataflow, block_products, choose_transposed, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.product import SearchCounts
 from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED, ProductSizes, sizes_of, unrolled_entry
@@ -113,26 +113,21 @@ class MeshSliceStudy:
         """Return the tokens and dtype of a block."""
         return Workload(block.batch, self.experiment.sequence, self.experiment.dtype)
 
-    def problems(self, block: FcBlock, shape: Shape) -> list[Matmul2dProblem]:
-        """Return the 12 products of a block, layer by layer."""
+    def problems(
+        self, block: FcBlock, shape: Shape, algorithm: str = REFERENCE_ALGORITHM
+    ) -> list[Matmul2dProblem]:
+        """Return the 12 products of a block under an algorithm, layer by layer.
+
+        The rivals with a layout of their own keep it, also where `always_stationary` gives one to all others.
+        """
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
-        stays = [
-            block.always_stationary or choose_stationary(tokens, layer.in_features, layer.out_features)[0]
-            for layer in layers
-        ]
-        return [
-            self._problem(layer, which, name, tokens, shape, flipped)
-            for layer, which, flipped in zip(layers, stays, choose_transposed(stays), strict=True)
-            for name in PASSES
-        ]
-
-    def _problem(
-        self, layer: FcLayer, stays: Stationary, name: str, tokens: int, shape: Shape, flipped: bool
-    ) -> Matmul2dProblem:
-        (pass_name,) = (known for known in PASSES if known == name)
-        sizes = tokens, layer.in_features, layer.out_features
-        return pass_problem(stays, pass_name, *sizes, shape, self.experiment.dtype, transposed=flipped)
+        entry = ALGORITHMS[UNROLLED.get(algorithm, algorithm)]
+        flows = layer_dataflows(entry, layers, tokens)
+        if block.always_stationary and not entry.own_stationary:
+            flipped = choose_transposed([block.always_stationary] * len(layers))
+            flows = [LayerDataflow(block.always_stationary, flip, "given") for flip in flipped]
+        return block_products(layers, flows, tokens, shape, self.experiment.dtype)
 
     def flops(self, block: FcBlock) -> int:
         """Return the FLOPs of the products of a block."""
@@ -172,7 +167,7 @@ class MeshSliceStudy:
         entry = self.entry(algorithm, block, product)
 
         def problems(shape: Shape) -> list[Matmul2dProblem]:
-            all_of_them = self.problems(block, shape)
+            all_of_them = self.problems(block, shape, algorithm)
             return all_of_them if product is None else [all_of_them[product]]
 
         ranked = best_meshes(entry, space, shapes, problems, SearchCounts(), lambda: None)
@@ -184,7 +179,7 @@ class MeshSliceStudy:
         if key not in self._on_mesh:
             space = self.search_space(block.chips, algorithm in RING_BASELINES)
             entry = self.entry(algorithm, block)
-            mesh = BlockOnMesh(entry, shape, self.problems(block, shape), space.prices(shape), SearchCounts())
+            mesh = BlockOnMesh(entry, shape, self.problems(block, shape, algorithm), space.prices(shape), SearchCounts())
             self._on_mesh[key] = _at_best(entry, space.cluster, mesh)
         return self._on_mesh[key]
 
