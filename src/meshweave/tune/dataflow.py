@@ -1,7 +1,7 @@
 """Phase 1 of the MeshSlice autotuner: which matrix stays put (section 3.2.1).
 
-The largest of X (tokens x in), W (in x out) and Y (tokens x out) should not move. An algorithm with a layout of its
-own (1D tensor parallelism, FSDP) is asked first: its authors choose by layer and not by size.
+The largest of X (tokens x in), W (in x out) and Y (tokens x out) should not move. An algorithm with a layout of
+its own (1D tensor parallelism, FSDP) comes first: its authors choose by layer and not by size.
 """
 
 from __future__ import annotations

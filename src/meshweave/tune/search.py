@@ -44,7 +44,9 @@ class _ModelSearch:
     def shapes(self, entry: Matmul2d) -> list[Shape]:
         """Return the mesh shapes of an algorithm; none where it lacks a dataflow that a layer needs."""
         shapes = self.space.shapes(entry)
-        if shapes and any(problem.dataflow not in entry.dataflows for problem in self.problems(entry, shapes[0])):
+        if shapes and any(
+            problem.dataflow not in entry.dataflows for problem in self.problems(entry, shapes[0])
+        ):
             return []
         return shapes
 

@@ -14,6 +14,7 @@ from meshweave.algorithms.matmul2d.common.passes import Stationary
 from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
 from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload, block_gemms
+from meshweave.reproduce.meshslice.readings import MeasuredRun
 from meshweave.reproduce.meshslice.times import Timer, Timing, sum_timings
 from meshweave.tune.dataflow import LayerDataflow, block_products, choose_transposed, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
@@ -65,14 +66,24 @@ class ChosenProducts:
 
 
 class MeshSliceStudy:
-    """The experiments of the paper on one machine, timed by one reading; nothing is computed twice."""
+    """The experiments of the paper on one machine, timed by one timer; nothing is computed twice.
+
+    Args:
+        cluster: the pod, or its catalog name or TOML file.
+        measured: how the blocks ran on the real 4x4 mesh.
+    """
 
     def __init__(
-        self, cluster: str | Cluster, timer: Timer, experiment: ExperimentSizes | None = None
+        self,
+        cluster: str | Cluster,
+        timer: Timer,
+        experiment: ExperimentSizes | None = None,
+        measured: MeasuredRun | None = None,
     ) -> None:
         self.experiment = experiment or ExperimentSizes()
+        self.measured = measured or MeasuredRun()
         self.timer = timer
-        self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate")
+        self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate", timer.rule)
         self._pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
         self._search_spaces: dict[tuple[int, bool], MeshSearchSpace] = {}
         self._chosen: dict[tuple[FcBlock, str, int | None], ChosenProducts | None] = {}
@@ -170,17 +181,35 @@ class MeshSliceStudy:
             all_of_them = self.problems(block, shape, algorithm)
             return all_of_them if product is None else [all_of_them[product]]
 
+        if self.timer.rule != "apart":  # the tuner's search knows no other rule
+            chosen = [self._by_timer(entry, space.cluster, shape, problems(shape)) for shape in shapes]
+            return min(chosen, key=lambda products: products.timing(self.estimates).total_s)
         ranked = best_meshes(entry, space, shapes, problems, SearchCounts(), lambda: None)
         return _at_best(entry, space.cluster, ranked[0][1])
+
+    def _by_timer(
+        self, entry: Matmul2d, cluster: Cluster, shape: Shape, problems: Sequence[Matmul2dProblem]
+    ) -> ChosenProducts:
+        """Return products on a mesh, each at the config that the study's own estimates find fastest."""
+        best: dict[Matmul2dProblem, Matmul2dConfig] = {}
+        for problem in dict.fromkeys(problems):
+            best[problem] = min(
+                entry.candidates(problem),
+                key=lambda config: self.estimates.product_s(problem, entry, config, cluster),
+            )
+        return ChosenProducts(entry, cluster, shape, tuple((problem, best[problem]) for problem in problems))
 
     def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = REFERENCE_ALGORITHM) -> ChosenProducts:
         """Return an algorithm on a given mesh, with the configurations that its tuner takes there."""
         key = block, algorithm, shape
         if key not in self._on_mesh:
             space = self.search_space(block.chips, algorithm in RING_BASELINES)
-            entry = self.entry(algorithm, block)
-            mesh = BlockOnMesh(entry, shape, self.problems(block, shape, algorithm), space.prices(shape), SearchCounts())
-            self._on_mesh[key] = _at_best(entry, space.cluster, mesh)
+            entry, problems = self.entry(algorithm, block), self.problems(block, shape, algorithm)
+            if self.timer.rule == "apart":
+                mesh = BlockOnMesh(entry, shape, problems, space.prices(shape), SearchCounts())
+                self._on_mesh[key] = _at_best(entry, space.cluster, mesh)
+            else:
+                self._on_mesh[key] = self._by_timer(entry, space.cluster, shape, problems)
         return self._on_mesh[key]
 
     # --- times --------------------------------------------------------------------------------------------
