@@ -79,7 +79,8 @@ def reproduce_meshslice(
     Args:
         cluster: the pod whose constants are judged: a cluster, or its catalog name or TOML file. None for that of
             the reading.
-        selection: the rows and figures to compute. All rows are those that the reading covers; figures are of pods.
+        selection: the rows and figures to compute. All rows are those that the reading covers; figures are of
+            pods.
         reading: what the paper leaves open, one of `meshslice.readings.READINGS`.
         by: what gives the times of products; estimates choose meshes and slice counts in both cases.
         progress_bar: shows how many rows and figures are done.

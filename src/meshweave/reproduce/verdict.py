@@ -1,8 +1,8 @@
 """A published number beside ours, the verdict, and whether the row counts: one rule for every paper.
 
 A row counts once for each number or statement that a paper prints and that ours could miss. All other rows are
-listed with a reason (`LISTED`) and stand beside the counts: what follows from definitions, the same number read once
-more, what cannot fail, goals of our own, and what constants were fitted on.
+listed with a reason (`LISTED`) and stand beside the counts: what follows from definitions, the same number read
+once more, what cannot fail, goals of our own, and what constants were fitted on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Tolerance:
     """By how much ours may differ from the published number and still hold.
 
     `amount` is a share of the published number, or, in `points`, of the 100 % that a percentage is of. A `gain` is
-    judged by its own size (`GAIN_AMOUNT`). A `goal` is met by all that is at most as large; `least` by all that is at least as large, and `more` by what is larger by
-    0.01 at least, so that equals are no lead; `exact` allows nothing.
+    judged by its own size (`GAIN_AMOUNT`). A `goal` is met by all that is at most as large; `least` by all that is at
+    least as large, and `more` by what is larger by 0.01 at least, so that equals are no lead; `exact` allows nothing.
     """
 
     amount: float = 0.03

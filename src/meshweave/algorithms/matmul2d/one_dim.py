@@ -11,8 +11,8 @@ by its in or out features, so activations travel; FSDP (Zhao et al., VLDB '23) s
 weights by rows, so weights travel. A ring uses two of the four links that a chip has in a 2D torus.
 
 Which operand is a weight depends on the layer's dataflow (`passes`), so each chooses its dataflows as its authors
-do, whatever the sizes (`own_stationary`). Tensor parallelism alternates Megatron's column-parallel layers (Y stays:
-tokens are gathered) and row-parallel ones (X stays: tokens are reduced and scattered). In FSDP Y stays in every
+do, whatever the sizes (`own_stationary`). Tensor parallelism alternates Megatron's column-parallel layers (Y
+stays: tokens are gathered) and row-parallel ones (X stays: tokens are reduced and scattered). In FSDP Y stays in every
 layer: weights are gathered in the forward and the backward data pass, and their gradient is reduced and scattered.
 """
 

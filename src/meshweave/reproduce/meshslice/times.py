@@ -64,8 +64,8 @@ class Timer:
         by: the estimate of a skeleton, or the simulation of the program.
         rule: what the paper leaves open (`readings` says more). "apart": a product pays its prologue and its
             epilogue, and each mesh axis has links of its own. "together": prologue and epilogue run at once, so
-            that a product pays the longer of the two (section 4.2). "pooled": both axes share one pool of bandwidth,
-            so that operations of a and b seconds take (a + b) / 2 together; by estimate only.
+            that a product pays the longer of the two (section 4.2). "pooled": both axes share one pool of
+            bandwidth, so that operations of a and b seconds take (a + b) / 2 together; by estimate only.
     """
 
     def __init__(self, by: Reading, rule: Rule = "apart") -> None:
