@@ -36,8 +36,9 @@ class Tolerance:
     """By how much ours may differ from the published number and still hold.
 
     `amount` is a share of the published number, or, in `points`, of the 100 % that a percentage is of. A `gain` is
-    judged by its own size (`GAIN_AMOUNT`). A `goal` is met by all that is at most as large; `least` by all that is at
-    least as large, and `more` by what is larger by 0.01 at least, so that equals are no lead; `exact` allows nothing.
+    judged by its own size (`GAIN_AMOUNT`). A `goal` is met by all that is at most as large; `least` by all that is
+    at least as large, and `more` by what is larger by 0.01 at least, so that equals are no lead; `exact` allows
+    nothing.
     """
 
     amount: float = 0.03

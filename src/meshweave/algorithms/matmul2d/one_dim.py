@@ -12,8 +12,9 @@ weights by rows, so weights travel. A ring uses two of the four links that a chi
 
 Which operand is a weight depends on the layer's dataflow (`passes`), so each chooses its dataflows as its authors
 do, whatever the sizes (`own_stationary`). Tensor parallelism alternates Megatron's column-parallel layers (Y
-stays: tokens are gathered) and row-parallel ones (X stays: tokens are reduced and scattered). In FSDP Y stays in every
-layer: weights are gathered in the forward and the backward data pass, and their gradient is reduced and scattered.
+stays: tokens are gathered) and row-parallel ones (X stays: tokens are reduced and scattered). In FSDP Y stays in
+every layer: weights are gathered in the forward and the backward data pass, and their gradient is reduced and
+scattered.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ READINGS: dict[str, PaperReading] = {
             "prologue and epilogue as one part (section 4.2): a product pays the longer of the two",
             "the epilogue of one product (a scatter along one axis) runs beside the prologue of the next (a "
             "gather along the other axis), as it can for weights, which no product before makes",
-            "overlaps two independent products of one program so by itself; rows are of single products, from "
+            "overlaps two independent products of one program by at least this; rows are of single products, from "
             "whose duration the shorter end is taken",
             "tpu-v4-pod",
             "together",
@@ -98,7 +98,7 @@ READINGS: dict[str, PaperReading] = {
         PaperReading(
             "shared-links",
             "both axes share one pool of bandwidth, (a + b) / 2, as the simulation branch of the public code "
-            "charges; bandwidths times 0.8, launches of 120 us",
+            "charges; bandwidths times 0.84, launches of 180 us",
             "collectives that spread over the links of both axes, or a port per chip that is the bottleneck of "
             "all its links; rings along one axis of a torus cannot do it",
             "has no such torus: links belong to an axis there. A switch with one port per chip shares it so",

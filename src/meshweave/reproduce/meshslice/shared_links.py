@@ -2,7 +2,8 @@
 
 A chip can move twice what the links of one axis carry. An operation of one axis that runs alone has the whole pool
 and takes half its time; beside one of the other axis it takes its own. So two of a and b seconds that start
-together end after (a + b) / 2, which the simulation branch of the paper's public code charges in place of the longer one.
+together end after (a + b) / 2, which the simulation branch of the paper's public code charges in place of the
+longer one.
 """
 
 from __future__ import annotations
