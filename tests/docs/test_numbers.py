@@ -51,6 +51,70 @@ def test_comparisons_of_the_guide() -> None:
     assert f"geometric mean {MEASURED['geometric_mean'](host):.2f}, least {min(host):.2f}" in COMPARISON
 
 
+VALIDATION = " ".join((pages.ROOT / "validation" / "README.md").read_text().split())
+CHANGELOG = " ".join((pages.ROOT / "CHANGELOG.md").read_text().split())
+READINGS = runpy.run_path(str(pages.ROOT / "validation" / "readings_table.py"))
+
+
+def test_the_tables_of_readings_and_counts_are_generated() -> None:
+    for path, make in ((READINGS["PAGE"], READINGS["page"]), (READINGS["README"], READINGS["readme"])):
+        assert path.read_text() == make(), "run python validation/readings_table.py"
+
+
+def test_goals_of_the_readings() -> None:
+    """One reading meets both utilisations within 2 points and two thirds of the rows; all pick the same mesh."""
+    one_part = READINGS["saved_rows"]("one-part")
+    used = [row for row in one_part if row["id"] == "utilisation"]
+    assert all(abs(row["ours"] - row["published"]) <= 2 for row in used)
+    holds, near, differs = READINGS["verdicts"](one_part)
+    assert 3 * holds >= 2 * (holds + near + differs)
+    for reading in ("public", "fitted-links", "one-part", "shared-links"):
+        chosen = [row for row in READINGS["saved_rows"](reading) if row["id"] == "utilisation"]
+        assert all(row["detail"].startswith("32x8") for row in chosen), reading
+    fixed = [r for r in READINGS["saved_rows"]("fixed-batch") if r["unit"] == "%" and r["published"] > 40]
+    assert len(fixed) == 8 and {row["verdict"] for row in fixed} == {"holds"}
+    measured = ("real_collective", "real_wang", "real_meshslice")
+    plain = [row for row in READINGS["saved_rows"]("public-defaults") if row["id"] in measured]
+    assert 3 < max(abs(row["ours"] - row["published"]) for row in plain) <= 4
+
+
+def test_speeds_in_the_changelog() -> None:
+    rings = MEASURED["load"]("simulator_speed")["rows"]["rings beside SimGrid"]
+    whole, single = (rings[f"ours, {what}"]["times_simgrid"] for what in ("collectives", "messages"))
+    assert (
+        f"{whole:.1f} x as fast as SimGrid on ring all-gathers over a 16x16 torus as collectives" in CHANGELOG
+    )
+    assert f"as collectives, {single:.1f} x as single messages" in CHANGELOG
+    rows = MEASURED["load"]("planner_speed")["rows"]
+    small, large = (rows[f"{chips} chips, all algorithms"]["wall_s"] for chips in (256, 65536))
+    assert f"over all algorithms in {small:.1f} s, on 65,536 chips in {large:.1f} s" in CHANGELOG
+
+
+def test_slicing_in_validation() -> None:
+    rows = {(row["id"], row["model"]): row for row in READINGS["load"]("slicing-pvc-node-h100-node")}
+
+    def ours(name: str, case: str) -> float:
+        return float(rows[name, case]["ours"])
+
+    def at_smallest(case: str) -> float:
+        return float(re.findall(r"1024: ([+-][0-9.]+)", rows["leaders", case]["detail"])[0])
+
+    pvc, h100 = (f"{place}-mlp1" for place in ("pvc", "h100"))
+    for words in (
+        f"by {ours('leaders', pvc):.0f} % and {ours('leaders', h100):.1f} % on average",
+        f"({at_smallest(pvc):.0f} % and {at_smallest(h100):.1f} % at the smallest batch)",
+        f"{-ours('cosma_poor', h100):.1f} % ahead of the slowest partitioning",
+        f"| {-ours('behind_dtensor', 'pvc-mlp2'):.1f} % behind | differ |",
+        f"by {ours('ahead_of_dtensor', pvc):.0f} % and {ours('ahead_of_dtensor', 'h100-mlp2'):.0f} %",
+        f"{-ours('leaders_stay_with_c', pvc):.1f} % behind stationary B",
+        f"{-ours('leaders', 'pvc-mlp2'):.1f} % behind row block",
+        f"{-ours('outer_adds', 'pvc-mlp2'):.1f} % behind stationary C",
+        f"{-ours('outer_poor_on_h100', 'h100-mlp2'):.1f} % ahead of the slowest other",
+        f"1 of C; {ours('mixed_copies', 'pvc-mlp2'):.0f} % over one factor",
+    ):
+        assert words in VALIDATION, words
+
+
 def guide(name: str) -> str:
     """Return a page of the guide with line breaks as spaces, so that sentences are found whole."""
     return " ".join((pages.ROOT / "docs" / "guide" / f"{name}.md").read_text().split())
