@@ -71,11 +71,24 @@ def test_goals_of_the_readings() -> None:
     for reading in ("public", "fitted-links", "one-part", "shared-links"):
         chosen = [row for row in READINGS["saved_rows"](reading) if row["id"] == "utilisation"]
         assert all(row["detail"].startswith("32x8") for row in chosen), reading
+    low = [r["published"] - r["ours"] for r in READINGS["saved_rows"]("public") if r["id"] == "utilisation"]
+    assert f"utilisations are some {sum(low) / len(low):.0f} points low" in guide("limits")
     fixed = [r for r in READINGS["saved_rows"]("fixed-batch") if r["unit"] == "%" and r["published"] > 40]
     assert len(fixed) == 8 and {row["verdict"] for row in fixed} == {"holds"}
     measured = ("real_collective", "real_wang", "real_meshslice")
     plain = [row for row in READINGS["saved_rows"]("public-defaults") if row["id"] in measured]
     assert 3 < max(abs(row["ours"] - row["published"]) for row in plain) <= 4
+
+
+def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
+    rows = json.loads((pages.ROOT / "validation/tpu_compiler_cycles.json").read_text())["rows"]
+    shares = [row["m"] * row["n"] * row["k"] / (4 * 128 * 128) / row["cycles"] for row in rows]
+    assert f"expects {100 * shares[0]:.0f} % for a product of {rows[0]['m']}^3" in VALIDATION
+    assert f"{100 * shares[1]:.0f} % for one of {rows[1]['m']}^3" in VALIDATION
+    fitted, plain = (mw.load_cluster(f"tpu-v4-4x4-{name}").chip for name in ("fitted", "effective"))
+    rate, peak = fitted.effective_flops_per_s, fitted.peak("bfloat16")
+    assert f"{rate / 1e12:.0f} TFLOP/s is {100 * rate / peak:.0f} % of the peak" in VALIDATION
+    assert rate / peak < shares[0] < plain.effective_flops_per_s / peak < shares[1]
 
 
 def test_speeds_in_the_changelog() -> None:
@@ -85,6 +98,8 @@ def test_speeds_in_the_changelog() -> None:
         f"{whole:.1f} x as fast as SimGrid on ring all-gathers over a 16x16 torus as collectives" in CHANGELOG
     )
     assert f"as collectives, {single:.1f} x as single messages" in CHANGELOG
+    pod_s = [row["wall_s"] for row in MEASURED["load"]("simulator_speed")["rows"]["4096 chips"]]
+    assert f"4096 chips in {min(pod_s):.0f} to {max(pod_s):.0f} s" in CHANGELOG
     rows = MEASURED["load"]("planner_speed")["rows"]
     small, large = (rows[f"{chips} chips, all algorithms"]["wall_s"] for chips in (256, 65536))
     assert f"over all algorithms in {small:.1f} s, on 65,536 chips in {large:.1f} s" in CHANGELOG

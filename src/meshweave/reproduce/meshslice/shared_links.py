@@ -19,12 +19,12 @@ from meshweave.ir.work import Transfer, Work
 
 
 @dataclass
-class _Running:
+class PooledTask:
     """One task of one turn: the seconds of work left, its mesh axis if it communicates, and what it waits for."""
 
     left_s: float
     axis: str
-    waits: list[_Running] = field(default_factory=list)
+    waits: list[PooledTask] = field(default_factory=list)
     done: bool = False
 
 
@@ -49,26 +49,26 @@ def pooled_s(skeleton: Skeleton, machine: Machine) -> float:
             task.done = task.left_s <= 1e-15
 
 
-def _lanes(skeleton: Skeleton, machine: Machine) -> list[deque[_Running]]:
+def _lanes(skeleton: Skeleton, machine: Machine) -> list[deque[PooledTask]]:
     """Return the tasks of every lane in order, all turns written out."""
-    lanes: dict[str, deque[_Running]] = {}
+    lanes: dict[str, deque[PooledTask]] = {}
     seconds: dict[Work, float] = {}
-    turns: list[dict[str, _Running]] = []
+    turns: list[dict[str, PooledTask]] = []
     for phase in skeleton.phases:
         for _ in range(phase.turns):
-            turn: dict[str, _Running] = {}
+            turn: dict[str, PooledTask] = {}
             turns.append(turn)
             for task in phase.tasks:
                 if task.work not in seconds:
                     seconds[task.work] = price(task.work, machine).total_ps / 1e12
                 axis = task.work.axis if isinstance(task.work, Transfer) else ""
                 waits = list(_awaited(turns, task.after))
-                turn[task.name] = _Running(task.times * seconds[task.work], axis, waits)
+                turn[task.name] = PooledTask(task.times * seconds[task.work], axis, waits)
                 lanes.setdefault(task.lane, deque()).append(turn[task.name])
     return list(lanes.values())
 
 
-def _awaited(turns: list[dict[str, _Running]], after: tuple[tuple[str, int], ...]) -> Iterator[_Running]:
+def _awaited(turns: list[dict[str, PooledTask]], after: tuple[tuple[str, int], ...]) -> Iterator[PooledTask]:
     for name, back in after:
         if back < len(turns) and name in turns[-1 - back]:
             yield turns[-1 - back][name]
