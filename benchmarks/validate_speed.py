@@ -62,8 +62,9 @@ def make(kind, *of):
             for one in llama_parameters(load_model(name))
         )
         return reshard_program(plan_reshard(ReshardProblem(moves), HostTopology.of(cluster)))
-    from meshweave.algorithms.pipeline import MicroBatches, OneForwardOneBackward, PipelineProblem
-    return OneForwardOneBackward().program(PipelineProblem(4 * of[0], 8, 16, 8), MicroBatches(of[0]))
+    from meshweave.algorithms.pipeline import OneForwardOneBackward, PipelineConfig
+    from meshweave.algorithms.pipeline.examples import chain_of_ranks
+    return OneForwardOneBackward().program(chain_of_ranks((0, 1), of[0], 4), PipelineConfig())
 
 made = make(*json.loads(sys.argv[1]))
 row = {}

@@ -91,7 +91,7 @@ void LabelRun::call(const OpView& op, const std::vector<i64>& stash) {
   std::vector<i64> key = stash;
   key.push_back(op.rank);
   const auto known = stash.empty() || op.row->part < 2 ? stashes_.end() : stashes_.find(key);
-  const std::vector<Block>* stashed = known == stashes_.end() ? nullptr : &known->second;
+  Stashed* stashed = known == stashes_.end() ? nullptr : &known->second;
   std::vector<Block> outs;
   for (size_t at = 0; at < num_outs; ++at) {
     const Access& view = op.view(num_ins + at);
@@ -104,13 +104,20 @@ void LabelRun::call(const OpView& op, const std::vector<i64>& stash) {
     outs.push_back(trusted(op, view));
   }
   if (!stash.empty() && op.row->part == 1) {
-    std::vector<Block>& kept = stashes_[key];
-    for (const Block& block : kept) stashed_ -= static_cast<i64>(block.size());
+    Stashed& kept = stashes_[key];
+    for (const Block& block : kept.inputs) stashed_ -= static_cast<i64>(block.size());
     for (const Block& block : ins) stashed_ += static_cast<i64>(block.size());
     trust(stashed_ <= MAX_LABELS);
-    kept = std::move(ins);
+    kept.from_forward = ins.size();
+    kept.inputs = std::move(ins);
+  } else if (stashed && op.row->part == 2) {
+    for (Block& block : ins) {
+      stashed_ += static_cast<i64>(block.size());
+      stashed->inputs.push_back(std::move(block));
+    }
+    trust(stashed_ <= MAX_LABELS);
   } else if (!stash.empty() && op.row->part == 3 && stashes_.contains(key)) {
-    for (const Block& block : stashes_[key]) stashed_ -= static_cast<i64>(block.size());
+    for (const Block& block : stashes_[key].inputs) stashed_ -= static_cast<i64>(block.size());
     stashes_.erase(key);
   }
   for (size_t at = 0; at < num_outs; ++at) write(op, op.view(num_ins + at), outs[at]);
@@ -147,13 +154,13 @@ const FunctionRow* LabelRun::best(i64 function, i64 output, const std::vector<Bl
 
 // The labels of one output of a call that a meaning declares.
 Block LabelRun::apply(const FunctionRow& row, const OpView& op, const Access& view, const std::vector<Block>& ins,
-                      const std::vector<Block>* stashed) {
+                      const Stashed* stashed) {
   trust(ins.size() == row.ins.size());
   std::vector<std::pair<const TensorPart*, const Block*>> given;
   for (size_t at = 0; at < ins.size(); ++at) given.push_back({&row.ins[at], &ins[at]});
   if (!row.stash.empty()) {
-    trust(stashed && stashed->size() == row.stash.size());
-    for (size_t at = 0; at < row.stash.size(); ++at) given.push_back({&row.stash[at], &(*stashed)[at]});
+    trust(stashed && (row.stash.size() == stashed->from_forward || row.stash.size() == stashed->inputs.size()));
+    for (size_t at = 0; at < row.stash.size(); ++at) given.push_back({&row.stash[at], &stashed->inputs[at]});
   }
   std::map<i64, Positions> names;
   std::vector<std::pair<i64, const Block*>> running;

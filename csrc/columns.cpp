@@ -188,7 +188,7 @@ Template::Template(const Columns& c)
     if (row.sizes_mode == 2) check(row.sizes >= 0 && row.sizes + 1 < static_cast<i64>(list_offsets.size()), "bad sizes");
     check(row.num_args >= 0 && row.args >= 0 && row.args <= static_cast<i64>(args.size()) &&
               row.num_args <= static_cast<i64>(args.size()) - row.args, "bad arguments");
-    check(row.stash >= -1 && row.part >= 0 && row.part <= 3, "a bad stash");
+    check(row.stash >= -1 && row.part >= 0 && row.part <= 5, "a bad stash");
     const bool moves = is_collective(row.kind) && row.kind != Kind::FENCE;
     const bool needs_out = moves || row.kind <= Kind::ZERO || row.kind == Kind::RECV || is_one_sided(row.kind);
     const bool needs_src = moves || row.kind == Kind::MATMUL || row.kind == Kind::SEND || is_one_sided(row.kind);

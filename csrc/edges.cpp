@@ -92,7 +92,7 @@ std::vector<std::vector<i64>> local_edges(const Template& code, const Accesses& 
         before.insert(before.end(), users.begin(), users.end());
         users.assign(1, op);
       } else {
-        if (!users.empty()) before.push_back(users.front());
+        if (!users.empty()) before.push_back(users.back());
         users.push_back(op);
       }
     }

@@ -21,6 +21,12 @@ struct FunctionRow {
   std::vector<std::pair<i64, i64>> reduced;  // names that are reduced over, with their sizes
 };
 
+// The inputs that parts of a stage saw before: those of the forward part, then of the input gradient.
+struct Stashed {
+  std::vector<Block> inputs;
+  size_t from_forward = 0;
+};
+
 // What is known of a buffer that holds a tensor.
 struct HeldTensor {
   i64 tensor = -1;  // -1: scratch
@@ -59,7 +65,7 @@ class LabelRun {
   void call(const OpView& op, const std::vector<i64>& stash);
   const FunctionRow* best(i64 function, i64 output, const std::vector<Block>& ins) const;
   Block apply(const FunctionRow& row, const OpView& op, const Access& view, const std::vector<Block>& ins,
-              const std::vector<Block>* stashed);
+              const Stashed* stashed);
   Block result(const FunctionRow& row, const OpView& op, const Access& view, const std::map<i64, Positions>& names);
   void bind(const TensorPart& part, const Block& block, std::map<i64, Positions>& names) const;
   void check_running(const std::vector<std::pair<i64, const Block*>>& running) const;
@@ -76,7 +82,7 @@ class LabelRun {
   std::vector<Lists> shards_;
   std::vector<Block> memory_;
   std::vector<FunctionRow> functions_;
-  std::map<std::vector<i64>, std::vector<Block>> stashes_;
+  std::map<std::vector<i64>, Stashed> stashes_;
   i64 stashed_ = 0;  // elements in them
 };
 

@@ -19,8 +19,8 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.cli.app import run_app
 
 SEAM = Path(__file__).parent / "seam"
-PRODUCT, PIPELINE = "collective_a2a", "gpipe"
-POINTS = {PRODUCT: "collective_all_to_all:CollectiveAllToAll", PIPELINE: "gpipe:GPipe"}
+PRODUCT, PIPELINE = "collective_a2a", "one_in_flight"
+POINTS = {PRODUCT: "collective_all_to_all:CollectiveAllToAll", PIPELINE: "one_in_flight:OneInFlight"}
 
 
 @pytest.fixture(autouse=True)
@@ -102,5 +102,5 @@ def test_a_broken_entry_point_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_name_can_be_taken_only_once(installed: dict[str, Algorithm]) -> None:
-    with pytest.raises(UnsupportedError, match="two algorithms are called 'gpipe'"):
+    with pytest.raises(UnsupportedError, match="two algorithms are called 'one_in_flight'"):
         contract.algorithm_table(Algorithm, installed[PIPELINE])

@@ -28,6 +28,7 @@ def test_there_are_these_kinds() -> None:
         "batched_products",
         "broadcast_reshard",
         "chunked_atp",
+        "delayed_weights",
         "grouped_attention",
         "micro_batches",
         "one_f_one_b",
@@ -94,7 +95,7 @@ def test_pipeline_holds_as_many_stashes_as_1f1b_needs() -> None:
 
 def test_memory_that_others_reach_lives_throughout() -> None:
     spans = lifetimes(golden("t3_ring"), 0)
-    assert spans == {("acc", 0): (0, len(golden("t3_ring").ops_by_rank[0]) - 1)}
+    assert spans == {("acc", 0): [(0, len(golden("t3_ring").ops_by_rank[0]) - 1)]}
     assert set(lifetimes(golden("universal_b"), 3)) == {("a_in", 0), ("a_in", 1), ("part", 0), ("part", 1)}
 
 

@@ -1,9 +1,9 @@
 """The calling convention of `call` ops, which all executors share.
 
 The function bound to a name is called as `fn(*ins, *args)`, where an op declares a stash as
-`fn(stash, *ins, *args)`: `stash` is a dict that the forward part fills and the gradient parts of the same
-stash, args and rank find, until the weight-gradient part has ended. The ins may alias buffers and must not
-be changed; what is stashed of them must be copied. It returns the outs: one, a sequence of several, or None.
+`fn(stash, *ins, *args)`: `stash` is a dict that the forward part fills and the later parts of the same
+stash, args and rank find and change, until the weight-gradient part has ended. The ins may alias buffers and must
+not be changed; what is stashed of them must be copied. It returns the outs: one, a sequence of several, or None.
 """
 
 from __future__ import annotations
@@ -31,11 +31,27 @@ def set_call_pace(pace: PaceCall | None) -> None:
 
 
 class CallTable:
-    """The functions of `call` ops, and the stashes of one rank. Only calls of a known `program` can be paced."""
+    """The functions of `call` ops, and the stashes of one rank. Only calls of a known `program` can be paced.
+
+    Attributes:
+        peak_stash_bytes: the most bytes of arrays and tensors that stashes had at once, counted after each part
+            that is not the last of its stash.
+    """
 
     def __init__(self, functions: Calls, program: Program | None = None) -> None:
         self._functions, self._program = functions, program
         self._stashes: dict[tuple[object, ...], dict[Any, Any]] = {}
+        self._stash_sizes: dict[tuple[object, ...], int] = {}
+        self._stash_bytes = self.peak_stash_bytes = 0
+
+    def _count(self, key: tuple[object, ...], stash: Mapping[Any, Any], *, is_over: bool) -> None:
+        """Count the bytes of a stash after a part; with `is_over` they are free from now on."""
+        before = self._stash_sizes.pop(key, 0)
+        size = 0 if is_over else sum(getattr(value, "nbytes", 0) for value in stash.values())
+        if size:
+            self._stash_sizes[key] = size
+        self._stash_bytes += size - before
+        self.peak_stash_bytes = max(self.peak_stash_bytes, self._stash_bytes)
 
     def bind(self, op: Call) -> Callable[..., Sequence[Any]]:
         """Return a function from the ins to the outs. Raises BindError where none is bound to the op's name.
@@ -50,8 +66,11 @@ class CallTable:
 
         def compute(ins: Sequence[Any]) -> Any:
             if op.stash:
-                stash = stashes.pop(key, {}) if op.part == "weight_grad" else stashes.setdefault(key, {})
-                return function(stash, *ins, *args)
+                is_last = op.part == "weight_grad"
+                stash = stashes.pop(key, {}) if is_last else stashes.setdefault(key, {})
+                result = function(stash, *ins, *args)
+                self._count(key, stash, is_over=is_last)
+                return result
             return function(*ins, *args)
 
         def run(*ins: Any) -> Sequence[Any]:

@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.communication import with_communication
+from meshweave.algorithms.pipeline.delayed import DelayedWeights
+from meshweave.algorithms.pipeline.eager import EagerOneForwardOneBackward
+from meshweave.algorithms.pipeline.gpipe import GPipe
+from meshweave.algorithms.pipeline.interleaved import InterleavedOneForwardOneBackward
 from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
-from meshweave.algorithms.pipeline.problem import MicroBatches, PipelineAlgorithm, PipelineProblem
+from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
+from meshweave.algorithms.pipeline.program import pipeline_program
+from meshweave.algorithms.pipeline.reader import read_schedule
 
-ENTRIES: tuple[PipelineAlgorithm, ...] = (OneForwardOneBackward(),)
+ENTRIES: tuple[PipelineAlgorithm, ...] = (
+    OneForwardOneBackward(),
+    GPipe(),
+    InterleavedOneForwardOneBackward(),
+    EagerOneForwardOneBackward(),
+    DelayedWeights(),
+)
 
-__all__ = ["ENTRIES", "MicroBatches", "OneForwardOneBackward", "PipelineAlgorithm", "PipelineProblem"]
+__all__ = [
+    "ENTRIES",
+    "Action",
+    "ActionKind",
+    "DelayedWeights",
+    "EagerOneForwardOneBackward",
+    "Edge",
+    "GPipe",
+    "InterleavedOneForwardOneBackward",
+    "OneForwardOneBackward",
+    "PartCost",
+    "PipelineAlgorithm",
+    "PipelineConfig",
+    "PipelineProblem",
+    "Recompute",
+    "Schedule",
+    "Stage",
+    "Stash",
+    "pipeline_program",
+    "read_schedule",
+    "with_communication",
+]

@@ -1,89 +1,68 @@
-"""1F1B on two stages (Narayanan et al., SOSP '19): after a warm-up, a stage alternates forwards and backwards.
+"""1F1B (Narayanan et al., PipeDream, SOSP '19): after a warm-up, a stage alternates forwards and backwards.
 
-The first stage runs one forward ahead, so it holds two stashes however many micro-batches there are; the last
-holds one. The input gradient is sent before the weight gradient is computed, which then hides the transfer.
+Stage i of P runs P - i forwards before its first backward, so that it keeps P - i stashes however many
+micro-batches there are. The bubble is that of GPipe.
 """
 
 from __future__ import annotations
 
-from meshweave.algorithms.pipeline.problem import MicroBatches, PipelineAlgorithm, PipelineProblem
-from meshweave.base.errors import LayoutError
-from meshweave.ir.program import Program
-from meshweave.ir.program.parse import parse
+from collections.abc import Callable
+
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.problem import PipelineProblem
 
 
 class OneForwardOneBackward(PipelineAlgorithm):
-    """Two stages, each on one rank. A config is the number of micro-batches."""
+    """One stage on each pipeline rank."""
 
     name = "1f1b"
     title = "1F1B"
     source = "Narayanan et al., PipeDream, SOSP '19"
 
-    def program(self, problem: PipelineProblem, config: MicroBatches) -> Program:
-        if config.count < 1 or problem.rows % config.count:
-            raise LayoutError(f"{config.count} micro-batches do not divide a batch of {problem.rows} rows")
-        return parse(_text(problem, config.count))
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        return several_stages(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return alternating(problem, lambda stage: problem.num_stages - stage)
 
 
-def _text(problem: PipelineProblem, count: int) -> str:
-    """Return the text of the program for `count` micro-batches of equal size."""
-    return _declarations(problem, count) + _first_stage(problem, count) + _last_stage(problem, count)
+def several_stages(problem: PipelineProblem) -> str | None:
+    """Return why a schedule of one stage per pipeline rank does not fit, or None."""
+    if problem.num_ranks < problem.num_stages:
+        return f"it has one stage on each pipeline rank, not {problem.num_stages} on {problem.num_ranks}"
+    return None
 
 
-def _declarations(problem: PipelineProblem, count: int) -> str:
-    rows, hidden, out = problem.rows // count, problem.hidden, problem.out
-    return f"""program("1F1B: two stages, {count} micro-batches")
-{problem.declarations}h_out = scratch(({rows}, {hidden}), "float32", on=s0, slots=2)
-h_in = scratch(({rows}, {hidden}), "float32", on=s1, slots=2)
-g_loss = scratch(({rows}, {out}), "float32", on=s1, slots=2)
-g_out = scratch(({rows}, {hidden}), "float32", on=s1, slots=2)
-g_in = scratch(({rows}, {hidden}), "float32", on=s0, slots=2)
-compute = lane()
-activations = lane()
-gradients = lane()
-"""
+def alternating(
+    problem: PipelineProblem, num_first: Callable[[int], int], delay: int | None = None
+) -> Schedule:
+    """Return the schedule in which stage i runs `num_first(i)` forwards, then a backward after each forward.
+
+    Args:
+        problem: the pipeline, one stage on each rank.
+        num_first: the forwards of a stage before its first backward, at most all.
+        delay: None for full backwards; else weight gradients are actions of their own, and each follows the input
+            gradient `delay` micro-batches later.
+    """
+    count, orders = problem.micro_batches, []
+    for stage in range(problem.num_stages):
+        first = min(count, num_first(stage))
+        order = [Action(ActionKind.FORWARD, stage, m) for m in range(first)]
+        for m in range(count):
+            order += _backward(stage, m, delay)
+            if first + m < count:
+                order.append(Action(ActionKind.FORWARD, stage, first + m))
+        for m in range(max(count - (delay or 0), 0), count):
+            order.append(Action(ActionKind.WEIGHT_GRAD, stage, m))
+        orders.append(tuple(order))
+    return Schedule(problem.stage_ranks, count, tuple(orders))
 
 
-def _first_stage(problem: PipelineProblem, count: int) -> str:
-    rows, features, hidden = problem.rows // count, problem.features, problem.hidden
-    x, w0, h, flops = rows * features, features * hidden, rows * hidden, 2 * rows * features * hidden
-    now, before = f"{rows} * m:{rows} * m + {rows}", f"{rows} * m - {rows}:{rows} * m"
-    return f"""with s0:
-    zero(dw0, lane=compute)
-    for m in range({count + 1}):
-        if m < {count}:
-            call(fn="stage", outs=(h_out(m % 2),), ins=(x[{now}, :], w0),
-                flops={flops}, bytes={4 * (x + w0 + h)},
-                stash_bytes={4 * (x + h)}, stash="mb", part="forward", args=(m,), lane=compute, name="forward")
-            send(h_out(m % 2), peer=1, tag=m, lane=activations)
-        if m > 0:
-            recv(g_in((m - 1) % 2), peer=1, tag=m - 1, lane=gradients)
-            call(fn="stage_input_grad", outs=(dx[{before}, :],), ins=(g_in((m - 1) % 2), w0), flops={flops},
-                bytes={4 * (x + w0 + h)}, stash="mb", part="input_grad",
-                args=(m - 1,), lane=compute, name="input_grad")
-            call(fn="stage_weight_grad", outs=(dw0,), ins=(g_in((m - 1) % 2), dw0), flops={flops},
-                bytes={4 * (h + 2 * w0 + x)}, stash="mb", part="weight_grad",
-                args=(m - 1,), lane=compute, name="weight_grad")
-"""
-
-
-def _last_stage(problem: PipelineProblem, count: int) -> str:
-    rows, hidden, out = problem.rows // count, problem.hidden, problem.out
-    h, w1, y, flops = rows * hidden, hidden * out, rows * out, 2 * rows * hidden * out
-    now = f"{rows} * m:{rows} * m + {rows}"
-    return f"""with s1:
-    zero(dw1, lane=compute)
-    for m in range({count}):
-        recv(h_in(m % 2), peer=0, tag=m, lane=activations)
-        call(fn="stage", outs=(y[{now}, :],), ins=(h_in(m % 2), w1), flops={flops}, bytes={4 * (h + w1 + y)},
-                stash_bytes={4 * (h + y)}, stash="mb", part="forward", args=(m,), lane=compute, name="forward")
-        call(fn="loss_grad", outs=(g_loss(m % 2),), ins=(y[{now}, :], t[{now}, :]),
-                flops={y}, bytes={12 * y}, lane=compute)
-        call(fn="stage_input_grad", outs=(g_out(m % 2),), ins=(g_loss(m % 2), w1),
-                flops={flops}, bytes={4 * (h + w1 + y)},
-                stash="mb", part="input_grad", args=(m,), lane=compute, name="input_grad")
-        send(g_out(m % 2), peer=0, tag=m, lane=gradients)
-        call(fn="stage_weight_grad", outs=(dw1,), ins=(g_loss(m % 2), dw1), flops={flops},
-                bytes={4 * (y + 2 * w1 + h)}, stash="mb", part="weight_grad",
-                args=(m,), lane=compute, name="weight_grad")
-"""
+def _backward(stage: int, micro_batch: int, delay: int | None) -> list[Action]:
+    if delay is None:
+        return [Action(ActionKind.BACKWARD, stage, micro_batch)]
+    actions = [Action(ActionKind.INPUT_GRAD, stage, micro_batch)]
+    if micro_batch >= delay:
+        actions.append(Action(ActionKind.WEIGHT_GRAD, stage, micro_batch - delay))
+    return actions

@@ -1,139 +1,319 @@
-"""What a pipeline computes: two stages of one squared product each, trained on a squared error, and its gradients.
+"""What a pipeline computes: a model cut into stages, each on a mesh of its own, and tensors between them.
 
-With a batch X and targets T, H = (X W0)^2 and Y = (H W1)^2, element by element; the loss is |Y - T|^2 / 2. Outputs
-are Y and the gradients of X, W0 and W1. A stage is a `call`, so what stands in it does not matter to a schedule.
+A stage is three functions of a micro-batch, which a program calls: the forward, the gradient of its inputs
+and the gradient of its parameters. What they compute does not matter to a schedule; what they cost, and what
+they keep from one to the next, does.
+
+Tensors have one row per sample first. A micro-batch is `rows` of them. With M micro-batches, for stage i and
+for an edge from stage s to stage t:
+
+    W{i}, DW{i}            parameters (elements) and their gradients
+    H{s}_{t}, G{s}_{t}     activations (M rows, ...) and their gradients
+    X{i}                   what a stage without a predecessor reads
+    Y{i}, T{i}             what a stage without a successor makes, and the targets that its gradients start from
+
+Along the `data_axes` of a stage's mesh its ranks share the rows of a micro-batch. Along the other axes they
+compute the same function of the same rows, whose cost is given per rank: how they divide that work is up to the
+function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-import numpy as np
-
-from meshweave.algorithms.contract import Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
-from meshweave.describe.layout import Layout, Replicate
+from meshweave.base.units import DTYPES, dtype_bytes
+from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.describe.machine.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class PartCost:
+    """What one part of a stage costs a rank, for one micro-batch: FLOPs, and bytes read and written."""
+
+    flops: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stash:
+    """The bytes that a rank keeps of one micro-batch between the parts of a stage.
+
+    Attributes:
+        until_input_grad: what the forward keeps and the input gradient frees.
+        until_weight_grad: what the forward keeps and only the weight gradient frees.
+        from_input_grad: what the input gradient keeps for the weight gradient.
+    """
+
+    until_input_grad: int = 0
+    until_weight_grad: int = 0
+    from_input_grad: int = 0
+
+    @property
+    def from_forward(self) -> int:
+        """Return the bytes that the forward keeps."""
+        return self.until_input_grad + self.until_weight_grad
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """A second forward, right before the input gradient, that makes again what the first one did not keep.
+
+    Attributes:
+        cost: what it costs.
+        kept: the bytes that the first forward keeps, a part of the whole stash.
+    """
+
+    cost: PartCost
+    kept: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage on the ranks of a mesh.
+
+    Attributes:
+        mesh: its ranks. Stages of one pipeline rank have one mesh.
+        forward, input_grad, weight_grad: costs for one micro-batch and one rank.
+        parameters: elements of the parameters of a rank, gathered.
+        stash: what is kept between the parts.
+        recompute: how the stash is made again; None where the forward keeps all of it.
+        data_axes: mesh axes along which ranks share the rows of a micro-batch.
+        is_sharded: whether the parameters lie in shards over the first data axis (FSDP).
+        dtype: in which it computes, which says at what rate.
+    """
+
+    mesh: Mesh
+    forward: PartCost = PartCost()
+    input_grad: PartCost = PartCost()
+    weight_grad: PartCost = PartCost()
+    parameters: int = 1
+    stash: Stash = Stash()
+    recompute: Recompute | None = None
+    data_axes: tuple[str, ...] = ()
+    is_sharded: bool = False
+    dtype: str = "float32"
+
+    @property
+    def row_placements(self) -> tuple[Placement, ...]:
+        """Return the placements of rows: split over the data axes, equal over the others."""
+        return tuple(Shard(0) if axis in self.data_axes else Replicate() for axis in self.mesh.axes)
+
+    def parameter_layout(self) -> Layout:
+        """Return the layout in which the parameters lie between steps."""
+        first = self.data_axes[0] if self.is_sharded and self.data_axes else ""
+        return Layout(self.mesh, tuple(Shard(0) if axis == first else Replicate() for axis in self.mesh.axes))
+
+    @property
+    def data_parallelism(self) -> int:
+        """Return into how many parts the rows of a micro-batch are cut."""
+        size = 1
+        for axis in self.data_axes:
+            size *= self.mesh.size(axis)
+        return size
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that one stage makes and a later one reads: between neighbours, or a skip connection.
+
+    Attributes:
+        source, target: the two stages.
+        shape: the dims after the rows, of one micro-batch.
+        source_placements, target_placements: how it lies on the mesh of the source when it is sent, and on
+            the mesh of the target when it has arrived; () for rows over the data axes. Data axes split the
+            rows. Where another axis splits a dim, the source sends a part of what it computed, and the target
+            gathers the parts before it computes.
+        dtype: of the tensor and of its gradient.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, ...] = (1,)
+    source_placements: tuple[Placement, ...] = ()
+    target_placements: tuple[Placement, ...] = ()
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        """Return what the names of its tensors end in."""
+        return f"{self.source}_{self.target}"
 
 
 @dataclass(frozen=True)
 class PipelineProblem:
-    """A batch of `rows` through two stages: rows x features -> rows x hidden -> rows x out. Stage i is rank i.
+    """Stages, edges between them, and micro-batches.
 
-    Raises LayoutError for sizes under 1.
+    Attributes:
+        stages: the stages, in the order of the model.
+        edges: the tensors between them.
+        micro_batches: micro-batches of a step; any number, fewer than there are stages included.
+        rows: rows of a micro-batch, over all data-parallel ranks.
+        input_shape, output_shape: the dims after the rows of X and of Y and T.
+
+    Raises:
+        LayoutError: stages, edges or sizes do not fit together.
     """
 
-    rows: int
-    features: int
-    hidden: int
-    out: int
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    micro_batches: int
+    rows: int = 1
+    input_shape: tuple[int, ...] = (1,)
+    output_shape: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.features, self.hidden, self.out) < 1:
-            raise LayoutError("rows and widths of a pipeline must be positive")
+        if not self.stages:
+            raise LayoutError("a pipeline has at least one stage")
+        if self.micro_batches < 1 or self.rows < 1:
+            raise LayoutError(
+                f"a pipeline has at least one micro-batch and one row of each, not {self.micro_batches} of "
+                f"{self.rows}"
+            )
+        _check_meshes(self.stages)
+        for number, stage in enumerate(self.stages):
+            _check_stage(number, stage, self.rows)
+        if len({edge.name for edge in self.edges}) < len(self.edges):
+            raise LayoutError("two edges join the same stages; make them one tensor")
+        for edge in self.edges:
+            _check_edge(edge, self)
+
+    @classmethod
+    def chain(
+        cls,
+        stages: Iterable[Stage],
+        micro_batches: int,
+        rows: int = 1,
+        shape: tuple[int, ...] = (1,),
+        skips: Iterable[tuple[int, int]] = (),
+        dtype: str = "float32",
+    ) -> PipelineProblem:
+        """Return stages one after the other, with skip connections: every edge has the same shape."""
+        listed = tuple(stages)
+        pairs = [*((number, number + 1) for number in range(len(listed) - 1)), *skips]
+        edges = tuple(Edge(source, target, shape, dtype=dtype) for source, target in pairs)
+        return cls(listed, edges, micro_batches, rows)
 
     @property
-    def declarations(self) -> str:
-        """Return the text that declares meshes, tensors, meanings, inputs and outputs, for every schedule."""
-        return f"""s0 = mesh((1,), ("x",))
-s1 = mesh((1,), ("x",), first=1)
-X = tensor(({self.rows}, {self.features}), "float32")
-W0 = tensor(({self.features}, {self.hidden}), "float32")
-W1 = tensor(({self.hidden}, {self.out}), "float32")
-Y = tensor(({self.rows}, {self.out}), "float32")
-T = tensor(({self.rows}, {self.out}), "float32")
-DX = tensor(({self.rows}, {self.features}), "float32")
-DW0 = tensor(({self.features}, {self.hidden}), "float32")
-DW1 = tensor(({self.hidden}, {self.out}), "float32")
-H = tensor(({self.rows}, {self.hidden}), "float32")
-GY = tensor(({self.rows}, {self.out}), "float32")
-GH = tensor(({self.rows}, {self.hidden}), "float32")
-computes(H[r, :], call("stage", X[r, :], W0))
-computes(Y[r, :], call("stage", H[r, :], W1))
-computes(GY[r, :], call("loss_grad", Y[r, :], T[r, :]))
-computes(GH[r, :], call("stage_input_grad", GY[r, :], W1, stash=(H[r, :], W1)))
-computes(DX[r, :], call("stage_input_grad", GH[r, :], W0, stash=(X[r, :], W0)))
-computes(DW1, call("stage_weight_grad", GY[r, :], DW1, stash=(H[r, :], W1), reduce="sum"))
-computes(DW0, call("stage_weight_grad", GH[r, :], DW0, stash=(X[r, :], W0), reduce="sum"))
-x = input(X, s0[R])
-w0 = input(W0, s0[R])
-w1 = input(W1, s1[R])
-t = input(T, s1[R])
-y = output(Y, s1[R])
-dx = output(DX, s0[R])
-dw0 = output(DW0, s0[R])
-dw1 = output(DW1, s1[R])
-"""
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.stages)
+
+    @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Return the meshes of the pipeline ranks, in the order of their first stages."""
+        return tuple(dict.fromkeys(stage.mesh for stage in self.stages))
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of pipeline ranks: of different meshes."""
+        return len(self.meshes)
+
+    @cached_property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Return for each stage the pipeline rank that holds it."""
+        return tuple(self.meshes.index(stage.mesh) for stage in self.stages)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank holds, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.stage_ranks) if holder == rank)
+
+    @cached_property
+    def _edges_by_stage(self) -> tuple[tuple[tuple[Edge, ...], ...], tuple[tuple[Edge, ...], ...]]:
+        numbers = range(self.num_stages)
+        into = tuple(tuple(edge for edge in self.edges if edge.target == number) for number in numbers)
+        out_of = tuple(tuple(edge for edge in self.edges if edge.source == number) for number in numbers)
+        return into, out_of
+
+    def edges_into(self, stage: int) -> tuple[Edge, ...]:
+        """Return the edges whose tensors a stage reads, in the order listed."""
+        return self._edges_by_stage[0][stage]
+
+    def edges_out_of(self, stage: int) -> tuple[Edge, ...]:
+        """Return the edges whose tensors a stage makes, in the order listed."""
+        return self._edges_by_stage[1][stage]
+
+    def is_local(self, edge: Edge) -> bool:
+        """Return whether both stages of an edge are of one pipeline rank, so that nothing is sent."""
+        return self.stage_ranks[edge.source] == self.stage_ranks[edge.target]
+
+    def layout_at(self, edge: Edge, stage: int) -> Layout:
+        """Return how the tensor of an edge lies on the mesh of one of its two stages."""
+        of = self.stages[stage]
+        placements = edge.source_placements if stage == edge.source else edge.target_placements
+        return Layout(of.mesh, placements or of.row_placements)
+
+    def edge_bytes(self, edge: Edge) -> int:
+        """Return the bytes of an edge's tensor, of one micro-batch, over all ranks of a mesh."""
+        size = self.rows * dtype_bytes(edge.dtype)
+        for extent in edge.shape:
+            size *= extent
+        return size
 
 
-@dataclass(frozen=True)
-class MicroBatches:
-    """The number of equal parts into which the batch is cut."""
-
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.count} micro-batch{'es' if self.count > 1 else ''}"
-
-
-class PipelineAlgorithm(Algorithm[PipelineProblem, MicroBatches]):
-    """A schedule of forwards and backwards over the stages."""
-
-    problem_type = PipelineProblem
-
-    def examples(self) -> Iterator[PipelineProblem]:
-        """Yield a batch of eight rows and one of six."""
-        yield PipelineProblem(8, 3, 5, 2)
-        yield PipelineProblem(6, 2, 4, 3)
-
-    def candidates(self, problem: PipelineProblem, cluster: Cluster | None = None) -> Iterator[MicroBatches]:
-        """Yield the counts that divide the batch, from one row each down to the whole batch at once."""
-        return (MicroBatches(n) for n in range(problem.rows, 0, -1) if problem.rows % n == 0)
-
-    def placements(self, problem: PipelineProblem) -> dict[str, Layout]:
-        stages = [Layout(Mesh(f"s{rank}", (1,), ("x",), (rank,)), (Replicate(),)) for rank in range(2)]
-        tensors = (("X", "W0", "DX", "DW0"), ("W1", "T", "Y", "DW1"))
-        return {name: stage for stage, names in zip(stages, tensors, strict=True) for name in names}
-
-    def reference(self, problem: PipelineProblem, inputs: Arrays) -> dict[str, Array]:
-        x, w0, w1, t = (inputs[name] for name in ("X", "W0", "W1", "T"))
-        h = (x @ w0) ** 2
-        y = (h @ w1) ** 2
-        inner = 2 * (y - t) * (h @ w1)
-        outer = 2 * (inner @ w1.T) * (x @ w0)
-        return {"Y": y, "DW1": h.T @ inner, "DX": outer @ w0.T, "DW0": x.T @ outer}
-
-    def random_inputs(self, problem: PipelineProblem, seed: int = 0) -> dict[str, Array]:
-        """Return values in -1, 0, 1: squares of squares of larger ones are not exact in float32."""
-        draw = np.random.default_rng(seed)
-        shapes = {
-            "X": (problem.rows, problem.features),
-            "W0": (problem.features, problem.hidden),
-            "W1": (problem.hidden, problem.out),
-            "T": (problem.rows, problem.out),
-        }
-        return {name: draw.integers(-1, 2, shape).astype("float32") for name, shape in shapes.items()}
-
-    def functions(self, problem: PipelineProblem) -> Mapping[str, Callable[..., Any]]:
-        return {
-            "stage": _stage,
-            "stage_input_grad": _stage_input_grad,
-            "stage_weight_grad": _stage_weight_grad,
-            "loss_grad": lambda y, t, *_: [y - t],
-        }
+def _check_meshes(stages: Iterable[Stage]) -> None:
+    """Raise LayoutError unless the meshes of stages are equal or share no rank."""
+    owners: dict[int, Mesh] = {}
+    for number, stage in enumerate(stages):
+        for rank in stage.mesh.ranks:
+            if owners.setdefault(rank, stage.mesh) != stage.mesh:
+                raise LayoutError(
+                    f"stage {number}: mesh {stage.mesh.name} shares rank {rank} with another mesh; "
+                    f"stages of one pipeline rank have one mesh, others none of its ranks"
+                )
 
 
-def _stage(stash: dict[str, Array], x: Array, w: Array, *_: int) -> list[Array]:
-    stash.update(x=x + 0, product=x @ w)
-    return [stash["product"] ** 2]
+def _check_stage(number: int, stage: Stage, rows: int) -> None:
+    unknown = [axis for axis in stage.data_axes if axis not in stage.mesh.axes]
+    if unknown:
+        raise LayoutError(f"stage {number}: mesh {stage.mesh.name} has no axis '{unknown[0]}'")
+    parts = stage.data_parallelism
+    if rows % parts:
+        raise LayoutError(f"stage {number}: {parts} data-parallel parts do not divide {rows} rows")
+    if stage.dtype not in DTYPES:
+        raise LayoutError(f"stage {number}: there is no dtype '{stage.dtype}'")
+    if stage.parameters < 1:
+        raise LayoutError(f"stage {number}: has {stage.parameters} parameters, and needs at least one")
+    if stage.is_sharded and (not stage.data_axes or stage.parameters % stage.mesh.size(stage.data_axes[0])):
+        raise LayoutError(
+            f"stage {number}: {stage.parameters} parameters cannot be sharded evenly over a data axis"
+        )
+    if stage.recompute is not None and not 0 <= stage.recompute.kept <= stage.stash.from_forward:
+        raise LayoutError(
+            f"stage {number}: its forward keeps {stage.recompute.kept} bytes of a stash of "
+            f"{stage.stash.from_forward}"
+        )
 
 
-def _stage_input_grad(stash: dict[str, Array], grad: Array, w: Array, *_: int) -> list[Array]:
-    return [2 * grad * stash["product"] @ w.T]
+def _check_edge(edge: Edge, problem: PipelineProblem) -> None:
+    if not 0 <= edge.source < edge.target < problem.num_stages:
+        raise LayoutError(
+            f"edge {edge.source} -> {edge.target}: an edge leads to a later stage, and there are "
+            f"{problem.num_stages}"
+        )
+    if edge.dtype not in DTYPES:
+        raise LayoutError(f"edge {edge.source} -> {edge.target}: there is no dtype '{edge.dtype}'")
+    for number in (edge.source, edge.target):
+        stage, layout = problem.stages[number], problem.layout_at(edge, number)
+        for axis, size, placement in zip(stage.mesh.axes, stage.mesh.shape, layout.placements, strict=True):
+            _check_placement(
+                edge, f"at stage {number}, axis {axis}", size, placement, axis in stage.data_axes
+            )
 
 
-def _stage_weight_grad(stash: dict[str, Array], grad: Array, total: Array, *_: int) -> list[Array]:
-    return [total + stash["x"].T @ (2 * grad * stash["product"])]
+def _check_placement(edge: Edge, where: str, size: int, placement: Placement, splits_rows: bool) -> None:
+    label = f"edge {edge.source} -> {edge.target} {where}"
+    if splits_rows and placement != Shard(0):
+        raise LayoutError(f"{label}: a data axis splits the rows, S(0), not {placement}")
+    if splits_rows or placement == Replicate():
+        return
+    if not isinstance(placement, Shard) or not 1 <= placement.dim <= len(edge.shape):
+        raise LayoutError(
+            f"{label}: an axis that is no data axis has R or S(d), d from 1 to {len(edge.shape)}, "
+            f"not {placement}"
+        )
+    if edge.shape[placement.dim - 1] % size:
+        raise LayoutError(f"{label}: {size} ranks do not divide dim {placement.dim} of {edge.shape}")

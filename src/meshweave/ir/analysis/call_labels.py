@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,13 +21,21 @@ if TYPE_CHECKING:
     from meshweave.ir.analysis.labels import LabelAlgebra
 
 
+@dataclass
+class Stashed:
+    """The inputs that parts of a stage saw before: those of the forward part, then of the input gradient."""
+
+    inputs: list[tuple[View, Labels]]
+    from_forward: int
+
+
 class CallLabels:
     """The calls of a program on index labels, and the stashes that their forward parts have filled."""
 
     def __init__(self, algebra: LabelAlgebra) -> None:
         self.algebra = algebra
         self.table = algebra.table
-        self._stashes: dict[tuple[object, ...], list[tuple[View, Labels]]] = {}
+        self._stashes: dict[tuple[object, ...], Stashed] = {}
 
     def call(self, op: Call, rank: int, ins: list[Labels]) -> list[Labels]:
         """Return the labels of a call's outputs, as their meanings say.
@@ -54,7 +63,10 @@ class CallLabels:
                     self._check_trusted_input(in_view, block, rank)
                 outs.append(self._trusted(view, rank))
         if op.stash and op.part == "forward":
-            self._stashes[key] = [(view, block.copy()) for view, block in given]
+            kept = [(view, block.copy()) for view, block in given]
+            self._stashes[key] = Stashed(kept, len(kept))
+        elif stashed is not None and op.part == "input_grad":
+            stashed.inputs += [(view, block.copy()) for view, block in given]
         elif op.stash and op.part == "weight_grad":
             self._stashes.pop(key, None)
         return outs
@@ -65,7 +77,7 @@ class CallLabels:
         output: int,
         view: View,
         given: Sequence[tuple[View, Labels]],
-        stashed: Sequence[tuple[View, Labels]] | None,
+        stashed: list[tuple[View, Labels]] | None,
     ) -> Labels:
         """Return the labels of result number `output` of a function, in the shape of `view`, as a meaning says.
 
@@ -75,7 +87,8 @@ class CallLabels:
         if not declared:
             raise ProgramError(f"calls '{fn}', which no declared meaning does")
         meaning = self._best(declared, [block for _, block in given])
-        return self._apply(meaning, view, -1, given, stashed)
+        kept = None if stashed is None else Stashed(stashed, len(stashed))
+        return self._apply(meaning, view, -1, given, kept)
 
     def _best(self, declared: Sequence[Function], ins: Sequence[Labels], out: str | None = None) -> Function:
         """Return the meaning whose inputs are those that a call has, or most of them.
@@ -99,7 +112,7 @@ class CallLabels:
         view: View,
         rank: int,
         given: Sequence[tuple[View, Labels]],
-        stashed: Sequence[tuple[View, Labels]] | None,
+        stashed: Stashed | None,
     ) -> Labels:
         """Return the labels of one output of a call that a meaning declares."""
         if len(given) != len(meaning.ins):
@@ -110,11 +123,11 @@ class CallLabels:
         if meaning.stash:
             if stashed is None:
                 raise ProgramError("reads a stash that no forward part has filled")
-            if len(stashed) != len(meaning.stash):
+            if len(meaning.stash) not in (stashed.from_forward, len(stashed.inputs)):
                 raise ProgramError(
-                    f"reads a stash of {len(stashed)} inputs, declared with {len(meaning.stash)}"
+                    f"reads a stash of {len(stashed.inputs)} inputs, declared with {len(meaning.stash)}"
                 )
-            read += zip(meaning.stash, stashed, strict=True)
+            read += zip(meaning.stash, stashed.inputs, strict=False)
         running = self.table.running[meaning.out]
         places = CallPositions(meaning.fn)
         so_far: list[tuple[str, View, Labels]] = []

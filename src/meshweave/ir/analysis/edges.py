@@ -1,7 +1,7 @@
 """Derived edges: which earlier ops an op must wait for, from overlapping views alone.
 
 Within a rank: read after write, write after read, write after write, whatever the lanes; what a call stashes
-counts as memory that its forward part writes and the other parts read. Across ranks only
+counts as memory that each of its parts changes. Across ranks only
 fences and released writes order one-sided accesses; `ir.analysis.races` finds what they leave unordered.
 """
 
@@ -132,7 +132,7 @@ def local_edges(
                 before.update(users)
                 users[:] = [index]
             else:
-                before.update(users[:1])
+                before.update(users[-1:])
                 users.append(index)
         before.discard(index)
         edges.append(tuple(sorted(before)))

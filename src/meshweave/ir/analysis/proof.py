@@ -98,7 +98,8 @@ def undeclared(program: Program) -> tuple[str, ...]:
     computed = {meaning.out for meaning in program.computes}
     outputs = [b.tensor for b in program.buffers if b.kind == "output" and b.tensor not in computed]
     functions = {meaning.fn for meaning in program.computes if isinstance(meaning, Function)}
-    calls = dict.fromkeys(op.fn for op in program.ops() if isinstance(op, Call) and op.fn not in functions)
+    made = (op for op in program.ops() if isinstance(op, Call) and op.outs)
+    calls = dict.fromkeys(op.fn for op in made if op.fn not in functions)
     notes = (
         [f"values of {', '.join(map(str, outputs))}: not declared what they are computed from"]
         if outputs

@@ -198,7 +198,10 @@ class _SymbolAlgebra:
         if op.stash and op.part == "forward":
             self._stashes[key] = known
         elif op.stash:
-            known = (*known, *self._stashes.get(key, ()))
+            kept = self._stashes.get(key, ())
+            if op.part == "input_grad":
+                self._stashes[key] = (*kept, *known)
+            known = (*known, *kept)
         outs = []
         for number, view in enumerate(op.outs):
             size = int(np.prod(view.shape))

@@ -17,6 +17,7 @@ from meshweave.ir.program import BoundOp, Program
 from meshweave.ir.program.call_dims import CALL_DIMS
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
+    CALL_PARTS,
     Accumulate,
     Add,
     AllGather,
@@ -100,8 +101,9 @@ def check_op(program: Program, bound: BoundOp, rank: int) -> None:
             if isinstance(op, Accumulate):
                 check.require(op.op == "sum", f"accumulates by 'sum' only, not '{op.op}'", op.out.buffer)
         case Call():
-            parts = ("", "forward", "input_grad", "weight_grad")
-            check.require(op.part in parts, f"part is one of {', '.join(parts[1:])}, not '{op.part}'")
+            check.require(
+                op.part in CALL_PARTS, f"part is one of {', '.join(CALL_PARTS[1:])}, not '{op.part}'"
+            )
             _check_work(check, op)
     if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
         check.dim(op.release.dim, op.out)

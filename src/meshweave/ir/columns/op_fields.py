@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave.base.errors import ProgramError
-from meshweave.ir.program.ops import OP_TYPES, Op
+from meshweave.ir.program.ops import CALL_PARTS, OP_TYPES, Op
 
 Column = NDArray[np.int64]
 
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(OP_TYPES)}
-CALL_PARTS = {"": 0, "forward": 1, "input_grad": 2, "weight_grad": 3}
+_PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)}
 
 
 class OpFields:
@@ -55,11 +55,11 @@ class OpFields:
 
 def _part(op: Op) -> int:
     part = getattr(op, "part", "")
-    if part not in CALL_PARTS:
+    if part not in _PART_NUMBERS:
         raise ProgramError(
-            f"has no part '{part}'; there are {', '.join(CALL_PARTS)[2:]}", op=op.name or op.kind
+            f"has no part '{part}'; there are {', '.join(CALL_PARTS[1:])}", op=op.name or op.kind
         )
-    return CALL_PARTS[part]
+    return _PART_NUMBERS[part]
 
 
 def flat(values: Any) -> Column:

@@ -108,7 +108,7 @@ class ProofColumns(TemplateColumns):
             raise UnknownError("works at what is not declared")
         if len(op.shape) not in (0, len(dims or ())):
             raise UnknownError("has other sizes than its work")
-        self._check(number, (op.flops, op.bytes, op.stash_bytes, *op.args))
+        self._check(number, (op.flops, op.bytes, op.stash_bytes, op.freed_bytes, *op.args))
         self._check(number, op.shape, 0)
 
     def _check(self, op: int, values: Iterable[Index], low: int = ANY) -> None:

@@ -112,8 +112,11 @@ def _inner(meanings: Mapping[str, Meaning], name: str) -> list[str]:
 
 
 def running_tensors(meanings: Mapping[str, Meaning], meaning: Meaning) -> frozenset[str]:
-    """Return the inputs of a function that are reductions so far: results of the same function, reduced."""
-    if not isinstance(meaning, Function) or not meaning.reduce:
+    """Return the inputs of a function that are reductions so far: results of the same function, reduced.
+
+    A result that is not reduced itself may come with them, as gradients of inputs do with those of parameters.
+    """
+    if not isinstance(meaning, Function):
         return frozenset()
     return frozenset(
         part.tensor

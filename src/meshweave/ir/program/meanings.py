@@ -81,7 +81,8 @@ class Function:
         part: the result.
         fn: the name that `call` ops carry.
         ins: the inputs, in the order of the op's.
-        stash: the inputs of the forward part whose stash the call reads.
+        stash: the inputs of the forward part whose stash the call reads, or these and then the inputs of the
+            input-gradient part before it.
         reduce: the reduction over names that the result does not have; "" where there are none.
         output: which of the call's results this is, from 0.
     """

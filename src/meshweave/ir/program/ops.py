@@ -19,6 +19,9 @@ from meshweave.ir.program.views import View
 Over = str | tuple[int, ...]
 Sizes = Index | tuple[int, ...] | None
 
+CallPart = Literal["", "forward", "input_grad", "weight_grad", "recompute", "free"]
+CALL_PARTS: tuple[CallPart, ...] = ("", "forward", "input_grad", "weight_grad", "recompute", "free")
+
 READ: Literal["read"] = "read"
 WRITE: Literal["write"] = "write"
 UPDATE: Literal["update"] = "update"
@@ -165,11 +168,14 @@ class Zero(Op):
 class Call(Op):
     """outs = fn(*ins): a callable that is bound at execution, with what its time depends on.
 
-    `part` says which part of a differentiable stage this is. `stash_bytes` is what a forward part keeps alive
-    until its weight-gradient part ends. `stash` together with `args` (say, the microbatch) names what is kept;
-    the gradient parts wait for the forward part of that name.
+    `part` says which part of a differentiable stage this is. What a part keeps for later ones is the stash of
+    that name and those `args` (say, the micro-batch): the forward part keeps some, a recomputation makes again
+    what it did not keep, the input gradient keeps something for the weight gradient. Each part waits for the one
+    before it. A call of part "free" frees the buffers that it reads: what was in them is not used again.
 
     Attributes:
+        stash_bytes: bytes that this part adds to the stash.
+        freed_bytes: bytes of the stash that this part frees at its end; a weight gradient frees all that is left.
         flops, bytes: FLOPs, and bytes read and written. Where `work` is named, 0 means what `cost.calls` counts
             for it: FLOPs from `shape`, and the bytes of all views, each once.
         work: what the call does, a key of `CALL_DIMS`. It chooses the rate and the count of FLOPs.
@@ -184,8 +190,9 @@ class Call(Op):
     flops: Index = 0
     bytes: Index = 0
     stash_bytes: Index = 0
+    freed_bytes: Index = 0
     stash: str = ""
-    part: Literal["", "forward", "input_grad", "weight_grad"] = ""
+    part: CallPart = ""
     args: tuple[Index, ...] = ()
     work: str = ""
     shape: tuple[Index, ...] = ()

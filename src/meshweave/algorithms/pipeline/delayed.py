@@ -1,0 +1,72 @@
+"""Eager-1F1B with delayed weight gradients (Zhuang et al., AlpaComm, MLSys '23, section 4).
+
+A backward is cut in two. The input gradient, which the stage before waits for, is sent at once; the weight
+gradient, which nobody waits for, runs later, and hides the transfer. With a delay of d, the weight gradient of
+micro-batch m follows the input gradient of micro-batch m + d, and d stashes more are kept.
+
+The delay is the least that covers the transfers by a model of time: FLOPs at the rate of the chip, and bytes at
+the rate of the NICs, or of local links inside of a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
+from meshweave.algorithms.pipeline.eager import num_eager
+from meshweave.algorithms.pipeline.one_f_one_b import alternating, several_stages
+from meshweave.algorithms.pipeline.problem import PipelineProblem
+from meshweave.algorithms.pipeline.timing import StepTimes, step_s
+from meshweave.describe.machine.cluster import Cluster
+
+COVERED = 1.001
+"""A delay covers the transfers if the step takes at most so many times what it takes without any."""
+
+
+class DelayedWeights(PipelineAlgorithm):
+    """One stage on each pipeline rank. The config says the delay."""
+
+    name = "eager-1f1b-delayed"
+    title = "Eager-1F1B, delayed weight gradients"
+    source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        return several_stages(problem)
+
+    def candidates(
+        self, problem: PipelineProblem, cluster: Cluster | None = None
+    ) -> Iterator[PipelineConfig]:
+        """Yield the least delay that covers the transfers on a cluster, one more and one less; 0 to 2 without."""
+        least = 1 if cluster is None else least_delay(problem, StepTimes.of(problem, cluster))
+        network = network_of(problem, cluster)
+        for delay in (least, least + 1, least - 1):
+            if delay >= 0:
+                yield PipelineConfig(delay=delay, network=network)
+        yield PipelineConfig("blocking", delay=least, network=network)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return delayed(problem, config.delay)
+
+
+def delayed(problem: PipelineProblem, delay: int) -> Schedule:
+    """Return the schedule of a delay."""
+    return alternating(problem, lambda stage: num_eager(problem, stage), delay)
+
+
+def least_delay(problem: PipelineProblem, times: StepTimes) -> int:
+    """Return the least delay whose step is as short as without transfers, or the best one if none is.
+
+    Args:
+        problem: the pipeline.
+        times: of its parts and transfers.
+    """
+    bound_s = step_s(problem, delayed(problem, 0), times.without_transfers())
+    best, best_s = 0, float("inf")
+    for delay in range(problem.num_stages + 1):
+        taken_s = step_s(problem, delayed(problem, delay), times)
+        if taken_s < best_s * (1 - 1e-9):
+            best, best_s = delay, taken_s
+        if taken_s <= COVERED * bound_s:
+            return delay
+    return best

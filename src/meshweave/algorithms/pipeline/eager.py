@@ -1,0 +1,32 @@
+"""Eager-1F1B (Zhuang et al., AlpaComm, MLSys '23, section 4): 1F1B with forwards that run ahead.
+
+Stage i of P runs min(M, 2 (P - i) - 1) forwards before its first backward, stages counted from 0. In 1F1B a stage
+needs an activation as soon as it is made; here another micro-batch stands between, so that its transfer is hidden.
+It takes P - i - 1 stashes more than 1F1B. Gradients are not hidden: see `delayed`.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.one_f_one_b import alternating, several_stages
+from meshweave.algorithms.pipeline.problem import PipelineProblem
+
+
+class EagerOneForwardOneBackward(PipelineAlgorithm):
+    """One stage on each pipeline rank."""
+
+    name = "eager-1f1b"
+    title = "Eager-1F1B"
+    source = "Zhuang et al., AlpaComm, MLSys '23, section 4"
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        return several_stages(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return alternating(problem, lambda stage: num_eager(problem, stage))
+
+
+def num_eager(problem: PipelineProblem, stage: int) -> int:
+    """Return the forwards of a stage before its first backward."""
+    return 2 * (problem.num_stages - stage) - 1

@@ -1,0 +1,111 @@
+"""Small pipelines that every schedule is tried on: chains, skips, uneven stages, different meshes and
+layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from meshweave.algorithms.pipeline.functions import STASH_BYTES_PER_ROW
+from meshweave.algorithms.pipeline.problem import (
+    Edge,
+    PartCost,
+    PipelineProblem,
+    Recompute,
+    Stage,
+    Stash,
+)
+from meshweave.describe.layout import Replicate, Shard
+from meshweave.describe.layout.mesh import Mesh
+
+
+def small_stage(
+    mesh: Mesh,
+    rows: int,
+    *,
+    work: int = 1,
+    data_axes: tuple[str, ...] = (),
+    is_sharded: bool = False,
+    recomputes: bool = False,
+    parameters: int = 4,
+) -> Stage:
+    """Return a stage that keeps what the functions of `pipeline.functions` keep.
+
+    Args:
+        mesh: its ranks.
+        rows: rows of a micro-batch, of all data-parallel ranks together.
+        work: MFLOPs of the forward and of each gradient.
+    """
+    share = rows
+    for axis in data_axes:
+        share //= mesh.size(axis)
+    each = STASH_BYTES_PER_ROW
+    stash = Stash(
+        *(share * size for size in (each.until_input_grad, each.until_weight_grad, each.from_input_grad))
+    )
+    cost = PartCost(work * 10**6, work * 10**4)
+    recompute = Recompute(cost, stash.until_weight_grad) if recomputes else None
+    return Stage(mesh, cost, cost, cost, parameters, stash, recompute, data_axes, is_sharded)
+
+
+def chain_of_ranks(
+    stage_ranks: Sequence[int],
+    micro_batches: int,
+    rows: int = 1,
+    *,
+    work: Sequence[int] = (1,),
+    skips: Sequence[tuple[int, int]] = (),
+    recomputes: Sequence[int] = (),
+) -> PipelineProblem:
+    """Return stages in a row, each on the single chip that `stage_ranks` says.
+
+    Args:
+        stage_ranks: for each stage its rank.
+        micro_batches, rows: of the problem.
+        work: MFLOPs of the stages in turn.
+        skips: pairs of stages that a further edge joins.
+        recomputes: the stages that recompute.
+    """
+    stages = [
+        small_stage(
+            Mesh.of(f"p{rank}", (1,), ("x",), rank),
+            rows,
+            work=work[number % len(work)],
+            recomputes=number in recomputes,
+        )
+        for number, rank in enumerate(stage_ranks)
+    ]
+    return PipelineProblem.chain(stages, micro_batches, rows, (2,), skips)
+
+
+def mixed_meshes(micro_batches: int = 3) -> PipelineProblem:
+    """Return three stages with different data and tensor degrees, so that both boundaries are reshards."""
+    first = Mesh.of("p0", (2, 2), ("dp", "tp"))
+    second = Mesh.of("p1", (1, 2), ("dp", "tp"), 4)
+    third = Mesh.of("p2", (4,), ("dp",), 6)
+    stages = (
+        small_stage(first, 4, data_axes=("dp",), is_sharded=True),
+        small_stage(second, 4, data_axes=("dp",), work=2),
+        small_stage(third, 4, data_axes=("dp",)),
+    )
+    split, whole = (Shard(0), Shard(1)), (Shard(0), Replicate())
+    edges = (Edge(0, 1, (4,), whole, split), Edge(1, 2, (2,), split))
+    return PipelineProblem(stages, edges, micro_batches, 4, (3,), (1,))
+
+
+def two_meshes(micro_batches: int = 2) -> PipelineProblem:
+    """Return a sharded data-parallel stage and a tensor-parallel one, with a reshard between them."""
+    stages = (
+        small_stage(Mesh.of("p0", (2,), ("dp",)), 2, data_axes=("dp",), is_sharded=True),
+        small_stage(Mesh.of("p1", (2,), ("tp",), 2), 2, work=2),
+    )
+    edge = Edge(0, 1, (2,), target_placements=(Shard(1),))
+    return PipelineProblem(stages, (edge,), micro_batches, 2)
+
+
+def example_problems() -> Iterator[PipelineProblem]:
+    """Yield small problems, the simplest first."""
+    yield chain_of_ranks((0, 1), 4, 2)
+    yield chain_of_ranks((0, 1, 2), 2, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
+    yield two_meshes()
+    yield chain_of_ranks((0, 1, 0, 1), 3)
+    yield chain_of_ranks((0, 1, 1, 0), 2, skips=((0, 3),))

@@ -1,0 +1,57 @@
+"""Interleaved 1F1B (Narayanan et al., Megatron-LM, SC '21): stages dealt out in turn, several on a rank.
+
+With V stages on each of P ranks the bubble is 1 / V of that of 1F1B, for V times the transfers. Micro-batches go
+through in rounds: a rank runs its first stage on all micro-batches of a round, then its second stage, and so on.
+The rounds are those of torch's ScheduleInterleaved1F1B, max(1, M // P) of them; where they do not divide the
+micro-batches, which torch refuses, the first rounds have one more.
+"""
+
+from __future__ import annotations
+
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule, looped
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.problem import PipelineProblem
+
+
+class InterleavedOneForwardOneBackward(PipelineAlgorithm):
+    """Stage s is on pipeline rank s mod P."""
+
+    name = "interleaved-1f1b"
+    title = "Interleaved 1F1B"
+    source = "Narayanan et al., Megatron-LM, SC '21"
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        per_rank = problem.num_stages // problem.num_ranks
+        if problem.stage_ranks != looped(problem.num_ranks, per_rank):
+            return f"its stages are dealt out in turn, not on pipeline ranks {problem.stage_ranks}"
+        return None
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        ranks, count = problem.num_ranks, problem.micro_batches
+        rounds = round_sizes(count, ranks)
+        orders = tuple(_order(rank, problem.stages_of(rank), ranks, rounds) for rank in range(ranks))
+        return Schedule(problem.stage_ranks, count, orders)
+
+
+def round_sizes(micro_batches: int, ranks: int) -> list[int]:
+    """Return the micro-batches of each round."""
+    rounds = max(1, micro_batches // ranks)
+    size, left = divmod(micro_batches, rounds)
+    return [size + (number < left) for number in range(rounds)]
+
+
+def _order(rank: int, stages: tuple[int, ...], ranks: int, rounds: list[int]) -> tuple[Action, ...]:
+    """Return the actions of a rank: forwards of a warm-up, then one forward and one backward in turn."""
+    forwards, backwards, first = list[Action](), list[Action](), 0
+    for size in rounds:
+        of_round = range(first, first + size)
+        forwards += [Action(ActionKind.FORWARD, stage, m) for stage in stages for m in of_round]
+        backwards += [Action(ActionKind.BACKWARD, stage, m) for stage in reversed(stages) for m in of_round]
+        first += size
+    ahead = (len(stages) - 1) * rounds[0] + 2 * (ranks - 1 - rank)
+    ahead = min(ahead, len(forwards))
+    order = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        order += forwards[ahead + number : ahead + number + 1]
+        order.append(backward)
+    return tuple(order)

@@ -1,0 +1,134 @@
+"""The slots of the buffers between stages: as many copies as values are alive at once, in a rank's order of
+steps.
+
+The value of micro-batch m lies in slot m mod k. So k is more than the distance of any two micro-batches whose
+values are alive together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave.algorithms.pipeline.actions import Action, ActionKind
+from meshweave.algorithms.pipeline.communication import Steps
+from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
+
+_GRADIENT = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})
+
+Positions = NDArray[np.int64]
+
+FIRST, LAST = 0, 1
+
+
+def num_slots(problem: PipelineProblem, steps: Steps, spare: int) -> dict[str, int]:
+    """Return the slots of each buffer by name: "h0_1_out", and with "g" for gradients, "_in" where it
+    arrives.
+
+    The buffer of an edge inside of a pipeline rank has no "_in" or "_out".
+
+    Args:
+        problem: its stages and edges.
+        steps: with communication.
+        spare: slots beyond those alive at once, so that a transfer need not wait for the end of a value's
+            last use.
+    """
+    counts: dict[str, int] = {}
+    for rank, order in enumerate(steps.of_rank):
+        positions = _positions(steps, order, problem.micro_batches)
+        for edge in problem.edges:
+            here = tuple(problem.stage_ranks[stage] == rank for stage in (edge.source, edge.target))
+            for name, write, read in _uses(edge, here):
+                first = _at(positions, write, problem.micro_batches, FIRST)
+                last = _at(positions, read, problem.micro_batches, LAST)
+                alive = most_alive(first, np.maximum(first, last))
+                counts[name] = min(max(alive, 1) + spare, problem.micro_batches)
+    return counts
+
+
+_Step = tuple[str, int, int | None]
+"""("F", "G" or how torch writes a transfer; stage; the stage at the other end)."""
+
+
+def _uses(edge: Edge, here: tuple[bool, ...]) -> list[tuple[str, _Step, _Step]]:
+    """Return (buffer, what writes it, what reads it) of an edge on one pipeline rank."""
+    source, target = edge.source, edge.target
+    made, used = ("F", source, None), ("F", target, None)
+    grad_made, grad_used = ("G", target, None), ("G", source, None)
+    if all(here):
+        return [(f"h{edge.name}", made, used), (f"g{edge.name}", grad_made, grad_used)]
+    if here[0]:
+        return [
+            (f"h{edge.name}_out", made, ("SEND_F", source, target)),
+            (f"g{edge.name}_in", ("RECV_B", source, target), grad_used),
+        ]
+    if here[1]:
+        return [
+            (f"h{edge.name}_in", ("RECV_F", target, source), used),
+            (f"g{edge.name}_out", grad_made, ("SEND_B", target, source)),
+        ]
+    return []
+
+
+def _positions(steps: Steps, pairs: Positions, count: int) -> Mapping[_Step, tuple[Positions, Positions]]:
+    """Return for each kind of step the first and the last position of each micro-batch, -1 for none."""
+    positions: dict[_Step, tuple[Positions, Positions]] = defaultdict(
+        lambda: (np.full(count, -1, np.int64), np.full(count, -1, np.int64))
+    )
+    for number in np.unique(pairs[:, 0]).tolist():
+        at = np.flatnonzero(pairs[:, 0] == number)
+        for part in steps.templates[number].leaves:
+            key = _step_of(part)
+            if key is not None:
+                first, last = positions[key]
+                of = pairs[at, 1] + (part.micro_batch or 0)
+                last[of] = np.maximum(last[of], at)
+                first[of[::-1]] = np.where(
+                    first[of[::-1]] < 0, at[::-1], np.minimum(first[of[::-1]], at[::-1])
+                )
+    return positions
+
+
+def _step_of(part: Action) -> _Step | None:
+    if part.kind is ActionKind.FORWARD:
+        return "F", part.stage, None
+    if part.kind in _GRADIENT:
+        return "G", part.stage, None
+    return (part.kind.value, part.stage, peer_of(part)) if part.kind.communicates else None
+
+
+def peer_of(action: Action) -> int:
+    """Return the stage at the other end of a transfer."""
+    if action.peer is not None:
+        return action.peer
+    before = action.kind in (ActionKind.RECV_FORWARD, ActionKind.SEND_BACKWARD)
+    return action.stage - 1 if before else action.stage + 1
+
+
+def _at(
+    positions: Mapping[_Step, tuple[Positions, Positions]], step: _Step, count: int, which: int
+) -> Positions:
+    return positions[step][which] if step in positions else np.full(count, -1, np.int64)
+
+
+def most_alive(first: Positions, last: Positions) -> int:
+    """Return one more than the largest distance of two indices whose spans [first, last] overlap; 0 for none.
+
+    A negative `first` stands for a value that is never made.
+    """
+    order = np.argsort(first, kind="stable")
+    order = order[first[order] >= 0]
+    if not len(order):
+        return 0
+    begins, ends = first[order], last[order]
+    reach = np.searchsorted(begins, ends, side="right")  # values begun before the end of each
+    if (np.diff(order) > 0).all():
+        return int((order[reach - 1] - order).max()) + 1
+    most = 1
+    for number, until in enumerate(reach.tolist()):
+        together = order[number:until]
+        most = max(most, int(np.abs(together - order[number]).max(initial=0)) + 1)
+    return most
