@@ -52,6 +52,85 @@ def test_comparisons_of_the_guide() -> None:
     assert f"geometric mean {MEASURED['geometric_mean'](host):.2f}, least {min(host):.2f}" in COMPARISON
 
 
+VALIDATION = " ".join((pages.ROOT / "validation" / "README.md").read_text().split())
+CHANGELOG = " ".join((pages.ROOT / "CHANGELOG.md").read_text().split())
+READINGS = runpy.run_path(str(pages.ROOT / "validation" / "readings_table.py"))
+
+
+def test_the_tables_of_readings_and_counts_are_generated() -> None:
+    for path, make in ((READINGS["PAGE"], READINGS["page"]), (READINGS["README"], READINGS["readme"])):
+        assert path.read_text() == make(), "run python validation/readings_table.py"
+
+
+def test_goals_of_the_readings() -> None:
+    """One reading meets both utilisations within 2 points and two thirds of the rows; all pick the same mesh."""
+    one_part = READINGS["saved_rows"]("one-part")
+    used = [row for row in one_part if row["id"] == "utilisation"]
+    assert all(abs(row["ours"] - row["published"]) <= 2 for row in used)
+    holds, near, differs = READINGS["verdicts"](one_part)
+    assert 3 * holds >= 2 * (holds + near + differs)
+    for reading in ("public", "fitted-links", "one-part", "shared-links"):
+        chosen = [row for row in READINGS["saved_rows"](reading) if row["id"] == "utilisation"]
+        assert all(row["detail"].startswith("32x8") for row in chosen), reading
+    low = [r["published"] - r["ours"] for r in READINGS["saved_rows"]("public") if r["id"] == "utilisation"]
+    assert f"utilisations are some {sum(low) / len(low):.0f} points low" in guide("limits")
+    fixed = [r for r in READINGS["saved_rows"]("fixed-batch") if r["unit"] == "%" and r["published"] > 40]
+    assert len(fixed) == 8 and {row["verdict"] for row in fixed} == {"holds"}
+    measured = ("real_collective", "real_wang", "real_meshslice")
+    plain = [row for row in READINGS["saved_rows"]("public-defaults") if row["id"] in measured]
+    assert 3 < max(abs(row["ours"] - row["published"]) for row in plain) <= 4
+
+
+def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
+    rows = json.loads((pages.ROOT / "validation/tpu_compiler_cycles.json").read_text())["rows"]
+    shares = [row["m"] * row["n"] * row["k"] / (4 * 128 * 128) / row["cycles"] for row in rows]
+    assert f"expects {100 * shares[0]:.0f} % for a product of {rows[0]['m']}^3" in VALIDATION
+    assert f"{100 * shares[1]:.0f} % for one of {rows[1]['m']}^3" in VALIDATION
+    fitted, plain = (mw.load_cluster(f"tpu-v4-4x4-{name}").chip for name in ("fitted", "effective"))
+    rate, peak = fitted.effective_flops_per_s, fitted.peak("bfloat16")
+    assert f"{rate / 1e12:.0f} TFLOP/s is {100 * rate / peak:.0f} % of the peak" in VALIDATION
+    assert rate / peak < shares[0] < plain.effective_flops_per_s / peak < shares[1]
+
+
+def test_speeds_in_the_changelog() -> None:
+    rings = MEASURED["load"]("simulator_speed")["rows"]["rings beside SimGrid"]
+    whole, single = (rings[f"ours, {what}"]["times_simgrid"] for what in ("collectives", "messages"))
+    assert (
+        f"{whole:.1f} x as fast as SimGrid on ring all-gathers over a 16x16 torus as collectives" in CHANGELOG
+    )
+    assert f"as collectives, {single:.1f} x as single messages" in CHANGELOG
+    pod_s = [row["wall_s"] for row in MEASURED["load"]("simulator_speed")["rows"]["4096 chips"]]
+    assert f"4096 chips in {min(pod_s):.0f} to {max(pod_s):.0f} s" in CHANGELOG
+    rows = MEASURED["load"]("planner_speed")["rows"]
+    small, large = (rows[f"{chips} chips, all algorithms"]["wall_s"] for chips in (256, 65536))
+    assert f"over all algorithms in {small:.1f} s, on 65,536 chips in {large:.1f} s" in CHANGELOG
+
+
+def test_slicing_in_validation() -> None:
+    rows = {(row["id"], row["model"]): row for row in READINGS["load"]("slicing-pvc-node-h100-node")}
+
+    def ours(name: str, case: str) -> float:
+        return float(rows[name, case]["ours"])
+
+    def at_smallest(case: str) -> float:
+        return float(re.findall(r"1024: ([+-][0-9.]+)", rows["leaders", case]["detail"])[0])
+
+    pvc, h100 = (f"{place}-mlp1" for place in ("pvc", "h100"))
+    for words in (
+        f"by {ours('leaders', pvc):.0f} % and {ours('leaders', h100):.1f} % on average",
+        f"({at_smallest(pvc):.0f} % and {at_smallest(h100):.1f} % at the smallest batch)",
+        f"{-ours('cosma_poor', h100):.1f} % ahead of the slowest partitioning",
+        f"| {-ours('behind_dtensor', 'pvc-mlp2'):.1f} % behind | differ |",
+        f"by {ours('ahead_of_dtensor', pvc):.0f} % and {ours('ahead_of_dtensor', 'h100-mlp2'):.0f} %",
+        f"{-ours('leaders_stay_with_c', pvc):.1f} % behind stationary B",
+        f"{-ours('leaders', 'pvc-mlp2'):.1f} % behind row block",
+        f"{-ours('outer_adds', 'pvc-mlp2'):.1f} % behind stationary C",
+        f"{-ours('outer_poor_on_h100', 'h100-mlp2'):.1f} % ahead of the slowest other",
+        f"1 of C; {ours('mixed_copies', 'pvc-mlp2'):.0f} % over one factor",
+    ):
+        assert words in VALIDATION, words
+
+
 def guide(name: str) -> str:
     """Return a page of the guide with line breaks as spaces, so that sentences are found whole."""
     return " ".join((pages.ROOT / "docs" / "guide" / f"{name}.md").read_text().split())

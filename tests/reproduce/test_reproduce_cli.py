@@ -32,6 +32,11 @@ def test_help_lists_papers(capsys: pytest.CaptureFixture[str]) -> None:
         ((*ESTIMATE, "--rows", "utilsation"), "did you mean 'utilisation'?"),
         ((*ESTIMATE, "--figures", "8"), "figures: 9, 10, 11, 12, 13, 14"),
         ((*ESTIMATE, "--png"), "--out"),
+        ((*ESTIMATE, "--reading", "fixed-bach"), "did you mean 'fixed-batch'?"),
+        (
+            (*ESTIMATE, "--reading", "fixed-batch", "--rows", "utilisation"),
+            "says nothing about row utilisation",
+        ),
         ((*ESTIMATE, "--cluster", "tpu-v4-4x4", "--rows", "utilisation"), "cannot have 256 chips"),
         ((*ESTIMATE, "--report", "/nowhere/at/all.html"), "cannot write"),
         (("reproduce", "meshslice", "--by", "guess"), "estimate"),
@@ -55,7 +60,8 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = called(capsys, *ESTIMATE, "--rows", "flops,picks_slices", "--figures", "13", "--json")
     assert status == 0
     data = json.loads(out)
-    assert (data["paper"], data["by"], data["cluster"]["name"]) == ("meshslice", "estimate", "tpu-v4-pod")
+    assert (data["paper"], data["by"], data["reading"]["name"]) == ("meshslice", "estimate", "public")
+    assert [cluster["name"] for cluster in data["clusters"]] == ["tpu-v4-pod", "tpu-v4-4x4"]
     assert [(row["id"], row["model"]) for row in data["rows"]][:2] == [
         ("flops", "gpt3"),
         ("flops", "megatron-nlg"),
@@ -70,8 +76,8 @@ def test_tables_pictures_and_page(capsys: pytest.CaptureFixture[str], tmp_path: 
     status, out, _ = called(capsys, *ESTIMATE, *args, "--report", str(tmp_path / "page.html"))
     assert status == 0 and "utilisation" in out
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"page.html", "meshslice-tpu-v4-pod.md", "meshslice-tpu-v4-pod-figure-9-gpt3.svg"} <= names
-    assert "67.4" in (tmp_path / "meshslice-tpu-v4-pod.md").read_text()
+    assert {"page.html", "meshslice-public.md", "meshslice-public-figure-9-gpt3.svg"} <= names
+    assert "67.4" in (tmp_path / "meshslice-public.md").read_text()
     assert (tmp_path / "page.html").read_text().count("<svg") == 4
 
 
@@ -79,7 +85,7 @@ def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("resvg_py")
     status, _, _ = called(capsys, *ESTIMATE, "--figures", "13", "--out", str(tmp_path), "--png")
     assert status == 0
-    picture = tmp_path / "meshslice-tpu-v4-pod-figure-13-gpt3.png"
+    picture = tmp_path / "meshslice-public-figure-13-gpt3.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

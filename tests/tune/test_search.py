@@ -56,7 +56,7 @@ def tried(entry: Matmul2d, model: Transformer, cluster: Cluster, workload: Workl
             return price(work, machine).total_ps
 
         best = []
-        for problem in job.problems(shape):
+        for problem in job.problems(entry, shape):
             times = [
                 (TimedSkeleton(entry.skeleton(problem, config), cost_ps).total_ps(), number, config)
                 for number, config in enumerate(entry.candidates(problem))

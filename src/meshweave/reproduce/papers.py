@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
+from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.reproduce.alpacomm import figures as alpacomm_figures
@@ -22,6 +24,7 @@ from meshweave.reproduce.atp.study import AtpStudy
 from meshweave.reproduce.figures import Figure, parse_figure_numbers
 from meshweave.reproduce.meshslice import figures as meshslice_figures
 from meshweave.reproduce.meshslice import rows as meshslice_rows
+from meshweave.reproduce.meshslice.readings import PUBLIC, READINGS, PaperReading, reading_named
 from meshweave.reproduce.meshslice.study import MeshSliceStudy
 from meshweave.reproduce.meshslice.times import Reading, Timer
 from meshweave.reproduce.published import published_rows, select_rows
@@ -69,40 +72,79 @@ def select(paper: str, rows: Sequence[str] = (), figures: Sequence[str] = ()) ->
 
 
 def reproduce_meshslice(
-    cluster: str | Cluster = "tpu-v4-pod",
+    cluster: str | Cluster | None = None,
     selection: Selection = EVERYTHING,
     *,
+    reading: str = PUBLIC,
     by: Reading = "simulate",
     progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
     """Compute the numbers of MeshSlice's evaluation and its figures 9 to 14.
 
     Args:
-        cluster: the pod whose constants are judged: a cluster, or its catalog name or TOML file.
-        selection: the rows and figures to compute.
+        cluster: the pod whose constants are judged: a cluster, or its catalog name or TOML file. None for that of
+            the reading.
+        selection: the rows and figures to compute. All rows are those that the reading covers; figures are of
+            pods.
+        reading: what the paper leaves open, one of `meshslice.readings.READINGS`.
         by: what gives the times of products; estimates choose meshes and slice counts in both cases.
         progress_bar: shows how many rows and figures are done.
 
     Raises:
         DescriptionError: there is no such cluster.
         LayoutError: the cluster cannot have 256 chips.
+        UnsupportedError: there is no such reading, it does not cover a row or figure, or it has no simulation.
     """
-    pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    study = MeshSliceStudy(pod, Timer(by))
+    chosen = reading_named(reading)
+    if chosen.rule == "pooled" and by == "simulate":
+        raise UnsupportedError(
+            f"reading {reading} has no simulation: links belong to an axis there; give by='estimate'"
+        )
+    selection = _covered(chosen, selection)
+    where = cluster or chosen.pod or READINGS[PUBLIC].pod
+    pod = load_cluster(where) if isinstance(where, str) else where
+    fits = bool(chosen.fit) or pod.name != chosen.pod
+    study = MeshSliceStudy(pod, Timer(by, chosen.rule), measured=chosen.mesh)
     rows, figures = _compute(
         selection,
-        lambda ids, progress: meshslice_rows.rows(study, ids, progress),
+        lambda ids, progress: meshslice_rows.rows(study, ids, progress, chosen, fits),
         lambda numbers, progress: meshslice_figures.figures(study, numbers, progress),
         progress_bar,
     )
     summary = PaperSummary(
         "MeshSlice",
         "Nam, Gerogiannis, Torrellas: MeshSlice (ISCA '25, doi 10.1145/3695053.3731077).",
-        ((pod.name, pod.source),),
-        "estimates" if by == "estimate" else "simulation; meshes and slice counts chosen by estimate",
+        tuple((cluster.name, cluster.source) for cluster in _machines(chosen, pod)),
+        f"{'estimates' if by == 'estimate' else 'simulation; meshes and slice counts chosen by estimate'}; "
+        f"reading {reading}: {chosen.title}",
     )
-    inputs = {"cluster": {"name": pod.name, "source": pod.source}, "by": by}
-    return Reproduction(MESHSLICE, summary, inputs, rows, figures)
+    inputs = {
+        "clusters": [{"name": name, "source": source} for name, source in summary.machines],
+        "by": by,
+        "reading": {"name": chosen.name, "title": chosen.title, "fit": chosen.fit},
+    }
+    return Reproduction(MESHSLICE, summary, inputs, rows, figures, f"{MESHSLICE}-{_file_name(chosen, pod)}")
+
+
+def _covered(reading: PaperReading, selection: Selection) -> Selection:
+    """Return a selection without figures where a reading is of the 4x4 mesh alone.
+
+    Raises UnsupportedError where it names figures then.
+    """
+    if reading.pod or not selection.figures:
+        return selection if reading.pod else replace(selection, figures=None)
+    raise UnsupportedError(f"reading {reading.name} has no figures: they are of the simulated pod")
+
+
+def _machines(reading: PaperReading, pod: Cluster) -> list[Cluster]:
+    """Return the clusters that a reading's rows are of."""
+    mesh = [load_cluster(reading.mesh.cluster)] if reading.mesh is not None else []
+    return ([pod] if reading.pod else []) + mesh
+
+
+def _file_name(reading: PaperReading, pod: Cluster) -> str:
+    """Return the end of the names of the files: the reading, and the pod where it is another one."""
+    return reading.name if not reading.pod or pod.name == reading.pod else f"{reading.name}-{pod.name}"
 
 
 def reproduce_slicing(

@@ -1,16 +1,17 @@
-"""The published numbers of a paper, from `published/PAPER.toml`."""
+"""The published numbers of a paper, from `published/PAPER.toml`, and which rows do not count (`listed.toml`)."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.resources import files
 from typing import Any
 
 from meshweave.base.errors import UnsupportedError, did_you_mean, printable
 from meshweave.base.progress import Progress
-from meshweave.reproduce.verdict import JudgedRow, OurValue, Tolerance
+from meshweave.reproduce.verdict import JudgedRow, Listed, OurValue, Tolerance, tolerance_of
 
 MODELS = ("gpt3", "megatron-nlg")
 BOTH = "both"
@@ -35,14 +36,19 @@ class PublishedRow:
     scored: bool
     fitted: bool
     why: dict[str, str]
+    listed: Listed = ""
 
     @property
     def models(self) -> tuple[str, ...]:
         """What the row is computed for."""
         return tuple(self.values) or MODELS
 
-    def beside(self, subject: str, ours: OurValue) -> JudgedRow:
-        """Return the row of one of `models`, our value beside the published one."""
+    def beside(self, subject: str, ours: OurValue, fits: bool = True) -> JudgedRow:
+        """Return the row of one of `models`, our value beside the published one.
+
+        Args:
+            fits: whether constants were fitted for ours, so that rows for fits (`fitted`) do not count.
+        """
         return JudgedRow(
             self.id,
             self.what,
@@ -57,22 +63,33 @@ class PublishedRow:
             self.why.get(subject, ""),
             ours.detail,
             ours.reason,
+            "fitted" if self.fitted and fits else self.listed,
         )
 
 
 def published_rows(paper: str) -> tuple[PublishedRow, ...]:
     """Return all rows of a paper, in the order of the file."""
-    text = (files("meshweave.reproduce") / "published" / f"{paper}.toml").read_text(encoding="utf-8")
-    return tuple(row for entry in tomllib.loads(text)["row"] for row in _rows(entry))
+    listed = listed_patterns(paper)
+    return tuple(_row(entry, listed) for whole in _load(paper)["row"] for entry in _readings(whole))
 
 
-def _rows(entry: dict[str, Any]) -> list[PublishedRow]:
-    """Return the row of an entry, or one for each of its readings."""
-    row = _row(entry)
+def listed_patterns(paper: str) -> dict[Listed, list[str]]:
+    """Return the ids of rows that are listed and do not count, by reason; `*` stands for any text."""
+    patterns: dict[Listed, list[str]] = _load("listed").get(paper, {})
+    return patterns
+
+
+def _load(name: str) -> dict[str, Any]:
+    text = (files("meshweave.reproduce") / "published" / f"{name}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def _readings(entry: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an entry of the file, or one for each of its readings."""
     if "readings" not in entry:
-        return [row]
+        return [entry]
     return [
-        replace(row, id=f"{row.id}_{reading}", what=f"{row.what}, by {reading}")
+        {**entry, "id": f"{entry['id']}_{reading}", "what": f"{entry['what']}, by {reading}"}
         for reading in entry["readings"]
     ]
 
@@ -85,24 +102,21 @@ def _number(value: float | str) -> float:
     return float(value)
 
 
-def _row(entry: dict[str, Any]) -> PublishedRow:
+def _row(entry: dict[str, Any], listed: Mapping[Listed, Sequence[str]]) -> PublishedRow:
     values = {name: _number(value) for name, value in entry.items() if name not in _KEYS}
-    tolerance = Tolerance()
-    if "points" in entry:
-        tolerance = Tolerance(entry["points"] / 100, "points")
-    elif "judge" in entry:
-        tolerance = Tolerance(0.0, entry["judge"])
-    why = entry.get("why", "")
+    why, name = entry.get("why", ""), entry["id"]
+    reasons = [reason for reason, ids in listed.items() if any(fnmatchcase(name, wanted) for wanted in ids)]
     return PublishedRow(
-        entry["id"],
+        name,
         entry["what"],
         entry["where"],
         entry["unit"],
         values,
-        tolerance,
+        tolerance_of(entry["unit"], entry.get("points"), entry.get("judge")),
         entry.get("scored", True),
         entry.get("use") == "cal",
         why if isinstance(why, dict) else dict.fromkeys((*MODELS, BOTH, *values), why),
+        reasons[0] if reasons else "",
     )
 
 

@@ -53,6 +53,7 @@ class Reproduction:
 
     Attributes:
         paper: the paper's short name.
+        file_stem: the beginning of the names of its files, if not `stem`'s own choice.
         inputs: what the JSON says of the run besides its rows and figures: clusters, reading, batches, findings.
     """
 
@@ -61,10 +62,13 @@ class Reproduction:
     inputs: dict[str, Any]
     rows: tuple[JudgedRow, ...]
     figures: tuple[Figure, ...]
+    file_stem: str = ""
 
     @property
     def stem(self) -> str:
         """The beginning of the names of its files: the paper and the machines, if these are one or two."""
+        if self.file_stem:
+            return self.file_stem
         names = [name for name, _ in self.summary.machines]
         return "-".join([self.paper, *names]) if len(names) <= 2 else self.paper
 

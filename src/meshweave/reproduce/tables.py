@@ -25,10 +25,11 @@ def cells(row: JudgedRow) -> tuple[str, ...]:
 
 
 def verdict_summary(reproduction: Reproduction) -> str:
-    """Return a sentence: how many rows there are, and how many have each verdict."""
+    """Return a sentence: how many rows there are, how many count, and how many of these have each verdict."""
     rows, summary = reproduction.rows, reproduction.summary
     counts = ", ".join(f"{count} {verdict}" for verdict, count in count_verdicts(rows).items())
-    return f"{len(rows)} numbers on {summary.names}, by {summary.method}: {counts}."
+    counted = sum(row.counts for row in rows)
+    return f"{len(rows)} rows on {summary.names}, by {summary.method}. {counted} count; {counts}."
 
 
 def markdown(reproduction: Reproduction) -> str:

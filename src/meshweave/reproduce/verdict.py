@@ -1,4 +1,9 @@
-"""A published number beside ours, and the verdict."""
+"""A published number beside ours, the verdict, and whether the row counts: one rule for every paper.
+
+A row counts once for each number or statement that a paper prints and that ours could miss. All other rows are
+listed with a reason (`LISTED`) and stand beside the counts: what follows from definitions, the same number read
+once more, what cannot fail, goals of our own, and what constants were fitted on.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,33 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 HOLDS, NEAR, DIFFERS, ALONE, MISSING = "holds", "near", "differs", "ours alone", "not reproduced"
-Kind = Literal["share", "points", "goal", "exact", "least", "more"]
+Kind = Literal["share", "points", "gain", "goal", "exact", "least", "more"]
 NEAR_AMOUNT = 0.1
 """What still counts as near: 10 % of the number, or 10 points of a percentage that is judged in points."""
+GAIN_AMOUNT, NEAR_GAIN = 0.25, 0.5
+"""A gain holds within a quarter of itself, and is near within half of itself."""
+GAIN_UNITS = ("% faster", "% longer", "% lost")
+"""Units of gains and losses: differences of two times or rates, which are judged by their own size."""
+Listed = Literal["", "identity", "read again", "follows", "cannot fail", "our goal", "fitted"]
+LISTED: dict[Listed, str] = {
+    "identity": "by definition or by an equation of the paper",
+    "read again": "another reading of a number that counts elsewhere",
+    "follows": "arithmetic of rows that count",
+    "cannot fail": "true by construction here",
+    "our goal": "not published",
+    "fitted": "constants were fitted on it",
+}
+"""Why a row is listed and does not count."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
     """By how much ours may differ from the published number and still hold.
 
-    `amount` is a share of the published number, or, in `points`, of the 100 % that a percentage is of. A `goal` is
-    met by all that is at most as large; `least` by all that is at least as large, and `more` by what is larger by
-    0.01 at least, so that equals are no lead; `exact` allows nothing.
+    `amount` is a share of the published number, or, in `points`, of the 100 % that a percentage is of. A `gain` is
+    judged by its own size (`GAIN_AMOUNT`). A `goal` is met by all that is at most as large; `least` by all that is
+    at least as large, and `more` by what is larger by 0.01 at least, so that equals are no lead; `exact` allows
+    nothing.
     """
 
     amount: float = 0.03
@@ -33,9 +53,22 @@ class Tolerance:
             return HOLDS if ours >= needed else DIFFERS
         if self.kind == "exact":
             return HOLDS if ours == published else DIFFERS
+        if self.kind == "gain":
+            gap = round(abs(ours - published), 12)
+            size = abs(published)
+            return HOLDS if gap <= self.amount * size else NEAR if gap <= NEAR_GAIN * size else DIFFERS
         gap = abs(ours - published) / (100 if self.kind == "points" else abs(published))
         gap = round(gap, 12)  # 57.6 - 55.6 is no more than 2 points
         return HOLDS if gap <= self.amount else NEAR if gap <= NEAR_AMOUNT else DIFFERS
+
+
+def tolerance_of(unit: str, points: float | None, judge: Kind | None) -> Tolerance:
+    """Return the tolerance of a row: as `judge` says, else by its unit, else within so many percentage points."""
+    if judge is not None:
+        return Tolerance(GAIN_AMOUNT if judge == "gain" else 0.0, judge)
+    if unit in GAIN_UNITS:
+        return Tolerance(GAIN_AMOUNT, "gain")
+    return Tolerance() if points is None else Tolerance(points / 100, "points")
 
 
 @dataclass(frozen=True)
@@ -52,7 +85,8 @@ class JudgedRow:
     """One published number beside ours.
 
     `ours` is None where we have none, and `reason` says why. `why` says in a few words what a difference comes
-    from; `detail` what ours is made of. A number that is not `scored` stands beside ours without a verdict.
+    from; `detail` what ours is made of. A number that is not `scored` stands beside ours without a verdict; one
+    that is `listed` has a verdict and does not count.
     """
 
     id: str
@@ -68,6 +102,12 @@ class JudgedRow:
     why: str = ""
     detail: str = ""
     reason: str = ""
+    listed: Listed = ""
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the row's verdict counts."""
+        return not self.listed and self.verdict in (HOLDS, NEAR, DIFFERS)
 
     @property
     def verdict(self) -> str:
@@ -86,7 +126,7 @@ class JudgedRow:
         parts = [
             self.why if self.verdict != HOLDS else "",
             self.detail,
-            "a fit may use it" if self.fitted else "",
+            f"listed: {LISTED[self.listed]}" if self.listed else "",
         ]
         return "; ".join(part for part in parts if part)
 
@@ -102,6 +142,8 @@ class JudgedRow:
             "ours": self.ours,
             "verdict": self.verdict,
             "fitted": self.fitted,
+            "counts": self.counts,
+            "listed": self.listed,
             "why": self.why,
             "detail": self.detail,
             "reason": self.reason,
@@ -109,7 +151,15 @@ class JudgedRow:
 
 
 def count_verdicts(rows: Sequence[JudgedRow]) -> dict[str, int]:
-    """Return how many rows have each verdict, in the order of `HOLDS`, `NEAR`, ..."""
-    order = (HOLDS, NEAR, DIFFERS, ALONE, MISSING)
-    counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in order}
+    """Return how many rows have each verdict, in the order of `HOLDS`, `NEAR`, ...; only rows that count.
+
+    What is listed follows as `listed`, and rows without a verdict as `ALONE` and `MISSING`.
+    """
+    counts = {
+        verdict: sum(row.counts and row.verdict == verdict for row in rows)
+        for verdict in (HOLDS, NEAR, DIFFERS)
+    }
+    counts["listed"] = sum(bool(row.listed) and row.verdict in counts for row in rows)
+    for verdict in (ALONE, MISSING):
+        counts[verdict] = sum(row.verdict == verdict for row in rows)
     return {verdict: count for verdict, count in counts.items() if count}

@@ -1,13 +1,65 @@
 """Phase 1 of the MeshSlice autotuner: which matrix stays put (section 3.2.1).
 
-The largest of X (tokens x in), W (in x out) and Y (tokens x out) should not move.
+The largest of X (tokens x in), W (in x out) and Y (tokens x out) should not move. An algorithm with a layout of
+its own (1D tensor parallelism, FSDP) comes first: its authors choose by layer and not by size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from meshweave.algorithms.matmul2d.common.passes import Stationary
+from meshweave.algorithms.matmul2d import Matmul2d
+from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
+from meshweave.algorithms.matmul2d.common.problem import Matmul2dProblem
+from meshweave.describe.model import FcLayer
+
+
+@dataclass(frozen=True)
+class LayerDataflow:
+    """The matrix that stays put in a layer, whether its matrices are stored transposed, and why, in words."""
+
+    stationary: Stationary
+    transposed: bool
+    reason: str
+
+
+def layer_dataflows(entry: Matmul2d, layers: Sequence[FcLayer], tokens: int) -> list[LayerDataflow]:
+    """Return the dataflow of each layer of a block: the algorithm's own, or that of phase 1."""
+    own = entry.own_stationary
+    if own:
+        reason = f"the layout of {entry.title}, whatever the sizes"
+        return [LayerDataflow(own[number % len(own)], False, reason) for number in range(len(layers))]
+    chosen = [choose_stationary(tokens, layer.in_features, layer.out_features) for layer in layers]
+    flipped = choose_transposed([which for which, _ in chosen])
+    return [LayerDataflow(which, flip, why) for (which, why), flip in zip(chosen, flipped, strict=True)]
+
+
+def block_products(
+    layers: Sequence[FcLayer],
+    dataflows: Sequence[LayerDataflow],
+    tokens: int,
+    mesh_shape: tuple[int, ...],
+    dtype: str,
+) -> list[Matmul2dProblem]:
+    """Return the products of a block on a mesh: three passes per layer, layer by layer.
+
+    Raises LayoutError as `Matmul2dProblem` does.
+    """
+    return [
+        pass_problem(
+            flow.stationary,
+            name,
+            tokens,
+            layer.in_features,
+            layer.out_features,
+            mesh_shape,
+            dtype,
+            transposed=flow.transposed,
+        )
+        for layer, flow in zip(layers, dataflows, strict=True)
+        for name in PASSES
+    ]
 
 
 def choose_transposed(stationary: Sequence[Stationary]) -> list[bool]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
+from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.base.errors import UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import FcLayer, Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.dataflow import choose_stationary, choose_transposed
+from meshweave.tune.dataflow import LayerDataflow, block_products, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.plan import Candidate, LayerPlan, PassPlan, Plan
 from meshweave.tune.product import SearchCounts, TunedProduct, finish_search, tune_product
@@ -43,29 +44,20 @@ class _ModelSearch:
     def shapes(self, entry: Matmul2d) -> list[Shape]:
         """Return the mesh shapes of an algorithm; none where it lacks a dataflow that a layer needs."""
         shapes = self.space.shapes(entry)
-        if shapes and any(problem.dataflow not in entry.dataflows for problem in self.problems(shapes[0])):
+        if shapes and any(
+            problem.dataflow not in entry.dataflows for problem in self.problems(entry, shapes[0])
+        ):
             return []
         return shapes
 
-    def problems(self, shape: Shape) -> list[Matmul2dProblem]:
-        """Return the products of a block on a mesh, layer by layer."""
-        tokens, dtype = self.workload.tokens, self.workload.dtype
-        return [
-            pass_problem(
-                which, name, tokens, layer.in_features, layer.out_features, shape, dtype, transposed=flipped
-            )
-            for layer, which, flipped in zip(self.layers, self.stationary(), self.transposed(), strict=True)
-            for name in PASSES
-        ]
+    def dataflows(self, entry: Matmul2d) -> list[LayerDataflow]:
+        """Return the dataflow of each layer under an algorithm."""
+        return layer_dataflows(entry, self.layers, self.workload.tokens)
 
-    def stationary(self) -> list[Stationary]:
-        """Return the stationary matrix of each layer."""
-        tokens = self.workload.tokens
-        return [choose_stationary(tokens, layer.in_features, layer.out_features)[0] for layer in self.layers]
-
-    def transposed(self) -> list[bool]:
-        """Return for each layer whether it takes the transposed version."""
-        return choose_transposed(self.stationary())
+    def problems(self, entry: Matmul2d, shape: Shape) -> list[Matmul2dProblem]:
+        """Return the products of a block under an algorithm on a mesh, layer by layer."""
+        workload = self.workload
+        return block_products(self.layers, self.dataflows(entry), workload.tokens, shape, workload.dtype)
 
 
 def plan_model(
@@ -136,7 +128,8 @@ def _candidates(
         if not shapes[name]:
             continue
         entry = unrolled_entry(name, slice_counts) if name in UNROLLED else ALGORITHMS[name]
-        meshes = best_meshes(entry, search.space, shapes[name], search.problems, search.counts, advance)
+        problems = partial(search.problems, entry)
+        meshes = best_meshes(entry, search.space, shapes[name], problems, search.counts, advance)
         tuned = _tune_products(search, meshes[0][1])
         if name == REFERENCE_ALGORITHM:
             slice_counts = {sizes_of(product.problem): product.config.slice_count for product in tuned}
@@ -187,8 +180,8 @@ def _candidate(
         / seconds,
         traffic_bytes=traffic,
         layers=tuple(
-            _layer_plan(layer, tuned[size * i : size * (i + 1)], peaks, workload, flipped)
-            for i, (layer, flipped) in enumerate(zip(search.layers, search.transposed(), strict=True))
+            _layer_plan(layer, tuned[size * i : size * (i + 1)], peaks, workload, flow)
+            for i, (layer, flow) in enumerate(zip(search.layers, search.dataflows(entry), strict=True))
         ),
         runner_up=runner_up,
     )
@@ -199,9 +192,8 @@ def _layer_plan(
     products: list[TunedProduct],
     peaks: dict[Matmul2dProblem, int],
     workload: Workload,
-    transposed: bool,
+    flow: LayerDataflow,
 ) -> LayerPlan:
-    stationary, reason = choose_stationary(workload.tokens, layer.in_features, layer.out_features)
     passes = []
     for name, tuned in zip(PASSES, products, strict=True):
         cost = tuned.estimate
@@ -231,8 +223,8 @@ def _layer_plan(
         tokens=workload.tokens,
         in_features=layer.in_features,
         out_features=layer.out_features,
-        stationary=stationary,
-        transposed=transposed,
-        reason=reason,
+        stationary=flow.stationary,
+        transposed=flow.transposed,
+        reason=flow.reason,
         passes=tuple(passes),
     )

@@ -9,6 +9,12 @@ products as in Wang et al. (MeshSlice, section 4.3). They differ in the matrix t
 Tensor parallelism shards activations by tokens between layers (Korthikanti et al., MLSys '23) and each weight
 by its in or out features, so activations travel; FSDP (Zhao et al., VLDB '23) shards tokens throughout and
 weights by rows, so weights travel. A ring uses two of the four links that a chip has in a 2D torus.
+
+Which operand is a weight depends on the layer's dataflow (`passes`), so each chooses its dataflows as its authors
+do, whatever the sizes (`own_stationary`). Tensor parallelism alternates Megatron's column-parallel layers (Y
+stays: tokens are gathered) and row-parallel ones (X stays: tokens are reduced and scattered). In FSDP Y stays in
+every layer: weights are gathered in the forward and the backward data pass, and their gradient is reduced and
+scattered.
 """
 
 from __future__ import annotations
@@ -103,6 +109,7 @@ class TensorParallel1d(_RingAlgorithm):
     title = "1D tensor parallel"
     source = "Korthikanti et al., MLSys '23; MeshSlice, section 4.3"
     moves = _TENSOR_MOVES
+    own_stationary = ("y", "x")
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return tensor_placements(problem)
@@ -115,6 +122,7 @@ class FullyShardedDataParallel(_RingAlgorithm):
     title = "FSDP"
     source = "Zhao et al., VLDB '23; MeshSlice, section 4.3"
     moves = _FSDP_MOVES
+    own_stationary = ("y",)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
         return fsdp_placements(problem)

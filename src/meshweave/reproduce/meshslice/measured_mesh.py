@@ -1,8 +1,7 @@
 """The measured 4x4 TPUv4, with its own constants: collectives do not overlap with products there.
 
 There each op follows the one before it, so a product takes the sum of its parts. The paper does not say at which
-slice counts MeshSlice ran. Here every algorithm runs at its best, without overlap or with; MeshSlice in two slices
-at least, since one would be Collective.
+batch and slice counts it ran: a reading of the paper does (`readings`).
 """
 
 from __future__ import annotations
@@ -16,22 +15,24 @@ from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSli
 from meshweave.reproduce.meshslice.times import Timer
 from meshweave.reproduce.published import MODELS
 
-CLUSTER, SHAPE = "tpu-v4-4x4", (4, 4)
+SHAPE = (4, 4)
 
 
 class MeasuredMesh:
-    """The blocks of both models on the 4x4 mesh, timed by the timer of a study."""
+    """The blocks of both models on the 4x4 mesh, run as the study's reading says and timed by its timer."""
 
     def __init__(self, study: MeshSliceStudy) -> None:
         self.study = study
+        self.run = study.measured
+        self.cluster = load_cluster(self.run.cluster)
 
     def block(self, model: str) -> FcBlock:
-        """Return the block of a model at 16 chips, under weak scaling."""
-        return self.study.weak_scaling_block(model, 16)
+        """Return the block of a model at 16 chips."""
+        return FcBlock(model, 16, self.run.batch)
 
     def chosen(self, model: str, algorithm: str, overlap: bool) -> ChosenProducts:
         """Return the block's products at their best configurations by estimate, with overlap or without."""
-        entry, cluster = ALGORITHMS[algorithm], load_cluster(CLUSTER)
+        entry, cluster = ALGORITHMS[algorithm], self.cluster
         estimates = self.study.estimates
 
         def cost(problem: Matmul2dProblem, config: Matmul2dConfig) -> float:
@@ -39,10 +40,14 @@ class MeasuredMesh:
             return timing.total_s if overlap else timing.serial_s
 
         products = []
-        for problem in self.study.problems(self.block(model), SHAPE):
-            configs = [c for c in entry.candidates(problem) if algorithm != "meshslice" or c.slice_count > 1]
+        for problem in self.study.problems(self.block(model), SHAPE, algorithm):
+            configs = [c for c in entry.candidates(problem) if algorithm != "meshslice" or self._allowed(c)]
             products.append((problem, min(configs, key=lambda config: cost(problem, config))))
         return ChosenProducts(entry, cluster, SHAPE, tuple(products))
+
+    def _allowed(self, config: Matmul2dConfig) -> bool:
+        given = self.run.slice_count
+        return config.slice_count > 1 if given is None else config.slice_count == given
 
     def serial(self, model: str, algorithm: str) -> float:
         """Return the FLOP utilisation in percent where nothing overlaps (table 3)."""
@@ -86,5 +91,5 @@ class MeasuredMesh:
 
     def _of_peak(self, model: str, seconds: float) -> float:
         block = self.block(model)
-        peak = load_cluster(CLUSTER).chip.peak(self.study.experiment.dtype)
+        peak = self.cluster.chip.peak(self.study.experiment.dtype)
         return 100 * self.study.flops(block) / block.chips / peak / seconds

@@ -24,6 +24,7 @@ from meshweave.reproduce.meshslice.agreement import (
 )
 from meshweave.reproduce.meshslice.measured_mesh import MeasuredMesh
 from meshweave.reproduce.meshslice.other_operations import end_to_end_gain, other_operations_percent
+from meshweave.reproduce.meshslice.readings import PUBLIC, READINGS, PaperReading
 from meshweave.reproduce.meshslice.study import FcBlock, MeshSliceStudy, distinct_products, percent_faster
 from meshweave.reproduce.published import MODELS, PublishedRow, judge_rows
 from meshweave.reproduce.verdict import JudgedRow, OurValue
@@ -178,6 +179,45 @@ def least_communication(study: MeshSliceStudy, model: str) -> OurValue:
     return OurValue(len(less), ", ".join(less))
 
 
+def more_communication(name: str) -> Callable[[MeshSliceStudy, str], OurValue]:
+    """Return a row function: by how many percent an algorithm communicates longer than Collective (figure 10)."""
+
+    def longer(study: MeshSliceStudy, model: str) -> OurValue:
+        block = study.weak_scaling_block(model)
+        own, least = study.timing(block, name), study.timing(block, "collective")
+        assert own is not None and least is not None
+        shares = ", ".join(
+            f"{part} {getattr(own, f'{part}_s') / own.compute_s:.2f} against "
+            f"{getattr(least, f'{part}_s') / least.compute_s:.2f}"
+            for part in ("launch", "sync", "transfer")
+        )
+        longer = percent_faster(own.communication_s, least.communication_s)
+        return OurValue(longer, f"of the time of products: {shares}")
+
+    return longer
+
+
+def strong_over(rival: str) -> Callable[[MeshSliceStudy, str], float]:
+    """Return a row function: MeshSlice's lead in percent at 256 chips with the fixed batch (section 5.1.3)."""
+
+    def gain(study: MeshSliceStudy, model: str) -> float:
+        block = study.strong_scaling_block(model, study.experiment.chips)
+        return percent_faster(study.block_s(block, rival), study.block_s(block))
+
+    return gain
+
+
+def strong_small(study: MeshSliceStudy, model: str) -> OurValue:
+    """Return the utilisation of the slowest algorithm in percent of the fastest, on the fewest chips with the
+    fixed batch (section 5.1.3).
+    """
+    block = study.strong_scaling_block(model, study.experiment.sizes[0])
+    names = [name for name in COMPARED if name != "fsdp"]
+    shares = {name: share for name in names if (share := study.utilisation(block, name)) is not None}
+    shown = ", ".join(f"{name} {share:.1f} %" for name, share in shares.items())
+    return OurValue(100 * min(shares.values()) / max(shares.values()), shown)
+
+
 def products(study: MeshSliceStudy) -> Iterator[tuple[FcBlock, int]]:
     """Yield the 16 distinct products of both models: (block, position in it)."""
     for model in MODELS:
@@ -306,6 +346,11 @@ OURS: dict[str, Callable[[MeshSliceStudy, str], float | OurValue]] = {
     "strong_order": strong_order,
     "never_slower": never_slower,
     "least_communication": least_communication,
+    "meshslice_communication": more_communication(REFERENCE_ALGORITHM),
+    "wang_communication": more_communication(WANG),
+    "strong_over_collective": strong_over("collective"),
+    "strong_over_wang": strong_over(WANG),
+    "strong_small": strong_small,
     "products_over_collective": products_over("collective"),
     "products_over_wang": products_over(WANG),
     "products_over_wang_at_its_best": products_over(WANG_TUNED),
@@ -327,12 +372,27 @@ OURS: dict[str, Callable[[MeshSliceStudy, str], float | OurValue]] = {
 }
 
 
-def row(study: MeshSliceStudy, entry: PublishedRow, model: str) -> JudgedRow:
-    """Return one row, computed for a model."""
+def row(study: MeshSliceStudy, entry: PublishedRow, model: str, fits: bool = False) -> JudgedRow:
+    """Return one row, computed for a model; `fits` says whether constants were fitted."""
     value = OURS[entry.id](study, model)
-    return entry.beside(model, value if isinstance(value, OurValue) else OurValue(value))
+    return entry.beside(model, value if isinstance(value, OurValue) else OurValue(value), fits)
 
 
-def rows(study: MeshSliceStudy, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
-    """Return the rows with these ids, or all, computed. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, model: row(study, entry, model), ids, progress)
+def rows(
+    study: MeshSliceStudy,
+    ids: Sequence[str] = (),
+    progress: Progress = no_progress,
+    reading: PaperReading = READINGS[PUBLIC],
+    fits: bool = False,
+) -> list[JudgedRow]:
+    """Return the rows with these ids, or all that a reading covers, computed.
+
+    Raises UnsupportedError for an unknown id, or one that the reading does not cover.
+    """
+    for name in ids:
+        if name in OURS and not reading.covers(name):
+            raise UnsupportedError(
+                f"reading {reading.name} says nothing about row {name}; give another reading"
+            )
+    covered = tuple(ids) or tuple(name for name in OURS if reading.covers(name))
+    return judge_rows(PAPER, lambda entry, model: row(study, entry, model, fits), covered, progress)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2d, Matmul2dConfig, Matmul2dProblem
-from meshweave.algorithms.matmul2d.common.passes import PASSES, Stationary, pass_problem
+from meshweave.algorithms.matmul2d.common.passes import Stationary
 from meshweave.describe.machine.cluster import Cluster, RingNetwork, load_cluster
-from meshweave.describe.model import FcLayer, load_model
+from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload, block_gemms
+from meshweave.reproduce.meshslice.readings import MeasuredRun
 from meshweave.reproduce.meshslice.times import Timer, Timing, sum_timings
-from meshweave.tune.dataflow import choose_stationary, choose_transposed
+from meshweave.tune.dataflow import LayerDataflow, block_products, choose_transposed, layer_dataflows
 from meshweave.tune.meshes import BlockOnMesh, MeshSearchSpace, Shape, best_meshes
 from meshweave.tune.product import SearchCounts
 from meshweave.tune.unrolled import REFERENCE_ALGORITHM, UNROLLED, ProductSizes, sizes_of, unrolled_entry
@@ -65,14 +66,24 @@ class ChosenProducts:
 
 
 class MeshSliceStudy:
-    """The experiments of the paper on one machine, timed by one reading; nothing is computed twice."""
+    """The experiments of the paper on one machine, timed by one timer; nothing is computed twice.
+
+    Args:
+        cluster: the pod, or its catalog name or TOML file.
+        measured: how the blocks ran on the real 4x4 mesh.
+    """
 
     def __init__(
-        self, cluster: str | Cluster, timer: Timer, experiment: ExperimentSizes | None = None
+        self,
+        cluster: str | Cluster,
+        timer: Timer,
+        experiment: ExperimentSizes | None = None,
+        measured: MeasuredRun | None = None,
     ) -> None:
         self.experiment = experiment or ExperimentSizes()
+        self.measured = measured or MeasuredRun()
         self.timer = timer
-        self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate")
+        self.estimates: Timer = timer if timer.by == "estimate" else Timer("estimate", timer.rule)
         self._pod = load_cluster(cluster) if isinstance(cluster, str) else cluster
         self._search_spaces: dict[tuple[int, bool], MeshSearchSpace] = {}
         self._chosen: dict[tuple[FcBlock, str, int | None], ChosenProducts | None] = {}
@@ -113,26 +124,21 @@ class MeshSliceStudy:
         """Return the tokens and dtype of a block."""
         return Workload(block.batch, self.experiment.sequence, self.experiment.dtype)
 
-    def problems(self, block: FcBlock, shape: Shape) -> list[Matmul2dProblem]:
-        """Return the 12 products of a block, layer by layer."""
+    def problems(
+        self, block: FcBlock, shape: Shape, algorithm: str = REFERENCE_ALGORITHM
+    ) -> list[Matmul2dProblem]:
+        """Return the 12 products of a block under an algorithm, layer by layer.
+
+        The rivals with a layout of their own keep it, also where `always_stationary` gives one to all others.
+        """
         tokens = self.workload(block).tokens
         layers = load_model(block.model).fc_layers()
-        stays = [
-            block.always_stationary or choose_stationary(tokens, layer.in_features, layer.out_features)[0]
-            for layer in layers
-        ]
-        return [
-            self._problem(layer, which, name, tokens, shape, flipped)
-            for layer, which, flipped in zip(layers, stays, choose_transposed(stays), strict=True)
-            for name in PASSES
-        ]
-
-    def _problem(
-        self, layer: FcLayer, stays: Stationary, name: str, tokens: int, shape: Shape, flipped: bool
-    ) -> Matmul2dProblem:
-        (pass_name,) = (known for known in PASSES if known == name)
-        sizes = tokens, layer.in_features, layer.out_features
-        return pass_problem(stays, pass_name, *sizes, shape, self.experiment.dtype, transposed=flipped)
+        entry = ALGORITHMS[UNROLLED.get(algorithm, algorithm)]
+        flows = layer_dataflows(entry, layers, tokens)
+        if block.always_stationary and not entry.own_stationary:
+            flipped = choose_transposed([block.always_stationary] * len(layers))
+            flows = [LayerDataflow(block.always_stationary, flip, "given") for flip in flipped]
+        return block_products(layers, flows, tokens, shape, self.experiment.dtype)
 
     def flops(self, block: FcBlock) -> int:
         """Return the FLOPs of the products of a block."""
@@ -172,20 +178,38 @@ class MeshSliceStudy:
         entry = self.entry(algorithm, block, product)
 
         def problems(shape: Shape) -> list[Matmul2dProblem]:
-            all_of_them = self.problems(block, shape)
+            all_of_them = self.problems(block, shape, algorithm)
             return all_of_them if product is None else [all_of_them[product]]
 
+        if self.timer.rule != "apart":  # the tuner's search knows no other rule
+            chosen = [self._by_timer(entry, space.cluster, shape, problems(shape)) for shape in shapes]
+            return min(chosen, key=lambda products: products.timing(self.estimates).total_s)
         ranked = best_meshes(entry, space, shapes, problems, SearchCounts(), lambda: None)
         return _at_best(entry, space.cluster, ranked[0][1])
+
+    def _by_timer(
+        self, entry: Matmul2d, cluster: Cluster, shape: Shape, problems: Sequence[Matmul2dProblem]
+    ) -> ChosenProducts:
+        """Return products on a mesh, each at the config that the study's own estimates find fastest."""
+        best: dict[Matmul2dProblem, Matmul2dConfig] = {}
+        for problem in dict.fromkeys(problems):
+            best[problem] = min(
+                entry.candidates(problem),
+                key=lambda config: self.estimates.product_s(problem, entry, config, cluster),
+            )
+        return ChosenProducts(entry, cluster, shape, tuple((problem, best[problem]) for problem in problems))
 
     def on_mesh(self, block: FcBlock, shape: Shape, algorithm: str = REFERENCE_ALGORITHM) -> ChosenProducts:
         """Return an algorithm on a given mesh, with the configurations that its tuner takes there."""
         key = block, algorithm, shape
         if key not in self._on_mesh:
             space = self.search_space(block.chips, algorithm in RING_BASELINES)
-            entry = self.entry(algorithm, block)
-            mesh = BlockOnMesh(entry, shape, self.problems(block, shape), space.prices(shape), SearchCounts())
-            self._on_mesh[key] = _at_best(entry, space.cluster, mesh)
+            entry, problems = self.entry(algorithm, block), self.problems(block, shape, algorithm)
+            if self.timer.rule == "apart":
+                mesh = BlockOnMesh(entry, shape, problems, space.prices(shape), SearchCounts())
+                self._on_mesh[key] = _at_best(entry, space.cluster, mesh)
+            else:
+                self._on_mesh[key] = self._by_timer(entry, space.cluster, shape, problems)
         return self._on_mesh[key]
 
     # --- times --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from meshweave.algorithms.contract import Algorithm, Array, Arrays, Gradient
+from meshweave.algorithms.matmul2d.common.passes import Stationary
 from meshweave.algorithms.matmul2d.common.problem import (
     DATAFLOWS,
     Dataflow,
@@ -40,10 +41,13 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
 
     Attributes:
         dataflows: the dataflows for which the algorithm has programs.
+        own_stationary: the matrix that stays put in successive layers of a block, over and over, for an algorithm
+            with a layout of its own; empty where phase 1 of the tuner chooses it by size.
     """
 
     problem_type = Matmul2dProblem
     dataflows: ClassVar[tuple[Dataflow, ...]] = DATAFLOWS
+    own_stationary: ClassVar[tuple[Stationary, ...]] = ()
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return the tasks of the program's lanes and their waits, on the rank with the largest shards.

@@ -23,6 +23,7 @@ class Restricted(Matmul2d):
         self.base, self.name, self._candidates = base, name, candidates  # type: ignore[misc]
         self.title, self.source = base.title, base.source  # type: ignore[misc]
         self.dataflows, self.estimate_accuracy = base.dataflows, base.estimate_accuracy  # type: ignore[misc]
+        self.own_stationary = base.own_stationary  # type: ignore[misc]
 
     def candidates(
         self, problem: Matmul2dProblem, cluster: Cluster | None = None
