@@ -209,6 +209,7 @@ class ChipKernels:
     Attributes:
         source: what they were fitted on.
         elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
+        switch_reduces: whether the switch inside a host reduces (NVLink SHARP), so that a tree between hosts uses it.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 
@@ -220,6 +221,7 @@ class ChipKernels:
     elementwise: tuple[float, float] | None = None
     tables: tuple[tuple[str, ProductTable], ...] = ()
     outside: str = "model"
+    switch_reduces: bool = False
 
     def __post_init__(self) -> None:
         if self.outside not in ("model", "error"):
