@@ -104,6 +104,7 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   link_rates_ = column(c, "link_rates");
   for (const i64 rate : link_rates_) in_range(rate, 1, LARGEST_RATE, "link rate");
   route_links_ = column(c, "route_links");
+  for (const i64 link : route_links_) require(link % LINK_WEIGHTS > 0, "machine: a link without a weight");
   for (const i64 link : route_links_) in_range(link, 0, LINK_WEIGHTS * static_cast<i64>(link_rates_.size()) - 1, "link");
   const Column& starts = column(c, "route_starts");
   const Column& rails = column(c, "rails");

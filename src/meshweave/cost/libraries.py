@@ -9,15 +9,15 @@ of every part, and takes the faster of two algorithms:
     tree: (sqrt(L) + sqrt(b / rate))^2 for b up to 128 MiB, and L + b / rate + what filling costs at 128 MiB above
 
 S bytes among P chips move w S (P - 1) / P bytes in and out of each chip; w is 2 for an all-reduce, else 1. The
-tree, for all-reduce alone, is a chain inside each host and a double binary tree between N hosts; a NIC sends 1, 1.5 or 2
-times its share of S for 2, 3 or more hosts, and a chain sends it up and down at once. L is the latency of a tree. Its
-second form is a pipeline of the best number of chunks (as in `cost.collectives`). Where the chip's switch reduces,
-a host does its part of a tree as fast as an all-reduce inside it.
+tree, for all-reduce alone, is a chain inside each host and a double binary tree between hosts. A NIC sends 1,
+1.5 or 2 times its share of S for 2, 3 or more hosts, and a chain sends it up and down at once. L is the latency
+of the tree, b is S. The square is a pipeline of the best number of chunks. Where the chip's switch reduces, a
+host does its part of a tree as fast as an all-reduce inside it.
 
-Latencies of a chip with measured collectives are those of NCCL's own model (NCCL 2.18, src/graph/tuning.cc: `baseLat`
-and `hwLat`, protocols LL, LL128 and Simple), to which the network's own latency is added; its NICs reach 96 % of their
-rate (NVIDIA/nccl-tests, issue 119: 24 of 25 GB/s). Other chips have the latencies and rates of their links alone.
-NCCL corrects trees for sizes up to 128 MiB, hence that limit.
+Latencies of a chip with measured collectives are those of NCCL's own model (src/graph/tuning.cc of NCCL 2.18:
+`baseLat` and `hwLat`, protocols LL, LL128 and Simple), to which the network's own latency is added. Its NICs
+reach 96 % of their rate (NVIDIA/nccl-tests, issue 119: 24 of 25 GB/s). Other chips have the latencies and rates
+of their links alone. NCCL corrects its trees for sizes up to 128 MiB, hence that limit.
 
 Simulators move messages step by step. A price is therefore given as launch, seconds a step and rate of a ring that
 takes as long. Its messages between hosts share a host's NICs evenly. A group with one NIC in each host, or hosts
@@ -101,7 +101,9 @@ def sized_price(
         return None
     rate = max(int(min(best.rate, network.intra.link_bytes_per_s)), 1)
     rest = to_ps(best.total_s) - to_ps(best.launch_s) - steps * -(-step_bytes * 10**12 // rate)
-    if rest < 0 and best.algorithm == "curve":  # the protocol of small sizes may be faster than the large one's rate
+    if (
+        rest < 0 and best.algorithm == "curve"
+    ):  # the protocol of small sizes may be faster
         rate, rest = max(int(network.intra.link_bytes_per_s), 1), to_ps(best.total_s) - to_ps(best.launch_s)
         rest -= steps * -(-step_bytes * 10**12 // rate)
     return SizedPrice(best.algorithm, to_ps(best.launch_s), max(rest, 0) // steps, rate, best.route)

@@ -294,7 +294,10 @@ class Machine:
                 if host == to_host:
                     return ("out", src, 0, 0), ("in", dst, 0, 0)
                 nics = network.nics_per_host
-                own: tuple[Link, ...] = ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
+                own: tuple[Link, ...] = (
+                    ("nic-out", host, chip % nics, 0),
+                    ("nic-in", to_host, to_chip % nics, 0),
+                )
                 if not self.has_rails:
                     return own
                 shared: tuple[Link, ...] = ("nics-out", host, 0, 0), ("nics-in", to_host, 0, 0)

@@ -125,7 +125,7 @@ def _work_flops(machine: Machine, core: Core, columns: Columns) -> Column:
 
 
 def _sized(machine: Machine, core: Core, columns: Columns) -> Column:
-    """Return the prices of the collectives of a program that depend on their size, in rows as the core reads them."""
+    """Return the prices of collectives that depend on their size, in rows as the core reads them."""
     rows: list[int] = []
     if not isinstance(machine.cluster.network, HostsNetwork):
         return _column()

@@ -257,7 +257,9 @@ def _ring(terms: _CollectiveCosts, kind: str, shift: int, pieces: list[int], cap
     def message(step: int, sender: int, receiver: int) -> Message:
         piece = pieces[(sender - shift * (ahead + step)) % count]
         delay_ps = terms.delay_ps(step == 0)
-        return Message(sender, receiver, piece, cap, delay_ps, step < adding, route=terms.route or int(shift < 0))
+        return Message(
+            sender, receiver, piece, cap, delay_ps, step < adding, route=terms.route or int(shift < 0)
+        )
 
     steps = (2 if kind == "all_reduce" else 1) * (count - 1)
     return ShiftExchange(count, steps, lambda step: shift, message)

@@ -209,7 +209,7 @@ class ChipKernels:
     Attributes:
         source: what they were fitted on.
         elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
-        switch_reduces: whether the switch inside a host reduces (NVLink SHARP), so that a tree between hosts uses it.
+        switch_reduces: whether the switch inside a host reduces (NVLink SHARP); trees between hosts then use it.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 

@@ -1,9 +1,9 @@
 """Predict the bus bandwidth of collectives across hosts, and score it against published runs of nccl-tests.
 
-The published figures and their sources stand in `reproduce/published/nccl.toml`. Each host is described by its chip,
-the number and rate of its NICs, and the latency of its network: what the first row of its table takes beyond what is
-predicted without latency, shared by the crossings between hosts of the algorithm chosen. Such a row is of 8
-bytes, or of the smallest size that was printed, and is not scored. Sources without such a row have no latency but NCCL's.
+The published figures and their sources stand in `reproduce/published/nccl.toml`. Each host is described by
+its chip, the number and rate of its NICs, and the latency of its network: that at which the first row of its
+table is met. Such a row is of 8 bytes, or of the smallest size that was printed, and is not scored. Sources
+without one have no latency but NCCL's.
 """
 
 from __future__ import annotations
