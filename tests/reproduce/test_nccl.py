@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from meshweave.cli.app import run as run_app
-from meshweave.reproduce.nccl.score import bandwidth_rows, collective_s, cluster_of, published_sources
+from meshweave.cli.app import run_app
+from meshweave.reproduce.nccl.score import bandwidth_rows, cluster_of, collective_s, published_sources
 from meshweave.reproduce.nccl.tables import bandwidth_page, summary_line
 
 ROOT = Path(__file__).parents[2]
@@ -42,5 +42,7 @@ def test_the_command_prints_every_row(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_a_slower_network_takes_longer() -> None:
     source = next(source for source in published_sources() if source["name"] == "p5")
-    times = [collective_s(cluster_of(source, latency), "all_reduce", 1 << 20) for latency in (0.0, 1e-5, 1e-4)]
+    times = [
+        collective_s(cluster_of(source, latency), "all_reduce", 1 << 20) for latency in (0.0, 1e-5, 1e-4)
+    ]
     assert times == sorted(times) and times[0] < times[2]

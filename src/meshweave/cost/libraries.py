@@ -15,7 +15,7 @@ of the tree, b is S. The square is a pipeline of the best number of chunks. Wher
 host does its part of a tree as fast as an all-reduce inside it.
 
 Latencies of a chip with measured collectives are those of NCCL's own model (src/graph/tuning.cc of NCCL 2.18:
-`baseLat` and `hwLat`, protocols LL, LL128 and Simple), to which the network's own latency is added. Its NICs
+`baseLat` and `hwLat`, protocols LL, LL128 and Simple), to which what the NIC's latency exceeds 2.7 us is added. Its NICs
 reach 96 % of their rate (NVIDIA/nccl-tests, issue 119: 24 of 25 GB/s). Other chips have the latencies and rates
 of their links alone. NCCL corrects its trees for sizes up to 128 MiB, hence that limit.
 
@@ -43,6 +43,8 @@ _NIC_SHARE = 0.96
 _LONGEST_FILL_BYTES = 128 << 20
 _RINGS = ((6.6e-6, 0.6e-6, 2.7e-6, 0.5), (14.0e-6, 1.9e-6, 4.0e-6, 0.92), (8.4e-6, 3.4e-6, 14.0e-6, 1.0))
 """Of LL, LL128 and Simple: base, a hop inside and between hosts in seconds, and the share of the rate."""
+_USUAL_NIC_S = 2.7e-6
+"""The latency of a NIC for which NCCL's constants stand; what a description says beyond it is added to each."""
 _TREE = (6.8e-6, 0.6e-6, 5.0e-6)
 
 
@@ -101,9 +103,7 @@ def sized_price(
         return None
     rate = max(int(min(best.rate, network.intra.link_bytes_per_s)), 1)
     rest = to_ps(best.total_s) - to_ps(best.launch_s) - steps * -(-step_bytes * 10**12 // rate)
-    if (
-        rest < 0 and best.algorithm == "curve"
-    ):  # the protocol of small sizes may be faster
+    if rest < 0 and best.algorithm == "curve":  # the protocol of small sizes may be faster
         rate, rest = max(int(network.intra.link_bytes_per_s), 1), to_ps(best.total_s) - to_ps(best.launch_s)
         rest -= steps * -(-step_bytes * 10**12 // rate)
     return SizedPrice(best.algorithm, to_ps(best.launch_s), max(rest, 0) // steps, rate, best.route)
@@ -125,8 +125,9 @@ def _across_hosts(
     if measured is not None:
         nics *= _NIC_SHARE
         inside = min(inside, measured.bytes_per_s * (1 - 1 / span.per_host) ** measured.group_power)
-        rings = tuple((base, hop, net + far, share) for base, hop, net, share in _RINGS)
-        tree, ramp_s = (_TREE[0], _TREE[1], _TREE[2] + far), measured.ramp_s
+        extra = max(far - _USUAL_NIC_S, 0.0)
+        rings = tuple((base, hop, net + extra, share) for base, hop, net, share in _RINGS)
+        tree, ramp_s = (_TREE[0], _TREE[1], _TREE[2] + extra), measured.ramp_s
     moved = rounds * total * (count - 1) / count
     for base, hop, net, share in rings:
         rate = share * min(inside, nics)
