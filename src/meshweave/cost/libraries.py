@@ -15,7 +15,7 @@ of the tree, b is S. The square is a pipeline of the best number of chunks. Wher
 host does its part of a tree as fast as an all-reduce inside it.
 
 Latencies of a chip with measured collectives are those of NCCL's own model (src/graph/tuning.cc of NCCL 2.18:
-`baseLat` and `hwLat`, protocols LL, LL128 and Simple), to which what the NIC's latency exceeds 2.7 us is added. Its NICs
+`baseLat` and `hwLat`, protocols LL, LL128 and Simple), plus what the NIC's latency exceeds 2.7 us by. Its NICs
 reach 96 % of their rate (NVIDIA/nccl-tests, issue 119: 24 of 25 GB/s). Other chips have the latencies and rates
 of their links alone. NCCL corrects its trees for sizes up to 128 MiB, hence that limit.
 
