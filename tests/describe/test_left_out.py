@@ -25,7 +25,17 @@ def test_zero_costs_are_named_and_others_are_not() -> None:
 
 
 def test_a_plan_says_so_beside_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "llama-2-7b", "--batch", "8", "--algorithms", "collective", "--cluster"]
+    arguments = [
+        "plan",
+        "llama-2-7b",
+        "--batch",
+        "8",
+        "--dtype",
+        "float16",
+        "--algorithms",
+        "collective",
+        "--cluster",
+    ]
     assert run_app([*arguments, "p3.8xlarge"]) == 0
     assert "costs nothing" in " ".join(capsys.readouterr().out.split())
     assert run_app([*arguments, "dgx-h100:32"]) == 0

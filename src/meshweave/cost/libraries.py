@@ -64,7 +64,7 @@ class SizedPrice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _AlgorithmTime:
     algorithm: str
     launch_s: float
     total_s: float
@@ -96,7 +96,7 @@ def sized_price(
             return None
         seconds = float(collective_seconds(constants, kind, count, total))
         rates = (constants.bytes_per_s * ((count - 1) / count) ** constants.group_power, math.inf)
-        best = _Candidate("curve", constants.launch_s, seconds, rates[0], 0)
+        best = _AlgorithmTime("curve", constants.launch_s, seconds, rates[0], 0)
     elif machine.uses_rails(axis):
         best = min(_across_hosts(network, kernels, kind, span, total, shared), key=lambda x: x.total_s)
     else:
@@ -111,7 +111,7 @@ def sized_price(
 
 def _across_hosts(
     network: HostsNetwork, kernels: ChipKernels | None, kind: str, span: HostSpan, total: int, shared: bool
-) -> Iterator[_Candidate]:
+) -> Iterator[_AlgorithmTime]:
     """Yield what each algorithm takes among `span.per_host` chips of each of several hosts."""
     count, rounds = span.num_hosts * span.per_host, 2 if kind == "all_reduce" else 1
     ring_kind = "reduce_scatter" if kind == "all_reduce" else kind
@@ -134,7 +134,7 @@ def _across_hosts(
         crossings = 2 * span.num_hosts if kind == "all_reduce" else span.num_hosts - 1
         latency = base + (rounds * (count - 1) - crossings) * hop + crossings * net
         filled = latency + ramp_s * math.sqrt(moved)
-        yield _Candidate("ring", base, filled + moved / rate, rate, RING_ROUTE)
+        yield _AlgorithmTime("ring", base, filled + moved / rate, rate, RING_ROUTE)
     if kind != "all_reduce":
         return
     host_rate = inside / 2
@@ -147,4 +147,4 @@ def _across_hosts(
     latency = tree[0] + 2 * ((span.per_host - 1) * tree[1] + levels * tree[2])
     fill = 2 * math.sqrt(latency * min(total, _LONGEST_FILL_BYTES) / rate)
     route = TREE_ROUTE if span.num_hosts == 2 else RING_ROUTE
-    yield _Candidate("tree", tree[0], latency + fill + total / rate, moved * rate / total, route)
+    yield _AlgorithmTime("tree", tree[0], latency + fill + total / rate, moved * rate / total, route)
