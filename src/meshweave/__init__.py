@@ -59,7 +59,8 @@ _GROUPS = {
         "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
-        "algorithms.pipeline": "PipelineAlgorithm PipelineConfig PipelineProblem",
+        "algorithms.pipeline": "Action ActionKind Edge PartCost PipelineAlgorithm PipelineConfig PipelineProblem "
+        "Recompute Schedule Stage Stash pipeline_program read_schedule with_communication",
         "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
     },
     "planning": {
@@ -123,9 +124,20 @@ if TYPE_CHECKING:
     from meshweave.algorithms.matmul2d import Matmul2d as Matmul2d
     from meshweave.algorithms.matmul2d import Matmul2dConfig as Matmul2dConfig
     from meshweave.algorithms.matmul2d import Matmul2dProblem as Matmul2dProblem
+    from meshweave.algorithms.pipeline import Action as Action
+    from meshweave.algorithms.pipeline import ActionKind as ActionKind
+    from meshweave.algorithms.pipeline import Edge as Edge
+    from meshweave.algorithms.pipeline import PartCost as PartCost
     from meshweave.algorithms.pipeline import PipelineAlgorithm as PipelineAlgorithm
     from meshweave.algorithms.pipeline import PipelineConfig as PipelineConfig
     from meshweave.algorithms.pipeline import PipelineProblem as PipelineProblem
+    from meshweave.algorithms.pipeline import Recompute as Recompute
+    from meshweave.algorithms.pipeline import Schedule as Schedule
+    from meshweave.algorithms.pipeline import Stage as Stage
+    from meshweave.algorithms.pipeline import Stash as Stash
+    from meshweave.algorithms.pipeline import pipeline_program as pipeline_program
+    from meshweave.algorithms.pipeline import read_schedule as read_schedule
+    from meshweave.algorithms.pipeline import with_communication as with_communication
     from meshweave.algorithms.reshard import ReshardPlan as ReshardPlan
     from meshweave.algorithms.reshard import ReshardProblem as ReshardProblem
     from meshweave.algorithms.reshard import TensorMove as TensorMove

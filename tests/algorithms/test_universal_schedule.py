@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from meshweave.algorithms.universal.schedule import (
     FetchNode,
     IssueOrder,
+    IssueStage,
     ProductNode,
     ScheduleGraph,
-    Stage,
     StageLimits,
     cost_greedy,
     direct,
@@ -53,7 +53,7 @@ def graphs(draw: st.DrawFn, products: int = 9, fetches: int = 7, gives: bool = T
 LIMITS = st.builds(StageLimits, st.integers(1, 3), st.integers(1, 3), st.integers(1, 2))
 
 
-def check(stages: tuple[Stage, ...], graph: ScheduleGraph, limits: StageLimits) -> None:
+def check(stages: tuple[IssueStage, ...], graph: ScheduleGraph, limits: StageLimits) -> None:
     done: set[int] = set()
     fetched: set[int] = set()
     given: set[int] = set()
@@ -88,7 +88,7 @@ def brute_force(graph: ScheduleGraph, limits: StageLimits) -> float:
         if not todo and not owed:
             return 0.0
         return min(
-            stage_s(Stage(p, f, g), graph) + rest(done.union(p), fetched.union(f), given.union(g))
+            stage_s(IssueStage(p, f, g), graph) + rest(done.union(p), fetched.union(f), given.union(g))
             for p in some(ready, limits.products)
             for f in some(tiles - fetched, limits.fetches)
             for g in some(owed, limits.accumulates)
@@ -179,10 +179,10 @@ def test_stages_by_hand() -> None:
     )
     stages = direct(graph, StageLimits())
     assert stages == (
-        Stage((), (0, 1), ()),
-        Stage((0,), (2, 3), ()),
-        Stage((1,), (), (0,)),
-        Stage((), (), (1,)),
+        IssueStage((), (0, 1), ()),
+        IssueStage((0,), (2, 3), ()),
+        IssueStage((1,), (), (0,)),
+        IssueStage((), (), (1,)),
     )
     assert staged_s(stages, graph) == 2 + 3 + 3 + 2
     assert flatten_stages(stages) == IssueOrder((0, 1, 2, 3), (0, 1), (0, 1))
@@ -220,7 +220,7 @@ def test_empty_and_local_work() -> None:
     assert exhaustive(nothing, StageLimits()) == ScheduleSearchResult((), 0.0, 0.0, True, 0)
     assert pipelined_s(IssueOrder((), (), ()), nothing, 2) == 0
     local = ScheduleGraph((), (ProductNode(2.0, ()),) * 3)
-    assert greedy(local, StageLimits()) == tuple(Stage((i,), (), ()) for i in range(3))
+    assert greedy(local, StageLimits()) == tuple(IssueStage((i,), (), ()) for i in range(3))
     assert exhaustive(local, StageLimits(products=2)).seconds == 6
 
 

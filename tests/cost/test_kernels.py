@@ -256,7 +256,7 @@ def test_calls_by_shape() -> None:
 
 
 def test_thin_slices_do_not_pay() -> None:
-    """A product cut along k into 96 takes longer in all than one cut into 4, which takes about as long as whole."""
+    """A product in 96 parts of k takes far longer in all than one in 4, which takes about as long as whole."""
     chip = load_cluster("dgx-h100").chip
     whole, four, many = (
         slices * (shape_s(matmul_work(4096, 1536, 4096 // slices, "bfloat16"), chip) or 0)

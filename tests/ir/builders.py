@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from functions import FUNCTIONS
+from functions import DELAYED_WEIGHTS, FUNCTIONS
 from numpy.typing import NDArray
 
+from meshweave.algorithms.pipeline.functions import reference
 from meshweave.describe.layout import Layout, Tile
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.analysis.dataflow import Dataflow, Event, untimed_order
@@ -163,6 +164,8 @@ def expected(name: str, program: Program, values: dict[str, Array]) -> dict[str,
         inner = 2 * (y - t) * (h @ w1)
         outer = 2 * (inner @ w1.T) * (x @ w0)
         return {"Y": y, "DW1": h.T @ inner, "DX": outer @ w0.T, "DW0": x.T @ outer}
+    if name == "delayed_weights":
+        return reference(DELAYED_WEIGHTS, values)
     return dense(program, values)
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
+from meshweave.algorithms.pipeline.functions import stage_functions
+
 Array = NDArray[Any]
+
+DELAYED_WEIGHTS = chain_of_ranks((0, 1, 2), 4, skips=((0, 2),), recomputes=(1,))
+"""What the golden program of that name computes, by the delay of one micro-batch."""
 
 
 def stage(stash: dict[str, Array], x: Array, w: Array) -> list[Array]:
@@ -70,4 +76,5 @@ FUNCTIONS = {
     "attention": attention,
     "attend": attend,
     "finish": lambda stash, out, total: [out / total[:, None]],
+    **stage_functions(DELAYED_WEIGHTS),
 }

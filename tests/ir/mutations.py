@@ -80,7 +80,7 @@ def _change(ops: Listed, draw: random.Random, change: Callable[[Any], Any]) -> L
 def _view(op: Any, draw: random.Random, change: Callable[[View], View]) -> Any:
     names = [item.name for item in fields(op) if isinstance(getattr(op, item.name), View)]
     if isinstance(op, Call) and op.ins:
-        name = draw.choice(["ins", "outs"])
+        name = draw.choice([name for name in ("ins", "outs") if getattr(op, name)])
         views = list(getattr(op, name))
         at = draw.randrange(len(views))
         views[at] = change(views[at])

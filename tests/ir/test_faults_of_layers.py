@@ -11,6 +11,7 @@ from seeding import changed, dropped, fault, find, text_fault
 
 from meshweave.base.errors import ProgramError
 from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.views import Range, View
 
@@ -254,6 +255,41 @@ def test_gradient_of_another_micro_batch_in_1f1b() -> None:
     )
     error = fault(with_ops(program, ops))
     assert error.rank == 1 and "r = 2:4 of H with r = 0:2 of another input" in error.message
+
+
+def part_at(program: Program, rank: int, part: str, number: int) -> int:
+    """The place in `listed(program)` of a rank's call number `number` of a part."""
+    places = [
+        at for at, (of, op) in enumerate(listed(program)) if of == rank and getattr(op, "part", "") == part
+    ]
+    return places[number]
+
+
+def test_weight_gradient_before_the_input_gradient_of_its_micro_batch() -> None:
+    program = golden("delayed_weights")
+    ops = listed(program)
+    early, late = part_at(program, 2, "input_grad", 0), part_at(program, 2, "weight_grad", 0)
+    ops.insert(early, ops.pop(late))
+    error = fault(with_ops(program, ops))
+    assert error.rank == 2 and error.message == "reads a stash of 3 inputs, declared with 5"
+
+
+def test_weight_gradient_of_a_micro_batch_twice() -> None:
+    program = golden("delayed_weights")
+    ops = listed(program)
+    at = part_at(program, 1, "weight_grad", 1)
+    ops[at] = (1, replace(ops[at][1], args=(0,)))
+    error = fault(with_ops(program, ops))
+    assert error.rank == 1 and error.message == "reads a stash that no forward part has filled"
+
+
+def test_input_gradient_of_another_micro_batch() -> None:
+    program = golden("delayed_weights")
+    ops = listed(program)
+    at = part_at(program, 1, "input_grad", 0)
+    ops[at] = (1, replace(ops[at][1], args=(1,)))
+    error = fault(with_ops(program, ops))
+    assert error.rank == 1 and "of another input" in error.message
 
 
 def test_part_of_a_row_that_is_needed_whole() -> None:

@@ -28,6 +28,7 @@ def test_there_are_these_kinds() -> None:
         "batched_products",
         "broadcast_reshard",
         "chunked_atp",
+        "delayed_weights",
         "grouped_attention",
         "micro_batches",
         "one_f_one_b",

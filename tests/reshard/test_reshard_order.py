@@ -12,8 +12,8 @@ from random_jobs import reshard, row_major, unstructured
 
 from meshweave.algorithms.reshard.order import (
     ORDERS,
+    JobSchedule,
     JobSet,
-    Schedule,
     TransferJob,
     balance,
     best,
@@ -33,7 +33,7 @@ seeds = st.integers(0, 2**32 - 1).map(Random)
 any_jobs = st.one_of(seeds.map(unstructured), seeds.map(reshard))
 
 
-def check(jobs: JobSet, schedule: Schedule) -> None:
+def check(jobs: JobSet, schedule: JobSchedule) -> None:
     """Ways that exist, no job twice, and no two jobs on a resource at a time."""
     ends = [start + job.duration for start, job in zip(schedule.starts, jobs.jobs, strict=True)]
     assert sorted(schedule.order) == list(range(len(jobs.jobs)))

@@ -413,7 +413,9 @@ def random_kernels(draw: random.Random) -> ChipKernels:
     own = random.Random(str(rates))
     tiles = draw.choice(sorted(TILE_MENUS))
     products = ProductConstants(tiles, draw.randint(1, 9), rates[0], rates[1], _seconds(draw), 1e-9, rates[2])
-    attention = AttentionConstants(draw.randint(1, 9), draw.choice([1, 3, 64]), *rates[:2], 1e-9, rates[2])
+    attention = AttentionConstants(
+        draw.randint(1, 9), draw.choice([1, 3, 64]), rates[0], 1e-9, 1e-9, rates[2]
+    )
     table = ProductTable(((1, 1, 1, 1e-6), (8, 3, 5, 2e-6), (4, 64, 2, 1e-5)), "random")
     dtypes = draw.sample(["float32", "bfloat16", "float64"], 2)
     return ChipKernels(

@@ -62,7 +62,7 @@ def show(
     Example: meshweave show collective
 
     More:    meshweave show meshslice --dataflow ls --mesh 2x4 --slices 4 --rings 1
-             meshweave show 1f1b --set rows=16 --config 2
+             meshweave show 1f1b --set micro_batches=8 --config 1
     """
     if rings not in (0, 1, 2):
         raise LayoutError(f"a ring runs in 1 or 2 directions, or 0 for none, not {rings}")

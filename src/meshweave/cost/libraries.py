@@ -121,7 +121,8 @@ def _across_hosts(
     inside = min(network.intra.comm(ring_kind).bytes_per_s, network.intra.link_bytes_per_s)
     measured = None if kernels is None else kernels.collective(ring_kind)
     far, near, launch = network.nic.link_latency_s, network.intra.link_latency_s, network.intra.launch_s
-    rings, tree, ramp_s = ((launch, near, far, 1.0),), (launch, near, far), 0.0
+    rings: tuple[tuple[float, float, float, float], ...] = ((launch, near, far, 1.0),)
+    tree, ramp_s = (launch, near, far), 0.0
     if measured is not None:
         nics *= _NIC_SHARE
         inside = min(inside, measured.bytes_per_s * (1 - 1 / span.per_host) ** measured.group_power)

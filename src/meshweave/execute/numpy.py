@@ -34,11 +34,15 @@ _REDUCTIONS: dict[str, Callable[[Array, Array], Array]] = {
 
 @dataclass(frozen=True)
 class NumpyResult:
-    """The result of a run: global output tensors by name, and the final memory of each (rank, buffer, slot)."""
+    """The result of a run: global output tensors by name, and the final memory of each (rank, buffer, slot).
+
+    `peak_stash_bytes` is by rank what `execute.calls` counts of its calls; ranks without calls are left out.
+    """
 
     outputs: dict[str, Array]
     memory: dict[tuple[int, str, int], Array]
     trace: Trace
+    peak_stash_bytes: Mapping[int, int] = field(default_factory=dict)
 
 
 def numpy_dtype(dtype: str) -> np.dtype[Any]:
@@ -77,7 +81,8 @@ def run_numpy(
     """
     flow = analyse(program) if flow is None else flow
     _check_inputs(program, inputs)
-    machine = Interpreter(flow, _Numbers(calls or {}), poisoned)
+    numbers = _Numbers(calls or {})
+    machine = Interpreter(flow, numbers, poisoned)
     for rank in program.ranks:
         for name, value in local_inputs(program, inputs, rank).items():
             for slot in range(program.buffer_of[name].slots):
@@ -85,7 +90,8 @@ def run_numpy(
     with np.errstate(all="ignore"):
         spans = _run_timed(machine, flow, untimed_order(flow, seed))
         outputs = assemble(program, {key: value for key, value in machine.memory.items() if key[2] == 0})
-    return NumpyResult(outputs, machine.memory, Trace(program.name, "numpy", spans))
+    stashed = {rank: table.peak_stash_bytes for rank, table in numbers.tables.items()}
+    return NumpyResult(outputs, machine.memory, Trace(program.name, "numpy", spans), stashed)
 
 
 def _run_timed(machine: Interpreter, flow: Dataflow, order: Iterable[Event]) -> tuple[Span, ...]:

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Program, Statement
+from meshweave.ir.program.expressions import Index, maximum
 from meshweave.ir.program.ops import AllGather, Op, ReduceScatter
 from meshweave.ir.program.statements import rewrite
 from meshweave.ir.program.views import FULL, Range, View
@@ -70,20 +71,13 @@ class _HostLowering:
         part, whole = (op.src, op.out) if gathers else (op.out, op.src)
         num_hosts = mesh.size("host")
         arrived = self._arrived(op, part, size * num_hosts)
-        between = replace(
-            op,
-            over=f"{mesh.name}.host",
-            sizes=None,
-            name=f"{op.name or op.kind}_rails",
-            **({"out": arrived, "src": part} if gathers else {"out": part, "src": arrived}),
-        )
+        name = op.name or op.kind
         inside: list[Statement] = []
         for host in range(num_hosts):
             near = _sub(arrived, op.dim, host * size, size)
             far = _sub(whole, op.dim, host * self.chips_per_host * size, self.chips_per_host * size)
-            ends = {"out": far, "src": near} if gathers else {"out": near, "src": far}
-            name = f"{op.name or op.kind}_host{host}"
-            inside.append(replace(op, over=f"{mesh.name}.chip", sizes=None, name=name, **ends))
+            inside.append(_level(op, f"{mesh.name}.chip", near, far, f"{name}_host{host}"))
+        between = _level(op, f"{mesh.name}.host", part, arrived, f"{name}_rails")
         return [between, *inside] if gathers else [*inside, between]
 
     def _split_mesh(self, op: AllGather | ReduceScatter) -> Mesh | None:
@@ -128,12 +122,19 @@ class _HostLowering:
         of = self.program.buffer_of[part.buffer]
         extents = [size if d == op.dim else self._extent(part, d) for d in range(len(part.selectors))]
         name = f"{part.buffer}_{op.over.replace('.', '_') if isinstance(op.over, str) else ''}_rails"
-        shape = tuple(extent if extent is not None else 0 for extent in extents)
+        shape: tuple[Index, ...] = tuple(extent if extent is not None else 0 for extent in extents)
         known = self.buffers.get(name)
-        if known is not None:
-            shape = tuple(max(a, b) for a, b in zip(known.shape, shape, strict=True))  # type: ignore[type-var]
+        if known is not None:  # several collectives of one buffer share the scratch
+            shape = tuple(maximum(a, b) for a, b in zip(known.shape, shape, strict=True))
         self.buffers[name] = Buffer(name, "scratch", of.mesh, of.dtype, shape=shape)
         return View(name, tuple(FULL if extent is None else Range(0, extent) for extent in extents))
+
+
+def _level(op: AllGather | ReduceScatter, over: str, part: View, whole: View, name: str) -> Op:
+    """Return one level of a collective, with equal parts."""
+    if isinstance(op, AllGather):
+        return replace(op, over=over, out=whole, src=part, sizes=None, name=name)
+    return replace(op, over=over, out=part, src=whole, sizes=None, name=name)
 
 
 def _sub(view: View, dim: int, start: int, size: int) -> View:

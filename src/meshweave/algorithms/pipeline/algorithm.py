@@ -49,11 +49,18 @@ class PipelineConfig:
     network: HostTopology | None = None
 
     def __str__(self) -> str:
-        parts = [self.transfers]
+        parts: list[str] = [self.transfers]
         parts += [f"{self.chunks} chunks"] if self.chunks > 1 else []
         parts += [self.strategy] if self.strategy != "broadcast" else []
         parts += [f"delay {self.delay}"] if self.delay else []
         return ", ".join(parts)
+
+
+def network_of(problem: PipelineProblem, cluster: Cluster | None) -> HostTopology | None:
+    """Return the hosts of a problem's ranks; None without a cluster, or if all stages are on one chip each."""
+    if cluster is None or all(mesh.num_ranks == 1 for mesh in problem.meshes):
+        return None
+    return HostTopology.of(cluster, 1 + max(rank for mesh in problem.meshes for rank in mesh.ranks))
 
 
 class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
@@ -72,9 +79,10 @@ class PipelineAlgorithm(Algorithm[PipelineProblem, PipelineConfig]):
     def candidates(
         self, problem: PipelineProblem, cluster: Cluster | None = None
     ) -> Iterator[PipelineConfig]:
-        """Yield transfers beside the stages, then in turn with them."""
-        yield PipelineConfig()
-        yield PipelineConfig("blocking")
+        """Yield transfers beside the stages, then in turn with them, with reshards planned for the cluster."""
+        network = network_of(problem, cluster)
+        yield PipelineConfig(network=network)
+        yield PipelineConfig("blocking", network=network)
 
     def program(self, problem: PipelineProblem, config: PipelineConfig) -> Program:
         refusal = self.refusal(problem)

@@ -35,7 +35,7 @@ UNIFORM_BYTES_PER_S = 10**9
 
 
 @dataclass(frozen=True)
-class Side:
+class BoundarySide:
     """One end of a boundary: a stage, and how the tensor of a micro-batch lies on its mesh.
 
     Attributes:
@@ -51,7 +51,7 @@ class Side:
     splits: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of(cls, problem: PipelineProblem, edge: Edge, number: int, mesh: Mesh) -> Side:
+    def of(cls, problem: PipelineProblem, edge: Edge, number: int, mesh: Mesh) -> BoundarySide:
         """Return the side of an edge at stage `number`, whose mesh is `mesh`."""
         stage: Stage = problem.stages[number]
         layout = replace(problem.layout_at(edge, number), mesh=mesh)
@@ -94,8 +94,8 @@ class Boundary:
 
     edge: Edge
     kind: str
-    sender: Side
-    receiver: Side
+    sender: BoundarySide
+    receiver: BoundarySide
     slots: Mapping[str, int] = field(hash=False)
     chunks: int
     strategy: str
@@ -157,7 +157,7 @@ class Boundary:
             return f"{self.name}_in"
         return f"{self.name}_part" if number == len(self.receiver.splits) else f"{self.name}_part{number}"
 
-    def _buffer(self, name: str, side: Side, shape: tuple[int, ...]) -> Buffer:
+    def _buffer(self, name: str, side: BoundarySide, shape: tuple[int, ...]) -> Buffer:
         slots = self._slots(f"{self.name}_in" if "_part" in name else name)
         if self.has_signals:
             shape = (self._num_signals,) if name.endswith("_in") else (1,)
@@ -367,9 +367,9 @@ def boundary_of(
 ) -> Boundary:
     """Return the boundary of an edge, of activations ("h") or gradients ("g"), given the meshes of its
     stages."""
-    sides: Sequence[Side] = (
-        Side.of(problem, edge, edge.source, meshes[0]),
-        Side.of(problem, edge, edge.target, meshes[1]),
+    sides: Sequence[BoundarySide] = (
+        BoundarySide.of(problem, edge, edge.source, meshes[0]),
+        BoundarySide.of(problem, edge, edge.target, meshes[1]),
     )
     sender, receiver = sides if kind == "h" else sides[::-1]
     return Boundary(

@@ -15,8 +15,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.base.errors import LayoutError
+
+Pairs = NDArray[np.int64]
 
 Durations = Sequence[tuple[int, int, int]]
 """For each stage the time of a forward, an input gradient and a weight gradient, in any unit."""
@@ -31,12 +36,12 @@ class Steps:
     Attributes:
         templates: the different actions, for micro-batch 0; the parts of an overlap relative to the first of
             them.
-        of_rank: for each pipeline rank its (number of the template, micro-batch) in order; the latter is -1
-            for actions that belong to none.
+        of_rank: for each pipeline rank its steps in order, (steps, 2): the number of the template and the
+            micro-batch, -1 for actions that belong to none.
     """
 
     templates: list[Action] = field(default_factory=list)
-    of_rank: list[list[tuple[int, int]]] = field(default_factory=list)
+    of_rank: list[Pairs] = field(default_factory=list)
     _numbers: dict[Action, int] = field(default_factory=dict)
 
     def number(self, template: Action) -> int:
@@ -50,10 +55,14 @@ class Steps:
     def schedule(self, like: Schedule) -> Schedule:
         """Return the steps as a schedule with the stages of another one."""
         orders = (
-            tuple(at_micro_batch(self.templates[number], at) for number, at in order)
+            tuple(at_micro_batch(self.templates[number], at) for number, at in order.tolist())
             for order in self.of_rank
         )
         return replace(like, actions=tuple(orders))
+
+
+def _pairs(flat: Sequence[int]) -> Pairs:
+    return np.array(flat, dtype=np.int64).reshape(-1, 2)
 
 
 def at_micro_batch(template: Action, micro_batch: int) -> Action:
@@ -82,26 +91,26 @@ def steps_of(schedule: Schedule) -> Steps:
     steps = Steps()
     numbers: dict[tuple[ActionKind, int, int | None], int] = {}
     for order in schedule.actions:
-        listed = []
+        listed: list[int] = []
         for action in order:
-            key = action.kind, action.stage, action.peer
-            number = numbers.get(key)
-            if number is not None and action.micro_batch is not None:
-                listed.append((number, action.micro_batch))
+            micro_batch = action.micro_batch
+            known = None if micro_batch is None else numbers.get((action.kind, action.stage, action.peer))
+            if known is not None and micro_batch is not None:
+                listed += known, micro_batch
                 continue
-            template, micro_batch = template_of(action)
+            template, at = template_of(action)
             number = steps.number(template)
-            if not action.parts and action.micro_batch is not None:
-                numbers[key] = number
-            listed.append((number, micro_batch))
-        steps.of_rank.append(listed)
+            if micro_batch is not None:
+                numbers[action.kind, action.stage, action.peer] = number
+            listed += number, at
+        steps.of_rank.append(_pairs(listed))
     return steps
 
 
 def with_communication(
     schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None, durations: Durations | None = None
 ) -> Schedule:
-    """Return a schedule with sends and receives added; itself if it has some.
+    """Return a schedule with sends and receives added; an equal one if it has some.
 
     Args:
         schedule: compute actions.
@@ -111,8 +120,6 @@ def with_communication(
     Raises:
         LayoutError: an action waits for one that never runs.
     """
-    if schedule.has_communication:
-        return schedule
     return communicating_steps(schedule, edges, durations).schedule(schedule)
 
 
@@ -120,11 +127,12 @@ def communicating_steps(
     schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None, durations: Durations | None = None
 ) -> Steps:
     """Return the steps of `with_communication`."""
-    if schedule.has_communication:
-        return steps_of(schedule)
+    listed = steps_of(schedule)
+    if any(template.kind.communicates for template in listed.templates):
+        return listed
     if edges is None:
         edges = [(stage, stage + 1) for stage in range(schedule.num_stages - 1)]
-    return _Play(schedule, edges, durations or [(1, 1, 1)] * schedule.num_stages).run()
+    return _Play(schedule, listed, edges, durations or [(1, 1, 1)] * schedule.num_stages).run()
 
 
 @dataclass(frozen=True)
@@ -144,17 +152,17 @@ class _Effect:
 class _Play:
     """Plays a schedule, one end of an action after the other."""
 
-    def __init__(self, schedule: Schedule, edges: Sequence[tuple[int, int]], durations: Durations) -> None:
+    def __init__(
+        self, schedule: Schedule, listed: Steps, edges: Sequence[tuple[int, int]], durations: Durations
+    ) -> None:
         self.schedule, self.durations = schedule, durations
         self.into: dict[int, list[int]] = defaultdict(list)
         self.out_of: dict[int, list[int]] = defaultdict(list)
         for source, target in edges:
             self.into[target].append(source)
             self.out_of[source].append(target)
-        self.listed = steps_of(schedule)
-        self.steps = Steps(
-            list(self.listed.templates), [[] for _ in schedule.actions], dict(self.listed._numbers)
-        )
+        self.listed = listed
+        self.steps = Steps(list(listed.templates), [], dict(listed._numbers))
         self.effects = [self._effect(template) for template in self.listed.templates]
 
     def _effect(self, template: Action) -> _Effect:
@@ -202,7 +210,9 @@ class _Play:
         waiting: dict[tuple[int, int], list[int]] = {}
         at, running = [0] * num_ranks, [False] * num_ranks
         ends: list[tuple[int, int]] = []
-        listed, orders, effects = self.listed.of_rank, self.steps.of_rank, self.effects
+        listed = [order.tolist() for order in self.listed.of_rank]
+        orders: list[list[int]] = [[] for _ in listed]
+        effects = self.effects
 
         def start(rank: int, now: int) -> None:
             while not running[rank] and at[rank] < len(listed[rank]):
@@ -213,7 +223,7 @@ class _Play:
                     if value not in done:
                         waiting.setdefault(value, []).append(rank)
                         return
-                orders[rank].append((number, micro_batch))
+                orders[rank] += number, micro_batch
                 if effect.duration:
                     running[rank] = True
                     heapq.heappush(ends, (now + effect.duration, rank))
@@ -235,19 +245,20 @@ class _Play:
                     made = micro_batch + offset
                     done.add((key, made))
                     for here, other, there in sends:
-                        orders[rank].append((here, made))
-                        orders[other].append((there, made))
+                        orders[rank] += here, made
+                        orders[other] += there, made
                     free += waiting.pop((key, made), ())
             for rank in sorted(set(free)):
                 start(rank, now)
         self._check_ended(at, done)
+        self.steps.of_rank = [_pairs(order) for order in orders]
         return self.steps
 
     def _check_ended(self, at: Sequence[int], done: set[tuple[int, int]]) -> None:
         for rank, order in enumerate(self.schedule.actions):
             if at[rank] == len(order):
                 continue
-            number, micro_batch = self.listed.of_rank[rank][at[rank]]
+            number, micro_batch = self.listed.of_rank[rank][at[rank]].tolist()
             key, of = next(
                 (key, micro_batch + offset)
                 for offset, key in self.effects[number].needs

@@ -5,7 +5,7 @@ gradient, which nobody waits for, runs later, and hides the transfer. With a del
 micro-batch m follows the input gradient of micro-batch m + d, and d stashes more are kept.
 
 The delay is the least that covers the transfers by a model of time: FLOPs at the rate of the chip, and bytes at
-the rate of one NIC per transfer.
+the rate of the NICs, or of local links inside of a host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshweave.algorithms.pipeline.actions import Schedule
-from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig, network_of
 from meshweave.algorithms.pipeline.eager import num_eager
 from meshweave.algorithms.pipeline.one_f_one_b import alternating, several_stages
 from meshweave.algorithms.pipeline.problem import PipelineProblem
@@ -39,10 +39,11 @@ class DelayedWeights(PipelineAlgorithm):
     ) -> Iterator[PipelineConfig]:
         """Yield the least delay that covers the transfers on a cluster, one more and one less; 0 to 2 without."""
         least = 1 if cluster is None else least_delay(problem, StepTimes.of(problem, cluster))
+        network = network_of(problem, cluster)
         for delay in (least, least + 1, least - 1):
             if delay >= 0:
-                yield PipelineConfig(delay=delay)
-        yield PipelineConfig("blocking", delay=least)
+                yield PipelineConfig(delay=delay, network=network)
+        yield PipelineConfig("blocking", delay=least, network=network)
 
     def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
         return delayed(problem, config.delay)

@@ -92,11 +92,20 @@ def mixed_meshes(micro_batches: int = 3) -> PipelineProblem:
     return PipelineProblem(stages, edges, micro_batches, 4, (3,), (1,))
 
 
+def two_meshes(micro_batches: int = 2) -> PipelineProblem:
+    """Return a sharded data-parallel stage and a tensor-parallel one, with a reshard between them."""
+    stages = (
+        small_stage(Mesh.of("p0", (2,), ("dp",)), 2, data_axes=("dp",), is_sharded=True),
+        small_stage(Mesh.of("p1", (2,), ("tp",), 2), 2, work=2),
+    )
+    edge = Edge(0, 1, (2,), target_placements=(Shard(1),))
+    return PipelineProblem(stages, (edge,), micro_batches, 2)
+
+
 def example_problems() -> Iterator[PipelineProblem]:
     """Yield small problems, the simplest first."""
     yield chain_of_ranks((0, 1), 4, 2)
     yield chain_of_ranks((0, 1, 2), 2, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
-    yield mixed_meshes()
-    yield chain_of_ranks((0, 1, 0, 1), 4)
-    yield chain_of_ranks((0, 1, 1, 0), 3, skips=((0, 3),))
-    yield chain_of_ranks((0,), 2)
+    yield two_meshes()
+    yield chain_of_ranks((0, 1, 0, 1), 3)
+    yield chain_of_ranks((0, 1, 1, 0), 2, skips=((0, 3),))

@@ -6,7 +6,6 @@ that a period that is itself made of runs becomes loops in a loop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,29 +21,29 @@ Pairs = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Loop:
+class StepLoop:
     """A run of `count` repetitions, from each to the next of which all micro-batches advance by
     `increment`."""
 
     count: int
     increment: int
-    body: tuple[tuple[int, int] | Loop, ...]
+    body: tuple[tuple[int, int] | StepLoop, ...]
 
 
-Folded = tuple[tuple[int, int] | Loop, ...]
+Folded = tuple[tuple[int, int] | StepLoop, ...]
 """(template, micro-batch of the first repetition of all loops around it), and loops."""
 
 
-def fold(steps: Sequence[tuple[int, int]]) -> Folded:
+def fold(steps: Pairs) -> Folded:
     """Return steps as loops and single steps; `unfold` gives them back."""
-    return _fold(np.array(steps, dtype=np.int64).reshape(-1, 2), MOST_NESTED)
+    return _fold(steps, MOST_NESTED)
 
 
 def unfold(folded: Folded, advance: int = 0) -> list[tuple[int, int]]:
     """Return the steps of `fold`, `advance` added to each micro-batch."""
     steps: list[tuple[int, int]] = []
     for item in folded:
-        if isinstance(item, Loop):
+        if isinstance(item, StepLoop):
             for turn in range(item.count):
                 steps += unfold(item.body, advance + turn * item.increment)
         else:
@@ -57,7 +56,7 @@ def _fold(steps: Pairs, depth: int) -> Folded:
     count = len(steps)
     if depth == 0 or count < 2:
         return tuple((int(template), int(micro_batch)) for template, micro_batch in steps)
-    out: list[tuple[int, int] | Loop] = []
+    out: list[tuple[int, int] | StepLoop] = []
     at = 0
     while at < count:
         period, turns = _best(steps, at)
@@ -66,7 +65,7 @@ def _fold(steps: Pairs, depth: int) -> Folded:
             at += 1
             continue
         increment = int(steps[at + period, 1] - steps[at, 1])
-        out.append(Loop(turns, increment, _fold(steps[at : at + period], depth - 1)))
+        out.append(StepLoop(turns, increment, _fold(steps[at : at + period], depth - 1)))
         at += period * turns
     return tuple(out)
 
@@ -87,6 +86,12 @@ def _best(steps: Pairs, at: int) -> tuple[int, int]:
         periods, advances = periods[keep], advances[keep]
     best, covered = (1, 1), 1
     for period, advance in zip(periods.tolist(), advances.tolist(), strict=True):
+        end = at + covered
+        if end == len(steps):
+            break
+        same = steps[end, 0] == steps[end - period, 0]
+        if end - period >= at and not (same and steps[end, 1] - steps[end - period, 1] == advance):
+            continue  # it ends where the best one so far does, or before
         turns = _repetitions(steps, at, period, advance)
         if turns > 1 and turns * period > covered:
             best, covered = (period, turns), turns * period

@@ -83,6 +83,7 @@ class Stage:
         recompute: how the stash is made again; None where the forward keeps all of it.
         data_axes: mesh axes along which ranks share the rows of a micro-batch.
         is_sharded: whether the parameters lie in shards over the first data axis (FSDP).
+        dtype: in which it computes, which says at what rate.
     """
 
     mesh: Mesh
@@ -94,6 +95,7 @@ class Stage:
     recompute: Recompute | None = None
     data_axes: tuple[str, ...] = ()
     is_sharded: bool = False
+    dtype: str = "float32"
 
     @property
     def row_placements(self) -> tuple[Placement, ...]:
@@ -271,6 +273,8 @@ def _check_stage(number: int, stage: Stage, rows: int) -> None:
     parts = stage.data_parallelism
     if rows % parts:
         raise LayoutError(f"stage {number}: {parts} data-parallel parts do not divide {rows} rows")
+    if stage.dtype not in DTYPES:
+        raise LayoutError(f"stage {number}: there is no dtype '{stage.dtype}'")
     if stage.parameters < 1:
         raise LayoutError(f"stage {number}: has {stage.parameters} parameters, and needs at least one")
     if stage.is_sharded and (not stage.data_axes or stage.parameters % stage.mesh.size(stage.data_axes[0])):

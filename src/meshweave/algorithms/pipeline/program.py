@@ -19,7 +19,7 @@ from typing import Literal
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary, boundary_of
 from meshweave.algorithms.pipeline.communication import Steps, communicating_steps
-from meshweave.algorithms.pipeline.folding import Folded, Loop, fold
+from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
 from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
 from meshweave.algorithms.pipeline.slots import num_slots, peer_of
 from meshweave.algorithms.pipeline.stage_ops import StageOps
@@ -65,7 +65,7 @@ def pipeline_program(
         LayoutError: the schedule is not one of the problem, or an action waits for what never runs.
     """
     check_schedule(problem, schedule)
-    return _ProgramWriter(problem, schedule, transfers, chunks, strategy, network).program(title)
+    return _PipelineWriter(problem, schedule, transfers, chunks, strategy, network).program(title)
 
 
 def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
@@ -84,6 +84,25 @@ def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
             f"the schedule has {schedule.num_micro_batches} micro-batches, "
             f"the problem {problem.micro_batches}"
         )
+    _check_gathered(problem, schedule)
+
+
+def _check_gathered(problem: PipelineProblem, schedule: Schedule) -> None:
+    """Raise LayoutError where an action reads sharded parameters that are freed there, or not yet gathered."""
+    listed = {action.stage for action in schedule.leaves() if action.kind is ActionKind.UNSHARD}
+    listed &= {number for number, stage in enumerate(problem.stages) if stage.is_sharded}
+    reading = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
+    gathered: set[int] = set()
+    for action in schedule.leaves() if listed else ():
+        if action.kind is ActionKind.UNSHARD:
+            gathered.add(action.stage)
+        elif action.kind is ActionKind.RESHARD:
+            gathered.discard(action.stage)
+        elif action.kind in reading and action.stage in listed - gathered:
+            raise LayoutError(
+                f"{action} reads the parameters of stage {action.stage}, which are freed there; put "
+                f"{action.stage}{ActionKind.UNSHARD.value} before it"
+            )
 
 
 def stage_durations(problem: PipelineProblem) -> list[tuple[int, int, int]]:
@@ -96,7 +115,7 @@ def stage_durations(problem: PipelineProblem) -> list[tuple[int, int, int]]:
     return durations
 
 
-class _ProgramWriter:
+class _PipelineWriter:
     def __init__(
         self,
         problem: PipelineProblem,
@@ -189,7 +208,7 @@ class _ProgramWriter:
 
     def _statements(self, folded: Folded, advance: Index, depth: int) -> Iterator[Statement]:
         for item in folded:
-            if isinstance(item, Loop):
+            if isinstance(item, StepLoop):
                 turn = Var(TURNS[depth])
                 inner = self._statements(item.body, advance + turn * item.increment, depth + 1)
                 yield Repeat(turn.name, item.count, tuple(inner))

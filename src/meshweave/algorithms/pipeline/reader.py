@@ -32,7 +32,7 @@ def read_schedule(program: Program, *, communication: bool = False) -> Schedule:
 
 def _stage_meshes(program: Program) -> list[Mesh]:
     """Return the mesh of each stage: that of its parameters."""
-    meshes = []
+    meshes: list[Mesh] = []
     while (buffer := program.buffer_of.get(f"w{len(meshes)}")) is not None:
         meshes.append(program.mesh_of[buffer.mesh])
     if not meshes:
@@ -43,6 +43,7 @@ def _stage_meshes(program: Program) -> list[Mesh]:
 def _actions(program: Program, mesh: Mesh, communication: bool) -> Iterator[Action]:
     """Yield the actions of the ranks of one mesh: all ops of an action make one."""
     before: tuple[Action, str] | None = None
+    last: Op | None = None
     parts: list[Action] = []
     for _, op in sorted(_labelled(program, mesh), key=lambda pair: pair[0]):
         match = _LABEL.fullmatch(op.name)
@@ -56,9 +57,10 @@ def _actions(program: Program, mesh: Mesh, communication: bool) -> Iterator[Acti
         )
         if action.kind.communicates and not communication:
             continue
-        if before == (action, op.name) and _continues(op):
+        is_part = last is not None and before == (action, op.name) and _continues(op, last)
+        before, last = (action, op.name), op
+        if is_part:
             continue
-        before = action, op.name
         if number is None:
             yield action
             continue
@@ -68,9 +70,12 @@ def _actions(program: Program, mesh: Mesh, communication: bool) -> Iterator[Acti
             parts = []
 
 
-def _continues(op: Op) -> bool:
+def _continues(op: Op, before: Op) -> bool:
     """Return whether an op of the same action as the op before is a part of it, and no repetition."""
-    return not isinstance(op, Call) or op.part in ("input_grad", "weight_grad")
+    if not isinstance(op, Call) or not isinstance(before, Call):
+        return True
+    order = "recompute", "input_grad", "weight_grad"
+    return {op.part, before.part} <= set(order) and order.index(op.part) > order.index(before.part)
 
 
 def _labelled(program: Program, mesh: Mesh) -> Iterator[tuple[Key, Op]]:

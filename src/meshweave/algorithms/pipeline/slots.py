@@ -8,7 +8,7 @@ values are alive together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,19 +73,14 @@ def _uses(edge: Edge, here: tuple[bool, ...]) -> list[tuple[str, _Step, _Step]]:
     return []
 
 
-def _positions(
-    steps: Steps, order: Sequence[tuple[int, int]], count: int
-) -> Mapping[_Step, tuple[Positions, Positions]]:
+def _positions(steps: Steps, pairs: Positions, count: int) -> Mapping[_Step, tuple[Positions, Positions]]:
     """Return for each kind of step the first and the last position of each micro-batch, -1 for none."""
-    pairs = np.array(order, dtype=np.int64).reshape(-1, 2)
     positions: dict[_Step, tuple[Positions, Positions]] = defaultdict(
         lambda: (np.full(count, -1, np.int64), np.full(count, -1, np.int64))
     )
-    for number, template in enumerate(steps.templates):
+    for number in np.unique(pairs[:, 0]).tolist():
         at = np.flatnonzero(pairs[:, 0] == number)
-        if not len(at):
-            continue
-        for part in template.leaves:
+        for part in steps.templates[number].leaves:
             key = _step_of(part)
             if key is not None:
                 first, last = positions[key]

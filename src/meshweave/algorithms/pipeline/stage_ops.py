@@ -148,6 +148,7 @@ class StageOps:
             stash=f"stage{self.number}",
             part=part,
             args=(micro_batch,),
+            dtype=self.stage.dtype,
             lane=self.lane,
             name=label,
         )

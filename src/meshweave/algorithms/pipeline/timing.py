@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
-from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
+from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
 from meshweave.base.errors import LayoutError
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.fabric import HostTopology
@@ -32,22 +32,21 @@ class StepTimes:
 
     @classmethod
     def of(cls, problem: PipelineProblem, cluster: Cluster) -> StepTimes:
-        """Return the times on a cluster: FLOPs at the chip's rate, transfers at that of one NIC."""
-        flops = flops_per_s(cluster.chip, "", "bfloat16")
-        network = HostTopology.of(cluster, 1)
+        """Return the times on a cluster: FLOPs at the chip's rate, transfers at that of NICs or local links."""
+        network = HostTopology.of(cluster, 1 + max(rank for mesh in problem.meshes for rank in mesh.ranks))
 
-        def part_s(cost: PartCost) -> float:
-            return max(cost.flops / flops, cost.bytes / cluster.chip.memory_bytes_per_s)
+        def part_s(stage: Stage, cost: PartCost) -> float:
+            flops_s = cost.flops / flops_per_s(cluster.chip, "", stage.dtype)
+            return max(flops_s, cost.bytes / cluster.chip.memory_bytes_per_s)
 
-        again = [0.0 if s.recompute is None else part_s(s.recompute.cost) for s in problem.stages]
+        again = [0.0 if s.recompute is None else part_s(s, s.recompute.cost) for s in problem.stages]
         transfers = []
         for edge in problem.edges:
-            size = 0 if problem.is_local(edge) else problem.edge_bytes(edge)
-            transfers.append(((edge.source, edge.target), size / network.nic_bytes_per_s))
+            transfers.append(((edge.source, edge.target), _transfer_s(problem, edge, network)))
         return cls(
-            tuple(part_s(stage.forward) for stage in problem.stages),
-            tuple(part_s(s.input_grad) + extra for s, extra in zip(problem.stages, again, strict=True)),
-            tuple(part_s(stage.weight_grad) for stage in problem.stages),
+            tuple(part_s(stage, stage.forward) for stage in problem.stages),
+            tuple(part_s(s, s.input_grad) + extra for s, extra in zip(problem.stages, again, strict=True)),
+            tuple(part_s(stage, stage.weight_grad) for stage in problem.stages),
             tuple(transfers),
         )
 
@@ -65,6 +64,19 @@ class StepTimes:
         if action.kind is ActionKind.WEIGHT_GRAD:
             return self.weight_grad[stage]
         return self.input_grad[stage] + self.weight_grad[stage] if action.kind is ActionKind.BACKWARD else 0.0
+
+
+def _transfer_s(problem: PipelineProblem, edge: Edge, network: HostTopology) -> float:
+    """Return the seconds in which the NICs of the smaller mesh pass one copy of a tensor, or local links do."""
+    if problem.is_local(edge):
+        return 0.0
+    sides = [problem.stages[stage].mesh.ranks for stage in (edge.source, edge.target)]
+    hosts = [{network.host_of[rank] for rank in ranks} for ranks in sides]
+    size = problem.edge_bytes(edge)
+    if hosts[0] == hosts[1] and len(hosts[0]) == 1:
+        return size / (network.local_bytes_per_s * min(map(len, sides)))
+    nics = [{(network.host_of[rank], network.nic_of[rank]) for rank in ranks} for ranks in sides]
+    return size / (network.nic_bytes_per_s * min(map(len, nics)))
 
 
 _Value = tuple[int, int, int, bool]

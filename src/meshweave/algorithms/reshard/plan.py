@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshweave.algorithms.reshard.multicast import Multicast, MulticastCost, Strategy, multicasts_of
-from meshweave.algorithms.reshard.order import ORDERS, JobSet, Schedule
+from meshweave.algorithms.reshard.order import ORDERS, JobSchedule, JobSet
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.algorithms.reshard.resources import jobs_of, nic_bound_s, routes_of
 from meshweave.algorithms.reshard.strategies import STRATEGIES, check_known
@@ -197,9 +197,9 @@ class _Planner:
 
     def order_multicasts(
         self, multicasts: list[Multicast], tasks: Sequence[UnitTask]
-    ) -> tuple[list[Multicast], Schedule]:
+    ) -> tuple[list[Multicast], JobSchedule]:
         """Return the multicasts and their schedule, after halving the largest ones as long as that helps."""
-        search: Callable[[JobSet], Schedule] = ORDERS["best" if self.order == "exact" else self.order]
+        search: Callable[[JobSet], JobSchedule] = ORDERS["best" if self.order == "exact" else self.order]
         bound_ps = nic_bound_s(tasks, self.network) * PS_PER_S
         schedule, divided = search(self.jobs(multicasts)), multicasts
         may_divide = not schedule.serial and all(map(self.strategy.uses_one_sender, multicasts))

@@ -21,9 +21,9 @@ from meshweave.algorithms.universal.schedule import (
     MAX_SELECTIONS,
     FetchNode,
     IssueOrder,
+    IssueStage,
     ProductNode,
     ScheduleGraph,
-    Stage,
     StageLimits,
     cost_greedy,
     direct,
@@ -116,7 +116,7 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 
 def schedule_stages(
     kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
-) -> tuple[Stage, ...]:
+) -> tuple[IssueStage, ...]:
     """Return the stages of a schedule of one rank within `STAGE_LIMITS`."""
     if kind == "exhaustive":
         return exhaustive_search(graph, effort).stages
@@ -130,7 +130,9 @@ def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort(
 
 
 @lru_cache(maxsize=1024)
-def _heuristic_stages(kind: ScheduleKind, graph: ScheduleGraph, max_selections: int) -> tuple[Stage, ...]:
+def _heuristic_stages(
+    kind: ScheduleKind, graph: ScheduleGraph, max_selections: int
+) -> tuple[IssueStage, ...]:
     if kind == "cost-greedy":
         return cost_greedy(graph, STAGE_LIMITS, max_selections)
     return (direct if kind == "direct" else greedy)(graph, STAGE_LIMITS)

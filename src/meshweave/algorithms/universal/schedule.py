@@ -120,7 +120,7 @@ class ScheduleGraph:
 
 
 @dataclass(frozen=True)
-class Stage:
+class IssueStage:
     """Products, fetches and accumulates that run at once. An accumulate has the number of its product."""
 
     products: Selection
@@ -137,7 +137,7 @@ class IssueOrder:
     accumulates: Selection
 
 
-def stage_s(stage: Stage, graph: ScheduleGraph) -> float:
+def stage_s(stage: IssueStage, graph: ScheduleGraph) -> float:
     """Return the seconds of one stage."""
     fetch_s = sum(graph.fetches[i].seconds for i in stage.fetches)
     accumulate_s = sum(graph.products[i].accumulate_s for i in stage.accumulates)
@@ -145,12 +145,12 @@ def stage_s(stage: Stage, graph: ScheduleGraph) -> float:
     return max(compute_s, graph.communication_s(fetch_s, accumulate_s))
 
 
-def staged_s(stages: Iterable[Stage], graph: ScheduleGraph) -> float:
+def staged_s(stages: Iterable[IssueStage], graph: ScheduleGraph) -> float:
     """Return the seconds of stages one after another."""
     return math.fsum(stage_s(stage, graph) for stage in stages)
 
 
-def flatten_stages(stages: Sequence[Stage]) -> IssueOrder:
+def flatten_stages(stages: Sequence[IssueStage]) -> IssueOrder:
     """Return the issue order of a schedule: stage after stage, without the barriers between them."""
     return IssueOrder(
         tuple(tile for stage in stages for tile in stage.fetches),
@@ -159,10 +159,10 @@ def flatten_stages(stages: Sequence[Stage]) -> IssueOrder:
     )
 
 
-def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
+def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[IssueStage, ...]:
     """Return stages in the given order: the next products, and the next tiles to be needed (section 4.2)."""
 
-    def pick(state: ScheduleState) -> Stage:
+    def pick(state: ScheduleState) -> IssueStage:
         ready, following = graph.ready(state), unset(state[0], len(graph.products))
         # A product whose tiles are here still waits for those before it.
         count = next((n for n, i in enumerate(following) if i not in ready), len(following))
@@ -171,7 +171,7 @@ def direct(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
     return _stages(graph, pick)
 
 
-def greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[Stage, ...]:
+def greedy(graph: ScheduleGraph, limits: StageLimits) -> tuple[IssueStage, ...]:
     """Return stages of the first ready products and the first transfers, up to the limits (section 4.3)."""
     return _stages(graph, lambda state: _filled(graph, state, graph.ready(state)[: limits.products], limits))
 
@@ -183,27 +183,27 @@ first items only."""
 
 def cost_greedy(
     graph: ScheduleGraph, limits: StageLimits, max_selections: int = MAX_SELECTIONS
-) -> tuple[Stage, ...]:
+) -> tuple[IssueStage, ...]:
     """Return stages filled up to the limits so that each exposes the least communication (section 4.3).
 
     It prefers selections after which some product is ready, then those whose compute and communication differ
     least, then those whose stage is longest. Per stage it weighs `max_selections`, or the one of the first items.
     """
 
-    def pick(state: ScheduleState) -> Stage:
+    def pick(state: ScheduleState) -> IssueStage:
         pools = [graph.ready(state), graph.unfetched(state), graph.unaccumulated(state)]
         sizes = [min(len(pool), most) for pool, most in zip(pools, astuple(limits), strict=True)]
         width = max(map(len, pools))
         while width > max(sizes) and _num_selections(pools, sizes, width) > max_selections:
             width -= 1
-        best: tuple[tuple[bool, float, float], Stage] | None = None
+        best: tuple[tuple[bool, float, float], IssueStage] | None = None
         for products, fetches, accumulates in cartesian(
             *(list(combinations(pool[:width], size)) for pool, size in zip(pools, sizes, strict=True))
         ):
-            stage = Stage(products, fetches, accumulates)
+            stage = IssueStage(products, fetches, accumulates)
             following = next_state(state, stage)
             compute_s = sum(graph.products[i].seconds for i in products)
-            transfer_s = stage_s(Stage((), fetches, accumulates), graph)
+            transfer_s = stage_s(IssueStage((), fetches, accumulates), graph)
             stalls = following[0].bit_count() < len(graph.products) and not graph.ready(following)
             score = (stalls, abs(compute_s - transfer_s), -stage_s(stage, graph))
             if best is None or score < best[0]:
@@ -263,7 +263,7 @@ def pipelined_s(issue: IssueOrder, graph: ScheduleGraph, prefetch: int) -> float
             num_accumulated += 1
 
 
-def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], Stage]) -> tuple[Stage, ...]:
+def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], IssueStage]) -> tuple[IssueStage, ...]:
     """Return stage after stage as `pick` chooses, until all is done."""
     state, stages = (0, 0, 0), []
     while unset(state[0], len(graph.products)) or graph.unaccumulated(state):
@@ -276,11 +276,11 @@ def _stages(graph: ScheduleGraph, pick: Callable[[ScheduleState], Stage]) -> tup
 
 def _filled(
     graph: ScheduleGraph, state: ScheduleState, products: Sequence[int], limits: StageLimits
-) -> Stage:
+) -> IssueStage:
     """Return a stage of these products and the earliest transfers."""
     fetches = graph.unfetched(state)[: limits.fetches]
     accumulates = graph.unaccumulated(state)[: limits.accumulates]
-    return Stage(tuple(products), tuple(fetches), tuple(accumulates))
+    return IssueStage(tuple(products), tuple(fetches), tuple(accumulates))
 
 
 def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width: int) -> int:
@@ -288,7 +288,7 @@ def _num_selections(pools: Sequence[Sequence[int]], sizes: Sequence[int], width:
     return math.prod(math.comb(min(len(pool), width), size) for pool, size in zip(pools, sizes, strict=True))
 
 
-def next_state(state: ScheduleState, stage: Stage) -> ScheduleState:
+def next_state(state: ScheduleState, stage: IssueStage) -> ScheduleState:
     """Return the state after a stage."""
     return (
         state[0] | bit_set(stage.products),

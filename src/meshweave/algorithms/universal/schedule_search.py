@@ -15,10 +15,10 @@ from itertools import combinations
 
 from meshweave.algorithms.universal.schedule import (
     MAX_SELECTIONS,
+    IssueStage,
     ScheduleGraph,
     ScheduleState,
     Selection,
-    Stage,
     StageLimits,
     bit_set,
     cost_greedy,
@@ -33,7 +33,7 @@ from meshweave.algorithms.universal.schedule import (
 EPS = 1e-9
 """The relative difference up to which two times are equal: sums of the same times in different orders are."""
 
-KnownStates = dict[ScheduleState, tuple[float, ScheduleState, Stage | None]]
+KnownStates = dict[ScheduleState, tuple[float, ScheduleState, IssueStage | None]]
 """For each state the least seconds that lead to it, the state before it, and the stage in between."""
 
 
@@ -49,7 +49,7 @@ class ScheduleSearchResult:
         states: the number of states that were weighed.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[IssueStage, ...]
     seconds: float
     bound_seconds: float
     proven: bool
@@ -182,7 +182,7 @@ class _LowerBound:
         return bound_s
 
 
-def _next_stages(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits) -> Iterator[Stage]:
+def _next_stages(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits) -> Iterator[IssueStage]:
     """Yield every stage that may be next and to which nothing can be added at no cost.
 
     What can be done at no cost is best done now. Of items that are alike only the first ones are taken.
@@ -212,7 +212,7 @@ def _next_stages(graph: ScheduleGraph, state: ScheduleState, limits: StageLimits
                     graph.communication_s(fetches_s, accumulates_s + next_accumulate_s),
                 )
                 if lengthened_s > duration_s and (products or fetches or accumulates):
-                    yield Stage(products, fetches, accumulates)
+                    yield IssueStage(products, fetches, accumulates)
 
 
 def _subsets(items: Sequence[int], most: int, kinds: Mapping[int, Hashable]) -> list[Selection]:
@@ -235,9 +235,9 @@ def _shortest_other(times: Mapping[int, float], selected: Selection, most: int) 
     return min((seconds for item, seconds in times.items() if item not in selected), default=math.inf)
 
 
-def _path(known: KnownStates, goal: ScheduleState) -> tuple[Stage, ...]:
+def _path(known: KnownStates, goal: ScheduleState) -> tuple[IssueStage, ...]:
     """Return the stages that lead to a known state."""
-    stages: list[Stage] = []
+    stages: list[IssueStage] = []
     _, state, stage = known[goal]
     while stage is not None:
         stages.append(stage)

@@ -7,7 +7,7 @@ constant's place in the formula stands. A chip without them is priced by its one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshweave.base.errors import DescriptionError
 
@@ -210,6 +210,7 @@ class ChipKernels:
         source: what they were fitted on.
         elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
         switch_reduces: whether the switch inside a host reduces (NVLink SHARP); trees between hosts then use it.
+        reference: the catalog's name of it, or its file; "" where it was made otherwise.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
 
@@ -222,6 +223,7 @@ class ChipKernels:
     tables: tuple[tuple[str, ProductTable], ...] = ()
     outside: str = "model"
     switch_reduces: bool = False
+    reference: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if self.outside not in ("model", "error"):

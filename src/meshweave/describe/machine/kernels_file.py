@@ -6,6 +6,7 @@ file, found from the folder of the cluster file. `meshweave calibrate --device` 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -145,14 +146,15 @@ def load_kernels(name_or_path: str, folder: Path | None = None) -> ChipKernels:
     """
     if name_or_path not in kernels_names() and is_path(name_or_path):
         path = (folder or Path()) / name_or_path
-        return kernels_from(load_table(path), path, path.parent)
+        return replace(kernels_from(load_table(path), path, path.parent), reference=str(path.resolve()))
     return _from_catalog(name_or_path)
 
 
 @lru_cache(maxsize=16)
 def _from_catalog(name: str) -> ChipKernels:
     file = f"{name}.toml"
-    return kernels_from(parse_table(catalog_text("kernels", name), file, "toml"), file, None)
+    kernels = kernels_from(parse_table(catalog_text("kernels", name), file, "toml"), file, None)
+    return replace(kernels, reference=name)
 
 
 def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) -> ChipKernels:

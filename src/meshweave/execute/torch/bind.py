@@ -53,9 +53,10 @@ class BoundProgram:
         execute: Execute,
         trace: bool,
         call: BoundCall | None,
+        calls: CallTable,
     ) -> None:
         self.program, self.rank, self.context = analysis.program, analysis.rank, context
-        self._call = call
+        self._call, self._calls = call, calls
         self._unset, self._execute, self._is_traced = memory.unset, execute, trace
         self._ops = [(bound.op.lane, bound.op.kind, bound.label) for bound in analysis.ops] if trace else []
         buffers = analysis.buffers
@@ -73,6 +74,11 @@ class BoundProgram:
             for name, value in self.outputs.items()
             if memory.slots[name, 0] is not value
         ]
+
+    @property
+    def peak_stash_bytes(self) -> int:
+        """Return the most bytes that the stashes of this rank's calls had at once, over all runs so far."""
+        return self._calls.peak_stash_bytes
 
     def run(self, inputs: Mapping[str, Tensor] | None = None) -> Trace | None:
         """Run this rank's part of the program; all its ranks run it together.
@@ -234,9 +240,8 @@ def _bound(
     communicates = bool(analysis.channels) or remote is not None
     call = bound_call(context, program.ranks, f"program {program.name}") if communicates else None
     aliased = remote.view if remote and memory is not None and memory.is_aliased else None
-    binder = Binder(
-        rank, buffers.slots, Staging(context.device), CallTable(calls or {}, program), aliased, num_threads
-    )
+    table = CallTable(calls or {}, program)
+    binder = Binder(rank, buffers.slots, Staging(context.device), table, aliased, num_threads)
     wire = Wire(context, binder, matched, analysis.wire_orders, analysis.channels, call)
 
     actions = _bind_ops(ops, binder, wire, remote)
@@ -247,7 +252,7 @@ def _bound(
     else:
         execute = thread_per_lane(context, analysis, actions, trace)
     execute = remote.between_fences(execute) if remote else execute
-    return BoundProgram(analysis, context, buffers, execute, trace, call)
+    return BoundProgram(analysis, context, buffers, execute, trace, call, table)
 
 
 def _bind_ops(

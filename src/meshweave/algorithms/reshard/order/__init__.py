@@ -11,11 +11,11 @@ from meshweave.algorithms.reshard.order.baselines import balance, in_order, naiv
 from meshweave.algorithms.reshard.order.bounds import bound, exclusive_bound
 from meshweave.algorithms.reshard.order.cp_sat import exact
 from meshweave.algorithms.reshard.order.depth_first import dfs
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, TransferJob, schedule_in_order
+from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, TransferJob, schedule_in_order
 from meshweave.algorithms.reshard.order.list_greedy import greedy
 from meshweave.algorithms.reshard.order.portfolio import best
 
-ORDERS: dict[str, Callable[[JobSet], Schedule]] = {
+ORDERS: dict[str, Callable[[JobSet], JobSchedule]] = {
     "naive": naive,
     "in_order": in_order,
     "balance": balance,
@@ -28,8 +28,8 @@ ORDERS: dict[str, Callable[[JobSet], Schedule]] = {
 
 __all__ = [
     "ORDERS",
+    "JobSchedule",
     "JobSet",
-    "Schedule",
     "TransferJob",
     "balance",
     "best",

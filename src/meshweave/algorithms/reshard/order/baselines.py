@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, schedule_in_order
+from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, schedule_in_order
 
 
-def naive(jobs: JobSet) -> Schedule:
+def naive(jobs: JobSet) -> JobSchedule:
     """Run the jobs one after another as given, each by its first route."""
     return schedule_in_order(
         jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), serial=True, algorithm="naive"
     )
 
 
-def in_order(jobs: JobSet) -> Schedule:
+def in_order(jobs: JobSet) -> JobSchedule:
     """Let each resource serve its jobs as given as soon as it can, each job by its first route."""
     return schedule_in_order(jobs, [0] * len(jobs.jobs), range(len(jobs.jobs)), algorithm="in_order")
 
 
-def balance(jobs: JobSet) -> Schedule:
+def balance(jobs: JobSet) -> JobSchedule:
     """Balance the load of resources (eq. 4) greedily, longest jobs first, and schedule them in that order.
 
     Each job takes the route whose most loaded resource stays least loaded; ties go to the least total load.

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
+from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, by_start, schedule_in_order
 from meshweave.algorithms.reshard.order.portfolio import best
 from meshweave.base.errors import UnsupportedError
 
@@ -19,7 +19,7 @@ MAX_UNITS = 1 << 30
 """Longest makespan, in units of the model, that the solver is trusted with. Longer ones are rounded to fit."""
 
 
-def exact(jobs: JobSet, time_s: float = 10.0) -> Schedule:
+def exact(jobs: JobSet, time_s: float = 10.0) -> JobSchedule:
     """Return the best schedule that CP-SAT finds within `time_s` seconds, starting from that of `best`.
 
     It is `proven` if it is optimal. Where durations have to be rounded the order is scheduled with the true
@@ -64,7 +64,7 @@ def exact(jobs: JobSet, time_s: float = 10.0) -> Schedule:
     return replace(solved, proven=proven)
 
 
-def _model(jobs: JobSet, hint: Schedule) -> tuple[Any, list[Any], list[list[Any]]]:
+def _model(jobs: JobSet, hint: JobSchedule) -> tuple[Any, list[Any], list[list[Any]]]:
     """Return the model, and its variables: the start of each job, and whether it takes each of its routes."""
     from ortools.sat.python import cp_model
 

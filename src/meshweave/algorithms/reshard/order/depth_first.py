@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from meshweave.algorithms.reshard.order.baselines import balance
 from meshweave.algorithms.reshard.order.bounds import ResourceLoad, exclusive_bound, resource_loads
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
+from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, by_start, schedule_in_order
 from meshweave.algorithms.reshard.order.list_greedy import greedy
 
 MAX_NODES = 2_000
@@ -32,8 +32,8 @@ State: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Tra
 
 
 def dfs(
-    jobs: JobSet, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: Schedule | None = None
-) -> Schedule:
+    jobs: JobSet, max_nodes: int = MAX_NODES, budget_s: float | None = None, known: JobSchedule | None = None
+) -> JobSchedule:
     """Return the best schedule found, `proven` if nothing better is left.
 
     It visits about `max_nodes` states, and with `budget_s` stops after so many seconds; with such a limit ranks
@@ -154,7 +154,7 @@ class _DepthFirstSearch:
         self.seen[state] = None
         return bound, (tuple(then), others, tuple(rest), step)
 
-    def schedule(self) -> Schedule | None:
+    def schedule(self) -> JobSchedule | None:
         """Return the best schedule found, or None if none is better than the one that it began with."""
         if self.best is None:
             return None

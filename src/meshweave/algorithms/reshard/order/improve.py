@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import random
 
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, route_masks, schedule_in_order
+from meshweave.algorithms.reshard.order.jobs import (
+    JobSchedule,
+    JobSet,
+    by_start,
+    route_masks,
+    schedule_in_order,
+)
 
 
-def improve(jobs: JobSet, schedule: Schedule, rounds: int, seed: int = 0, goal: int = 0) -> Schedule:
+def improve(jobs: JobSet, schedule: JobSchedule, rounds: int, seed: int = 0, goal: int = 0) -> JobSchedule:
     """Return a schedule no worse than `schedule` after up to `rounds` rounds; it ends early at `goal`."""
     rng = random.Random(seed)
     line = _JobSequence(jobs, schedule)
@@ -41,7 +47,7 @@ def improve(jobs: JobSet, schedule: Schedule, rounds: int, seed: int = 0, goal: 
 class _JobSequence:
     """Jobs in order with their routes, and for each job its end and the longest path from its start to the end."""
 
-    def __init__(self, jobs: JobSet, schedule: Schedule) -> None:
+    def __init__(self, jobs: JobSet, schedule: JobSchedule) -> None:
         self.durations = [job.duration for job in jobs.jobs]
         self.routes_of = [job.routes for job in jobs.jobs]
         self.masks = route_masks(jobs)

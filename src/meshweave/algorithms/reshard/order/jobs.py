@@ -41,7 +41,7 @@ class JobSet:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class JobSchedule:
     """A route and a start for each job.
 
     Attributes:
@@ -65,7 +65,7 @@ class Schedule:
 
 def schedule_in_order(
     jobs: JobSet, routes: Sequence[int], order: Sequence[int], serial: bool = False, algorithm: str = ""
-) -> Schedule:
+) -> JobSchedule:
     """Start each job once those before it in `order` that share a resource with it are over.
 
     With `serial` it waits for all before it. A job that occupies nothing starts at 0.
@@ -80,7 +80,9 @@ def schedule_in_order(
         for r in occupied:
             free[r] = end
         makespan = max(makespan, end)
-    return Schedule(tuple(routes), tuple(order), tuple(starts), makespan, algorithm=algorithm, serial=serial)
+    return JobSchedule(
+        tuple(routes), tuple(order), tuple(starts), makespan, algorithm=algorithm, serial=serial
+    )
 
 
 def route_masks(jobs: JobSet) -> list[list[int]]:

@@ -15,14 +15,14 @@ import random
 from dataclasses import replace
 
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule, by_start, schedule_in_order
+from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet, by_start, schedule_in_order
 
 MAX_PASSES = 32
 PASS_WORK = 3_000
 """Routes that all passes together consider by default; with many jobs there is one pass, to save time."""
 
 
-def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> Schedule:
+def greedy(jobs: JobSet, rounds: int | None = None, seed: int = 0, goal: int | None = None) -> JobSchedule:
     """Return the best schedule of some passes, of which the first is not random.
 
     It ends early where a pass meets `goal`, by default a bound that no schedule beats.
@@ -72,7 +72,7 @@ class ListScheduler:
                 self.pressure[r] += work * share[r]
             self.shares.append(list(share.items()))
 
-    def run(self, rng: random.Random | None) -> Schedule:
+    def run(self, rng: random.Random | None) -> JobSchedule:
         """Make one pass over time. Without `rng` the kinds at each moment are ordered by need alone."""
         starts, chosen = [0] * len(self.durations), [0] * len(self.durations)
         waiting = [len(queue) for queue in self.queues]

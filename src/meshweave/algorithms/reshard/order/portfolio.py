@@ -12,7 +12,7 @@ from meshweave.algorithms.reshard.order.baselines import balance, naive
 from meshweave.algorithms.reshard.order.bounds import exclusive_bound
 from meshweave.algorithms.reshard.order.depth_first import dfs
 from meshweave.algorithms.reshard.order.improve import improve
-from meshweave.algorithms.reshard.order.jobs import JobSet, Schedule
+from meshweave.algorithms.reshard.order.jobs import JobSchedule, JobSet
 from meshweave.algorithms.reshard.order.list_greedy import greedy
 
 MAX_JOBS_FOR_DFS = 20
@@ -20,7 +20,7 @@ IMPROVE_WORK = 120_000
 """Routes of the jobs, and two more for each job, times rounds of improvement; some 0.3 s."""
 
 
-def best(jobs: JobSet, seed: int = 0) -> Schedule:
+def best(jobs: JobSet, seed: int = 0) -> JobSchedule:
     """Return the best schedule of all searches but `exact`; its `algorithm` names the search.
 
     It is `proven` if it meets a bound, or if the depth-first search (up to 20 jobs) was complete.
