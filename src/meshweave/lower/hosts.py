@@ -20,7 +20,7 @@ from meshweave.ir.program import Buffer, Program, Statement
 from meshweave.ir.program.expressions import Index, maximum
 from meshweave.ir.program.ops import AllGather, Op, ReduceScatter
 from meshweave.ir.program.statements import rewrite
-from meshweave.ir.program.views import FULL, Range, View
+from meshweave.ir.program.views import Range, View
 
 _SUFFIX = "hosts"
 
@@ -71,6 +71,8 @@ class _HostLowering:
         part, whole = (op.src, op.out) if gathers else (op.out, op.src)
         num_hosts = mesh.size("host")
         arrived = self._arrived(op, part, size * num_hosts)
+        if arrived is None:
+            return [op]
         name = op.name or op.kind
         inside: list[Statement] = []
         for host in range(num_hosts):
@@ -118,16 +120,21 @@ class _HostLowering:
         extents = {self.program.local_shape(buffer.name, rank)[dim] for rank in mesh.ranks}
         return extents.pop() if len(extents) == 1 and selector.start == 0 else None
 
-    def _arrived(self, op: AllGather | ReduceScatter, part: View, size: int) -> View:
+    def _arrived(self, op: AllGather | ReduceScatter, part: View, size: int) -> View | None:
+        """Return the scratch of the parts that have arrived, `size` along the dim; None where no box is known."""
+        assert isinstance(op.over, str)
         of = self.program.buffer_of[part.buffer]
         extents = [size if d == op.dim else self._extent(part, d) for d in range(len(part.selectors))]
-        name = f"{part.buffer}_{op.over.replace('.', '_') if isinstance(op.over, str) else ''}_rails"
-        shape: tuple[Index, ...] = tuple(extent if extent is not None else 0 for extent in extents)
-        known = self.buffers.get(name)
-        if known is not None:  # several collectives of one buffer share the scratch
-            shape = tuple(maximum(a, b) for a, b in zip(known.shape, shape, strict=True))
+        known = [extent for extent in extents if extent is not None]
+        if len(known) < len(extents):
+            return None
+        name = f"{part.buffer}_{op.over.replace('.', '_')}_rails"
+        shape: tuple[Index, ...] = tuple(known)
+        if name in self.buffers:  # several collectives of one buffer share the scratch
+            pairs = zip(self.buffers[name].shape, shape, strict=True)
+            shape = tuple(maximum(a, b) for a, b in pairs)
         self.buffers[name] = Buffer(name, "scratch", of.mesh, of.dtype, shape=shape)
-        return View(name, tuple(FULL if extent is None else Range(0, extent) for extent in extents))
+        return View(name, tuple(Range(0, extent) for extent in known))
 
 
 def _level(op: AllGather | ReduceScatter, over: str, part: View, whole: View, name: str) -> Op:
