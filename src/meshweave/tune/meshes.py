@@ -49,7 +49,7 @@ class MeshSearchSpace:
         return self._machines[shape]
 
     def prices(self, shape: Shape) -> OpPrices:
-        """Return the prices on a mesh, which meshes share whose axes have the same links and lie alike on hosts."""
+        """Return the prices on a mesh; those share them whose axes have the same links and lie alike on hosts."""
         machine = self.machine(shape)
         names = [f"{MESH}.{axis}" for axis in AXES[: len(shape)]]
         key = tuple((machine.axis(name, shared=True), machine.host_span(name)) for name in names)
