@@ -142,7 +142,7 @@ def planned(cluster: Cluster, problem: BlockProblem) -> list[RankedConfig]:
     ranking = rank_blocks(
         model, workload, cluster, algorithms=STRATEGIES, mesh_shapes=MESHES, max_simulated=1000
     )
-    entries = [entry for entry in ranking.entries if entry.algorithm.name == "atp" or _is_native(entry)]
+    entries = [entry for entry in ranking.ranked if entry.algorithm.name == "atp" or _is_native(entry)]
     plain = replace(problem, mesh_shape=(problem.mesh_shape[0] * problem.mesh_shape[1], 1))
     megatron = algorithm("megatron")
     estimate = megatron.estimate(plain, BlockConfig(), block_machine(cluster, plain.mesh_shape))

@@ -6,6 +6,8 @@
 
 #include "engine.hpp"
 #include "prove.hpp"
+#include "reader.hpp"
+#include "skeleton.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -117,7 +119,8 @@ class Core {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine` and `ir.analysis.native_proof`.";
+  m.doc() = "The simulator core, and the proof of programs; callers are `simulate.engine`, `estimate.chains` and "
+      "`ir.analysis.native_proof`.";
   static PyObject* const fault = PyErr_NewException("meshweave._core.ProgramFault", PyExc_Exception, nullptr);
   m.attr("ProgramFault") = nb::borrow(fault);
   nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -137,6 +140,20 @@ NB_MODULE(_core, m) {
         return static_cast<i64>(meshweave::prove(columns));
       },
       "columns"_a);
+  nb::class_<meshweave::Rows>(m, "Rows")
+      .def(nb::init<>())
+      .def("__len__", [](const meshweave::Rows& rows) { return rows.values.size(); })
+      .def("extend", &meshweave::Rows::extend, "numbers"_a)
+      .def("column", [](const meshweave::Rows& rows) { return array_of(std::vector<i64>(rows.values)); });
+  m.def("read_statements", &meshweave::read_statements, "writer"_a, "body"_a);
+  m.def(
+      "skeleton_ps",
+      [](const Array& given) {
+        const meshweave::Column code(given.data(), given.data() + given.size());
+        nb::gil_scoped_release released;
+        return meshweave::skeleton_ps(code);
+      },
+      "code"_a);
   nb::class_<Core>(m, "Core")
       .def(nb::init<const nb::dict&>(), "columns"_a)
       .def_prop_ro("num_ops", &Core::num_ops)

@@ -61,3 +61,12 @@ def test_products_in_any_layout(run) -> None:
 def test_a_tensor_between_meshes(run) -> None:
     pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
     assert run("reshard.py").rstrip().endswith("values and gradients are the dense ones")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_pipeline(run) -> None:
+    pytest.importorskip("torch")
+    out = run("pipeline.py")
+    assert "rank 0: 0F 0F" in out
+    assert "gradients are those of the whole model" in out

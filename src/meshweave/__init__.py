@@ -12,7 +12,7 @@ simulation work without torch.
     planning      the search for the best algorithm, mesh, layouts and schedule
     readings      estimate, simulation, execution by numpy and torch, and traces of them
     proofs        checks of plans, programs and algorithms
-    torch         products and resharding of DTensors and of local shards
+    torch         products and resharding of DTensors and of local shards, pipelines of modules
     pictures      timelines of traces
     measurement   the lab, and what DTensor moves
     errors        what a user can cause and mend
@@ -60,7 +60,13 @@ _GROUPS = {
         "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "Action ActionKind Edge PartCost PipelineAlgorithm PipelineConfig PipelineProblem "
-        "Recompute Schedule Stage Stash pipeline_program read_schedule with_communication",
+        "Recompute Schedule Stage Stash pipeline_program read_schedule",
+        "algorithms.pipeline.action_graph": "TransferRuntime",
+        "algorithms.pipeline.action_times": "ActionTimes time_schedule",
+        "algorithms.pipeline.by_name": "ScheduleRequest schedule_by_name",
+        "algorithms.pipeline.progress": "ScheduleDeadlock prove_progress",
+        "algorithms.pipeline.torch_csv": "schedule_from_csv schedule_to_csv",
+        "algorithms.pipeline.transfer_order": "list_transfers",
         "algorithms.block": "AxisRole BLOCK_ROLES BlockAlgorithm BlockConfig BlockProblem",
     },
     "planning": {
@@ -95,6 +101,8 @@ _GROUPS = {
         "nn.products": "prepare",
         "nn.reshard": "reshard",
         "nn.reshard_state": "reshard_state_dict",
+        "nn.pipelining.pipeline": "Pipeline pipeline",
+        "nn.pipelining.torch_runtime": "record_torch_actions torch_pipeline",
     },
     "pictures": {
         "report.timeline": "timeline_svg timeline_text",
@@ -137,7 +145,16 @@ if TYPE_CHECKING:
     from meshweave.algorithms.pipeline import Stash as Stash
     from meshweave.algorithms.pipeline import pipeline_program as pipeline_program
     from meshweave.algorithms.pipeline import read_schedule as read_schedule
-    from meshweave.algorithms.pipeline import with_communication as with_communication
+    from meshweave.algorithms.pipeline.action_graph import TransferRuntime as TransferRuntime
+    from meshweave.algorithms.pipeline.action_times import ActionTimes as ActionTimes
+    from meshweave.algorithms.pipeline.action_times import time_schedule as time_schedule
+    from meshweave.algorithms.pipeline.by_name import ScheduleRequest as ScheduleRequest
+    from meshweave.algorithms.pipeline.by_name import schedule_by_name as schedule_by_name
+    from meshweave.algorithms.pipeline.progress import ScheduleDeadlock as ScheduleDeadlock
+    from meshweave.algorithms.pipeline.progress import prove_progress as prove_progress
+    from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv as schedule_from_csv
+    from meshweave.algorithms.pipeline.torch_csv import schedule_to_csv as schedule_to_csv
+    from meshweave.algorithms.pipeline.transfer_order import list_transfers as list_transfers
     from meshweave.algorithms.reshard import ReshardPlan as ReshardPlan
     from meshweave.algorithms.reshard import ReshardProblem as ReshardProblem
     from meshweave.algorithms.reshard import TensorMove as TensorMove
@@ -265,6 +282,10 @@ if TYPE_CHECKING:
     from meshweave.nn.linear import universal_linear as universal_linear
     from meshweave.nn.matmul import matmul as matmul
     from meshweave.nn.matmul2d import matmul2d as matmul2d
+    from meshweave.nn.pipelining.pipeline import Pipeline as Pipeline
+    from meshweave.nn.pipelining.pipeline import pipeline as pipeline
+    from meshweave.nn.pipelining.torch_runtime import record_torch_actions as record_torch_actions
+    from meshweave.nn.pipelining.torch_runtime import torch_pipeline as torch_pipeline
     from meshweave.nn.products import prepare as prepare
     from meshweave.nn.reshard import reshard as reshard
     from meshweave.nn.reshard_state import reshard_state_dict as reshard_state_dict

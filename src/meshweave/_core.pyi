@@ -1,6 +1,6 @@
-"""The core, compiled from csrc/. `simulate.engine` and `ir.analysis.native_proof` are its only callers."""
+"""The core, compiled from csrc/; CONTRIBUTING.md names its callers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,19 @@ class ProgramFault(Exception):
 
 def prove(columns: Mapping[str, NDArray[np.int64]]) -> int:
     """The `ir.analysis.native_proof.Verdict` of a program. Raises ValueError for columns that describe none."""
+
+class Rows:
+    """Integers to which rows are appended."""
+
+    def __len__(self) -> int: ...
+    def extend(self, numbers: Iterable[int]) -> None: ...
+    def column(self) -> NDArray[np.int64]: ...
+
+def read_statements(writer: object, body: object) -> None:
+    """Append the rows of statements to the columns of `ir.columns.proof.ProofColumns`."""
+
+def skeleton_ps(code: NDArray[np.int64]) -> int:
+    """The picoseconds of a skeleton as `estimate.chains` writes it. Raises ProgramFault, ValueError."""
 
 class Core:
     """A program template, expanded. Raises ProgramFault, ValueError for columns that describe none."""

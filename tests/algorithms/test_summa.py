@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +11,17 @@ from hypothesis import strategies as st
 from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.summa import SliceStep, slice_steps
 from meshweave.base.errors import LayoutError
-from meshweave.cost.machine import mesh_machine
+from meshweave.cost.machine import Machine, mesh_machine
+from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.estimate import estimate_skeleton
+from meshweave.estimate import estimate_skeleton, skeleton_ps
+from meshweave.estimate.chains import hop_ps
 from meshweave.ir.program import On, Repeat
 from meshweave.ir.program.ops import Broadcast, Reduce
-from sampling import examples
+from meshweave.ir.skeleton import Phase, Skeleton, Task
+from meshweave.ir.work import Transfer
+from meshweave.simulate import simulate
+from sampling import examples, scaled
 
 SUMMA = ALGORITHMS["summa"]
 
@@ -101,6 +108,38 @@ def test_synchronisations_grow_quadratically_with_the_mesh() -> None:
             chosen = config(members, packets) if name == "summa" else Matmul2dConfig()
             found = estimate_skeleton(ALGORITHMS[name].skeleton(problem, chosen), machine)
             assert found.sync_s == pytest.approx(2 * per_axis * sync_s)
+
+
+@pytest.mark.parametrize("seed", range(scaled(6)))
+def test_the_estimate_knows_that_chains_follow_each_other(seed: int) -> None:
+    """Within 1 % of the simulation with contention, on meshes whose axes have links of their own."""
+    draw = random.Random(seed)
+    shape = draw.choice([(2, 2), (4, 4), (2, 8), (8, 4), (3, 5), (7, 2), (1, 8), (16, 4)])
+    sizes = [draw.choice([1024, 4096, draw.randint(300, 9000)]) for _ in "mnk"]
+    problem = Matmul2dProblem(*sizes, shape, draw.choice(DATAFLOWS), "bfloat16")
+    chosen = draw.choice(list(SUMMA.candidates(problem)))
+    program = SUMMA.program(problem, chosen)
+    machine = Machine.of(load_cluster(f"tpu-v4-pod:{problem.num_chips}"), program)
+    simulated = simulate(program, machine).duration_s
+    assert SUMMA.estimate(problem, chosen, machine).total_s == pytest.approx(simulated, rel=0.01)
+
+
+@pytest.mark.parametrize(("packets", "roots"), [(1, "same"), (16, "same"), (1, "turn"), (16, "turn")])
+def test_chains_from_one_root_follow_each_other_sooner_than_those_from_roots_in_turn(
+    packets: int, roots: str
+) -> None:
+    """After D + 1 and D + 2 packets, by the theory in `estimate.chains`; the last takes P + D - 2 alone."""
+    members, count = 8, 5
+    work = Transfer("broadcast", "tp.col", members, 1 << 20, packets)
+    chain = Task(
+        "b", "col", work, times=count, roots=(0,) * count if roots == "same" else tuple(range(count))
+    )
+    machine = mesh_machine(load_cluster("tpu-v4-pod:8"), (1, members), ("row", "col"))
+    launch_ps, packet_ps = hop_ps(work, lambda one: price(one, machine).total_ps)
+    follow = launch_ps + (packets + 1 + (roots == "turn")) * packet_ps
+    alone = launch_ps + (packets + members - 2) * packet_ps
+    total = skeleton_ps(Skeleton((Phase(1, (chain,)),)), lambda one: price(one, machine).total_ps)
+    assert total == (count - 1) * follow + alone
 
 
 def test_offered_configurations_are_few() -> None:

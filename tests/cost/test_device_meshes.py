@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from meshweave.base.errors import LayoutError
 from meshweave.cost.device_meshes import (
     MeshTime,
     algorithm_bandwidth,
@@ -48,7 +49,7 @@ def test_figure_7a() -> None:
     assert mesh_bandwidth(FIGURE_7A, (2, 8)).first_link == Fraction(25, 4) * GIGA  # a node has 4 devices
     assert mesh_bandwidth(FIGURE_7A, (2, 8), sharing="printed").first_link == Fraction(25, 8) * GIGA
     assert mesh_bandwidth(FIGURE_7A, (16, 1)).second is None
-    with pytest.raises(ValueError, match="does not have the 16 devices"):
+    with pytest.raises(LayoutError, match="mesh 8x1 has 8 devices, figure 7\\(a\\) has 16"):
         mesh_bandwidth(FIGURE_7A, (8, 1))
 
 

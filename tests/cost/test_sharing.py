@@ -72,3 +72,24 @@ def test_paths_take_direct_links() -> None:
     assert [machine.link_rate(link) for link in machine.path(1, 2)] == [10e6, 3e6, 3e6, 10e6]
     assert machine.link_rate(("direct", 2, 0, 3)) == 40e6
     assert machine.axis_between(6, 7) == BRIDGE
+
+
+def test_a_mesh_inside_a_host_runs_at_the_links_of_the_host() -> None:
+    program = parse("""
+program("meshes on a part of the hosts")
+inner = mesh((2, 2), ("row", "col"), first=4)
+outer = mesh((2, 2), ("row", "col"), first=2)
+a = scratch((4,), "int8", on=inner)
+b = scratch((4,), "int8", on=outer)
+x = lane()
+with inner:
+    zero(a, lane=x)
+with outer:
+    zero(b, lane=x)
+""")
+    machine = Machine.of(Cluster("box", CHIP, HOSTS, "a test"), program)
+    rates = {name: machine.rate(name, "all_reduce") for name in ("inner.row", "inner.col", "inner")}
+    assert set(rates.values()) == {10_000_000}
+    assert machine.rate("outer.row", "all_reduce") == 1_000_000  # ranks 2, 4 and 3, 5 are in two hosts
+    assert machine.rate("outer.col", "all_reduce") == 10_000_000
+    assert machine.rate("outer", "all_reduce") == 1_000_000

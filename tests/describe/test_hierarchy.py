@@ -1,5 +1,6 @@
 """Hierarchical communication matrices: views of clusters, and files."""
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -8,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.base.errors import DescriptionError
-from meshweave.cost.device_meshes import device_meshes, mesh_bandwidth
+from meshweave.cost.device_meshes import device_meshes, mesh_bandwidth, rank_meshes
 from meshweave.cost.machine import mesh_machine
 from meshweave.describe.catalog import catalog_text
 from meshweave.describe.machine.cluster import Cluster, HostsNetwork, NetworkAxis, SwitchNetwork, load_cluster
-from meshweave.describe.machine.hierarchy import MatrixLayer, communication_matrix
+from meshweave.describe.machine.hierarchy import GivenPairs, MatrixLayer, communication_matrix
 from meshweave.describe.machine.links import CommConstants
-from meshweave.describe.machine.matrix_file import load_matrix
+from meshweave.describe.machine.matrix_file import load_cluster_or_matrix, load_matrix
 from meshweave.describe.machine.network import FullMeshNetwork, Network, RingNetwork
 from meshweave.describe.machine.tree import TreeLevel, TreeNetwork
+from meshweave.describe.model import load_model
+from meshweave.describe.model.workload import Workload
 from sampling import examples
 
 CHIP = load_cluster("dgx-a100").chip
@@ -152,7 +155,41 @@ def test_a_file(tmp_path: Path) -> None:
     assert (bandwidth.measured, bandwidth.first, bandwidth.first_link) == (True, 3 * 10**9, 45 * 10**8)
     assert load_matrix(f"{catalog_file(tmp_path)}:8").num_devices == 8
     path.write_text('name = "v"\nsource = "s"\ncluster = "atp-ic2"\n')
-    assert load_matrix(path) == communication_matrix(load_cluster("atp-ic2")) == load_matrix("atp-ic2")
+    view = communication_matrix(load_cluster("atp-ic2"))
+    assert load_matrix(path) == replace(view, name="v") and load_matrix("atp-ic2") == view
+
+
+@examples(60)
+@given(st.integers(1, 12), st.integers(0, 5), st.integers(1, 12), st.integers(1, 5), st.booleans())
+def test_a_few_numbers_say_what_a_matrix_says(
+    size: int, rate: int, members: int, step: int, is_ring: bool
+) -> None:
+    layer = (MatrixLayer.ring if is_ring else MatrixLayer.uniform)("x", size, *((rate or 1,) * (2 - is_ring)))
+    written = GivenPairs(layer.p2p_bytes_per_s)
+    assert layer.least_to_others(members, step) == written.least_to_others(members, step)
+    assert size == 1 or layer.pairs.least == written.least
+
+
+@pytest.mark.parametrize("network", [SwitchNetwork(A, 65536), RingNetwork(A, 65536)])
+def test_large_layers_are_not_written_out(network: Network) -> None:
+    gpt = load_model("gpt3")
+    times = rank_meshes(on(network), gpt, Workload(4, 2048))
+    assert len(times) == 17 and times[0].total_s > 0
+    with pytest.raises(DescriptionError, match="65536 members; a matrix of more than 4096"):
+        assert communication_matrix(on(network)).layers[0].p2p_bytes_per_s
+
+
+def test_a_matrix_file_of_a_cluster_keeps_its_name_and_the_shapes_of_a_torus(tmp_path: Path) -> None:
+    path = tmp_path / "measured.toml"
+    measured = "[[measured]]\nmesh = [16, 1]\nfirst_bytes_per_s = 3e9\n"
+    path.write_text(f'name = "mine"\nsource = "made up"\ncluster = "atp-ic6"\n{measured}')
+    source, matrix = load_cluster_or_matrix(path)
+    assert matrix.name == "mine" and isinstance(source, Cluster)
+    gpt, load = load_model("gpt3"), Workload(4, 2048)
+    plain = {time.mesh_shape: time for time in rank_meshes(source, gpt, load)}
+    for time in rank_meshes(source, gpt, load, measured=matrix.measured):
+        assert time.bandwidth.measured == (time.mesh_shape == (16, 1))
+        assert time.bandwidth.measured or time == plain[time.mesh_shape]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +198,7 @@ def test_a_file(tmp_path: Path) -> None:
         ("size = 2\n", "", "give a size"),
         ("size = 2", "size = 0", "layers.0.size: 0 is not valid"),
         ("[60e9, 70e9]", "[60e9]", "give a size of at most 4096, or lists of numbers of one size"),
-        ("[40e9, 0]", "[40e9]", "the point-to-point matrix is not square"),
+        ("[40e9, 0]", "[40e9]", "a point-to-point matrix is not square"),
         ("[40e9, 0]", "[nan, 0]", "layers.1.p2p_matrix_bytes_per_s.1.0: nan is not valid; give"),
         ("p2p_bytes_per_s = 25e9", "p2p_bytes_per_s = -1", "layers.0.p2p_bytes_per_s: -1 is not valid"),
         ("p2p_bytes_per_s = 25e9\n", "", "give either p2p_bytes_per_s or p2p_matrix_bytes_per_s"),

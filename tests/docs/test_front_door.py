@@ -17,7 +17,8 @@ import meshweave
 FRONT_DOOR = pages.ROOT / "src" / "meshweave" / "__init__.py"
 EXAMPLES = sorted((pages.ROOT / "examples").glob("*.py"))
 NEEDS_TORCH = {
-    "TorchContext", "bind", "matmul", "matmul2d", "prepare", "reshard", "reshard_state_dict", "universal_linear",
+    "Pipeline", "TorchContext", "bind", "matmul", "matmul2d", "pipeline", "prepare", "record_torch_actions",
+    "reshard", "reshard_state_dict", "torch_pipeline", "universal_linear",
 }  # fmt: skip
 
 

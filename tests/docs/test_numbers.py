@@ -7,6 +7,7 @@ import json
 import re
 import runpy
 import shlex
+import statistics
 import tomllib
 from contextlib import redirect_stdout
 from typing import Any
@@ -226,3 +227,21 @@ def test_the_shown_summary_of_a_simulation() -> None:
         assert not ps or f"{category} {format_s(ps / 1e12)}" in page
     for bound in path.bounds:
         assert f"{bound.name} {format_s(bound.time_ps / 1e12)}" in page
+
+
+def test_the_cost_of_validate_in_its_decision() -> None:
+    rows = json.loads((pages.ROOT / "benchmarks/results/validate_speed.json").read_text())["rows"]
+    page = (pages.ROOT / "docs/decisions/0030-validate-shares-what-ranks-share.md").read_text()
+    for name, row in rows.items():
+        assert f"| {name} | {row['ops']} | {row['us']:.0f} | {row['python_us']:.0f} |" in page
+
+
+def test_the_errors_of_block_estimates_in_the_guide() -> None:
+    rows = json.loads((pages.ROOT / "benchmarks/results/block_estimates.json").read_text())["rows"]
+    assert rows["mean_error"] <= rows["goal"]
+    errors = [abs(row["error"]) for row in rows["rows"]]
+    summa = [abs(row["error"]) for row in rows["rows"] if row["strategy"] == "summa_block"]
+    assert (
+        f"over {len(errors)} blocks on eight machines they are off by {statistics.mean(errors):.1%} in the mean, "
+        f"SUMMA's by {statistics.mean(summa):.1%}"
+    ) in guide("blocks")

@@ -13,8 +13,8 @@ from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.estimate import estimate_skeleton
 from meshweave.estimate.timeline import MAX_TASKS, timeline
-from meshweave.ir.skeleton import Phase, Skeleton, Task
-from meshweave.ir.work import Compute, matmul_work, move_work
+from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
+from meshweave.ir.work import Compute, Transfer, Work, matmul_work, move_work
 from sampling import examples
 
 POD = load_cluster("tpu-v4-pod:16")
@@ -55,6 +55,55 @@ def test_it_takes_what_is_estimated(name: str, data: st.DataObject) -> None:
         by_kind[span.activity] += span.end_ps - span.start_ps
     assert to_s(by_kind["compute"]) == estimated.compute_s and to_s(by_kind["move"]) == estimated.copy_s
     assert 0 <= drawn.overlap_s(0) <= estimated.compute_s
+
+
+@st.composite
+def chained(draw: st.DrawFn, depth: int = 1) -> Skeleton:
+    """Chains, permutes, collectives and products, in phases of some turns; parts stand between tasks."""
+    phases = []
+    for _ in range(draw(st.integers(1, 3))):
+        turns = draw(st.integers(1, 5))
+        tasks: list[Task | Part] = []
+        for number in range(draw(st.integers(1, 5))):
+            names = [task.name for task in tasks]
+            name = str(number)
+            if depth and turns == 1 and draw(st.integers(0, 3)) == 0:
+                after = tuple(
+                    (lane, tuple(draw(st.lists(st.sampled_from(names), max_size=2)) if names else ()))
+                    for lane in "xy"
+                )
+                tasks.append(Part(name, draw(chained(depth - 1)), after))
+                continue
+            after = draw(st.lists(st.tuples(st.sampled_from("01234"), st.integers(1, 3)), max_size=2))
+            after += [(other, 0) for other in names if draw(st.booleans())]
+            times, lane = draw(st.integers(1, 3)), draw(st.sampled_from("xyz"))
+            axis, roots = draw(st.sampled_from(["row", "col"])), ()
+            kind = draw(st.sampled_from(["broadcast", "reduce", "all_gather", "permute", "mesh", "product"]))
+            if kind == "product":
+                work: Work = Compute("matmul", flops=draw(st.integers(0, 10**9)))
+            elif kind == "mesh":
+                work = Transfer("all_gather", "tp", 12, draw(st.integers(0, 10**6)))
+            else:
+                size = SIZES[axis]
+                work = Transfer(
+                    kind, f"tp.{axis}", size, draw(st.integers(0, 10**6)), draw(st.integers(1, 4))
+                )
+                if kind in ("broadcast", "reduce"):
+                    count = times * turns
+                    roots = tuple(draw(st.lists(st.integers(0, size - 1), min_size=count, max_size=count)))
+            tasks.append(Task(name, lane, work, tuple(after), times, roots))
+        phases.append(Phase(turns, tuple(tasks)))
+    return Skeleton(tuple(phases))
+
+
+SIZES = {"row": 4, "col": 3}
+
+
+@examples(100, suppress_health_check=[HealthCheck.too_slow])
+@given(chained())
+def test_the_core_follows_chains_as_the_timeline_does(skeleton: Skeleton) -> None:
+    machine = machine_of((4, 3))
+    assert timeline(skeleton, machine).duration_s == estimate_skeleton(skeleton, machine).total_s
 
 
 def test_tasks_wait_for_those_of_earlier_turns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,10 +20,14 @@ from meshweave.base.limits import Limit
 from meshweave.ir.analysis import native_proof, proof
 from meshweave.ir.analysis.native_proof import CoreProof
 from meshweave.ir.analysis.validate import validate
-from meshweave.ir.program import Program
+from meshweave.ir.columns.proof import ProofColumns
+from meshweave.ir.columns.template import TemplateColumns
+from meshweave.ir.program import On, Program, Repeat
 from meshweave.ir.program.declarations import check_declarations
+from meshweave.ir.program.ops import Recv
 from meshweave.ir.program.parse import parse
 from meshweave.ir.program.resolve import resolve_op
+from meshweave.ir.program.statements import Statement
 from meshweave.lower import lower_chains, lower_rings
 from sampling import examples
 
@@ -52,6 +57,72 @@ def table_program(name: str) -> Program:
 @pytest.mark.parametrize("name", KNOWN)
 def test_golden_programs_are_proved_in_the_core(name: str) -> None:
     assert verdicts(PROGRAMS[name]) == (True, True)
+
+
+class ColumnsInPython(ProofColumns):
+    """Columns whose ops are all described in Python."""
+
+    def _describe_statements(self) -> None:
+        TemplateColumns._describe_statements(self)
+
+
+def with_moves() -> Program:
+    """Every plain move and message, in loops and under conditions, for listed ranks and for meshes."""
+    return parse("""
+program("moves")
+tp = mesh((4,), ("x",))
+s = scratch((8, 8), "float32", on=tp, slots=2)
+g = scratch((8, 32), "float32", on=tp)
+l = lane()
+with tp:
+    for i in range(3):
+        copy(s(i % 2), g[:, 8 * i:8 * i + 8], lane=l)
+        add(s[0:4, :], s(1)[4:8, :], lane=l, name="sums")
+        if tp.x == i:
+            zero(g[:, blocked(-1, 2, 4, 1, 20)], lane=l)
+        fence(over="tp", lane=l)
+        put(at((tp.x + 1) % 4, s(1)), s, lane=l)
+        fence(over="tp", lane=l)
+        get(s(1), at(2, s), lane=l)
+        fence(over="tp", lane=l)
+with ranks(0, 2):
+    send(s, peer=rank + 1, tag=7, lane=l)
+with ranks(1, 3):
+    recv(s(1), peer=rank - 1, tag=7, update=True, lane=l)
+""")
+
+
+@pytest.mark.parametrize("name", [*KNOWN, "moves"])
+def test_the_core_reads_statements_as_python_does(name: str) -> None:
+    program = with_moves() if name == "moves" else PROGRAMS[name]
+    read, described = ProofColumns(program).data, ColumnsInPython(program).data
+    assert read.keys() == described.keys()
+    for column, values in read.items():
+        np.testing.assert_array_equal(values, described[column], err_msg=column)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda on, recv: replace(on, where=(1, 9)), "no mesh has rank 9"),
+        (lambda on, recv: replace(on, where="tq"), "there is no such mesh"),
+        (lambda on, recv: Repeat("peer", 1, (on,)), "'peer' cannot be a loop index"),
+        (
+            lambda on, recv: replace(on, body=(replace(recv, out=replace(recv.out, buffer="t")),)),
+            "buffer 't'",
+        ),
+        (lambda on, recv: replace(on, body=(replace(recv, lane="k"),)), "unknown lane 'k'"),
+    ],
+)
+def test_what_is_not_declared_is_named_by_the_reference(
+    change: Callable[[On, Recv], Statement], message: str
+) -> None:
+    program = with_moves()
+    last = program.body[-1]
+    assert isinstance(last, On) and isinstance(last.body[0], Recv)
+    validate(program, labels=False)
+    with pytest.raises(ProgramError, match=message):
+        validate(replace(program, body=(*program.body[:-1], change(last, last.body[0]))), labels=False)
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

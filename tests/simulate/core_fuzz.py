@@ -19,8 +19,11 @@ from typing import Any
 import numpy as np
 from random_programs import random_machine, random_program
 
+from meshweave.algorithms.matmul2d import ALGORITHMS, DATAFLOWS, Matmul2dConfig, Matmul2dProblem
+from meshweave.estimate.chains import skeleton_code, skeleton_ps
 from meshweave.ir.analysis.native_proof import Verdict, proof_columns, prove
 from meshweave.ir.program.parse import parse
+from meshweave.ir.skeleton import Part, Phase, Skeleton
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _sized, _work_flops
 
@@ -87,6 +90,21 @@ def proof_base(number: int) -> Data:
     return dict(columns)
 
 
+@cache
+def skeleton_base(number: int) -> Any:
+    """Code of the skeleton of a SUMMA product, alone or as a part."""
+    draw = random.Random(number)
+    problem = Matmul2dProblem(
+        *(draw.randint(8, 40) for _ in "mnk"), draw.choice([(2, 3), (4, 2), (1, 3)]), draw.choice(DATAFLOWS)
+    )
+    config = Matmul2dConfig((1,) * draw.randint(1, 6), packets=draw.choice([1, 3]))
+    skeleton = ALGORITHMS["summa"].skeleton(problem, config)
+    if draw.random() < 0.5:
+        parts = (Part("0", skeleton), Part("1", skeleton, (("compute", ("0",)),)))
+        skeleton = Skeleton((Phase(1, parts),))
+    return skeleton_code(skeleton, lambda work: getattr(work, "part_bytes", 5) + 3)
+
+
 def other_value(draw: random.Random, values: Any) -> Any:
     at, out = draw.randrange(values.size), values.copy()
     choices = [draw.choice(EXTREMES), draw.randint(-3, 9), int(values[at]) + draw.choice([-1, 1])]
@@ -140,6 +158,17 @@ def damaged(draw: random.Random, data: Data) -> Data:
 def case(seed: int) -> str:
     """What became of one case; whatever is raised besides what the core documents goes up."""
     draw = random.Random(seed)
+    if draw.random() < 0.2:
+        code = skeleton_base(draw.randrange(NUM_PROGRAMS))
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            code = other_value(draw, code)
+        try:
+            skeleton_ps(code[: draw.randint(0, code.size)].copy() if draw.random() < 0.1 else code)
+        except ValueError:
+            return "refused"
+        except ProgramFault:
+            return "cannot run"
+        return "timed"
     if draw.random() < 0.3:
         try:
             return Verdict(prove(damaged(draw, proof_base(draw.randrange(NUM_PROGRAMS))))).name.lower()

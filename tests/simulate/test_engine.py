@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from random_programs import random_cluster, random_machine, random_program
 
@@ -122,6 +122,7 @@ def algorithm(draw: random.Random) -> Program:
 
 @examples(150, suppress_health_check=SLOW_TO_DRAW)
 @given(seeds)
+@example(2152)  # chains over a tree whose groups share its links
 def test_algorithms_take_as_long_as_in_the_reference(seed: int) -> None:
     draw = random.Random(seed)
     program = algorithm(draw)

@@ -38,33 +38,33 @@ def test_the_best_config_of_every_strategy_on_every_mesh(
             if entry.algorithm.name in SOME:
                 key = (entry.algorithm.name, mesh)
                 best[key] = min(best.get(key, 1e9), entry.estimate.total_s)
-    assert {(entry.algorithm.name, mesh_of(entry)) for entry in ranking.entries} == set(best)
-    for entry in ranking.entries:
+    assert {(entry.algorithm.name, mesh_of(entry)) for entry in ranking.ranked} == set(best)
+    for entry in ranking.ranked:
         assert entry.seconds == best[entry.algorithm.name, mesh_of(entry)]
-    assert [x.seconds for x in ranking.entries] == sorted(x.seconds for x in ranking.entries)
+    assert [x.seconds for x in ranking.ranked] == sorted(x.seconds for x in ranking.ranked)
 
 
 def test_the_machine_of_the_paper_whose_root_is_slow() -> None:
     gpt = Transformer("m2", 1, 4096, 32, 32, 128, 16384, None, False, "ATP, table 2")
     load, cluster = Workload(4, 2048, "float16"), load_cluster("atp-ic1")
     ranking = rank_blocks(gpt, load, cluster, algorithms=SOME, max_simulated=3)
-    first, second = ranking.entries[:2]
+    first, second = ranking.ranked[:2]
     assert (name_of(first), name_of(second)) == ("atp 2x4", "atp 4x2")
-    assert [entry.simulated is not None for entry in ranking.entries[:4]] == [True, True, True, False]
+    assert [entry.simulated is not None for entry in ranking.ranked[:4]] == [True, True, True, False]
     assert first.seconds >= first.estimate.total_s * 0.999  # contention adds
     uses = list(axis_uses(first, block_machine(cluster, (2, 4))))
     assert {use.link for use in uses} == {"root", "socket"}
     assert sum(use.seconds for use in uses) == pytest.approx(first.estimate.transfer_s, rel=0.02)
-    megatron = next(position for position, x in enumerate(ranking.entries) if name_of(x) == "atp 8x1")
+    megatron = next(position for position, x in enumerate(ranking.ranked) if name_of(x) == "atp 8x1")
     assert "over root" in block_reason(ranking, megatron - 1)
-    for entry, other in pairwise(ranking.entries):
+    for entry, other in pairwise(ranking.ranked):
         gains = gains_s(entry, other)
         assert sum(gains.values()) == pytest.approx(other.estimate.total_s - entry.estimate.total_s)
     rival = next_strategy(ranking)
-    assert rival is not None and name_of(ranking.entries[rival]) == "megatron 8x1"
+    assert rival is not None and name_of(ranking.ranked[rival]) == "megatron 8x1"
     assert "over root" in block_reason(ranking, 0, rival)
     assert block_reason(ranking, 0, 99) == block_reason(ranking, 2, 1) == ""
-    assert ranking.margin(len(ranking.entries) - 1) is None
+    assert ranking.margin(len(ranking.ranked) - 1) is None
     assert ranking.margin(2) is None  # one simulated, the other estimated
     assert ranking.margin() == pytest.approx(second.seconds / first.seconds - 1)
 

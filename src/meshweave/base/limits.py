@@ -36,6 +36,7 @@ class Limit:
 FILE_BYTES = Limit(1 << 22, "bytes", "a JSON file")
 TOML_BYTES = Limit(1 << 20, "bytes", "a TOML file")
 PROGRAM_BYTES = Limit(32_000_000, "bytes", "the text of a program")
+SCHEDULE_BYTES = Limit(32_000_000, "bytes", "a CSV of a pipeline's actions")
 NESTING = Limit(64, "levels of nested tables and lists", "a TOML or JSON file")
 VALUES = Limit(200_000, "values", "a TOML or JSON file")
 KEY_PARTS = Limit(16, "parts of a dotted key", "a TOML file")
@@ -86,7 +87,7 @@ SCHEDULED_PRODUCTS = Limit(
 )
 
 LIMITS = (
-    *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, NESTING, VALUES, KEY_PARTS),
+    *(FILE_BYTES, TOML_BYTES, PROGRAM_BYTES, SCHEDULE_BYTES, NESTING, VALUES, KEY_PARTS),
     *(CHIPS, MODEL_TENSORS),
     *(EXPRESSION_DEPTH, DIMS, MESH_RANKS, PIECES, SLOTS, RANK_STEPS, CHECKED_STEPS, LISTED_STEPS),
     *(PROOF_ELEMENTS, PROOF_WORK),

@@ -17,6 +17,7 @@ from meshweave.cli.bench import bench
 from meshweave.cli.calibrate import calibrate
 from meshweave.cli.catalog import catalog
 from meshweave.cli.lab import lab
+from meshweave.cli.pipeline import pipeline
 from meshweave.cli.plan import plan
 from meshweave.cli.reproduce import reproduce
 from meshweave.cli.reshard import reshard
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(simulate)
 app.command()(reshard)
+app.command()(pipeline)
 app.command()(run)
 app.command()(verify)
 app.command()(show)

@@ -200,7 +200,7 @@ def _placed_meshes(
         follows = -(-follows // per_host) * per_host
     first = follows if positions.dst_first is None else positions.dst_first
     dst = _mesh("destination", to, dst_axes, first, per_host if positions.row_per_host else None)
-    return _fitting(described, cluster, max(*src.ranks, *dst.ranks) + 1), src, dst
+    return fitting_cluster(described, cluster, max(*src.ranks, *dst.ranks) + 1), src, dst
 
 
 def _mesh(name: str, side: MeshSide, axes: tuple[str, ...], first: int, per_host: int | None) -> Mesh:
@@ -216,7 +216,7 @@ def _mesh(name: str, side: MeshSide, axes: tuple[str, ...], first: int, per_host
     return Mesh(name, side.shape, axes, ranks)
 
 
-def _fitting(cluster: Cluster, named: str, needed: int) -> Cluster:
+def fitting_cluster(cluster: Cluster, named: str, needed: int) -> Cluster:
     """Return a cluster, at the size that is needed if no number of chips was given and it comes in that size.
 
     Raises LayoutError where it is too small, with the number of chips that would do.

@@ -20,12 +20,12 @@ from meshweave.cli.options import (
     read_mesh,
     read_names,
 )
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
-    from meshweave.cost.device_meshes import MeshShape, MeshTime
-    from meshweave.describe.machine.hierarchy import CommunicationMatrix
-    from meshweave.tune.blocks import BlockRanking
+    from meshweave.cost.device_meshes import MeshTime
+    from meshweave.describe.machine.hierarchy import CommunicationMatrix, MatrixLayer
+    from meshweave.tune.blocks import BlockRanking, MeshShape
 
 ModelArgument = Annotated[
     str,
@@ -50,7 +50,10 @@ def block(
         str, typer.Option("--algorithm", help="Strategies to choose among, with commas, or 'all'.")
     ] = "all",
     meshes: Annotated[
-        str, typer.Option("--mesh", help="Meshes ROWSxCOLS to choose among, with commas, or 'all'.")
+        str,
+        typer.Option(
+            "--mesh", help="Meshes ROWSxCOLS or DEPTHxROWSxCOLS to choose among, with commas, or 'all'."
+        ),
     ] = "all",
     simulated: Annotated[
         int, typer.Option("--simulate", min=0, max=64, help="How many of the best to simulate.")
@@ -63,6 +66,7 @@ def block(
 
     A strategy shards the layers of a transformer, forward and backward: ATP, Megatron's tensor parallelism, 2D
     products and others. All are estimated; then the best are simulated with contention, which decides their order.
+    Strategies that exceed the memory of a chip are listed, marked "over memory".
 
     Example: meshweave tune block gpt3 --cluster atp-ic1
     """
@@ -95,8 +99,12 @@ def block(
 
 
 def mesh(
-    machine: Annotated[
-        str, typer.Argument(help="A catalog cluster, its file, or the file of a communication matrix.")
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="CLUSTER_OR_MATRIX",
+            help="A catalog cluster, its file, or the file of a communication matrix.",
+        ),
     ],
     model: Annotated[str, typer.Option(help="A catalog model, or its file.")] = "gpt3",
     batch: BatchOption = 4,
@@ -117,23 +125,24 @@ def mesh(
 
     Example: meshweave tune mesh atp-ic4
     """
-    from meshweave.cost.device_meshes import rank_meshes
-    from meshweave.describe.machine.matrix_file import load_machine
+    from meshweave.cost.device_meshes import comes_in_shapes, rank_meshes
+    from meshweave.describe.machine.matrix_file import load_cluster_or_matrix
     from meshweave.describe.model import load_model
     from meshweave.describe.model.workload import Workload
 
-    source, matrix = load_machine(machine)
+    described, matrix = load_cluster_or_matrix(source)
     times = rank_meshes(
-        source,
+        described,
         load_model(model),
         Workload(batch, seq, read_dtype(dtype)),
         corrected=corrected,
         sharing="printed" if printed else "devices",
+        measured=matrix.measured,
     )
     if json:
         print_json({"layers": _layers_json(matrix), "meshes": [_time_json(time) for time in times]})
         return
-    _print_meshes(matrix, times)
+    _print_meshes(matrix, times, isinstance(described, Cluster) and comes_in_shapes(described))
 
 
 def _meshes(text: str) -> tuple[MeshShape, ...] | None:
@@ -143,9 +152,11 @@ def _meshes(text: str) -> tuple[MeshShape, ...] | None:
     shapes = []
     for name in names:
         shape = read_mesh(name)
-        if len(shape) != 2:
-            raise LayoutError(f"a block runs on a mesh of two sides, such as 2x4, not {name}")
-        shapes.append((shape[0], shape[1]))
+        if len(shape) not in (2, 3):
+            raise LayoutError(
+                f"a block runs on a mesh of two or three axes, such as 2x4 or 2x2x2, not {name}"
+            )
+        shapes.append(shape)
     return tuple(shapes)
 
 
@@ -157,19 +168,19 @@ def _ranking_json(ranking: BlockRanking, count: int) -> dict[str, Any]:
     from meshweave.tune.blocks import mesh_of
 
     rows = []
-    for position, entry in enumerate(ranking.entries[:count]):
+    for position, ranked in enumerate(ranking.ranked[:count]):
         rows.append(
             {
-                "algorithm": entry.algorithm.name,
-                "mesh": list(mesh_of(entry)),
-                "config": str(entry.config),
-                "seconds": entry.seconds,
-                "exposed_s": entry.exposed_s,
-                "estimate_s": entry.estimate.total_s,
-                "simulated_s": entry.simulated[0] if entry.simulated else None,
-                "traffic_bytes": entry.traffic_bytes,
-                "peak_bytes": entry.peak_bytes,
-                "block_fits": entry.peak_bytes <= ranking.cluster.chip.memory_bytes,
+                "algorithm": ranked.algorithm.name,
+                "mesh": list(mesh_of(ranked)),
+                "config": str(ranked.config),
+                "seconds": ranked.seconds,
+                "exposed_s": ranked.exposed_s,
+                "estimate_s": ranked.estimate.total_s,
+                "simulated_s": ranked.simulated[0] if ranked.simulated else None,
+                "traffic_bytes": ranked.traffic_bytes,
+                "peak_bytes": ranked.peak_bytes,
+                "block_fits": ranked.peak_bytes <= ranking.cluster.chip.memory_bytes,
                 "margin": ranking.margin(position),
                 "reason": block_reason(ranking, position),
             }
@@ -194,7 +205,7 @@ def _print_ranking(ranking: BlockRanking, count: int) -> None:
         f"{layers} of {model.name}, {load.batch} x {load.sequence} tokens, {load.dtype}, on "
         f"{ranking.cluster.num_chips} chips of {ranking.cluster.name}; {ranking.num_priced} configs priced"
     )
-    head = ("strategy", "mesh", "config", "simulated", "estimate", "exposed", "peak", "to the next")
+    head = ("strategy", "mesh", "config", "simulated", "estimate", "exposed", "peak", "next is slower by")
     rows = []
     for entry in data["entries"]:
         simulated = "-" if entry["simulated_s"] is None else format_s(entry["simulated_s"])
@@ -220,11 +231,11 @@ def _picture(ranking: BlockRanking, count: int) -> str:
     from meshweave.tune.block_reasons import name_of
 
     stacks = [
-        Stack(name_of(entry), ((entry.seconds - entry.exposed_s) * 1e3, entry.exposed_s * 1e3))
-        for entry in ranking.entries[:count]
+        Stack(name_of(ranked), ((ranked.seconds - ranked.exposed_s) * 1e3, ranked.exposed_s * 1e3))
+        for ranked in ranking.ranked[:count]
     ]
     title = f"{ranking.model.name} on {ranking.cluster.num_chips} chips of {ranking.cluster.name}"
-    return stacked_chart(title, stacks, ("products", "exposed"), "ms")
+    return stacked_chart(title, stacks, ("compute", "exposed"), "ms")
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------
@@ -235,12 +246,25 @@ def _layers_json(matrix: CommunicationMatrix) -> list[dict[str, Any]]:
         {
             "name": layer.name,
             "size": layer.size,
-            "p2p_bytes_per_s": [list(row) for row in layer.p2p_bytes_per_s],
-            "group_bytes_per_s": list(layer.group_bytes_per_s),
+            **_pairs_json(layer),
             "flow_bytes_per_s": layer.flow_bytes_per_s or None,
         }
         for layer in matrix.layers
     ]
+
+
+def _pairs_json(layer: MatrixLayer) -> dict[str, Any]:
+    """Return rates of pairs and groups: numbers where all have the same. "pairs" says which pairs have links."""
+    from meshweave.describe.machine.hierarchy import GivenPairs, UniformPairs
+
+    pairs = layer.pairs
+    if isinstance(pairs, GivenPairs):
+        data: dict[str, Any] = {"pairs": "given", "p2p_bytes_per_s": [list(row) for row in pairs.matrix]}
+    else:
+        kind = "all" if isinstance(pairs, UniformPairs) else "neighbours"
+        data = {"pairs": kind, "p2p_bytes_per_s": pairs.least}
+    groups = sorted(set(layer.group_bytes_per_s))
+    return data | {"group_bytes_per_s": groups[0] if len(groups) == 1 else list(layer.group_bytes_per_s)}
 
 
 def _time_json(time: MeshTime) -> dict[str, Any]:
@@ -263,15 +287,17 @@ def _time_json(time: MeshTime) -> dict[str, Any]:
     return {"mesh": list(time.mesh_shape), "measured": bandwidth.measured, **rates, **layers, **seconds}
 
 
-def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> None:
+def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime], in_shapes: bool) -> None:
     typer.echo(f"{matrix.name}, {matrix.num_devices} devices, layers from the outermost")
+    if in_shapes:
+        shape = "x".join(str(layer.size) for layer in matrix.layers)
+        typer.echo(f"layers of the {shape} torus; each mesh is ranked on a torus of its own shape")
     rows: list[tuple[str, ...]] = []
     for layer in matrix.layers:
-        pairs = [rate for row in layer.p2p_bytes_per_s for rate in row if rate]
         flow = f"{format_bytes(layer.flow_bytes_per_s)}/s" if layer.flow_bytes_per_s else "-"
         group = f"{format_bytes(min(layer.group_bytes_per_s))}/s"
-        rows.append((layer.name, str(layer.size), f"{format_bytes(min(pairs, default=0))}/s", group, flow))
-    print_table(("layer", "ranks", "pair", "group", "one ring"), rows, num_left=1)
+        rows.append((layer.name, str(layer.size), f"{format_bytes(layer.pairs.least)}/s", group, flow))
+    print_table(("layer", "members", "one pair", "one to all", "one ring"), rows, num_left=1)
     rows = []
     for time in times:
         data = _time_json(time)
@@ -289,5 +315,10 @@ def _print_meshes(matrix: CommunicationMatrix, times: Sequence[MeshTime]) -> Non
         ]
         seconds = [format_s(data[key]) for key in ("first_s", "second_s", "total_s")]
         rows.append(("x".join(map(str, data["mesh"])), f"ATP-{data['mesh'][1]}", *limits, *rates, *seconds))
-    head = ("mesh", "name", "1st crosses", "2nd crosses", "B1'", "B2'", "B1", "B2", "T1", "T2", "T")
-    print_table(head, rows, num_left=4)
+    limited = ("B1' limited by", "B2' limited by")
+    print_table(("mesh", "name", *limited, "B1'", "B2'", "B1", "B2", "T1", "T2", "T"), rows, num_left=4)
+    typer.echo(
+        "B1', B2': bytes per second into a device along the first and second mesh dimension (ATP, equation 3). "
+        "B1, B2: bytes of the reduced tensor per second (equation 4). T1, T2: seconds of all-reduces of one "
+        "transformer layer, forward and backward (equation 2); T = T1 + T2."
+    )

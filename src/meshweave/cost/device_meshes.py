@@ -1,18 +1,19 @@
 """The communication of tensor parallelism on DeviceMesh(d1, d2): equations 2 to 4 of ATP (Cheng et al.).
 
 The first dimension of the mesh spans the outer layers of the communication matrix, the second the inner ones.
+Layers here are those of the matrix; a layer of a model is a transformer layer.
 Along a dimension of d devices, an all-reduce reaches
 
     B = d / (2 (d - 1)) B'    (equation 4, the bandwidth term of Rabenseifner's algorithm)
 
 of the reduced tensor per second, where B' is the least bandwidth of the layers that its groups cross
-(equation 3). Groups of the first dimension leave a rank of a layer side by side and share its bandwidth:
-min(d2, devices in that rank) of them. Equation 3 as printed divides by d2 also where a rank has fewer
+(equation 3). Groups of the first dimension leave a member of a layer side by side and share its bandwidth:
+min(d2, devices in that member) of them. Equation 3 as printed divides by d2 also where a member has fewer
 devices; but the paper's own use of it on machines of one layer (section 5.4: B1' = B2' = GroupBW) does not,
-nor could more groups leave a rank than it has devices.
+nor could more groups leave a member than it has devices.
 
-A layer joins the n ranks of a group in it by n - 1 links of each at most, which is less than the group
-bandwidth where a group has few ranks: the point-to-point correction. On figure 7(a), DeviceMesh(8, 2), it
+A layer joins the n members of a group in it by n - 1 links of each at most, which is less than the group
+bandwidth where a group has few members: the point-to-point correction. On figure 7(a), DeviceMesh(8, 2), it
 turns B2' from 600 into 200.
 
 A transformer layer all-reduces, for its products into wide tensors (QKV, first of the FFN), outputs over d1
@@ -32,6 +33,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from meshweave.base.errors import LayoutError
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.hierarchy import (
@@ -45,7 +47,7 @@ from meshweave.describe.model.workload import Workload
 
 MeshShape = tuple[int, int]
 Sharing = Literal["devices", "printed"]
-"""How many groups share a layer: as many as leave a rank of it, or d2 as equation 3 is printed."""
+"""How many groups share a layer: as many as leave a member of it, or d2 as equation 3 is printed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class MeshBandwidth:
         first_link, second_link: B1' and B2', what a device's links carry; None for a dimension of 1.
         first, second: B1 and B2, of the reduced tensor; None for a dimension of 1.
         measured: whether B1 and B2 were measured; B1' and B2' then follow from them.
-        first_layer, second_layer: names of the layers that limit them; "" where they were measured.
+        first_layer, second_layer: names of the layers that set B1' and B2'; "" where these were measured, and for
+            a dimension of 1.
     """
 
     mesh_shape: MeshShape
@@ -119,11 +122,13 @@ def mesh_bandwidth(
         with_equation_4: False takes B = B'.
 
     Raises:
-        ValueError: the mesh has another number of devices than the matrix.
+        LayoutError: the mesh has another number of devices than the matrix.
     """
     d1, d2 = mesh_shape
     if d1 * d2 != matrix.num_devices:
-        raise ValueError(f"mesh {mesh_shape} does not have the {matrix.num_devices} devices of {matrix.name}")
+        raise LayoutError(
+            f"mesh {d1}x{d2} has {d1 * d2} devices, {matrix.name} has {matrix.num_devices}; give one of as many"
+        )
     measured = matrix.measured_on(mesh_shape)
     if measured is not None:
         return _measured_bandwidth(measured)
@@ -156,7 +161,7 @@ def _layer_bandwidths(
     for number, layer in enumerate(matrix.layers):
         below = matrix.devices_below(number)
         above = below * layer.size
-        # A group's ranks in a layer are `stride` devices apart, within blocks of size * stride devices.
+        # A group's members of a layer are `stride` devices apart, within blocks of size * stride devices.
         members = -(-min(size * stride, above) // max(stride, below))
         if stride >= above or size * stride <= below or members < 2:
             continue
@@ -164,8 +169,8 @@ def _layer_bandwidths(
         yield _limit(layer.group_bytes_per_s, flows), layer.name
         if corrected:
             step = max(stride // below, 1)
-            links = _least_within(layer.p2p_bytes_per_s, members, step)
-            # Without links of their own, their bytes pass through the ranks between, beside those of others.
+            links = layer.least_to_others(members, step)
+            # Without links of their own, their bytes pass through the members between, beside those of others.
             yield (
                 (_limit((links,), flows) if links else _limit(layer.group_bytes_per_s, flows * step)),
                 layer.name,
@@ -178,20 +183,10 @@ def _limit(rates: tuple[int, ...], flows: int) -> Fraction:
     return Fraction(min(rates), flows)
 
 
-def _least_within(p2p: tuple[tuple[int, ...], ...], members: int, step: int) -> int:
-    """Return the least bandwidth of a rank of a layer to the other `members` of its group, `step` ranks apart."""
-    size, block = len(p2p), members * step
-    sums = []
-    for rank in range(size):
-        start = rank // block * block + rank % step
-        sums.append(sum(p2p[rank][start : start + block : step]) - p2p[rank][rank])
-    return min(sums)
-
-
 def communication_s(
     bandwidth: MeshBandwidth, model: Transformer, workload: Workload, layers: int = 1
 ) -> MeshTime:
-    """Return the seconds of all-reduces of some layers of a model, forward and backward (equation 2)."""
+    """Return the seconds of all-reduces of some transformer layers, forward and backward (equation 2)."""
     d1, d2 = bandwidth.mesh_shape
     wide = narrow = 0
     for layer in model.fc_layers():
@@ -213,30 +208,35 @@ def device_meshes(num_devices: int) -> tuple[MeshShape, ...]:
 
 
 def rank_meshes(
-    machine: CommunicationMatrix | Cluster,
+    source: CommunicationMatrix | Cluster,
     model: Transformer,
     workload: Workload,
     *,
     layers: int = 1,
+    measured: tuple[MeasuredBandwidth, ...] = (),
     corrected: bool = True,
     sharing: Sharing = "devices",
     with_equation_4: bool = True,
 ) -> list[MeshTime]:
-    """Return all meshes of a machine with their communication times, the fastest first (ATP, section 3.5).
+    """Return all meshes of a cluster or matrix with their communication times, the fastest first (section 3.5).
 
     Args:
-        machine: a matrix, or a cluster; a torus that comes in several shapes has that of each mesh.
-        layers: how many layers of the model.
+        source: a matrix, or a cluster; a torus that comes in several shapes has that of each mesh.
+        layers: how many transformer layers.
+        measured: what was measured on meshes of a cluster; a matrix has its own.
         corrected: as in `mesh_bandwidth`.
         sharing: as in `mesh_bandwidth`.
         with_equation_4: as in `mesh_bandwidth`.
     """
-    cluster = None if isinstance(machine, CommunicationMatrix) else machine
-    matrix = machine if isinstance(machine, CommunicationMatrix) else communication_matrix(machine)
+    cluster = None if isinstance(source, CommunicationMatrix) else source
+    if isinstance(source, CommunicationMatrix):
+        matrix = source
+    else:
+        matrix = communication_matrix(source).with_measured(measured)
     times = []
     for mesh in device_meshes(matrix.num_devices if cluster is None else cluster.num_chips):
-        if cluster is not None and _comes_in_shapes(cluster):
-            matrix = communication_matrix(cluster, mesh)
+        if cluster is not None and comes_in_shapes(cluster):
+            matrix = communication_matrix(cluster, mesh).with_measured(measured)
         bandwidth = mesh_bandwidth(
             matrix, mesh, corrected=corrected, sharing=sharing, with_equation_4=with_equation_4
         )
@@ -244,7 +244,7 @@ def rank_meshes(
     return sorted(times, key=lambda time: time.total_s)
 
 
-def _comes_in_shapes(cluster: Cluster) -> bool:
-    """Return whether the machine is a torus that takes the shape of a mesh."""
+def comes_in_shapes(cluster: Cluster) -> bool:
+    """Return whether a cluster is a torus that takes the shape of a mesh."""
     network = cluster.network
     return isinstance(network, TorusNetwork) and network.shape is None and len(network.axes) >= 2

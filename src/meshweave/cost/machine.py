@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -118,9 +118,21 @@ class Machine:
             num_dims = len(mesh.shape)
             whole = mesh.shape if mesh.num_ranks == self.cluster.num_chips else None
             for i, axis in enumerate(mesh.axes):
-                out[f"{mesh.name}.{axis}"] = self._network_axes(i, num_dims, whole)
-            out[mesh.name] = self._network_axes(0, num_dims, None)
+                groups = tuple(mesh.groups(axis)) if whole is None else ()
+                out[f"{mesh.name}.{axis}"] = self._inside_hosts(groups) or self._network_axes(
+                    i, num_dims, whole
+                )
+            out[mesh.name] = self._inside_hosts((mesh.ranks,)) or self._network_axes(0, num_dims, None)
         return out
+
+    def _inside_hosts(self, groups: Sequence[Sequence[int]]) -> tuple[NetworkAxis, NetworkAxis] | None:
+        """Return the links inside a host where groups of a part of the cluster each have one, else None."""
+        network = self.cluster.network
+        if not groups or not isinstance(network, HostsNetwork):
+            return None
+        if any(len({rank // network.chips_per_host for rank in group}) > 1 for group in groups):
+            return None
+        return network.intra, network.intra
 
     def _network_axes(
         self, i: int, num_dims: int, shape: tuple[int, ...] | None

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
-from meshweave.ir.skeleton import Skeleton, Task
-from meshweave.ir.work import Compute, Work
+from meshweave.estimate.chains import chained_ps, has_chains, hop_ps
+from meshweave.ir.skeleton import Part, Phase, Skeleton
+from meshweave.ir.work import Compute, Transfer, Work
 
 CostPs = Callable[[Work], int]
 """Picoseconds of one op."""
@@ -51,65 +53,141 @@ _Step = tuple[int, int, int, list[int], list[tuple[int, int]]]
 class TimedSkeleton:
     """A skeleton with the durations of its tasks."""
 
-    __slots__ = ("_phases",)
+    __slots__ = ("_cost_ps", "_has_chains", "_skeleton")
 
     def __init__(self, skeleton: Skeleton, cost_ps: CostPs) -> None:
-        self._phases = [
-            (phase.turns, phase.tasks, [task.times * cost_ps(task.work) for task in phase.tasks])
-            for phase in skeleton.phases
-        ]
+        self._skeleton, self._cost_ps = skeleton, cost_ps
+        self._has_chains = has_chains(skeleton)
 
     def lower_bound_ps(self) -> int:
-        """Return the largest sum of durations in one lane: a cheap lower bound on `total_ps`."""
+        """Return the largest sum of durations in one lane: a cheap lower bound on `total_ps`.
+
+        A chain keeps its members for its launch and its packets at least.
+        """
         lanes: dict[str, int] = {}
-        for turns, tasks, durations in self._phases:
-            for task, duration in zip(tasks, durations, strict=True):
-                lanes[task.lane] = lanes.get(task.lane, 0) + turns * duration
+        for count, task in self._skeleton.counted_tasks():
+            if task.roots and isinstance(task.work, Transfer):
+                launch_ps, packet_ps = hop_ps(task.work, self._cost_ps)
+                duration = launch_ps + packet_ps * task.work.packets
+            else:
+                duration = self._cost_ps(task.work)
+            lanes[task.lane] = lanes.get(task.lane, 0) + count * duration
         return max(lanes.values(), default=0)
 
     def total_ps(self) -> int:
         """Return the makespan in picoseconds; exact."""
-        if not any(task.after for _, tasks, _ in self._phases for task in tasks):
+        if self._has_chains:
+            return chained_ps(self._skeleton, self._cost_ps)
+        if not any(task.after for phase in self._skeleton.phases for task in phase.tasks):
             return self.lower_bound_ps()
-        numbers: dict[str, int] = {}
-        lane_numbers: dict[str, int] = {}
-        compiled = [
-            (turns, _compile(tasks, durations, numbers, lane_numbers))
-            for turns, tasks, durations in self._phases
-        ]
-        depth = max((reach for _, (_, reach) in compiled), default=0)
-        lanes = [0] * len(lane_numbers)
-        blank = [-1] * len(numbers)
-        history = [blank] * depth  # finish times of the last turns by task; -1 where it did not run
-        for turns, (steps, reach) in compiled:
-            _run_phase(turns, steps, reach, depth, blank, history, lanes)
+        compiler = _Compiler(self._cost_ps)
+        compiled = compiler.skeleton(self._skeleton)
+        lanes = [0] * len(compiler.lanes)
+        compiled.run(lanes)
         return max(lanes, default=0)
 
 
-def _compile(
-    tasks: tuple[Task, ...], durations: list[int], numbers: dict[str, int], lane_numbers: dict[str, int]
-) -> tuple[list[_Step], int]:
-    """Return the steps of a turn, and the number of turns over which their dependences reach back."""
-    steps: list[_Step] = []
-    seen: set[str] = set()
-    reach = 0
-    for task, duration in zip(tasks, durations, strict=True):
-        now: list[int] = []
-        back: list[tuple[int, int]] = []
-        for name, distance in task.after:
-            number = numbers.setdefault(name, len(numbers))
-            if distance:
-                back.append((number, distance))
-                if distance > reach:
-                    reach = distance
+class _CompiledPart(NamedTuple):
+    """A part with numbers for names, and per lane the tasks that its first task waits for."""
+
+    number: int
+    compiled: _Compiled
+    waits: list[tuple[int, list[int]]]
+
+
+class _CompiledPhase(NamedTuple):
+    """The steps of a turn, the parts with the number of steps before each, and the turns that waits reach back."""
+
+    turns: int
+    steps: list[_Step]
+    parts: list[tuple[int, _CompiledPart]]
+    reach: int
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A skeleton with numbers for names."""
+
+    num_tasks: int
+    lanes: list[int]
+    phases: list[_CompiledPhase]
+
+    def run(self, lanes: list[int]) -> None:
+        """Advance the times at which lanes are free."""
+        depth = max((phase.reach for phase in self.phases), default=0)
+        blank = [-1] * self.num_tasks
+        history = [blank] * depth  # finish times of the last turns by task; -1 where it did not run
+        for phase in self.phases:
+            if phase.parts:
+                _run_parts(phase, blank, history, lanes)
             else:
-                assert name in seen, f"{task.name} waits for {name}, which comes later in its turn"
-                now.append(number)
-        seen.add(task.name)
-        number = numbers.setdefault(task.name, len(numbers))
-        lane = lane_numbers.setdefault(task.lane, len(lane_numbers))
-        steps.append((number, lane, duration, now, back))
-    return steps, reach
+                _run_phase(phase.turns, phase.steps, phase.reach, depth, blank, history, lanes)
+
+
+class _Compiler:
+    """Numbers for the names of a skeleton and its parts; each distinct part is compiled once."""
+
+    def __init__(self, cost_ps: CostPs) -> None:
+        self.cost_ps = cost_ps
+        self.lanes: dict[str, int] = {}
+        self.known: dict[int, _Compiled] = {}
+
+    def skeleton(self, skeleton: Skeleton) -> _Compiled:
+        """Return a skeleton with numbers for names."""
+        known = self.known.get(id(skeleton))
+        if known is None:
+            numbers: dict[str, int] = {}
+            phases = [self._phase(phase, numbers) for phase in skeleton.phases]
+            lanes = sorted({self._lane(task.lane) for _, task in skeleton.counted_tasks()})
+            known = self.known[id(skeleton)] = _Compiled(len(numbers), lanes, phases)
+        return known
+
+    def _lane(self, lane: str) -> int:
+        return self.lanes.setdefault(lane, len(self.lanes))
+
+    def _phase(self, phase: Phase, numbers: dict[str, int]) -> _CompiledPhase:
+        steps: list[_Step] = []
+        parts: list[tuple[int, _CompiledPart]] = []
+        seen: set[str] = set()
+        reach = 0
+        for task in phase.tasks:
+            seen.add(task.name)
+            number = numbers.setdefault(task.name, len(numbers))
+            if isinstance(task, Part):
+                assert phase.turns == 1, f"{task.name} stands in a phase of several turns"
+                waits = [(self._lane(lane), [numbers[name] for name in names]) for lane, names in task.after]
+                parts.append((len(steps), _CompiledPart(number, self.skeleton(task.skeleton), waits)))
+                continue
+            now: list[int] = []
+            back: list[tuple[int, int]] = []
+            for name, distance in task.after:
+                other = numbers.setdefault(name, len(numbers))
+                if distance:
+                    back.append((other, distance))
+                    if distance > reach:
+                        reach = distance
+                else:
+                    assert name in seen, f"{task.name} waits for {name}, which comes later in its turn"
+                    now.append(other)
+            steps.append((number, self._lane(task.lane), task.times * self.cost_ps(task.work), now, back))
+        return _CompiledPhase(phase.turns, steps, parts, reach)
+
+
+def _run_parts(phase: _CompiledPhase, blank: list[int], history: list[list[int]], lanes: list[int]) -> None:
+    """Advance `history` and `lanes` by the one turn of a phase that has parts."""
+    finish = blank.copy()
+    done = 0
+    for position, part in (*phase.parts, (len(phase.steps), None)):
+        for number, lane, duration, now, back in phase.steps[done:position]:
+            waits = [finish[task] for task in now] + [history[-distance][task] for task, distance in back]
+            finish[number] = lanes[lane] = max([lanes[lane], *waits]) + duration
+        done = position
+        if part is not None:
+            for lane, tasks in part.waits:
+                lanes[lane] = max([lanes[lane], *(finish[task] for task in tasks)])
+            part.compiled.run(lanes)
+            finish[part.number] = max((lanes[lane] for lane in part.compiled.lanes), default=0)
+    history.append(finish)
 
 
 def _run_phase(
@@ -232,26 +310,29 @@ def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs) -> int:
 def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
     """Return the time of a skeleton on a machine. Raises UnsupportedError as `cost.price.price` does."""
     prices: dict[Work, Price] = {}
+    totals: dict[Work, int] = {}
 
-    def priced(work: Work) -> Price:
-        known = prices.get(work)
+    def cost_ps(work: Work) -> int:
+        known = totals.get(work)
         if known is None:
-            known = prices[work] = price(work, machine)
+            cost = prices[work] = price(work, machine)
+            known = totals[work] = cost.total_ps
         return known
 
-    total = skeleton_ps(skeleton, lambda work: priced(work).total_ps)
+    total = skeleton_ps(skeleton, cost_ps)
     compute = copy = launch = sync = transfer = 0
-    for phase in skeleton.phases:
-        for task in phase.tasks:
-            cost = priced(task.work)
-            count = phase.turns * task.times
-            if isinstance(task.work, Compute):
-                if with_counts(task.work).flops:
-                    compute += count * cost.total_ps
-                else:
-                    copy += count * cost.total_ps
-            else:
-                launch += count * cost.launch_ps
-                sync += count * cost.sync_ps
-                transfer += count * cost.flow_ps
+    counts: dict[Work, int] = {}
+    for count, task in skeleton.counted_tasks():
+        counts[task.work] = counts.get(task.work, 0) + count
+    for work, count in counts.items():
+        total_ps = count * cost_ps(work)
+        if not isinstance(work, Compute):
+            cost = prices[work]
+            launch += count * cost.launch_ps
+            sync += count * cost.sync_ps
+            transfer += count * cost.flow_ps
+        elif with_counts(work).flops:
+            compute += total_ps
+        else:
+            copy += total_ps
     return Estimate(to_s(total), to_s(compute), to_s(copy), to_s(launch), to_s(sync), to_s(transfer))

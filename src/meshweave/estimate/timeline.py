@@ -3,51 +3,150 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.ir.skeleton import Skeleton
-from meshweave.ir.work import Work
+from meshweave.estimate.chains import grid_of, hop_ps
+from meshweave.ir.skeleton import Part, Skeleton, Task
+from meshweave.ir.work import Transfer, Work
 from meshweave.trace import Span, Trace
 
 MAX_TASKS = 200_000
 """Of more tasks no picture can be made; `estimate` needs none."""
 
+_Times = NDArray[np.int64]
+"""Picoseconds by rank of the grid of axes that have chains; one rank where there are none."""
+
 
 def timeline(skeleton: Skeleton, machine: Machine, name: str = "skeleton") -> Trace:
     """Return a trace of rank 0 whose duration equals `estimate_skeleton(skeleton, machine)`, to the picosecond.
 
-    Every turn is followed: nothing is jumped over. Tasks that stand for several equal ops are one span, and a span
-    begins when its task does, with no waiting for partners in it. `name` is that of the program.
+    Every turn is followed: nothing is jumped over. Tasks that stand for several equal ops are one span, and a
+    span begins when its task does, with no waiting for partners in it. With chains ranks differ, and the spans are
+    those of the rank that ends last. `name` is that of the program.
 
     Raises:
         UnsupportedError: there are more than `MAX_TASKS` tasks, or `cost.price.price` raises it.
     """
-    count = sum(phase.turns * len(phase.tasks) for phase in skeleton.phases)
+    count = _num_spans(skeleton)
     if count > MAX_TASKS:
         raise UnsupportedError(
             f"a timeline of {count} tasks is too long to draw; give a configuration of {MAX_TASKS} at most"
         )
-    reach = max((back for phase in skeleton.phases for t in phase.tasks for _, back in t.after), default=0)
-    past: deque[dict[str, int]] = deque(maxlen=reach)  # ends of tasks of earlier turns, the last turn first
-    lanes: dict[str, int] = {}
-    known: dict[Work, int] = {}
-    spans: list[Span] = []
-    turn = 0
-    for phase in skeleton.phases:
-        for _ in range(phase.turns):
-            ends: dict[str, int] = {}
-            for task in phase.tasks:
-                work = task.work
-                if work not in known:
-                    known[work] = price(work, machine).total_ps
-                start = lanes.get(task.lane, 0)
-                for other, back in task.after:
-                    if back <= len(past):
-                        start = max(start, (past[back - 1] if back else ends).get(other, 0))
-                end = lanes[task.lane] = ends[task.name] = start + task.times * known[work]
-                spans.append(Span(0, len(spans), task.lane, work.kind, f"{task.name} {turn}", start, end))
-            past.appendleft(ends)
-            turn += 1
+    follower = _Follower(skeleton, machine)
+    follower.run(skeleton)
+    slowest = int(np.argmax(follower.ended()))
+    spans = (
+        Span(0, number, task.lane, task.work.kind, label, int(start.flat[slowest]), int(end.flat[slowest]))
+        for number, (task, label, start, end) in enumerate(follower.spans)
+    )
     return Trace(name, "estimate", tuple(spans))
+
+
+def _num_spans(skeleton: Skeleton) -> int:
+    return sum(
+        phase.turns * (_num_spans(task.skeleton) if isinstance(task, Part) else 1)
+        for phase in skeleton.phases
+        for task in phase.tasks
+    )
+
+
+class _Follower:
+    """The times of every rank of the grid, task by task; the definition of what `csrc/skeleton.cpp` computes."""
+
+    def __init__(self, skeleton: Skeleton, machine: Machine) -> None:
+        self.machine = machine
+        self.grid = grid_of(skeleton)
+        self.axes = {axis: number for number, axis in enumerate(self.grid)}
+        self.lanes: dict[str, _Times] = {}
+        self.spans: list[tuple[Task, str, _Times, _Times]] = []
+        self.known: dict[Work, int] = {}
+
+    def cost_ps(self, work: Work) -> int:
+        """Return the picoseconds of an op."""
+        if work not in self.known:
+            self.known[work] = price(work, self.machine).total_ps
+        return self.known[work]
+
+    def run(self, skeleton: Skeleton) -> None:
+        """Follow all turns from where the lanes are."""
+        reach = max(
+            (back for p in skeleton.phases for t in p.tasks if isinstance(t, Task) for _, back in t.after),
+            default=0,
+        )
+        past: deque[dict[str, _Times]] = deque(
+            maxlen=reach
+        )  # ends of tasks of earlier turns, the last turn first
+        turn = 0
+        for phase in skeleton.phases:
+            for of_phase in range(phase.turns):
+                ends: dict[str, _Times] = {}
+                for task in phase.tasks:
+                    if isinstance(task, Part):
+                        for lane, names in task.after:
+                            self.lanes[lane] = self._latest(
+                                [self._free(lane), *(ends[other] for other in names)]
+                            )
+                        self.run(task.skeleton)
+                        ends[task.name] = self._latest(self._free(lane) for lane in task.skeleton.lanes)
+                        continue
+                    waits = [self._free(task.lane)]
+                    for other, back in task.after:
+                        turn_ends = ends if back == 0 else past[back - 1] if back <= len(past) else {}
+                        if other in turn_ends:
+                            waits.append(turn_ends[other])
+                    start = self._latest(waits)
+                    roots = task.roots[of_phase * task.times : (of_phase + 1) * task.times]
+                    end = self.lanes[task.lane] = ends[task.name] = self._end(task, start, roots)
+                    self.spans.append((task, f"{task.name} {turn}", start, end))
+                past.appendleft(ends)
+                turn += 1
+
+    def ended(self) -> _Times:
+        """Return when each rank has ended."""
+        return self._latest([np.zeros(tuple(self.grid.values()), np.int64), *self.lanes.values()])
+
+    def _free(self, lane: str) -> _Times:
+        return self.lanes.get(lane, np.zeros(tuple(self.grid.values()), np.int64))
+
+    @staticmethod
+    def _latest(times: Iterable[_Times]) -> _Times:
+        latest: _Times = np.maximum.reduce(list(times))
+        return latest
+
+    def _end(self, task: Task, start: _Times, roots: Sequence[int]) -> _Times:
+        """Return when the members end a task that they begin at `start`."""
+        work, times = task.work, start
+        duration = 0 if roots else self.cost_ps(work)
+        if not isinstance(work, Transfer) or ("." in work.axis and work.axis not in self.axes):
+            return times + task.times * duration
+        if work.axis not in self.axes:
+            return np.full_like(times, times.max()) + task.times * duration
+        axis = self.axes[work.axis]
+        if roots:
+            for root in roots:
+                times = self._chain_end(work, times, axis, root)
+            return times
+        if work.kind == "permute":
+            for _ in range(task.times):
+                times = self._latest([times, np.roll(times, 1, axis), np.roll(times, -1, axis)]) + duration
+            return times
+        return np.broadcast_to(times.max(axis=axis, keepdims=True), times.shape) + task.times * duration
+
+    def _chain_end(self, work: Transfer, begun: _Times, axis: int, root: int) -> _Times:
+        launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        if work.num_ranks == 1:
+            return begun + launch_ps
+        first = root + (work.kind == "reduce")
+        places = np.roll(np.moveaxis(begun, axis, 0), -first, axis=0)
+        ends = np.empty_like(places)
+        for hop in range(work.num_ranks - 1):
+            ends[hop] = np.maximum(places[hop], places[hop + 1]) + work.packets * packet_ps
+            ends[hop] = np.maximum(ends[hop], ends[hop - 1] + packet_ps) if hop else ends[hop] + launch_ps
+        ends[-1] = ends[-2]
+        return np.moveaxis(np.roll(ends, first, axis=0), 0, axis)

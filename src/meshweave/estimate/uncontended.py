@@ -1,7 +1,8 @@
 """Simulation without contention: every op takes the time of its closed form, and shares no engine or link.
 
-The members of a collective start together, when the last of them has been issued. Ties are broken by rank,
-lane and op.
+The members of a collective start together, when the last of them has been issued. Broadcasts and reductions are
+chains of packets, in which a hop waits for its two members and for the hop before it (`estimate.chains`). Ties are
+broken by rank, lane and op.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
+from meshweave.estimate.chains import hop_ps
 from meshweave.estimate.recorder import TraceRecorder
 from meshweave.estimate.skeletons import Estimate
 from meshweave.ir.analysis.dataflow import Dataflow, analyse
 from meshweave.ir.analysis.matching import Joint, Node
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Permute, Recv, Send
+from meshweave.ir.program.ops import Broadcast, Permute, Recv, Reduce, Send
 from meshweave.ir.work import Transfer, work_of
 from meshweave.trace import Trace
 
@@ -33,6 +35,7 @@ class UncontendedSimulator(TraceRecorder):
         self.num_events = 0
         self.open_parts: dict[Node, int] = {}
         self.arrived: dict[int, set[int]] = defaultdict(set)
+        self.chain_ends: dict[int, list[int]] = defaultdict(list)
 
     def run(self) -> Trace:
         """Return the trace of the program. Raises ProgramError where it deadlocks."""
@@ -53,8 +56,11 @@ class UncontendedSimulator(TraceRecorder):
         arrived = self.arrived[self.flow.matched.joint_of[node]]
         position = joint.members.index(node)
         arrived.add(position)
-        if isinstance(self.flow.op(node), Permute):
+        op = self.flow.op(node)
+        if isinstance(op, Permute):
             self._permute(joint, position, arrived)
+        elif isinstance(op, (Broadcast, Reduce)) and len(joint.members) > 1:
+            self._chain(joint, op, arrived)
         elif len(arrived) == len(joint.members):
             self._begin(joint.members, may_free=joint.kind == "message")
 
@@ -72,6 +78,28 @@ class UncontendedSimulator(TraceRecorder):
             receiver = (sender + shift) % count
             if sender in arrived and receiver in arrived:
                 self._begin((joint.members[sender], joint.members[receiver]), may_free=True)
+
+    def _chain(self, joint: Joint, op: Broadcast | Reduce, arrived: set[int]) -> None:
+        """Schedule the ends of members up to the first hop that lacks a member or follows one that does."""
+        node, count = joint.members[0], len(joint.members)
+        work = work_of(self.flow.program, op)
+        assert isinstance(work, Transfer) and isinstance(op.root, int)
+        launch_ps, packet_ps = hop_ps(work, lambda one: price(one, self.machine).total_ps)
+        ends = self.chain_ends[self.flow.matched.joint_of[node]]
+        first = op.root + isinstance(op, Reduce)
+        while len(ends) < count - 1:
+            hop = len(ends)
+            members = (first + hop) % count, (first + hop + 1) % count
+            if not arrived.issuperset(members):
+                break
+            begun_ps = max(self.issued_ps[joint.members[member]] for member in members)
+            end_ps = begun_ps + work.packets * packet_ps
+            ends.append(max(end_ps, ends[-1] + packet_ps) if ends else end_ps + launch_ps)
+            sent = joint.members[members[0]]
+            self._push(ends[-1] - self.now_ps, (sent,), sent)
+            if hop == count - 2:
+                last = joint.members[members[1]]
+                self._push(ends[-1] - self.now_ps, (last,), last)
 
     def _begin(self, nodes: tuple[Node, ...], may_free: bool = False) -> None:
         """Schedule the common end of `nodes`.

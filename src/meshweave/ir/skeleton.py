@@ -4,17 +4,21 @@ A skeleton describes the rank with the largest shards. It is a list of phases, a
 for a number of turns (iterations). A task starts after the task before it in its lane and after the tasks that
 `after` names: ("matmul", 2) is the matmul of two turns ago, counted across phases. Prologue, steady state and
 epilogue of a software pipeline follow from these dependences.
+
+Broadcasts and reductions in packets are chains, in which a member is busy only while packets pass it. Chains that
+follow each other on a ring overlap, the more so where their roots take turns. What a chain takes then depends on
+where its root is, so that a task can list the roots of its chains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.analysis.edges import is_one_sided, local_edges
 from meshweave.ir.program import Program
-from meshweave.ir.program.ops import Recv, Send
+from meshweave.ir.program.ops import Broadcast, Recv, Reduce, Send
 from meshweave.ir.work import Work, work_of
 
 
@@ -23,6 +27,11 @@ class Task:
     """An op of a skeleton, in a lane, that runs after the tasks named in `after`.
 
     `times` equal ops that follow each other in the lane, such as the steps of a ring, count as one task.
+
+    Attributes:
+        roots: of a broadcast or reduce that is to be timed as a chain, the coordinate of the root of each chain:
+            of the first turn of its phase, then of the next ones, `times` in each. Without roots the members of an
+            op begin together.
     """
 
     name: str
@@ -30,14 +39,30 @@ class Task:
     work: Work
     after: tuple[tuple[str, int], ...] = ()
     times: int = 1
+    roots: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The skeleton of an included program, in place of a task of a phase of one turn.
+
+    Its lanes are those of the program around it. A wait for a part is one for the last task in each of its lanes.
+
+    Attributes:
+        after: per lane the tasks of the same turn for which the first task in that lane waits.
+    """
+
+    name: str
+    skeleton: Skeleton
+    after: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The same tasks, repeated for a number of turns."""
+    """The same tasks, repeated for a number of turns; a single turn where there are parts among them."""
 
     turns: int
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task | Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,25 +73,44 @@ class Skeleton:
 
     @classmethod
     def of_turns(cls, turns: Iterable[tuple[Task, ...]]) -> Skeleton:
-        """Return a skeleton from its turns one by one; equal neighbours become one phase."""
+        """Return a skeleton from its turns one by one; neighbours that differ in roots alone become one phase."""
         return cls.of_runs((1, tasks) for tasks in turns)
 
     @classmethod
     def of_runs(cls, runs: Iterable[tuple[int, tuple[Task, ...]]]) -> Skeleton:
-        """Return a skeleton from (number of turns, tasks of each); equal neighbours become one phase."""
-        phases: list[Phase] = []
-        last: tuple[Task, ...] | None = None
-        count = 0
+        """Return a skeleton from (number of turns, tasks of each); neighbours are joined as in `of_turns`."""
+        joined: list[tuple[int, tuple[Task, ...]]] = []
         for number, tasks in runs:
-            if tasks is last or tasks == last:
-                count += number
-                continue
-            if last is not None:
-                phases.append(Phase(count, last))
-            last, count = tasks, number
-        if last is not None:
-            phases.append(Phase(count, last))
-        return cls(tuple(phases))
+            if joined and (both := _joined(joined[-1][1], tasks)) is not None:
+                joined[-1] = joined[-1][0] + number, both
+            else:
+                joined.append((number, tasks))
+        return cls(tuple(Phase(number, tasks) for number, tasks in joined))
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Return the lanes of all tasks, in order of use."""
+        return tuple(dict.fromkeys(task.lane for _, task in self.counted_tasks()))
+
+    def counted_tasks(self) -> Iterator[tuple[int, Task]]:
+        """Yield (how often it runs, task) for all tasks, also those of parts."""
+        for phase in self.phases:
+            for task in phase.tasks:
+                if isinstance(task, Part):
+                    yield from task.skeleton.counted_tasks()
+                else:
+                    yield phase.turns * task.times, task
+
+
+def _joined(tasks: tuple[Task, ...], others: tuple[Task, ...]) -> tuple[Task, ...] | None:
+    """Return the tasks with the roots of both, None where they differ in more than roots."""
+    if all(not task.roots for task in tasks):
+        return tasks if tasks is others or tasks == others else None
+    if len(tasks) != len(others):
+        return None
+    both = [replace(task, roots=task.roots + other.roots) for task, other in zip(tasks, others, strict=True)]
+    same = all(replace(other, roots=one.roots) == one for one, other in zip(both, others, strict=True))
+    return tuple(both) if same else None
 
 
 def skeleton_of(program: Program) -> Skeleton:
@@ -88,7 +132,13 @@ def skeleton_of(program: Program) -> Skeleton:
     names = [f"{number} {bound.op.name or bound.op.kind}" for number, bound in enumerate(ops)]
     edges = local_edges(ops)
     tasks = (
-        Task(name, bound.op.lane, work_of(program, bound.op), tuple((names[other], 0) for other in before))
+        Task(
+            name,
+            bound.op.lane,
+            work_of(program, bound.op),
+            tuple((names[other], 0) for other in before),
+            roots=(int(bound.op.root),) if isinstance(bound.op, (Broadcast, Reduce)) else (),  # type: ignore[arg-type]
+        )
         for name, bound, before in zip(names, ops, edges, strict=True)
     )
     return Skeleton((Phase(1, tuple(tasks)),))

@@ -6,7 +6,7 @@ Both readings of time start here: a skeleton lists `Work` directly, and `work_of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshweave.base.errors import ProgramError, UnsupportedError
 from meshweave.base.units import dtype_bytes
@@ -86,6 +86,16 @@ class Transfer:
     packets: int = 1
     step: CollectiveStep | None = None
     hops: int = 1
+
+    @property
+    def launch(self) -> Transfer:
+        """Return the launch alone of a chain."""
+        return replace(self, num_ranks=1, part_bytes=0, packets=1)
+
+    @property
+    def hop(self) -> Transfer:
+        """Return one packet of a chain over one hop, launch included."""
+        return replace(self, num_ranks=2, part_bytes=-(-self.part_bytes // self.packets), packets=1)
 
 
 Work = Compute | Transfer

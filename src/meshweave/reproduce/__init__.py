@@ -13,6 +13,7 @@ from meshweave.reproduce.papers import (
     reproduce_atp,
     reproduce_meshslice,
     reproduce_slicing,
+    reproduce_zero_bubble,
     select,
 )
 from meshweave.reproduce.reproduction import PaperSummary, Reproduction, Selection
@@ -26,5 +27,6 @@ __all__ = [
     "reproduce_atp",
     "reproduce_meshslice",
     "reproduce_slicing",
+    "reproduce_zero_bubble",
     "select",
 ]

@@ -1,4 +1,5 @@
-"""One call for each paper: `reproduce_meshslice`, `reproduce_slicing`, `reproduce_alpacomm`, `reproduce_atp`.
+"""One call for each paper: `reproduce_meshslice`, `reproduce_slicing`, `reproduce_alpacomm`, `reproduce_atp`,
+`reproduce_zero_bubble`.
 
 Each returns a `Reproduction`: rows (published number, our value, verdict) and the paper's figures as data.
 `meshweave.reproduce.tables` and `meshweave.reproduce.output` turn it into Markdown, JSON, HTML and pictures.
@@ -30,14 +31,18 @@ from meshweave.reproduce.slicing import rows as slicing_rows
 from meshweave.reproduce.slicing.partitionings import NAMED, every_partitioning
 from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
 from meshweave.reproduce.verdict import JudgedRow
+from meshweave.reproduce.zero_bubble import rows as zero_bubble_rows
+from meshweave.reproduce.zero_bubble.readings import HOSTS as ZERO_BUBBLE_HOSTS
+from meshweave.reproduce.zero_bubble.study import ZeroBubbleStudy
 
 MESHSLICE, SLICING, ALPACOMM = meshslice_rows.PAPER, slicing_rows.PAPER, alpacomm_rows.PAPER
-ATP = atp_rows.PAPER
+ATP, ZERO_BUBBLE = atp_rows.PAPER, zero_bubble_rows.PAPER
 FIGURES: dict[str, tuple[int, ...]] = {
     MESHSLICE: tuple(meshslice_figures.FIGURES),
     SLICING: tuple(slicing_figures.MACHINES),
     ALPACOMM: tuple(alpacomm_figures.FIGURES),
     ATP: tuple(atp_figures.FIGURES),
+    ZERO_BUBBLE: (),
 }
 """The numbers of the figures that are computed, by paper."""
 EVERYTHING = Selection()
@@ -151,7 +156,7 @@ def reproduce_alpacomm(
     *,
     progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
-    """Compute the resharding microbenchmarks of AlpaComm: figures 5, 6 and 8, and what the text says of them.
+    """Compute the microbenchmarks and training runs of AlpaComm: figures 5 to 9, and what the text says of them.
 
     Args:
         cluster: hosts of four chips or more with one NIC each, of which five are taken: a cluster, or its catalog
@@ -217,6 +222,38 @@ def reproduce_atp(
         "findings": list(summary.findings),
     }
     return Reproduction(ATP, summary, inputs, rows, figures)
+
+
+def reproduce_zero_bubble(
+    selection: Selection = EVERYTHING, *, progress_bar: ProgressBar = no_progress_bar
+) -> Reproduction:
+    """Compute the gains and memories of Zero Bubble's table 4 by three readings of the times of stages.
+
+    Args:
+        selection: the rows to compute.
+        progress_bar: shows how many rows are done.
+    """
+    study = ZeroBubbleStudy()
+    rows, figures = _compute(
+        selection,
+        lambda ids, progress: zero_bubble_rows.rows(study, ids, progress),
+        lambda numbers, progress: [],
+        progress_bar,
+    )
+    hosts = load_cluster(ZERO_BUBBLE_HOSTS)
+    summary = PaperSummary(
+        "Zero Bubble",
+        "Qi, Wan, Huang, Lin: Zero Bubble Pipeline Parallelism (arXiv 2401.10241).",
+        ((hosts.name, hosts.source),),
+        "simulation of our schedules, fp16",
+        zero_bubble_rows.findings(),
+        subject="model, micro-batches",
+    )
+    inputs = {
+        "cluster": {"name": hosts.name, "source": hosts.source},
+        "findings": list(summary.findings),
+    }
+    return Reproduction(ZERO_BUBBLE, summary, inputs, rows, figures)
 
 
 def _compute(

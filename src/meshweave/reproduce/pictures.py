@@ -5,7 +5,6 @@ from __future__ import annotations
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.report.chart import Series, line_chart
 from meshweave.report.stacks import Stack, stacked_chart
-from meshweave.reproduce.alpacomm import figures as alpacomm_figures
 from meshweave.reproduce.figures import Cell, Figure, FigurePanel
 
 _CUT = 6.0
@@ -21,8 +20,6 @@ def _picture(figure: Figure, panel: FigurePanel) -> str:
     title = f"{panel.model}: {figure.title}"
     if figure.draws is not None:
         return figure.draws(figure, panel)
-    if figure.number in alpacomm_figures.FIGURES:
-        return alpacomm_figures.picture(figure, panel)
     if figure.number == 10:
         stacks = [Stack(str(row[0]), tuple(map(_number, row[1:]))) for row in panel.rows]
         return stacked_chart(

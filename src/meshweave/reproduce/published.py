@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -14,8 +14,8 @@ from meshweave.reproduce.verdict import JudgedRow, OurValue, Tolerance
 
 MODELS = ("gpt3", "megatron-nlg")
 BOTH = "both"
-_KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "scored", "why"})
-"""Of an entry; every other key names what a value is of."""
+_KEYS = frozenset({"id", "what", "where", "unit", "use", "points", "judge", "scored", "why", "readings"})
+"""Of an entry; every other key names what a value is of. A value is a number, or a quotient "a / b"."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,30 @@ class PublishedRow:
 def published_rows(paper: str) -> tuple[PublishedRow, ...]:
     """Return all rows of a paper, in the order of the file."""
     text = (files("meshweave.reproduce") / "published" / f"{paper}.toml").read_text(encoding="utf-8")
-    return tuple(_row(entry) for entry in tomllib.loads(text)["row"])
+    return tuple(row for entry in tomllib.loads(text)["row"] for row in _rows(entry))
+
+
+def _rows(entry: dict[str, Any]) -> list[PublishedRow]:
+    """Return the row of an entry, or one for each of its readings."""
+    row = _row(entry)
+    if "readings" not in entry:
+        return [row]
+    return [
+        replace(row, id=f"{row.id}_{reading}", what=f"{row.what}, by {reading}")
+        for reading in entry["readings"]
+    ]
+
+
+def _number(value: float | str) -> float:
+    """Return a value of the file: a number, or a quotient as text."""
+    if isinstance(value, str):
+        dividend, divisor = value.split("/")
+        return float(dividend) / float(divisor)
+    return float(value)
 
 
 def _row(entry: dict[str, Any]) -> PublishedRow:
-    values = {name: float(value) for name, value in entry.items() if name not in _KEYS}
+    values = {name: _number(value) for name, value in entry.items() if name not in _KEYS}
     tolerance = Tolerance()
     if "points" in entry:
         tolerance = Tolerance(entry["points"] / 100, "points")

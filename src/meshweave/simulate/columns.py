@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from meshweave.cost.calls import call_flops
-from meshweave.ir.columns.op_fields import Column, OpFields
+from meshweave.ir.columns.op_fields import FLAGS, FLOPS, NBYTES, RATE, Column, OpFields
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
 from meshweave.ir.program.call_dims import CALL_DIMS
+from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     Accumulate,
     Broadcast,
@@ -90,11 +93,14 @@ class Columns(TemplateColumns):
     def note_call_costs(self, op: Call, fields: OpFields) -> None:
         """Set FLOPs, bytes and FLOP rate of a call."""
         counted = call_flops(op.work, op.part, op.shape) if op.flops == 0 else op.flops
-        fields.flops, fields.nbytes = self.expressions.number(counted), self.expressions.number(op.bytes)
-        fields.flags = _VIEW_BYTES * counts_view_bytes(op)
-        fields.rate = self.rate(op.work, call_dtype(self.program, op))
-        if len(op.shape) == len(CALL_DIMS.get(op.work, ())):
-            fields.work_sizes = [self.expressions.number(size) for size in op.shape]
+        number = self.expressions.number
+        fields[FLOPS], fields[NBYTES] = number(counted), number(op.bytes)
+        fields[FLAGS] = _VIEW_BYTES * counts_view_bytes(op)
+        fields[RATE] = self.rate(op.work, call_dtype(self.program, op))
+
+    def work_sizes(self, op: Call) -> Sequence[Index]:
+        """Return the sizes that the time of a call may depend on."""
+        return op.shape if len(op.shape) == len(CALL_DIMS.get(op.work, ())) else ()
 
     def works(self, rows: Column) -> list[Compute]:
         """Return the works of which the core gives `rows`, flat (`Core.works`)."""

@@ -209,7 +209,8 @@ class _CollectiveCosts:
 def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> MessageSchedule:
     """Return the schedule of a send and its recv: a chain of one packet over one hop."""
     ends = joint.members[0][0], joint.members[1][0]
-    cost = price(work_of(flow.program, flow.op(joint.members[0])), machine, endpoints=ends)
+    work = work_of(flow.program, flow.op(joint.members[0]))
+    cost = price(work, machine, shares_links=True, endpoints=ends)
     recv = flow.op(joint.members[1])
     assert isinstance(recv, Recv)
     message = Message(0, 1, cost.amount, cost.rate_per_s, cost.fixed_ps, recv.update, buffered=True)

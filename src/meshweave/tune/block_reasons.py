@@ -47,20 +47,19 @@ class AxisUse:
         return self.num_bytes / self.bytes_per_s
 
 
-def axis_uses(entry: RankedConfig, machine: Machine) -> Iterator[AxisUse]:
+def axis_uses(ranked: RankedConfig, machine: Machine) -> Iterator[AxisUse]:
     """Yield what a rank moves along each mesh axis, that which takes longest first."""
     uses = []
-    for axis, num_bytes in entry.traffic_bytes.items():
+    for axis, num_bytes in ranked.traffic_bytes.items():
         if num_bytes:
             rate = machine.rate(axis, "all_reduce", shared=True)
             uses.append(AxisUse(machine.axis(axis, shared=True).name, num_bytes, rate))
     yield from sorted(uses, key=lambda use: -use.seconds)
 
 
-def name_of(entry: RankedConfig) -> str:
-    """Return the name of an entry as tables have it: `atp 2x4`."""
-    rows, columns = mesh_of(entry)
-    return f"{entry.algorithm.name} {rows}x{columns}"
+def name_of(ranked: RankedConfig) -> str:
+    """Return the name of a ranked config as tables have it: `atp 2x4`."""
+    return f"{ranked.algorithm.name} {'x'.join(map(str, mesh_of(ranked)))}"
 
 
 def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:
@@ -80,11 +79,11 @@ def gains_s(faster: RankedConfig, slower: RankedConfig) -> dict[str, float]:
 
 
 def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = None) -> str:
-    """Return in one sentence why an entry is ahead of another one, by default the next; "" where there is none."""
+    """Return in one sentence why a config is ahead of another one, by default the next; "" where there is none."""
     other = position + 1 if other is None else other
-    if not position < other < len(ranking.entries):
+    if not position < other < len(ranking.ranked):
         return ""
-    faster, slower = ranking.entries[position], ranking.entries[other]
+    faster, slower = ranking.ranked[position], ranking.ranked[other]
     gains = gains_s(faster, slower)
     part = max(gains, key=lambda name: gains[name])
     is_less = faster.estimate.total_s < slower.estimate.total_s
@@ -112,22 +111,22 @@ def block_reason(ranking: BlockRanking, position: int = 0, other: int | None = N
 
 
 def next_strategy(ranking: BlockRanking) -> int | None:
-    """Return the position of the first entry of another strategy and another time than the first entry's."""
-    first = ranking.entries[0]
-    for position, entry in enumerate(ranking.entries):
-        if entry.algorithm.name != first.algorithm.name and abs(entry.seconds / first.seconds - 1) >= SAME:
+    """Return the position of the first ranked of another strategy and another time than the first ranked's."""
+    first = ranking.ranked[0]
+    for position, ranked in enumerate(ranking.ranked):
+        if ranked.algorithm.name != first.algorithm.name and abs(ranked.seconds / first.seconds - 1) >= SAME:
             return position
     return None
 
 
-def _hidden(entry: RankedConfig) -> str:
-    times = entry.estimate
+def _hidden(ranked: RankedConfig) -> str:
+    times = ranked.estimate
     hidden = times.compute_s + times.copy_s + times.communication_s - times.total_s
     return f"hides {format_s(max(hidden, 0.0))} of {format_s(times.communication_s)} of communication"
 
 
 def _transfer_reason(ranking: BlockRanking, faster: RankedConfig, slower: RankedConfig) -> str:
-    uses = [list(axis_uses(entry, ranking.machine(entry))) for entry in (faster, slower)]
+    uses = [list(axis_uses(ranked, ranking.machine(ranked))) for ranked in (faster, slower)]
     spent: dict[str, float] = {}
     for use in (*uses[0], *uses[1]):
         spent[use.link] = spent.get(use.link, 0.0) + use.seconds

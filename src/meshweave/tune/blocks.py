@@ -11,25 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.problem import AXES
 from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.cost.device_meshes import MeshShape, device_meshes
+from meshweave.cost.device_meshes import device_meshes
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.ranking import RankedConfig, simulate_best, solvers
 
-AXES = ("row", "col")
+MeshShape = tuple[int, ...]
+"""The sizes of a mesh (rows, columns) or (depth, rows, columns)."""
 
 
 @dataclass(frozen=True)
 class BlockRanking:
-    """Strategies for a block of a model on a cluster, the fastest first.
+    """Strategies for a block of a model on a cluster: first those that were simulated, then the others, by time.
 
     Attributes:
-        entries: the best config of every strategy on every mesh.
+        ranked: of every strategy on every mesh the config with the least estimate.
         num_priced: how many configs were priced.
     """
 
@@ -37,39 +39,47 @@ class BlockRanking:
     workload: Workload
     cluster: Cluster
     layers: int
-    entries: tuple[RankedConfig, ...]
+    ranked: tuple[RankedConfig, ...]
     num_priced: int
 
-    def machine(self, entry: RankedConfig) -> Machine:
-        """Return the cluster with the mesh of an entry laid on it."""
-        return block_machine(self.cluster, mesh_of(entry))
+    def machine(self, ranked: RankedConfig) -> Machine:
+        """Return the cluster with the mesh of a ranked config laid on it."""
+        return block_machine(self.cluster, mesh_of(ranked))
 
     def margin(self, position: int = 0) -> float | None:
-        """Return by which share of its own time the next entry is slower.
+        """Return by which share of its own time the next config is slower.
 
         None for the last one, and where one of the two was simulated and the other estimated.
         """
-        pair = self.entries[position : position + 2]
+        pair = self.ranked[position : position + 2]
         if len(pair) < 2 or (pair[0].simulated is None) != (pair[1].simulated is None):
             return None
         return pair[1].seconds / pair[0].seconds - 1
 
 
-def mesh_of(entry: RankedConfig) -> MeshShape:
-    """Return the mesh shape of an entry."""
-    assert isinstance(entry.problem, BlockProblem)
-    return entry.problem.mesh_shape
+def mesh_of(ranked: RankedConfig) -> MeshShape:
+    """Return the mesh shape of a ranked config."""
+    assert isinstance(ranked.problem, BlockProblem)
+    return ranked.problem.mesh_shape
 
 
 def block_machine(cluster: Cluster, mesh_shape: MeshShape) -> Machine:
     """Return a cluster with the mesh of a block laid on it."""
-    return mesh_machine(cluster, mesh_shape, AXES, logical=True)
+    return mesh_machine(cluster, mesh_shape, AXES[-len(mesh_shape) :], logical=True)
 
 
 def block_meshes(cluster: Cluster) -> tuple[MeshShape, ...]:
-    """Return the meshes (rows, columns) that the network carries, those with the fewest columns first."""
+    """Return the meshes that the network carries: (rows, columns), those with the fewest columns first.
+
+    Then come those (depth, rows, columns) of which no size is 1; with a 1 they are meshes of two axes.
+    """
     carried = set(cluster.network.mesh_shapes(2))
-    return tuple(mesh for mesh in device_meshes(cluster.num_chips) if mesh in carried)
+    flat = (mesh for mesh in device_meshes(cluster.num_chips) if mesh in carried)
+    try:
+        deep = cluster.network.mesh_shapes(3)
+    except LayoutError:  # a torus of two axes has no third
+        deep = ()
+    return *flat, *(mesh for mesh in deep if min(mesh) > 1)
 
 
 def rank_blocks(
@@ -89,8 +99,8 @@ def rank_blocks(
         layers: how many consecutive layers are one program.
         algorithms: names of strategies to choose among; None takes all.
         mesh_shapes: meshes to choose among; None takes all that the network carries.
-        max_simulated: how many entries at the head are simulated with contention, which orders them anew.
-        progress: called with the numbers of meshes priced and entries simulated so far, and of all of them.
+        max_simulated: how many configs at the head are simulated with contention, which orders them anew.
+        progress: called with the numbers of meshes priced and configs simulated so far, and of all of them.
 
     Raises:
         UnsupportedError: a strategy is unknown, or none can run the block on any of the meshes.
@@ -107,7 +117,7 @@ def rank_blocks(
             f"no strategy runs a block of {model.name} on {cluster.num_chips} chips of {cluster.name}"
             + (f": {search.refusals[0]}" if search.refusals else "")
         )
-    ranked = sorted(search.best.values(), key=lambda entry: entry.seconds)
+    ranked = sorted(search.best.values(), key=lambda config: config.seconds)
     if max_simulated:
         ranked = simulate_best(
             ranked, cluster, max_simulated, lambda count: progress(len(meshes) + count, total)
@@ -140,11 +150,11 @@ class _Search:
                     continue
                 self._keep(RankedConfig(known[name], problem, config, estimate), problem.mesh_shape)
 
-    def _keep(self, entry: RankedConfig, mesh_shape: MeshShape) -> None:
+    def _keep(self, ranked: RankedConfig, mesh_shape: MeshShape) -> None:
         self.num_priced += 1
-        key = (entry.algorithm.name, mesh_shape)
-        if key not in self.best or entry.seconds < self.best[key].seconds:
-            self.best[key] = entry
+        key = (ranked.algorithm.name, mesh_shape)
+        if key not in self.best or ranked.seconds < self.best[key].seconds:
+            self.best[key] = ranked
 
     def _note_refusal(self, problem: BlockProblem, name: str) -> None:
         try:

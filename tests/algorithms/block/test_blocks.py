@@ -17,6 +17,7 @@ from meshweave.algorithms.table import algorithm
 from meshweave.base.errors import LayoutError, MeshweaveError
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import factorisations
 from meshweave.describe.model.model_file import load_model
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate, estimate_skeleton
@@ -26,19 +27,23 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.meanings import Product
 from meshweave.ir.program.ops import Call
 from meshweave.ir.skeleton import skeleton_of
-from meshweave.ir.work import traffic
+from meshweave.ir.work import Compute, traffic
 from meshweave.simulate.reference import simulate
 from sampling import mostly_slow
 
-GPT = BlockProblem(4, 2, 6, 3, 3, 2, 7, dtype="float64")
+GPT = BlockProblem(4, 2, 6, 3, 3, 2, 7, dtype="float64", biases=True)
 LLAMA = BlockProblem(4, 3, 5, 6, 3, 3, 5, dtype="float64", family="llama", vocabulary=7)
 """Three groups of heads for up to eight ranks, and widths that nothing divides."""
 
 
-def meshes(entry: BlockAlgorithm, num_ranks: int) -> list[tuple[int, int]]:
-    """Return the meshes of so many ranks that a strategy has."""
-    shapes = [(rows, num_ranks // rows) for rows in range(1, num_ranks + 1) if num_ranks % rows == 0]
-    return [shape for shape in shapes if entry.refusal(replace(GPT, mesh_shape=shape)) is None]
+def meshes(entry: BlockAlgorithm, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return the meshes of so many ranks that a strategy has; of three axes those with some depth."""
+    shapes = factorisations(num_ranks, len(entry.roles))
+    return [
+        shape
+        for shape in shapes
+        if entry.refusal(replace(GPT, mesh_shape=shape)) is None and (len(shape) == 2 or shape[0] > 1)
+    ]
 
 
 CASES = [
@@ -84,7 +89,8 @@ def test_a_strategy_computes_four_layers(name: str, shape: BlockProblem) -> None
 def test_a_single_rank_needs_no_communication_and_computes_the_reference() -> None:
     problem = replace(LLAMA, mesh_shape=(1, 1), layers=2)
     for entry in ENTRIES:
-        assert traffic(entry.program(problem, BlockConfig()), 0) == {}
+        alone = replace(problem, mesh_shape=(1,) * len(entry.roles))
+        assert traffic(entry.program(alone, BlockConfig()), 0) == {}
     check_block("megatron", problem)
 
 
@@ -100,10 +106,13 @@ def test_the_reference_is_the_derivative_that_torch_finds(shape: BlockProblem) -
     known = {name: torch.tensor(value, requires_grad=name not in fixed) for name, value in inputs.items()}
     x = known["E"][known["TOKENS"].long()] if problem.vocabulary else known["X"]
     for layer in range(problem.layers):
-        heads, _ = functions.attention(functions.norm(x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"])
-        x = x + heads @ known[f"WO{layer}"]
-        inner = functions.norm(x, known[f"GF{layer}"]) @ known[f"W1_{layer}"]
-        x = x + functions.activation(inner) @ known[f"W2_{layer}"]
+        of_qkv, of_o, of_1, of_2 = (known.get(f"B{name}{layer}", 0) for name in ("QKV", "O", "1_", "2_"))
+        heads, _ = functions.attention(
+            functions.norm(x, known[f"GA{layer}"]) @ known[f"WQKV{layer}"] + of_qkv
+        )
+        x = x + heads @ known[f"WO{layer}"] + of_o
+        inner = functions.norm(x, known[f"GF{layer}"]) @ known[f"W1_{layer}"] + of_1
+        x = x + functions.activation(inner) @ known[f"W2_{layer}"] + of_2
     if problem.vocabulary:
         logits = functions.norm(x, known["GN"]) @ known["WV"]
         targets = known["TARGETS"].long().flatten()
@@ -122,7 +131,7 @@ def test_functions_of_integers_depend_on_every_element_of_what_they_read(
     family: Literal["gpt", "llama"],
 ) -> None:
     """A block that does not depend on an input would not show that the input was moved to the wrong place."""
-    problem = BlockProblem(1, 2, 3, 2, 1, 1, 2, (1, 1), family=family, exact=True)
+    problem = BlockProblem(1, 2, 3, 2, 1, 1, 2, (1, 1), family=family, exact=True, biases=family == "gpt")
     entry = algorithm("megatron")
     base = [entry.random_inputs(problem, seed) for seed in range(8)]
     before = [entry.reference(problem, inputs) for inputs in base]
@@ -190,7 +199,53 @@ def test_zero_3_gathers_each_weight_twice_and_zero_2_once() -> None:
     assert moved["zero3"] == moved["zero2"] + part
 
 
-SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256)]
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (2, 1, 2), (4, 2, 2), (2, 4, 1)])
+def test_traffic_of_25d_is_that_of_three_products_a_weight_and_one_sum_over_depth(
+    mesh: tuple[int, int, int],
+) -> None:
+    """Of each product, tokens move along columns and a weight along rows (Wang et al., section 3).
+
+    Beside the weights there are the statistics of norms, summed along columns, and the gradients of gains.
+    """
+    depth, rows, columns = mesh
+    problem = BlockProblem(8, 8, 32, 8, 8, 4, 128, mesh, 2)
+    tokens, h = problem.batch * problem.sequence // (depth * rows), problem.hidden
+    weights = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
+    along_columns = sum(3 * tokens * k for k, _ in weights) * 4 * (columns - 1) // columns
+    along_columns += 4 * tokens * 2 * 4 * 2 * (columns - 1) // columns
+    of_weights, of_gains = sum(k * n for k, n in weights) // columns * 4, 2 * 2 * h // columns * 4
+    along_rows = 3 * of_weights * (rows - 1) // rows + 2 * of_gains * (rows - 1) // rows
+    along_depth = 2 * (of_weights // rows + of_gains) * (depth - 1) // depth
+    expected = {"tp.depth": along_depth, "tp.row": along_rows, "tp.col": along_columns}
+    moved = algorithm("25d_block").traffic(problem, BlockConfig(), 0)
+    assert moved == {axis: 2 * count for axis, count in expected.items() if count}
+
+
+@pytest.mark.parametrize("ranks", [4, 100])
+def test_attention_is_priced_over_the_pairs_that_attend(ranks: int) -> None:
+    """4 width + 5 FLOPs a pair forward, 10 width + 10 backward; in a ring every rank is priced as the last."""
+    problem = BlockProblem(2, 8 * ranks, 8, ranks, ranks, 1, 8, (ranks, 1))
+    per_pair, queries = 4 + 5 + 10 + 10, 2 * problem.sequence
+    for masked, keys in ((True, 8 * ranks), (False, 4 * ranks + 1)):
+        stated = replace(problem, counts_masked=masked)
+        in_ring = 8 * ranks if masked else 8 * ranks - 8 + 5
+        for name, pairs in (
+            ("megatron", queries * keys),
+            ("ring_attention", queries // ranks * ranks * in_ring),
+        ):
+            entry = algorithm(name)
+            assert isinstance(entry, BlockAlgorithm)
+            (phase,) = entry.skeleton(stated, BlockConfig()).phases
+            works = ((task.work, task.times) for task in phase.tasks)
+            flops = (
+                work.flops * times
+                for work, times in works
+                if isinstance(work, Compute) and work.call == "attention"
+            )
+            assert sum(flops) == pairs * per_pair, name
+
+
+SHAPES_512 = [(512, 1), (128, 4), (32, 16), (2, 256), (8, 8, 8)]
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
@@ -208,10 +263,16 @@ def test_every_strategy_has_an_estimate_for_gpt_3_on_512_ranks(entry: BlockAlgor
 def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
     entry: BlockAlgorithm, layers: int
 ) -> None:
-    """Slices and turns of uneven shards are largest on different ranks; a skeleton has the largest of each."""
+    """Slices and turns of uneven shards are largest on different ranks; a skeleton has the largest of each.
+
+    Panels of a gradient are complete on one rank after another. Rank 0 may sum its own over depth at once; a
+    skeleton waits for the last, as the slowest rank does.
+    """
     cluster = load_cluster("tpu-v4-pod:6")
     for mesh in meshes(entry, 6):
-        problem = BlockProblem(7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16", vocabulary=2000)
+        problem = BlockProblem(
+            7, 128, 520, 12, 6, 64, 1000, mesh, layers, dtype="bfloat16", vocabulary=2000, biases=True
+        )
         if isinstance(entry, IncludedProducts):
             problem = replace(problem, batch=6)
         for config in entry.candidates(problem):
@@ -221,10 +282,16 @@ def test_a_skeleton_takes_the_time_of_the_one_that_is_read_off_the_program(
                 entry.estimate(problem, config, machine),
                 estimate_skeleton(skeleton_of(program), machine),
             )
+            slack = 1.05 if "depth" in problem.mesh.axes else 1.02
             if program.includes or entry.name == "ring_attention":
-                assert read.total_s * (1 - 1e-9) <= known.total_s <= read.total_s * 1.02
+                assert read.total_s * (1 - 1e-9) <= known.total_s <= read.total_s * slack
             else:
                 assert known == read
+
+
+def test_a_slot_of_gathered_weights_is_filled_after_the_product_that_reads_it() -> None:
+    """Weights of three layers take turns in two slots."""
+    check_block("zero3", replace(GPT, mesh_shape=(2, 1), layers=3, training=False))
 
 
 def exposed_s(problem: BlockProblem, name: str, chunks: int) -> float:
@@ -288,22 +355,53 @@ def test_problems_that_make_no_sense_are_refused() -> None:
         {"batch": 0},
         {"kv_heads": 2},
         {"family": "bert"},
-        {"part": "backward"},
+        {"dtype": "float31"},
         {"mesh_shape": (0, 1)},
     ):
         with pytest.raises(MeshweaveError):
             replace(GPT, **changes)
+    for name, config, text in (
+        (
+            "atp",
+            BlockConfig(slices=2),
+            "atp: slices is 2; only strategies of 2D products have slices, give 0",
+        ),
+        ("meshslice_block", BlockConfig(slices=-1), "slices is -1"),
+        ("meshslice_block", BlockConfig(2, slices=2), "chunks is 2; give 1 to 1"),
+        ("collective_block", BlockConfig(scatter="all_reduce"), "scatter is 'all_reduce'"),
+    ):
+        for write in (algorithm(name).program, algorithm(name).skeleton):
+            with pytest.raises(LayoutError, match=text):
+                write(GPT, config)
+    for mesh in ((2, 2), (2, 1, 1, 1)):
+        with pytest.raises(LayoutError, match="mesh"):
+            algorithm("25d_block").program(replace(GPT, mesh_shape=mesh), BlockConfig())
+    with pytest.raises(LayoutError, match=r"has 2 mesh axes; give a mesh of \(rows, columns\)"):
+        algorithm("atp").program(replace(GPT, mesh_shape=(2, 2, 1)), BlockConfig())
     with pytest.raises(LayoutError, match="one mesh axis"):
         algorithm("megatron").program(replace(GPT, mesh_shape=(2, 2)), BlockConfig())
-    with pytest.raises(LayoutError, match="5 chunks of a block that atp cuts into 4"):
+    with pytest.raises(LayoutError, match="atp: chunks is 5; give 1 to 4 for this problem"):
         algorithm("atp").program(GPT, BlockConfig(5))
+
+
+def test_chunks_are_as_many_as_a_config_says() -> None:
+    """5 sequences in at most 4 chunks are 2, 2 and 1: that is the candidate of 3 chunks."""
+    for name in ("atp", "megatron_sp"):
+        entry = algorithm(name)
+        for batch, counts in ((1, [1]), (2, [1, 2]), (3, [1, 2]), (5, [1, 2, 3]), (8, [1, 2, 4])):
+            problem = replace(GPT, batch=batch, mesh_shape=(2, 1))
+            assert [config.chunks for config in entry.candidates(problem)] == counts
+        three, four = (
+            entry.program(replace(GPT, batch=5, mesh_shape=(2, 1)), BlockConfig(count)) for count in (3, 4)
+        )
+        assert three.body == four.body
 
 
 def test_products_of_operands_that_do_not_fit_are_refused() -> None:
     assert product(("hidden", ""), ("hidden", "inner"), ("hidden",)) == ("partial", "inner")
-    with pytest.raises(LayoutError, match="one operand sharded"):
+    with pytest.raises(LayoutError, match="give both the same"):
         product(("hidden",), ("",), ("hidden",))
-    with pytest.raises(LayoutError, match="by one mesh axis"):
+    with pytest.raises(LayoutError, match="let it replicate one operand"):
         product(("batch",), ("inner",), ("hidden",))
 
 
@@ -328,7 +426,7 @@ def test_blocks_over_gloo(num_ranks: int, step: int) -> None:
     env = {"PYTHONPATH": str(Path(__file__).parent)}
     errors = launch("block_ranks:relative_errors", num_ranks, {"blocks": blocks}, timeout_s=120.0, env=env)
     for (name, fields, _), *of_ranks in zip(blocks, *errors, strict=True):
-        assert max(of_ranks) <= (0.05 if fields["dtype"] == "bfloat16" else 1e-12), name
+        assert max(of_ranks) <= (0.1 if fields["dtype"] == "bfloat16" else 1e-12), name  # one rank: 0.024
 
 
 def test_idle_axes_are_those_of_one_rank() -> None:

@@ -13,7 +13,13 @@ from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.ring_attention import RingAttention
 from meshweave.algorithms.block.roles import BLOCK_ROLES, AxisRole
 from meshweave.algorithms.block.strategy import BlockAlgorithm
-from meshweave.algorithms.block.two_d import Collective2d, MeshSliceBlock, SummaBlock, WangBlock
+from meshweave.algorithms.block.two_d import (
+    Collective2d,
+    MeshSliceBlock,
+    SummaBlock,
+    TwoHalfDBlock,
+    WangBlock,
+)
 
 ENTRIES: tuple[BlockAlgorithm, ...] = (
     Atp(),
@@ -23,6 +29,7 @@ ENTRIES: tuple[BlockAlgorithm, ...] = (
     MeshSliceBlock(),
     WangBlock(),
     SummaBlock(),
+    TwoHalfDBlock(),
     DataParallel(),
     ZeroOne(),
     ZeroTwo(),

@@ -17,7 +17,7 @@ from meshweave.algorithms.block.ring_equations import (
     ring_meanings,
     ring_tensors,
 )
-from meshweave.algorithms.block.roles import Dims, Roles
+from meshweave.algorithms.block.roles import AxisDims, Roles
 from meshweave.algorithms.block.skeleton_writer import SkeletonWriter
 from meshweave.algorithms.block.writer import BlockWriter
 from meshweave.describe.layout.mesh import Mesh
@@ -52,7 +52,7 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
     meanings: list[Meaning] = []
     for half in halves:
         meanings += half.meanings(roles.two_step_norms, ring_meanings(half) if half in rings else None)
-    for half in reversed(halves) if problem.is_training else ():
+    for half in reversed(halves) if problem.training else ():
         core = ring_gradient_meanings(half) if half in rings else None
         meanings += half.gradient_meanings(roles.two_step_norms, core)
     if problem.vocabulary:
@@ -62,7 +62,7 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
     tensors = [Tensor("X", (*token_sizes(problem, is_flat), problem.hidden), problem.dtype)]
     tensors += [tensor for half in halves for tensor in half.tensors()]
     tensors += [tensor for half in rings for tensor in ring_tensors(half)]
-    if problem.is_training:
+    if problem.training:
         tensors.append(replace(tensors[0], name="DZ"))
         tensors += [tensor for half in reversed(halves) for tensor in half.gradient_tensors()]
         tensors += [tensor for half in rings for tensor in ring_gradient_tensors(half)]
@@ -81,5 +81,5 @@ def _assembled(writer: ProgramWriter, roles: Roles, name: str) -> Program:
     )
 
 
-def _batch_dims(roles: Roles) -> Dims:
+def _batch_dims(roles: Roles) -> AxisDims:
     return tuple("batch" if dim == "batch" else "" for dim in roles.residual)

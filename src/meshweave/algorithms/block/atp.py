@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshweave.algorithms.block.halves import halves_of
-from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import HIDDEN, INNER, Dims, Side
+from meshweave.algorithms.block.problem import MESH, BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import HIDDEN, INNER, AxisDims, Side
 from meshweave.algorithms.block.sides import extent
-from meshweave.algorithms.block.strategy import AXES, MESH, BlockAlgorithm
+from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.ir.program.expressions import evaluate
@@ -63,7 +63,7 @@ class Atp(BlockAlgorithm):
         for tokens in self._tokens_of_chunks(problem, config):
             statistics = tokens * problem.norm_rows * dtype_bytes(problem.statistics_dtype)
             passes = (
-                [(qkv, heads, first), (heads, qkv, second)] if problem.is_training else [(qkv, heads, first)]
+                [(qkv, heads, first), (heads, qkv, second)] if problem.training else [(qkv, heads, first)]
             )
             for scattered, gathered, summed in passes:
                 over_rows += 2 * _summed(d1, tokens * hidden * item)
@@ -73,13 +73,13 @@ class Atp(BlockAlgorithm):
                     over_columns += _summed(d2, tokens * scattered[0] * item)
                 else:
                     over_columns += tokens * (scattered[0] - scattered[1]) * item
-        moved = {f"{MESH}.{AXES[0]}": over_rows, f"{MESH}.{AXES[1]}": over_columns}
+        moved = {f"{MESH}.row": over_rows, f"{MESH}.col": over_columns}
         return {axis: problem.layers * count for axis, count in moved.items() if count}
 
-    def _local(self, problem: BlockProblem, rank: int, side: Side, dims: Dims) -> int:
+    def _local(self, problem: BlockProblem, rank: int, side: Side, dims: AxisDims) -> int:
         """Return the elements of a side that a rank has."""
-        mesh = self.mesh(problem)
-        coordinates = {f"{MESH}.{axis}": at for axis, at in zip(AXES, mesh.coords(rank), strict=True)}
+        mesh = problem.mesh
+        coordinates = {f"{MESH}.{axis}": at for axis, at in zip(mesh.axes, mesh.coords(rank), strict=True)}
         return evaluate(extent(mesh, side, dims), coordinates)
 
     @staticmethod

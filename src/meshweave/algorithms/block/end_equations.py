@@ -82,7 +82,7 @@ def end_meanings(problem: BlockProblem, is_flat: bool, two_steps: bool) -> Itera
     yield Function(greatest, "row_max", (logits,), reduce="max")
     yield Function(sums, "softmax_sums", (logits, greatest, targets, ids_out), reduce="sum")
     yield Function(loss, "loss", (sums, greatest, loss), reduce="sum")
-    if not problem.is_training:
+    if not problem.training:
         return
     of_logits = TensorPart(f"D{LOGITS}", (*names, "v"))
     yield Function(of_logits, "loss_grad", (logits, greatest, sums, targets, ids_out))

@@ -21,17 +21,18 @@ from meshweave.algorithms.block.end_equations import (
     head_of,
 )
 from meshweave.algorithms.block.halves import Half, Site
-from meshweave.algorithms.block.layer import LayerWriter, WeightSpec
-from meshweave.algorithms.block.roles import TOKENS, Dims, Side, Sides, dual, product
+from meshweave.algorithms.block.layer import LayerWriter
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Side, Sides, gradient_dims, product
+from meshweave.algorithms.block.tensors import WeightSpec
 from meshweave.algorithms.block.writer import Stored
 
 
-def _of_tokens(dims: Dims) -> Dims:
+def _of_tokens(dims: AxisDims) -> AxisDims:
     """Return how a tensor without features lies beside one that lies as `dims`."""
     return tuple(dim if dim in TOKENS else "" for dim in dims)
 
 
-def _of_units(dims: Dims) -> Dims:
+def _of_units(dims: AxisDims) -> AxisDims:
     """Return how a list of the vocabulary lies beside a tensor that lies as `dims`."""
     return tuple("inner" if dim == "inner" else "" for dim in dims)
 
@@ -87,7 +88,7 @@ class EndsWriter(LayerWriter):
         tokens, shape = _of_tokens(logits.dims), self._rows_and_features(logits)
         greatest = self._new(GREATEST, self._token_sides, tokens, real)
         sums = self._new(SUMS, (*self._token_sides, Side("", 2)), tokens, real)
-        partial: Dims = tuple("partial" if dim == "inner" else dim for dim in logits.dims)
+        partial: AxisDims = tuple("partial" if dim == "inner" else dim for dim in logits.dims)
         writer.call("row_max", (greatest,), (logits,), "reduction", (writer.elements(logits),))
         writer.move(replace(greatest, dims=partial), tokens, "moved", op="max")
         ins = (logits, greatest, stored[TARGETS], stored[IDS_OUT])
@@ -97,7 +98,7 @@ class EndsWriter(LayerWriter):
         writer.zero(loss)
         writer.call("loss", (loss,), (sums, greatest, loss), "reduction", (writer.elements(greatest),))
         writer.cut()
-        of_tokens: Dims = tuple("partial" if dim in TOKENS else "" for dim in tokens)
+        of_tokens: AxisDims = tuple("partial" if dim in TOKENS else "" for dim in tokens)
         writer.move_once(replace(loss, dims=of_tokens), loss.dims, "")
 
     def _before_backward(self) -> None:
@@ -113,7 +114,7 @@ class EndsWriter(LayerWriter):
     def _after_backward(self) -> None:
         """Write the gradient of E."""
         stored, writer = self.stored, self.writer
-        arriving: Stored = writer.move(stored["DX"], dual(self.roles.product(False)), "all")
+        arriving: Stored = writer.move(stored["DX"], gradient_dims(self.roles.product(False)), "all")
         out = stored[f"D{TABLE}"]
         natural = product(self.roles.operand(False), arriving.dims, TOKENS)
         landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)

@@ -47,6 +47,8 @@ class BlockFunctions(ABC):
             "normalize_weight_grad": self.normalize_weight_grad,
             "norm_grad": self.norm_grad,
             "norm_weight_grad": self.norm_weight_grad,
+            "add_bias": self.add_bias,
+            "bias_grad": self.bias_grad,
             "attention": self.attention,
             "attention_grad": self.attention_grad,
             "split_heads": self.split_heads,
@@ -98,6 +100,16 @@ class BlockFunctions(ABC):
     def norm_weight_grad(self, dy: Values, x: Values, so_far: Values) -> Values:
         """Return the gradient by the parameters, of whole rows."""
         return self.normalize_weight_grad(dy, x, self.statistics(x), so_far)
+
+    # --- biases -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def add_bias(self, x: Values, bias: Values) -> Values:
+        """Return `x` (batch, sequence, features) plus `bias` (features)."""
+
+    @abstractmethod
+    def bias_grad(self, dy: Values, so_far: Values) -> Values:
+        """Return `so_far` (features) plus the sums over rows of `dy` (batch, sequence, features)."""
 
     # --- attention ----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ and backward, where D names gradients and T transposes:
 A norm comes in two forms. In one a call sees whole rows. In two steps, statistics of each row are sums over
 features, which ranks that share the features add up; its gradient has sums of this kind as well. Eq. 2 of the ATP
 paper leaves both out.
+
+With biases, Y = N W_in + b_in and P = A W_out + b_out. Their gradients are sums over tokens of DY and DR'.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from dataclasses import dataclass
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.algorithms.block.roles import Dim
 from meshweave.ir.program import Tensor
-from meshweave.ir.program.meanings import Dims, Function, Meaning, Product, Same, Sum, TensorPart
+from meshweave.ir.program.meanings import Function, Meaning, PositionNames, Product, Same, Sum, TensorPart
 
-GROUP: Dims = ("b", None, "g", None)
+GROUP: PositionNames = ("b", None, "g", None)
 """All positions of a group of heads, of a tensor (batch, sequence, groups, width)."""
 
 
@@ -65,21 +67,29 @@ class Half:
         return token_sizes(self.problem, self.is_flat)
 
     @property
-    def token_names(self) -> Dims:
+    def token_names(self) -> PositionNames:
         """Return names for the positions of tokens."""
         return ("i",) if self.is_flat else ("b", "s")
 
     @property
-    def _row(self) -> Dims:
+    def _row(self) -> PositionNames:
         return (*self.token_names, None)
 
     @property
-    def _element(self) -> Dims:
+    def _element(self) -> PositionNames:
         return (*self.token_names, "j")
 
     @property
-    def _unit(self) -> Dims:
+    def _unit(self) -> PositionNames:
         return (*self.token_names, "j", None)
+
+    @property
+    def biases(self) -> tuple[tuple[str, str, str], ...]:
+        """Return per bias its name, that of the product before it, and that of the gradient of their sum."""
+        return (
+            (_bias_of(self.w_in), f"{self.inner}_product", f"D{self.inner}"),
+            (_bias_of(self.w_out), f"{self.product}_product", f"D{self.result}"),
+        )
 
     @property
     def log_sums(self) -> str:
@@ -113,6 +123,11 @@ class Half:
             yield Tensor(f"{self.core}_units", (*of_units, self.units, self.out_unit), p.dtype)
             yield Tensor(self.log_sums, (*tokens, self.units * group), p.statistics_dtype)
             yield Tensor(f"{self.log_sums}_units", (*of_units, self.units, group), p.statistics_dtype)
+        if p.biases:
+            widths = self.units * self.in_unit, p.hidden
+            for (bias, product, _), width in zip(self.biases, widths, strict=True):
+                yield Tensor(bias, (width,), p.dtype)
+                yield Tensor(product, (*tokens, width), p.dtype)
         yield Tensor(self.product, (*tokens, p.hidden), p.dtype)
         yield Tensor(self.result, (*tokens, p.hidden), p.dtype)
 
@@ -123,6 +138,8 @@ class Half:
         names = [self.core, self.inner, f"{self.inner}_units", self.normal, self.w_in, self.w_out, self.gain]
         if self.is_attention:
             names.append(f"{self.core}_units")
+        if self.problem.biases:
+            names += [bias for bias, *_ in self.biases]
         for name in names:
             yield Tensor(f"D{name}", same[name].shape, same[name].dtype)
         yield Tensor(self.norm_gradient_sums, (*tokens, p.norm_rows), p.statistics_dtype)
@@ -134,11 +151,21 @@ class Half:
     def meanings(self, two_steps: bool, core: Iterator[Meaning] | None = None) -> Iterator[Meaning]:
         """Yield the equations of the forward part, with a norm in one step or two, and its core as given."""
         yield from self.norm_meanings(two_steps)
-        yield Product(self.inner, self.normal, self.w_in)
+        yield from self._product(0, self.inner, self.normal, self.w_in)
         yield Same(f"{self.inner}_units", self.inner)
         yield from self._core() if core is None else core
-        yield Product(self.product, self.core, self.w_out)
+        yield from self._product(1, self.product, self.core, self.w_out)
         yield Sum(self.result, (self.stream, self.product))
+
+    def _product(self, number: int, out: str, operand: str, weight: str) -> Iterator[Meaning]:
+        """Yield the equations of a product, and of its bias if it has one."""
+        if not self.problem.biases:
+            yield Product(out, operand, weight)
+            return
+        bias, product, _ = self.biases[number]
+        yield Product(product, operand, weight)
+        terms = TensorPart(product, self._element), TensorPart(bias, ("j",))
+        yield Function(TensorPart(out, self._element), "add_bias", terms)
 
     def norm_meanings(self, two_steps: bool) -> Iterator[Meaning]:
         """Yield the equations of the norm."""
@@ -173,6 +200,10 @@ class Half:
         yield from self._core_gradient() if core is None else core
         yield Product(f"D{self.normal}", f"D{self.inner}", self.w_in, transpose_b=True)
         yield Product(f"D{self.w_in}", self.normal, f"D{self.inner}", transpose_a=True)
+        for bias, _, arriving_there in self.biases if self.problem.biases else ():
+            of_bias = TensorPart(f"D{bias}", ("j",))
+            ins = TensorPart(arriving_there, self._element), of_bias
+            yield Function(of_bias, "bias_grad", ins, reduce="sum")
         yield from self.norm_gradient_meanings(two_steps)
         yield Sum(f"D{self.stream}", (arriving, self.norm_gradient))
 
@@ -222,6 +253,11 @@ class Site:
         return self.half.w_in if self.is_first else self.half.w_out
 
     @property
+    def bias(self) -> str:
+        """Return the name of the bias."""
+        return _bias_of(self.weight)
+
+    @property
     def operand(self) -> str:
         """Return the name of what is multiplied by the weight."""
         return self.half.normal if self.is_first else self.half.core
@@ -235,6 +271,11 @@ class Site:
     def other_k(self) -> Dim:
         """Return the dim over which the gradient of the operand sums."""
         return "inner" if self.is_first else "hidden"
+
+
+def _bias_of(weight: str) -> str:
+    """Return the name of the bias that belongs to a weight: BQKV0 to WQKV0."""
+    return f"B{weight[1:]}"
 
 
 def token_sizes(problem: BlockProblem, is_flat: bool) -> tuple[int, ...]:

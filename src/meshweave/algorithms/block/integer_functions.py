@@ -17,6 +17,14 @@ from meshweave.algorithms.block.functions import (
 class IntegerFunctions(BlockFunctions):
     """Functions of integers that never exceed 3, for comparisons with `==`."""
 
+    def add_bias(self, x: Values, bias: Values) -> Values:
+        """Return small integers in place of `x` plus `bias`."""
+        return _small(x + bias)
+
+    def bias_grad(self, dy: Values, so_far: Values) -> Values:
+        """Return small integers in place of the gradient of a bias, added to `so_far`."""
+        return so_far + over_rows(_small(dy))
+
     def statistics(self, x: Values) -> Values:
         """Return small integers in place of the sums of a norm."""
         small = _small(x)

@@ -9,38 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from meshweave.algorithms.block.halves import Half, Site, halves_of_layers
-from meshweave.algorithms.block.problem import BlockProblem
+from meshweave.algorithms.block.halves import Half, Site
 from meshweave.algorithms.block.ring_core import RingCore
-from meshweave.algorithms.block.ring_equations import (
-    POSITIONS,
-)
-from meshweave.algorithms.block.roles import TOKENS, Dims, Roles, Side, Sides, dual, product
-from meshweave.algorithms.block.sides import layout_of
-from meshweave.algorithms.block.writer import BlockWriter, Kind, Stored
+from meshweave.algorithms.block.ring_equations import POSITIONS
+from meshweave.algorithms.block.roles import TOKENS, AxisDims, Sides, gradient_dims, product
+from meshweave.algorithms.block.sides import layout_of, within
+from meshweave.algorithms.block.tensors import BlockTensors
+from meshweave.algorithms.block.writer import Stored
 from meshweave.describe.layout import Tile
 from meshweave.ir.program.expressions import Index
 
 GRADIENTS = "gradients"
-WEIGHTS = "weights"
-
-
-WeightSpec = tuple[str, Sides, Dims]
-"""The name of a weight, its sides, and how it lies where it is used."""
+"""What the lanes of reductions of gradients are called, after their mesh axis."""
 
 
 @dataclass
-class LayerWriter:
-    """Writes all layers of a problem with the ops of a writer.
+class LayerWriter(BlockTensors):
+    """Writes all layers of a problem with the ops of a writer."""
 
-    Attributes:
-        stored: where each tensor lies, by name; an operand where it is multiplied has " gathered" after its name.
-    """
-
-    problem: BlockProblem
-    roles: Roles
-    writer: BlockWriter
-    stored: dict[str, Stored] = field(default_factory=dict)
     _later: list[Callable[[], None]] = field(default_factory=list)
     _reductions: list[tuple[Stored, Stored]] = field(default_factory=list)
     _rings: dict[int, RingCore] = field(default_factory=dict)
@@ -52,7 +38,7 @@ class LayerWriter:
         for half in self._halves:
             self._forward(half)
         self._after()
-        if self.problem.is_training:
+        if self.problem.training:
             self._before_backward()
             for half in reversed(self._halves):
                 self._backward(half)
@@ -60,10 +46,6 @@ class LayerWriter:
         self.writer.cut()
         for landed, out in self._reductions:
             self.writer.move_once(landed, out.dims, GRADIENTS, out)
-
-    @property
-    def _halves(self) -> list[Half]:
-        return halves_of_layers(self.problem, self.roles.is_flat)
 
     def _before(self) -> None:
         """Write what is before the first layer."""
@@ -76,108 +58,6 @@ class LayerWriter:
 
     def _after_backward(self) -> None:
         """Write what is after the backward part of the first layer."""
-
-    # --- sides --------------------------------------------------------------------------------------------------
-
-    @property
-    def _token_sides(self) -> Sides:
-        batch, sequence = self.problem.batch, self.problem.sequence
-        if self.roles.is_flat:
-            return (Side("batch", batch, sequence),)
-        return Side("batch", batch), Side("sequence", sequence)
-
-    def _residual_sides(self) -> Sides:
-        return *self._token_sides, Side("hidden", self.problem.hidden)
-
-    def _inner_sides(self, half: Half, unit: int) -> Sides:
-        return *self._token_sides, Side("inner", half.units, unit)
-
-    def _row_sides(self) -> Sides:
-        return *self._token_sides, Side("", self.problem.norm_rows)
-
-    # --- operands and results -----------------------------------------------------------------------------------
-
-    def _weights(self) -> list[WeightSpec]:
-        """Return all weights: name, sides, and how each lies where it is used."""
-        hidden, roles = Side("hidden", self.problem.hidden), self.roles
-        weights: list[WeightSpec] = []
-        for half in self._halves:
-            weights += [
-                (half.gain, (Side("", self.problem.norm_rows), hidden), roles.gain),
-                (half.w_in, (hidden, Side("inner", half.units, half.in_unit)), roles.weight(True)),
-                (half.w_out, (Side("inner", half.units, half.out_unit), hidden), roles.weight(False)),
-            ]
-        return weights
-
-    def _declare(self) -> None:
-        """Declare inputs and outputs, in the order of their use."""
-        problem, roles, writer = self.problem, self.roles, self.writer
-        self._declare_inputs()
-        for name, sides, used in self._weights():
-            dims = used if sides[0].dim == "" else roles.stored(used, sides)
-            self.stored[name] = writer.new(name.lower(), name, sides, dims, problem.dtype, "input")
-        if roles.ring_axis is not None:
-            positions: Sides = (Side("sequence", problem.sequence),)
-            self.stored[POSITIONS] = writer.new(
-                POSITIONS.lower(), POSITIONS, positions, roles.nowhere, problem.statistics_dtype, "input"
-            )
-        self._declare_outputs()
-        for name, sides, used in self._weights() if problem.is_training else ():
-            dims = used if sides[0].dim == "" else roles.gradient(used, sides)
-            self.stored[f"D{name}"] = writer.new(
-                f"d{name.lower()}", f"D{name}", sides, dims, problem.dtype, "output"
-            )
-
-    def _declare_inputs(self) -> None:
-        """Declare the inputs that are no weights."""
-        for name in ("X", "DZ") if self.problem.is_training else ("X",):
-            self._declare_residual(name, "input")
-
-    def _declare_outputs(self) -> None:
-        """Declare the outputs that are no gradients of weights."""
-        for name in ("Z", "DX") if self.problem.is_training else ("Z",):
-            self._declare_residual(name, "output")
-
-    def _declare_residual(self, name: str, kind: Kind) -> None:
-        self.stored[name] = self.writer.new(
-            name.lower(), name, self._residual_sides(), self.roles.residual, self.problem.dtype, kind
-        )
-
-    def _new(self, tensor: str, sides: Sides, dims: Dims, dtype: str = "") -> Stored:
-        """Return the buffer of a tensor: that which is declared for it, or a new one."""
-        if tensor not in self.stored:
-            self.stored[tensor] = self.writer.new(
-                tensor.lower(), tensor, sides, dims, dtype or self.problem.dtype
-            )
-        return self.stored[tensor]
-
-    def _weight(self, site: Site) -> Stored:
-        """Return a weight where it is multiplied: gathered, if it is kept in parts."""
-        kept, used = self.stored[site.weight], self.roles.weight(site.is_first)
-        if kept.dims == used:
-            return kept
-        if self.roles.keeps_weights:
-            if f"{site.weight}_whole" not in self.stored:
-                self.stored[f"{site.weight}_whole"] = self.writer.gather_once(kept, None, used, WEIGHTS)
-            return self.stored[f"{site.weight}_whole"]
-        name = site.weight.removesuffix(str(site.half.layer)).rstrip("_").lower()
-        out = replace(kept, buffer=f"{name}_whole", dims=used, slot=site.half.layer % 2)
-        return self.writer.gather_once(
-            kept, self.writer.scratch(out, min(2, self.problem.layers)), used, WEIGHTS
-        )
-
-    def _landing(self, tensor: str, sides: Sides, natural: Dims, final: Dims) -> tuple[Stored, Stored]:
-        """Return the buffer that a product writes, and that in which its result is to lie.
-
-        They are one where sums are made in place.
-        """
-        out = self._new(tensor, sides, final)
-        if all(
-            before == after or (before == "partial" and not after)
-            for before, after in zip(natural, final, strict=True)
-        ):
-            return replace(out, dims=natural), out
-        return self.writer.part_of(out, natural), out
 
     # --- products -----------------------------------------------------------------------------------------------
 
@@ -205,10 +85,9 @@ class LayerWriter:
         if self._is_2d(site):
             out = self._new(tensor, first.sides, final)
             self.writer.product_2d(self.roles.product_2d, "ls", out, arriving, self.stored[site.weight])
-            gradient = self.stored[f"D{site.weight}"]
-            self._then(lambda: self.writer.product_2d(self.roles.product_2d, "rs", gradient, first, arriving))
+            self._then(lambda: self._weight_gradient_2d(site.weight, first, arriving))
             return out
-        arriving = self.writer.move(arriving, dual(self.roles.product(site.is_first)), "all")
+        arriving = self.writer.move(arriving, gradient_dims(self.roles.product(site.is_first)), "all")
         if self.roles.keeps_gathered:
             operand = self.stored[f"{site.operand} gathered"]
         else:
@@ -221,7 +100,7 @@ class LayerWriter:
         self._then(lambda: self._weight_gradient(site.weight, operand, arriving))
         return out
 
-    def _result(self, site: Site) -> tuple[str, Sides, Dims]:
+    def _result(self, site: Site) -> tuple[str, Sides, AxisDims]:
         """Return what a product of the forward part makes: the tensor, its sides, and how it is to lie."""
         half = site.half
         if site.is_first:
@@ -235,17 +114,33 @@ class LayerWriter:
             return False
         _, sides, final = self._result(site)
         operand, weight = self.stored[site.operand], self.stored[site.weight]
-        layouts = [layout_of(self.writer.mesh, sides, final)]
-        layouts += [layout_of(self.writer.mesh, stored.sides, stored.dims) for stored in (operand, weight)]
-        return not any(isinstance(p, Tile) for layout in layouts for p in layout.placements)
+        mesh = self.writer.mesh
+        for matrix_sides, dims in (
+            (sides, final),
+            (operand.sides, operand.dims),
+            (weight.sides, weight.dims),
+        ):
+            tiles = [isinstance(p, Tile) for p in layout_of(mesh, matrix_sides, dims).placements]
+            is_uneven = any(within(side, mesh, dims, 2) is None for side in matrix_sides)
+            if any(tiles) or is_uneven or not set(dims[:-2]) <= {"", *TOKENS}:
+                return False
+        return True
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def _forward(self, half: Half) -> None:
         stream = self.stored[half.stream]
         self._norm(half, stream)
-        self._core(half, self._multiply(Site(half, True)))
-        self.writer.add(self._multiply(Site(half, False)), stream)
+        self._core(half, self._multiply_and_bias(Site(half, True)))
+        self.writer.add(self._multiply_and_bias(Site(half, False)), stream)
+
+    def _multiply_and_bias(self, site: Site) -> Stored:
+        """Write a product of the forward part, and the bias on what it gives, once its terms are summed."""
+        out = self._multiply(site)
+        if self.problem.biases:
+            ins = (out, self.stored[site.bias])
+            self.writer.call("add_bias", (out,), ins, "elementwise", (self.writer.elements(out),))
+        return out
 
     def _norm(self, half: Half, stream: Stored) -> None:
         roles, writer, gain = self.roles, self.writer, self.stored[half.gain]
@@ -260,7 +155,7 @@ class LayerWriter:
     def _row_sums(self, tensor: str, fn: str, ins: tuple[Stored, ...]) -> Stored:
         """Write a call that makes sums over the features of each row, and their sum over ranks."""
         sums = self._new(tensor, self._row_sides(), self.roles.statistics, self.problem.statistics_dtype)
-        natural: Dims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
+        natural: AxisDims = tuple("partial" if dim == "hidden" else dim for dim in ins[0].dims)
         self.writer.call(fn, (sums,), ins, "reduction", (self.writer.elements(ins[0]),))
         self.writer.move(replace(sums, dims=natural), self.roles.statistics, "moved")
         return sums
@@ -291,13 +186,18 @@ class LayerWriter:
     def _attention_shape(self, log_sums: Stored) -> tuple[Index, ...]:
         tokens, heads = self._rows_and_features(log_sums)
         sequence = self.problem.sequence
-        return tokens // sequence, heads, sequence, sequence, self.problem.head_dim
+        return tokens // sequence, heads, sequence, self.problem.priced_keys(sequence), self.problem.head_dim
 
     # --- backward -----------------------------------------------------------------------------------------------
 
     def _backward(self, half: Half) -> None:
-        of_core = self._multiply_back(Site(half, False), self.stored[f"D{half.result}"])
-        of_normal = self._multiply_back(Site(half, True), self._core_gradient(half, of_core))
+        of_result = self.stored[f"D{half.result}"]
+        of_core = self._multiply_back(Site(half, False), of_result)
+        of_inner = self._core_gradient(half, of_core)
+        of_normal = self._multiply_back(Site(half, True), of_inner)
+        if self.problem.biases:
+            self._then(lambda: self._bias_gradient(Site(half, False), of_result))
+            self._then(lambda: self._bias_gradient(Site(half, True), of_inner))
         self._norm_gradient(half, of_normal)
         self._write_later()
 
@@ -320,6 +220,14 @@ class LayerWriter:
         natural = product(rows.dims, columns.dims, TOKENS)
         landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)
         self.writer.matmul(landed, rows, columns, transpose_a=True, sums_chunks=True)
+        self._reduce(landed, out)
+
+    def _weight_gradient_2d(self, weight: str, rows: Stored, columns: Stored) -> None:
+        """Write the same as a 2D product on the last two mesh axes, and its reduction over others."""
+        out = self.stored[f"D{weight}"]
+        natural = (*product(rows.dims[:-2], columns.dims[:-2], TOKENS), *out.dims[-2:])
+        landed, _ = self._landing(out.tensor, out.sides, natural, out.dims)
+        self.writer.product_2d(self.roles.product_2d, "rs", landed, rows, columns)
         self._reduce(landed, out)
 
     def _reduce(self, landed: Stored, out: Stored) -> None:
@@ -373,5 +281,14 @@ class LayerWriter:
         self.writer.zero(out)
         ins = (of_normal, stream, *statistics, out)
         self.writer.call(fn, (out,), ins, "norm", self._rows_and_features(stream), "weight_grad")
-        natural: Dims = tuple("partial" if dim in TOKENS else dim for dim in of_normal.dims)
+        natural: AxisDims = tuple("partial" if dim in TOKENS else dim for dim in of_normal.dims)
+        self._reduce(replace(out, dims=natural), out)
+
+    def _bias_gradient(self, site: Site, arriving: Stored) -> None:
+        """Write the sum over tokens of the gradient that arrives, and its reduction over ranks."""
+        out = self.stored[f"D{site.bias}"]
+        self.writer.zero(out)
+        elements = (self.writer.elements(arriving),)
+        self.writer.call("bias_grad", (out,), (arriving, out), "reduction", elements)
+        natural: AxisDims = tuple("partial" if dim in TOKENS else dim for dim in arriving.dims)
         self._reduce(replace(out, dims=natural), out)

@@ -1,4 +1,4 @@
-"""What a block computes: layers of a transformer, forward and backward, on a mesh of two axes."""
+"""What a block computes: layers of a transformer, forward and backward, on a mesh of two or three axes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from typing import Literal
 
 from meshweave.base.errors import LayoutError, did_you_mean
 from meshweave.base.units import DTYPES
+from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
+from meshweave.ir.program.expressions import Index
 
 Family = Literal["gpt", "llama"]
-Part = Literal["forward", "training"]
+
+MESH = "tp"
+AXES = ("depth", "row", "col")
+"""Names of the mesh axes; a mesh of two axes has the last two."""
 
 _FAMILIES = ("gpt", "llama")
-_PARTS = ("forward", "training")
 
 
 @dataclass(frozen=True)
 class BlockProblem:
-    """Layers of a transformer on a (rows, columns) mesh.
+    """Layers of a transformer on a mesh (rows, columns) or (depth, rows, columns).
 
     Each layer is N = norm(X), M = X + attention(N W_qkv) W_o, N' = norm(M), Z = M + activation(N' W_1) W_2. Family
     "gpt" has layer norms with a gain and a bias, and GELU; "llama" has root-mean-square norms with a gain, rotary
@@ -27,20 +31,30 @@ class BlockProblem:
     and grouped: `heads / kv_heads` heads of queries share one head of keys and values, and W_qkv has the columns
     of one such group after those of another.
 
-    Part "forward" takes X (batch, sequence, hidden) to Z. Part "training" also takes DZ, the gradient of a loss by
-    Z, and gives DX and the gradients of all weights.
+    Without `training` X (batch, sequence, hidden) is taken to Z. With it DZ is one more input, the gradient of a
+    loss with respect to Z, and DX and the gradients of all weights are outputs, too.
 
     With a vocabulary, TOKENS (batch, sequence) are looked up in E (vocabulary, hidden). A last norm, the product
     with W_v (hidden, vocabulary) and a cross entropy with TARGETS follow Z: LOSS is their sum over tokens. X, Z
     and their gradients are then no inputs and outputs, and E and W_v have gradients. They are two tables.
 
     Attributes:
+        batch, sequence: sequences of all ranks together, and tokens of a sequence.
+        hidden, ffn: features of the residual, and inner features of the feed-forward half.
+        heads, kv_heads, head_dim: heads of queries, heads of keys and values, and the width of each.
+        mesh_shape: the sizes of the mesh.
+        layers: how many consecutive layers.
+        training: whether the gradients are computed, too.
         vocabulary: the number of different tokens; 0 for layers alone.
+        counts_masked: whether attention is priced over all pairs of query and key, as for kernels that do not skip
+            masked tiles, or in FLOPs as Megatron-LM counts them. Else it is over the pairs that attend, as
+            FlashAttention counts them (Dao 2023, section 4.1): sequence // 2 + 1 keys a query.
+        biases: whether each of the four products of a layer has a bias, as in GPT-3: BQKV, BO, B1 and B2.
         exact: whether norms, attention and activations are replaced by functions of small integers that depend on
             the same elements, so that results compare with `==` (`functions.py`).
 
     Raises:
-        LayoutError: a size is under 1, heads are not divided by `kv_heads`, or a word is none of those above.
+        LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family or dtype is unknown.
     """
 
     batch: int
@@ -50,39 +64,45 @@ class BlockProblem:
     kv_heads: int
     head_dim: int
     ffn: int
-    mesh_shape: tuple[int, int] = (2, 2)
+    mesh_shape: tuple[int, ...] = (2, 2)
     layers: int = 1
     family: Family = "gpt"
-    part: Part = "training"
+    training: bool = True
     dtype: str = "float32"
     exact: bool = False
     vocabulary: int = 0
+    counts_masked: bool = False
+    biases: bool = False
 
     def __post_init__(self) -> None:
-        sizes = (self.batch, self.sequence, self.hidden, self.heads, self.kv_heads, self.head_dim, self.ffn)
-        if len(self.mesh_shape) != 2 or min(*sizes, *self.mesh_shape, self.layers) < 1 or self.vocabulary < 0:
-            raise LayoutError("sizes, layers and the two mesh sides of a block must be positive")
+        if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
+            raise LayoutError(
+                f"block: mesh_shape is {self.mesh_shape}; give (rows, columns) or (depth, rows, columns)"
+            )
+        for name in ("batch", "sequence", "hidden", "heads", "kv_heads", "head_dim", "ffn", "layers"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"block: {name} is {getattr(self, name)}; give at least 1")
+        if self.vocabulary < 0:
+            raise LayoutError(f"block: vocabulary is {self.vocabulary}; give 0 for none")
         if self.heads % self.kv_heads:
             raise LayoutError(
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
             )
-        for word, known in (
-            (self.family, _FAMILIES),
-            (self.part, _PARTS),
-            (self.dtype, DTYPES),
-        ):
+        for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
+            word = getattr(self, name)
             if word not in known:
-                raise LayoutError(f"a block has no '{word}'{did_you_mean(word, known)}")
+                raise LayoutError(f"block: unknown {name} '{word}'{did_you_mean(word, known)}")
 
     @classmethod
     def of(
         cls,
         model: Transformer,
         workload: Workload,
-        mesh_shape: tuple[int, int],
+        mesh_shape: tuple[int, ...],
         *,
         layers: int = 1,
-        part: Part = "training",
+        training: bool = True,
+        counts_masked: bool = False,
     ) -> BlockProblem:
         """Return the problem of `layers` layers of a model, by its sizes.
 
@@ -100,14 +120,19 @@ class BlockProblem:
             mesh_shape,
             layers,
             "llama" if model.gated_ffn else "gpt",
-            part,
+            training,
             workload.dtype,
+            counts_masked=counts_masked,
         )
 
     @property
-    def is_training(self) -> bool:
-        """Return whether the gradients are computed, too."""
-        return self.part == "training"
+    def mesh(self) -> Mesh:
+        """Return the mesh."""
+        return Mesh.of(MESH, self.mesh_shape, AXES[-len(self.mesh_shape) :])
+
+    def priced_keys(self, keys: Index) -> Index:
+        """Return for how many keys each of as many queries, at the same positions, is priced."""
+        return keys if self.counts_masked else keys // 2 + 1
 
     @property
     def queries_per_group(self) -> int:
@@ -140,19 +165,23 @@ class BlockConfig:
     """What a strategy leaves open.
 
     Attributes:
-        chunks: the number of parts into which a rank's batch is cut, so that the communication of one runs beside
-            the products of the next. The last one may be smaller.
+        chunks: the most chunks into which a rank's batch is cut, so that the communication of one runs beside the
+            products of the next. All have ceil(batch / chunks) sequences, but the last may have fewer, and there
+            may be fewer chunks: 5 sequences in at most 4 chunks are 2, 2 and 1.
         scatter: how a sum of which each rank needs a part gets there: by "reduce_scatter", or by "all_reduce",
             after which a rank takes its part.
-        slices: the most slices of each 2D product.
+        slices: the most slices of each 2D product, which has as many as its sizes allow up to this, or else the
+            fewest that they allow; 0 for the fewest, and where a strategy has no 2D products.
+        packets: the packets of each broadcast and reduction of a 2D product.
     """
 
     chunks: int = 1
     scatter: Literal["reduce_scatter", "all_reduce"] = "reduce_scatter"
     slices: int = 0
+    packets: int = 1
 
     def __str__(self) -> str:
         text = f"{self.chunks} chunks" if self.chunks > 1 else "1 chunk"
         if self.slices:
-            text = f"S={self.slices}"
+            text = f"S={self.slices}" + (f" D={self.packets}" if self.packets > 1 else "")
         return text if self.scatter == "reduce_scatter" else f"{text}, all-reduce before scatter"

@@ -13,9 +13,14 @@ _KEPT = 4096
 
 
 @lru_cache(_KEPT)
-def product_config(name: str, problem: Matmul2dProblem, slices: int) -> Matmul2dConfig:
-    """Return the config of a product with the most slices up to a number, or with the fewest if all have more."""
+def product_config(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Matmul2dConfig:
+    """Return the config of a product with the most slices up to a number, or with the fewest if all have more.
+
+    Of its packet counts it has the largest up to `packets`.
+    """
     configs = list(algorithm(name).candidates(problem))
+    fitting = max(config.packets for config in configs if config.packets <= packets)
+    configs = [config for config in configs if config.packets == fitting]
     few = [config for config in configs if config.slice_count <= slices]
     if few:
         return max(few, key=lambda config: config.slice_count)
@@ -23,12 +28,12 @@ def product_config(name: str, problem: Matmul2dProblem, slices: int) -> Matmul2d
 
 
 @lru_cache(_KEPT)
-def product_program(name: str, problem: Matmul2dProblem, slices: int) -> Program:
+def product_program(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Program:
     """Return the program of a product. Equal arguments give the same object, which is then proved once."""
-    return algorithm(name).program(problem, product_config(name, problem, slices))
+    return algorithm(name).program(problem, product_config(name, problem, slices, packets))
 
 
 @lru_cache(_KEPT)
-def product_skeleton(name: str, problem: Matmul2dProblem, slices: int) -> Skeleton:
+def product_skeleton(name: str, problem: Matmul2dProblem, slices: int, packets: int = 1) -> Skeleton:
     """Return the tasks of a product."""
-    return algorithm(name).skeleton(problem, product_config(name, problem, slices))
+    return algorithm(name).skeleton(problem, product_config(name, problem, slices, packets))

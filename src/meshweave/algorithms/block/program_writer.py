@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_program
-from meshweave.algorithms.block.roles import Dims, Side, Sides
+from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.algorithms.block.sides import extent, largest_extent, layout_of
 from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -52,7 +53,7 @@ class ProgramWriter(BlockWriter):
         statements: all statements before the loop that is being written.
     """
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
         self.buffers: dict[str, Buffer] = {}
         self.statements: list[Statement] = []
@@ -121,7 +122,7 @@ class ProgramWriter(BlockWriter):
     def _extent_in(self, side: Side, window: SequenceWindow) -> Index:
         return extent(self.mesh, side, window.dims, window.axis, self._turned(window))
 
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
         chunk = self._chunk_range(side.unit)
         if side.dim != "batch" or chunk.stop is None:
@@ -144,20 +145,19 @@ class ProgramWriter(BlockWriter):
         """Return whether no loop over chunks is being written."""
         return not self._body
 
-    def cut(self) -> None:
-        """End the loop over chunks."""
+    def _end_loop(self) -> None:
         if self._body and self.num_chunks > 1:
             self.statements.append(Repeat(CHUNK.name, self.num_chunks, tuple(self._body)))
         else:
             self.statements.extend(self._body)
         self._body = []
 
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+    @contextmanager
+    def _before_loop(self) -> Iterator[None]:
         body, self._body = self._body, []
-        out = self.move_once(kept, dims, lane, into)
-        self._body = body
-        return out
+        multiplied, self._multiplied = self._multiplied, set()
+        yield
+        self._body, self._multiplied = body, multiplied
 
     # --- compute ------------------------------------------------------------------------------------------------
 
@@ -174,39 +174,32 @@ class ProgramWriter(BlockWriter):
         written, read = tuple(map(self._view, outs)), tuple(map(self._view, ins))
         self._do(Call(fn=fn, outs=written, ins=read, work=work, shape=shape, part=part, lane=COMPUTE))
 
-    def matmul(
-        self,
-        out: Stored,
-        a: Stored,
-        b: Stored,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        sums_chunks: bool = False,
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:
-        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         self._do(
             Matmul(
                 out=self._view(out),
                 a=self._view(a),
                 b=self._view(b),
-                transpose_a=transpose_a,
-                transpose_b=transpose_b,
+                transpose_a=transposed[0],
+                transpose_b=transposed[1],
                 accumulate=CHUNK > 0 if sums_chunks and self.num_chunks > 1 else 0,
                 lane=COMPUTE,
             )
         )
 
     def _include(self, name: str, problem: Matmul2dProblem, out: Stored, a: Stored, b: Stored) -> None:
-        program = product_program(name, problem, self.config.slices)
+        program = product_program(name, problem, self.config.slices, self.config.packets)
         part = f"{name}_{problem.dataflow}_{problem.m}x{problem.n}x{problem.k}"
         mesh = self.mesh.name
         views = tuple((formal, self._view(stored)) for formal, stored in (("a", a), ("b", b), ("c", out)))
         lanes = tuple((lane.name, lane.name) for lane in program.lanes)
         for lane, _ in lanes:
             self._lanes[lane] = None
-        whole = Submesh(mesh, (FULL,) * len(self.mesh.shape))
-        meshes = ((program.meshes[0].name, whole),)
+        own: tuple[Index, ...] = tuple(Var(f"{mesh}.{axis}") for axis in self.mesh.axes[:-2])
+        here = (*own, FULL, FULL)
+        meshes = ((program.meshes[0].name, Submesh(mesh, here)),)
         self._body.append(Include(part=part, program=program, meshes=meshes, buffers=views, lanes=lanes))
 
     def add(self, out: Stored, term: Stored) -> None:
@@ -238,7 +231,7 @@ class ProgramWriter(BlockWriter):
 
     # --- moving -------------------------------------------------------------------------------------------------
 
-    def _sizes(self, sides: Sides, dim: int, dims: Dims, axis: int) -> Index | None:
+    def _sizes(self, sides: Sides, dim: int, dims: AxisDims, axis: int) -> Index | None:
         """Return what member `peer` has along a dim; None where all have the same."""
         own = extent(self.mesh, sides[dim], dims)
         peers = extent(self.mesh, sides[dim], dims, axis)

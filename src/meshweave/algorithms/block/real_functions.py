@@ -47,6 +47,14 @@ class RealFunctions(BlockFunctions):
         scale = (means[..., 1:] - mean * mean + EPSILON) ** -0.5
         return (x - mean) * scale, scale
 
+    def add_bias(self, x: Values, bias: Values) -> Values:
+        """Return `x` (batch, sequence, features) plus `bias` (features)."""
+        return x + bias
+
+    def bias_grad(self, dy: Values, so_far: Values) -> Values:
+        """Return `so_far` (features) plus the sums over rows of `dy` (batch, sequence, features)."""
+        return so_far + over_rows(dy)
+
     def statistics(self, x: Values) -> Values:
         """Return sums of squares over features, for "gpt" after plain sums (batch, sequence, norm rows)."""
         squares = (x * x).sum(-1)[..., None]

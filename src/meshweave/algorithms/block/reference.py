@@ -24,7 +24,7 @@ def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
     if ends is not None:
         ends.after()
     names = ["LOSS"] if ends is not None else ["Z"]
-    if problem.is_training:
+    if problem.training:
         if ends is not None:
             ends.before_backward()
         for half in reversed(halves):
@@ -33,6 +33,8 @@ def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
             ends.after_backward()
         names += ["DE", "DGN", "DWV"] if ends is not None else ["DX"]
         names += [f"D{name}" for half in halves for name in (half.gain, half.w_in, half.w_out)]
+        if problem.biases:
+            names += [f"D{bias}" for half in halves for bias, *_ in half.biases]
     return {name: known[name] for name in names}
 
 
@@ -75,12 +77,20 @@ def _forward(half: Half, known: dict[str, Array]) -> None:
     functions = functions_of(half.problem)
     stream = known[half.stream]
     normal = known[half.normal] = functions.norm(stream, known[half.gain])
-    inner = known[half.inner] = normal @ known[half.w_in]
+    inner = known[half.inner] = _biased(half, 0, normal @ known[half.w_in], known)
     if half.is_attention:
         known[half.core], known[half.log_sums] = functions.attention(inner)
     else:
         known[half.core] = functions.activation(inner)
-    known[half.result] = stream + known[half.core] @ known[half.w_out]
+    known[half.result] = stream + _biased(half, 1, known[half.core] @ known[half.w_out], known)
+
+
+def _biased(half: Half, number: int, product: Array, known: dict[str, Array]) -> Array:
+    """Return the first or second product of a half with its bias, if it has one."""
+    if not half.problem.biases:
+        return product
+    biased: Array = functions_of(half.problem).add_bias(product, known[half.biases[number][0]])
+    return biased
 
 
 def _backward(half: Half, known: dict[str, Array]) -> None:
@@ -93,6 +103,9 @@ def _backward(half: Half, known: dict[str, Array]) -> None:
     else:
         of_inner = functions.activation_grad(of_core, inner)
     known[f"D{half.w_in}"] = _weight_gradient(known[half.normal], of_inner)
+    if half.problem.biases:
+        for (bias, *_), dy in zip(half.biases, (of_inner, arriving), strict=True):
+            known[f"D{bias}"] = functions.bias_grad(dy, 0 * known[bias])
     of_normal = of_inner @ known[half.w_in].T
     gain = known[half.gain]
     known[f"D{half.gain}"] = functions.norm_weight_grad(of_normal, stream, 0 * gain)

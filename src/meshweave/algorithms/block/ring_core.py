@@ -2,6 +2,10 @@
 
 A rank works on its own part of each sequence. In turn t it has the keys of the rank t places on, and passes them
 on while it works on them. Backward their gradients follow them one turn behind, and are home after the last.
+
+Every rank is priced as the last one, for which all wait: each query attends to its own rank's keys up to it, in
+turn 0, and to all keys of other ranks. Parts of sequences that interleave would share out what is masked (Brandon
+et al., Striped Attention, 2023).
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from meshweave.algorithms.block.halves import Half
 from meshweave.algorithms.block.ring_equations import ring_names
 from meshweave.algorithms.block.roles import Side, Sides
 from meshweave.algorithms.block.writer import BlockWriter, SequenceWindow, Stored
-from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.expressions import Index, equal
 
 
 @dataclass
@@ -57,10 +61,13 @@ class RingCore:
         """Return the positions of the keys of a turn, or of this rank's queries."""
         return replace(self.positions, window=SequenceWindow(self.inner.dims, self.axis, turn, is_whole=True))
 
-    def _shape(self, keys: Stored) -> tuple[Index, ...]:
-        """Return the sizes of attention of this rank's queries to some keys."""
+    def _shape(self, keys: Stored, turn: Index) -> tuple[Index, ...]:
+        """Return the sizes of attention of this rank's queries to the keys of a turn, as they are priced."""
         batch, queries, heads = (self.writer.extent_of(self.log_sums, number) for number in range(3))
-        return batch, heads, queries, self.writer.extent_of(keys, 1), self.half.problem.head_dim
+        problem, count = self.half.problem, self.writer.extent_of(keys, 1)
+        if not problem.counts_masked:
+            count = count - equal(turn, 0) * (count - problem.priced_keys(count))
+        return batch, heads, queries, count, problem.head_dim
 
     def forward(self) -> None:
         """Write attention from the product of W_qkv to the heads and the logarithms of their sums."""
@@ -80,7 +87,7 @@ class RingCore:
         for turn in writer.turns(self.count):
             keys = self._travelling(names["keys"], turn)
             ins = (self.queries, keys, self._positions(), self._positions(turn), *running)
-            writer.call("attend", running, ins, "attention", self._shape(keys))
+            writer.call("attend", running, ins, "attention", self._shape(keys, turn))
             self._pass_on(names["keys"], turn, when=turn < self.count - 1)
         elements = (writer.elements(self.core),)
         writer.call("finish_attention", (self.core, self.log_sums), running, "elementwise", elements)
@@ -108,7 +115,7 @@ class RingCore:
                 self._positions(),
                 self._positions(turn),
             )
-            writer.call("attend_grad", outs, ins, "attention", self._shape(keys), "input_grad")
+            writer.call("attend_grad", outs, ins, "attention", self._shape(keys, turn), "input_grad")
             writer.add(of_queries, part_of_queries)
             writer.add(of_keys, part)
             self._pass_on(names["keys"], turn, when=turn < self.count - 1)

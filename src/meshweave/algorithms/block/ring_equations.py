@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 from meshweave.algorithms.block.halves import Half
 from meshweave.ir.program import Tensor
-from meshweave.ir.program.meanings import Dims, Function, Meaning, Same, TensorPart
+from meshweave.ir.program.meanings import Function, Meaning, PositionNames, Same, TensorPart
 
 POSITIONS = "POSITIONS"
 
-_QUERY: Dims = ("b", "s", "g", None)
-_KEY: Dims = ("b", "t", "g", None)
+_QUERY: PositionNames = ("b", "s", "g", None)
+_KEY: PositionNames = ("b", "t", "g", None)
 _REDUCED = "softmax"
 
 

@@ -5,7 +5,8 @@ features of the residual), "inner" (groups of heads, or FFN features), or "" for
 for each axis. How a product lies follows from its operands: sharded along k it is "partial", else as they are.
 Where that is not how its result is to lie, it is moved: reduced, reduced and scattered, or gathered.
 
-The gradient of what is not sharded is partial, and the reverse, so the backward part needs no role of its own.
+Along an axis that replicates a tensor, the terms of its gradient are summed. Where a tensor is partial, its
+gradient is replicated. So the backward part needs no role of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Literal
 from meshweave.base.errors import LayoutError
 
 Dim = Literal["", "batch", "sequence", "hidden", "inner", "partial"]
-Dims = tuple[Dim, ...]
-"""Per mesh axis how a tensor lies along it."""
+AxisDims = tuple[Dim, ...]
+"""For each mesh axis the dim of a tensor that it splits: "" where it replicates the tensor, "partial" where ranks
+have terms of a sum."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class AxisRole:
     Attributes:
         name: what the axis is called in messages and programs of one strategy.
         residual: the residual, norms and what is added to it.
-        entry: the operand of the first product, W_qkv or W_1.
+        operand_in: the operand of the first product, that with W_qkv or W_1.
         attention, feed_forward: what attention and the activation read and make.
-        exit: the operand of the second product, W_o or W_2.
+        operand_out: the operand of the second product, that with W_o or W_2.
         w_in, w_out: the weights where they are multiplied.
         shards_weights: whether weights are given in parts along this axis, and gathered for each use.
         keeps_weights: whether gathered weights are kept for the backward part. Else they are gathered again.
@@ -62,10 +64,10 @@ class AxisRole:
 
     name: str
     residual: Dim = ""
-    entry: Dim = ""
+    operand_in: Dim = ""
     attention: Dim = ""
     feed_forward: Dim = ""
-    exit: Dim = ""
+    operand_out: Dim = ""
     w_in: Dim = ""
     w_out: Dim = ""
     shards_weights: bool = False
@@ -76,38 +78,62 @@ class AxisRole:
 
 
 IDLE = AxisRole("idle")
-"""An axis along which everything is replicated: one of a single rank."""
+"""An axis that splits nothing. Axes of one rank have this role."""
 
-INNER = AxisRole("inner", "", "", "inner", "inner", "inner", "inner", "inner")
+INNER = AxisRole(
+    "inner", attention="inner", feed_forward="inner", operand_out="inner", w_in="inner", w_out="inner"
+)
 """Megatron's tensor parallelism: columns of the first weight and rows of the second; a sum at the end."""
 
-SEQUENCE_INNER = AxisRole("sequence and inner", "sequence", "", "inner", "inner", "inner", "inner", "inner")
-"""The same with sequence parallelism: the residual is sharded by tokens, gathered before and scattered after."""
+SEQUENCE_INNER = replace(INNER, name="sequence and inner", residual="sequence")
+"""INNER with sequence parallelism: the residual is sharded by tokens, gathered before and scattered after."""
 
-HIDDEN = AxisRole("hidden", "hidden", "hidden", "inner", "", "", "hidden", "hidden", keeps_gathered=True)
-"""The other axis of ATP: features of the residual are sharded, attention is scattered over its groups of heads."""
+HIDDEN = AxisRole(
+    "hidden",
+    residual="hidden",
+    operand_in="hidden",
+    attention="inner",
+    w_in="hidden",
+    w_out="hidden",
+    keeps_gathered=True,
+)
+"""The second axis of ATP: it splits the features of the residual, and in attention groups of heads once more."""
 
-COLUMNS = AxisRole("columns", "hidden", "", "inner", "inner", "", "inner", "hidden")
+COLUMNS = AxisRole(
+    "columns", residual="hidden", attention="inner", feed_forward="inner", w_in="inner", w_out="hidden"
+)
 """The column axis of 2D products: every matrix is sharded by columns, and operands are gathered."""
 
-BATCH = AxisRole("batch", "batch", "batch", "batch", "batch", "batch")
+BATCH = AxisRole(
+    "batch",
+    residual="batch",
+    operand_in="batch",
+    attention="batch",
+    feed_forward="batch",
+    operand_out="batch",
+)
 """Data parallelism: gradients of weights are summed."""
 
 FULLY_SHARDED = replace(BATCH, name="fully sharded", shards_weights=True, scatters_gradients=True)
 """Data parallelism with weights in parts, which are gathered for each use (ZeRO-3)."""
 
 GATHERED_ONCE = replace(FULLY_SHARDED, name="gathered once", keeps_weights=True)
-"""The same with weights that are gathered once a step (ZeRO-2)."""
+"""FULLY_SHARDED with weights that are gathered once a step (ZeRO-2)."""
 
 REDUCED_LAST = replace(GATHERED_ONCE, name="reduced last", reduces_last=True)
-"""The same with whole gradients until all of them are complete (ZeRO-1)."""
+"""GATHERED_ONCE with whole gradients until all of them are complete (ZeRO-1)."""
 
-RING = AxisRole("ring", "sequence", "sequence", "sequence", "sequence", "sequence")
+RING = AxisRole(
+    "ring",
+    residual="sequence",
+    operand_in="sequence",
+    attention="sequence",
+    feed_forward="sequence",
+    operand_out="sequence",
+)
 """Context parallelism by ring attention: sequences are sharded, and keys and values go round."""
 
-HEADS_FOR_SEQUENCE = AxisRole(
-    "heads for sequence", "sequence", "sequence", "inner", "sequence", "sequence", keeps_gathered=True
-)
+HEADS_FOR_SEQUENCE = replace(RING, name="heads for sequence", attention="inner", keeps_gathered=True)
 """Context parallelism by all-to-all: sequences are sharded but in attention, where groups of heads are."""
 
 BLOCK_ROLES = {
@@ -129,11 +155,11 @@ BLOCK_ROLES = {
 """The roles above by name, to combine to strategies."""
 
 
-def product(a: Dims, b: Dims, contracted: Iterable[Dim]) -> Dims:
+def product(a: AxisDims, b: AxisDims, contracted: Iterable[Dim]) -> AxisDims:
     """Return how a product lies whose operands lie as given, and whose k are the `contracted` dims.
 
     Raises:
-        LayoutError: one operand alone is sharded along k, or both along other dims of the result.
+        LayoutError: an axis splits one operand alone along k, or the operands along two dims of the result.
     """
     k = tuple(contracted)
     return tuple(_along(left, right, k) for left, right in zip(a, b, strict=True))
@@ -142,21 +168,31 @@ def product(a: Dims, b: Dims, contracted: Iterable[Dim]) -> Dims:
 def _along(left: Dim, right: Dim, contracted: tuple[Dim, ...]) -> Dim:
     if left in contracted or right in contracted:
         if left != right:
-            raise LayoutError(f"a product has one operand sharded along '{left}' and one along '{right}'")
+            raise LayoutError(
+                f"a mesh axis splits operands of a product along {left or 'nothing'} and {right or 'nothing'}, of "
+                "which one is summed over; give both the same"
+            )
         return "partial"
     if left and right and left != right:
-        raise LayoutError(f"a product would be sharded along '{left}' and '{right}' by one mesh axis")
+        raise LayoutError(
+            f"a mesh axis would split a product along both {left} and {right}; let it replicate one operand"
+        )
     return left or right
 
 
-def dual(dims: Dims) -> Dims:
-    """Return how the gradient of a product lies where it arrives: of terms of a sum, each rank needs all."""
+def gradient_dims(dims: AxisDims) -> AxisDims:
+    """Return how the gradient of a product is to lie before the products of the backward part.
+
+    It lies as the product does, replicated where that is partial: the gradient of a sum is that of each term.
+    """
     return tuple("" if dim == "partial" else dim for dim in dims)
 
 
 @dataclass(frozen=True)
 class Roles:
     """The roles of all mesh axes together, as the layouts that a layer has.
+
+    What one axis keeps for the backward part or reduces last, all axes do.
 
     Attributes:
         product_2d: name of the algorithm of `matmul2d` that products are included from; "" for none.
@@ -171,12 +207,12 @@ class Roles:
         return bool(self.product_2d)
 
     @property
-    def nowhere(self) -> Dims:
+    def nowhere(self) -> AxisDims:
         """Return the layout of what every rank has whole."""
         return tuple("" for _ in self.axes)
 
     @property
-    def residual(self) -> Dims:
+    def residual(self) -> AxisDims:
         """Return how the residual lies."""
         return tuple(role.residual for role in self.axes)
 
@@ -186,30 +222,38 @@ class Roles:
         axes = [number for number, role in enumerate(self.axes) if role.attention == "sequence"]
         return axes[0] if axes else None
 
-    def core(self, is_attention: bool) -> Dims:
+    def core(self, is_attention: bool) -> AxisDims:
         """Return how the inner tensors of a half lie."""
         return tuple(role.attention if is_attention else role.feed_forward for role in self.axes)
 
-    def operand(self, is_first: bool) -> Dims:
+    def operand(self, is_first: bool) -> AxisDims:
         """Return how the operand of the first or second product of a half lies."""
-        return tuple(role.entry if is_first else role.exit for role in self.axes)
+        return tuple(role.operand_in if is_first else role.operand_out for role in self.axes)
 
-    def weight(self, is_first: bool) -> Dims:
+    def weight(self, is_first: bool) -> AxisDims:
         """Return how the first or second weight of a half lies where it is multiplied."""
         return tuple(role.w_in if is_first else role.w_out for role in self.axes)
 
-    def product(self, is_first: bool) -> Dims:
+    def product(self, is_first: bool) -> AxisDims:
         """Return how the first or second product of a half lies before it is moved."""
         k: Dim = "hidden" if is_first else "inner"
         return product(self.operand(is_first), self.weight(is_first), (k,))
 
     @property
-    def gain(self) -> Dims:
+    def scatters_core(self) -> bool:
+        """Return whether a sum after the first product of a half is scattered over inner features."""
+        return any(
+            before == "partial" and "inner" in (role.attention, role.feed_forward)
+            for before, role in zip(self.product(True), self.axes, strict=True)
+        )
+
+    @property
+    def gain(self) -> AxisDims:
         """Return how the parameters of a norm lie where they are used."""
         return tuple("hidden" if role.residual == "hidden" else "" for role in self.axes)
 
     @property
-    def statistics(self) -> Dims:
+    def statistics(self) -> AxisDims:
         """Return how finished statistics of tokens lie."""
         return tuple(dim if dim in TOKENS else "" for dim in self.residual)
 
@@ -233,21 +277,22 @@ class Roles:
         """Return whether gradients of weights are reduced after all backward parts."""
         return any(role.reduces_last for role in self.axes)
 
-    def stored(self, used: Dims, sides: Iterable[Side]) -> Dims:
+    def stored(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
         """Return how a weight is kept: as it is used, and in parts along axes that keep parts."""
         return _divided(used, sides, [role.shards_weights for role in self.axes])
 
-    def gradient(self, used: Dims, sides: Iterable[Side]) -> Dims:
+    def gradient(self, used: AxisDims, sides: Iterable[Side]) -> AxisDims:
         """Return how the gradient of a weight is to lie."""
         return _divided(used, sides, [role.scatters_gradients for role in self.axes])
 
 
-def _divided(used: Dims, sides: Iterable[Side], divides: Iterable[bool]) -> Dims:
+def _divided(used: AxisDims, sides: Iterable[Side], divides: Iterable[bool]) -> AxisDims:
     """Return a layout in which some axes divide the first dim of a weight that no axis divides yet."""
     free: list[Dim] = [side.dim for side in sides if side.dim not in used]
     out = []
     for dim, is_divided in zip(used, divides, strict=True):
         if is_divided and not free:
-            raise LayoutError(f"a weight that lies as {used} has no dim left to keep parts of")
+            split = ", ".join(name or "nothing" for name in used)
+            raise LayoutError(f"a weight split along {split} has no dim left to keep in parts")
         out.append(free[0] if is_divided else dim)
     return tuple(out)

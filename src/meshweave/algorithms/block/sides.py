@@ -7,14 +7,14 @@ one element, else `Tile`. Two axes that share a dim deal it one after the other.
 
 from __future__ import annotations
 
-from meshweave.algorithms.block.roles import Dims, Side, Sides
+from meshweave.algorithms.block.roles import AxisDims, Side, Sides
 from meshweave.describe.layout import Layout, Partial, Replicate, Shard, Tile
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index, Var, maximum, minimum
 
 
-def layout_of(mesh: Mesh, sides: Sides, dims: Dims) -> Layout:
+def layout_of(mesh: Mesh, sides: Sides, dims: AxisDims) -> Layout:
     """Return the layout of a tensor with these sides that lies on the mesh as `dims` says, axis by axis."""
     left = [side.count for side in sides]
     is_even = [True] * len(sides)
@@ -37,7 +37,7 @@ PEER = Var("peer")
 """The position of a member of a collective."""
 
 
-def extent(mesh: Mesh, side: Side, dims: Dims, other_axis: int = -1, other: Index = PEER) -> Index:
+def extent(mesh: Mesh, side: Side, dims: AxisDims, other_axis: int = -1, other: Index = PEER) -> Index:
     """Return the elements of a side that a rank has, as an expression in its coordinates.
 
     Along axis number `other_axis` the coordinate is `other`, that of another rank.
@@ -57,7 +57,18 @@ def extent(mesh: Mesh, side: Side, dims: Dims, other_axis: int = -1, other: Inde
     return count * side.unit
 
 
-def largest_extent(mesh: Mesh, side: Side, dims: Dims) -> int:
+def within(side: Side, mesh: Mesh, dims: AxisDims, num_axes: int) -> int | None:
+    """Return the elements of a side on the last `num_axes` mesh axes; None where others divide it unevenly."""
+    count = side.count
+    for dim, parts in list(zip(dims, mesh.shape, strict=True))[:-num_axes]:
+        if dim == side.dim and dim:
+            count, rest = divmod(count, parts)
+            if rest:
+                return None
+    return count * side.unit
+
+
+def largest_extent(mesh: Mesh, side: Side, dims: AxisDims) -> int:
     """Return the most elements of a side that any rank has; the first rank has them."""
     count = side.count
     for dim, parts in zip(dims, mesh.shape, strict=True):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.products import product_skeleton
-from meshweave.algorithms.block.roles import Dims, Side
+from meshweave.algorithms.block.roles import AxisDims, Side
 from meshweave.algorithms.block.sides import largest_extent
 from meshweave.algorithms.block.writer import COMPUTE, BlockWriter, Kind, Part, SequenceWindow, Stored
 from meshweave.algorithms.matmul2d import Matmul2dProblem
@@ -20,6 +21,7 @@ from meshweave.base.units import dtype_bytes
 from meshweave.cost.calls import call_flops
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program.expressions import Index
+from meshweave.ir.skeleton import Part as SkeletonPart
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work, move_work
 
@@ -56,13 +58,13 @@ def _no_work(_: int) -> Work:
 class SkeletonWriter(BlockWriter):
     """The tasks of rank 0, as they are written."""
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
-        self._tasks: list[Task] = []
+        self._tasks: list[Task | SkeletonPart] = []
         self._body: list[_Pending] = []
         self._times = 1
         self._users: dict[Place, _Users] = {}
-        self._extents: dict[tuple[Side, Dims], int] = {}
+        self._extents: dict[tuple[Side, AxisDims], int] = {}
 
     def skeleton(self) -> Skeleton:
         """Return all tasks as one turn."""
@@ -82,8 +84,7 @@ class SkeletonWriter(BlockWriter):
         """Return whether no loop over chunks is being written."""
         return not self._body
 
-    def cut(self) -> None:
-        """End the loop over chunks."""
+    def _end_loop(self) -> None:
         sizes = [self.chunk] * self.num_chunks
         if self.num_chunks > 1:
             sizes[-1] = self.largest_batch - self.chunk * (self.num_chunks - 1)
@@ -113,7 +114,12 @@ class SkeletonWriter(BlockWriter):
 
     def _waits(self, after: set[int], lane: str) -> tuple[tuple[str, int], ...]:
         """Return what a task waits for; tasks of its own lane are before it anyway."""
-        return tuple((str(other), 0) for other in sorted(after) if self._tasks[other].lane != lane)
+        out = []
+        for other in sorted(after):
+            task = self._tasks[other]
+            if isinstance(task, SkeletonPart) or task.lane != lane:
+                out.append((str(other), 0))
+        return tuple(out)
 
     def _note(self, op: _Pending, chunk: int, tasks: list[int]) -> None:
         """Note that tasks are the last that access what an op reads and writes."""
@@ -123,32 +129,23 @@ class SkeletonWriter(BlockWriter):
             users = self._users_of(stored, chunk)
             users.writers, users.readers = tasks, []
 
-    def _add_skeleton(self, skeleton: Skeleton, ops: Mapping[str, _Pending]) -> None:
-        """Add the tasks of a product, of which those of a lane read and write what the op of that lane does.
+    def _add_part(self, skeleton: Skeleton, ops: Mapping[str, _Pending]) -> None:
+        """Add a product, of which the tasks of a lane read and write what the op of that lane does.
 
-        A ring in both directions has a second lane, `row_back` or `col_back`.
-
-        The first task of a lane waits for what the op conflicts with, and each for others of the product.
+        A ring in both directions has a second lane, `row_back` or `col_back`. The first task of a lane waits for
+        what the op conflicts with.
         """
         before = {lane: self._conflicts(op, 0) for lane, op in ops.items()}
-        turns: list[dict[str, int]] = []
-        last: dict[str, int] = {}
-        for phase in skeleton.phases:
-            for _ in range(phase.turns):
-                turns.append({})
-                for task in phase.tasks:
-                    after = {
-                        turns[-1 - back][name]
-                        for name, back in task.after
-                        if back < len(turns) and name in turns[-1 - back]
-                    }
-                    if task.lane not in last:
-                        after |= before[task.lane.removesuffix("_back")]
-                    me = turns[-1][task.name] = last[task.lane] = len(self._tasks)
-                    waits = self._waits(after, task.lane)
-                    self._tasks.append(Task(str(me), task.lane, task.work, waits, task.times))
+        lanes = skeleton.lanes
+        after = (
+            (lane, tuple(name for name, _ in self._waits(before[lane.removesuffix("_back")], lane)))
+            for lane in lanes
+        )
+        me = len(self._tasks)
+        waits = tuple((lane, names) for lane, names in after if names)
+        self._tasks.append(SkeletonPart(str(me), skeleton, waits))
         for op in ops.values():
-            self._note(op, 0, list(last.values()))
+            self._note(op, 0, [me])
 
     def _users_of(self, stored: Stored, chunk: int) -> _Users:
         assert isinstance(stored.slot, int)
@@ -167,16 +164,16 @@ class SkeletonWriter(BlockWriter):
     ) -> None:
         self._body.append(_Pending(lane, work_of, reads, writes, self._times))
 
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+    @contextmanager
+    def _before_loop(self) -> Iterator[None]:
         body, self._body = self._body, []
-        out = self.move_once(kept, dims, lane, into)
-        self._body = body
-        return out
+        multiplied, self._multiplied = self._multiplied, set()
+        yield
+        self._body, self._multiplied = body, multiplied
 
     # --- sizes --------------------------------------------------------------------------------------------------
 
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
         if side.dim == "batch" and self.num_chunks > 1:
             return self.chunk * side.unit
@@ -193,7 +190,7 @@ class SkeletonWriter(BlockWriter):
         """Return the most positions of any rank, since each turn takes as long as that of the slowest."""
         return self._largest(side, window.dims)
 
-    def _largest(self, side: Side, dims: Dims) -> int:
+    def _largest(self, side: Side, dims: AxisDims) -> int:
         key = side, dims
         known = self._extents.get(key)
         if known is None:
@@ -238,20 +235,12 @@ class SkeletonWriter(BlockWriter):
 
         self._do(COMPUTE, work_of, ins, outs)
 
-    def matmul(
-        self,
-        out: Stored,
-        a: Stored,
-        b: Stored,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        sums_chunks: bool = False,
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
     ) -> None:
-        """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
         inner = self._largest(a.sides[-1], a.dims)
         rows = self._elements_per_sequence(a) // max(inner, 1)
-        columns = self._largest(b.sides[0 if transpose_b else -1], b.dims)
+        columns = self._largest(b.sides[0 if transposed[1] else -1], b.dims)
         dtype = a.dtype
 
         def work_of(size: int) -> Work:
@@ -267,13 +256,13 @@ class SkeletonWriter(BlockWriter):
         scratch = Stored(
             f"{name} {problem}", "", (Side("", 1),), (), out.dtype
         )  # includes of a product share it
-        row, col = self.mesh.axes
+        row, col = self.mesh.axes[-2:]
         reads = {COMPUTE: (a, b), row: (b,), col: (a,)}
         for operand, lane in ((problem.vertical, row), (problem.horizontal, col)):
             if operand.scattered:
                 reads[lane] = ()
         ops = {lane: _Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
-        self._add_skeleton(product_skeleton(name, problem, self.config.slices), ops)
+        self._add_part(product_skeleton(name, problem, self.config.slices, self.config.packets), ops)
 
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""
@@ -300,14 +289,15 @@ class SkeletonWriter(BlockWriter):
         self._do(COMPUTE, lambda size: move_work(size * per_sequence, out.dtype), (src,), (out,))
 
     def turns(self, count: int) -> Iterator[Index]:
-        """Yield each turn, or groups of equal turns where there are many.
+        """Yield each turn, or the first one and groups of the others where there are many.
 
         A group ends before what it gives to the next begins, which is within 1 % of the time turn by turn. There
         are as many groups, modulo 2, as turns, because two slots take turns.
         """
         groups = count if count <= _MOST_TURNS else _MOST_TURNS - count % 2
         for number in range(groups):
-            self._times = count // groups + (number < count % groups)
+            others, rest = divmod(count - 1, max(groups - 1, 1))
+            self._times = others + (number <= rest) if number else 1
             yield number
         self._times = 1
 

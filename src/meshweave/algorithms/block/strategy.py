@@ -19,25 +19,22 @@ from meshweave.algorithms.contract import Algorithm, Array, Arrays
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
-from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
-
-MESH, AXES = "tp", ("row", "col")
 
 
 class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
     """A strategy for the layers of a transformer.
 
     Attributes:
-        roles: what the rows and the columns of the mesh do.
+        roles: what each mesh axis does, in the order of the mesh.
     """
 
     problem_type = BlockProblem
     estimate_accuracy: ClassVar[Literal["exact", "upper_bound", "rough"]] = "upper_bound"
-    roles: ClassVar[tuple[AxisRole, AxisRole]]
+    roles: ClassVar[tuple[AxisRole, ...]]
 
     def roles_of(self, problem: BlockProblem) -> Roles:
         """Return the roles of the axes of a problem's mesh: those of a single rank are idle."""
@@ -50,16 +47,19 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
             yield replace(problem, mesh_shape=(3, 1)) if self.roles[1] is IDLE else problem
 
     def refusal(self, problem: BlockProblem) -> str | None:
-        """Return a sentence for a second mesh axis that the strategy has no use for."""
+        """Return a sentence for a mesh axis that the strategy has no use for, or lacks."""
+        if len(problem.mesh_shape) != len(self.roles):
+            axes = ", ".join(AXIS_SIZES[-len(self.roles) :])
+            return f"has {len(self.roles)} mesh axes; give a mesh of ({axes})"
         if self.roles[1] is IDLE and problem.mesh_shape[1] > 1:
             return "has one mesh axis; give a mesh of (ranks, 1)"
         return None
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield 1, 2 and 4 chunks of the batch of a rank."""
-        for count in (1, 2, 4):
-            if count <= self.max_chunks(problem):
-                yield BlockConfig(count)
+        """Yield 1, 2 and 4 chunks of the batch of a rank, or as many fewer as there are then."""
+        batch = self.max_chunks(problem)
+        sizes = (-(-batch // count) for count in (1, 2, 4) if count <= batch)
+        yield from map(BlockConfig, dict.fromkeys(-(-batch // size) for size in sizes))
 
     def max_chunks(self, problem: BlockProblem) -> int:
         """Return the most chunks there can be: the most sequences that a rank works on."""
@@ -69,20 +69,31 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return batch
 
     def program(self, problem: BlockProblem, config: BlockConfig) -> Program:
-        if (reason := self.refusal(problem)) is not None:
-            raise LayoutError(f"{self.name} {reason}")
-        if not 1 <= config.chunks <= self.max_chunks(problem):
-            raise LayoutError(
-                f"{config.chunks} chunks of a block that {self.name} cuts into {self.max_chunks(problem)}"
-            )
+        self._check(problem, config)
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
-        return write_program(problem, config, self.roles_of(problem), self.mesh(problem), name)
+        return write_program(problem, config, self.roles_of(problem), problem.mesh, name)
 
-    @staticmethod
-    def mesh(problem: BlockProblem) -> Mesh:
-        """Return the mesh of a problem."""
-        return Mesh.of(MESH, problem.mesh_shape, AXES)
+    def _check(self, problem: BlockProblem, config: BlockConfig) -> None:
+        """Raise LayoutError where a problem or a config is none of this strategy."""
+        if (reason := self.refusal(problem)) is not None:
+            raise LayoutError(f"{self.name} {reason}")
+        roles, most = self.roles_of(problem), self.max_chunks(problem)
+        if not 1 <= config.chunks <= most:
+            raise LayoutError(f"{self.name}: chunks is {config.chunks}; give 1 to {most} for this problem")
+        if config.slices < 0 or (config.slices and not roles.product_2d):
+            raise LayoutError(
+                f"{self.name}: slices is {config.slices}; only strategies of 2D products have slices, give 0"
+            )
+        if config.packets < 1 or (config.packets > 1 and roles.product_2d != "summa"):
+            raise LayoutError(
+                f"{self.name}: packets is {config.packets}; only broadcasts of SUMMA are cut into packets, give 1"
+            )
+        if config.scatter != "reduce_scatter" and not Roles(self.roles).scatters_core:
+            raise LayoutError(
+                f"{self.name}: scatter is '{config.scatter}', which is for sums that are scattered over inner "
+                "features; here are none, give 'reduce_scatter'"
+            )
 
     def placements(self, problem: BlockProblem) -> dict[str, Layout]:
         buffers = self.program(problem, next(self.candidates(problem))).buffers
@@ -90,12 +101,13 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return {name: layout for name, layout in placed if name is not None and layout is not None}
 
     def estimate(self, problem: BlockProblem, config: BlockConfig, machine: Machine) -> Estimate:
-        """Return the time of the ops of rank 0, which has the largest shards, in lanes and with their edges."""
+        """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def skeleton(self, problem: BlockProblem, config: BlockConfig) -> Skeleton:
         """Return the tasks of rank 0 of the program."""
-        return write_skeleton(problem, config, self.roles_of(problem), self.mesh(problem))
+        self._check(problem, config)
+        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         return reference(problem, inputs)
@@ -117,7 +129,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return inputs
 
 
+AXIS_SIZES = ("depth", "rows", "columns")
+"""What the sizes of a mesh are called."""
+
 _EXAMPLES = (
-    BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True),
-    BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", part="forward", exact=True),
+    BlockProblem(3, 2, 5, 3, 3, 2, 5, (2, 2), exact=True, biases=True),
+    BlockProblem(2, 2, 6, 4, 2, 2, 3, (2, 1), family="llama", training=False, exact=True),
 )

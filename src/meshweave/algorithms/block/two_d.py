@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import COLUMNS, FULLY_SHARDED, Roles
+from meshweave.algorithms.block.roles import BATCH, COLUMNS, FULLY_SHARDED, AxisRole, Roles
 from meshweave.algorithms.block.strategy import BlockAlgorithm
 from meshweave.describe.machine.cluster import Cluster
 
@@ -35,16 +35,18 @@ class IncludedProducts(BlockAlgorithm):
     Attributes:
         product_2d: the name of the algorithm.
         slices: the numbers of slices to choose among.
+        packets: the packet counts to choose among.
     """
 
-    roles = (FULLY_SHARDED, COLUMNS)
+    roles: ClassVar[tuple[AxisRole, ...]] = (FULLY_SHARDED, COLUMNS)
     product_2d: ClassVar[str]
     slices: ClassVar[tuple[int, ...]] = (1, 2, 4, 8)
+    packets: ClassVar[tuple[int, ...]] = (1,)
 
     def examples(self) -> Iterator[BlockProblem]:
         """Yield a block whose products are all included, and one in which groups of heads are uneven."""
         yield BlockProblem(2, 2, 5, 4, 2, 1, 6, (2, 2), exact=True)
-        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", part="forward", exact=True)
+        yield BlockProblem(1, 2, 4, 3, 3, 1, 3, (1, 2), family="llama", training=False, exact=True)
 
     def roles_of(self, problem: BlockProblem) -> Roles:
         return Roles(super().roles_of(problem).axes, self.product_2d)
@@ -54,8 +56,9 @@ class IncludedProducts(BlockAlgorithm):
         return 1
 
     def candidates(self, problem: BlockProblem, cluster: Cluster | None = None) -> Iterator[BlockConfig]:
-        """Yield numbers of slices; each product has the most that its sizes allow."""
-        return (BlockConfig(slices=count) for count in self.slices)
+        """Yield numbers of slices, each of which a product has as far as its sizes allow, and of packets."""
+        packets = self.packets if max(problem.mesh_shape) > 2 else (1,)
+        return (BlockConfig(slices=count, packets=each) for count in self.slices for each in packets)
 
 
 class MeshSliceBlock(IncludedProducts):
@@ -85,3 +88,26 @@ class SummaBlock(IncludedProducts):
     source = "Xu et al., An Efficient 2D Method for Training Super-Large Deep Learning Models, 2021"
     product_2d = "summa"
     slices = (1, 4)
+    packets = (1, 4, 16)
+
+
+class TwoHalfDBlock(IncludedProducts):
+    """2.5D tensor parallelism as in Tesseract and Colossal-AI: SUMMA on `depth` meshes of rows and columns.
+
+    Each mesh has whole weights, which 2D products shard over it, and a part of the batch. Only gradients of
+    weights and of the parameters of norms are summed over depth. The product `25d` of `matmul2d` is another one:
+    it splits the steps of a product over depth and sums C there, in a layer once for each of twelve products.
+    """
+
+    name = "25d_block"
+    title = "2.5D block (2.5D tensor parallelism)"
+    source = "Wang et al., Tesseract, ICPP '22, section 3; Solomonik and Demmel, Euro-Par 2011"
+    roles = (BATCH, FULLY_SHARDED, COLUMNS)
+    product_2d = "summa"
+    slices = (1, 4)
+    packets = (1, 4, 16)
+
+    def examples(self) -> Iterator[BlockProblem]:
+        """Yield a block whose products are all included, and one whose batch depth does not divide."""
+        yield BlockProblem(4, 2, 4, 2, 2, 1, 6, (2, 2, 2), exact=True)
+        yield BlockProblem(3, 2, 4, 3, 3, 1, 3, (2, 1, 2), family="llama", training=False, exact=True)

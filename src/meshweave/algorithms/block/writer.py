@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
-from meshweave.algorithms.block.roles import Dim, Dims, Side, Sides
-from meshweave.algorithms.block.sides import largest_extent
+from meshweave.algorithms.block.roles import AxisDims, Dim, Side, Sides
+from meshweave.algorithms.block.sides import largest_extent, within
 from meshweave.algorithms.matmul2d import Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.problem import Dataflow
 from meshweave.base.errors import LayoutError
@@ -37,7 +38,7 @@ class SequenceWindow:
         is_whole: whether the buffer has all positions, of which the window is a part; else it has those alone.
     """
 
-    dims: Dims
+    dims: AxisDims
     axis: int
     turn: Index = 0
     is_whole: bool = False
@@ -53,7 +54,7 @@ class Stored:
     buffer: str
     tensor: str
     sides: Sides
-    dims: Dims
+    dims: AxisDims
     dtype: str
     slot: Index = 0
     window: SequenceWindow | None = None
@@ -72,17 +73,18 @@ class BlockWriter(ABC):
         chunk: the most sequences of a chunk on any rank; `num_chunks` is how many chunks there are.
     """
 
-    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: Dims) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         self.problem, self.config, self.mesh, self.batch_dims = problem, config, mesh, batch_dims
         self.largest_batch = largest_extent(mesh, Side("batch", problem.batch), batch_dims)
         self.chunk = -(-self.largest_batch // config.chunks)
         self.num_chunks = -(-self.largest_batch // self.chunk)
         self._names: set[str] = set()
+        self._multiplied: set[tuple[str, Index]] = set()
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     def new(
-        self, name: str, tensor: str, sides: Sides, dims: Dims, dtype: str, kind: Kind = "temp"
+        self, name: str, tensor: str, sides: Sides, dims: AxisDims, dtype: str, kind: Kind = "temp"
     ) -> Stored:
         """Declare a buffer for a tensor that lies on the mesh as `dims` says, and return it."""
         assert name not in self._names, name
@@ -98,11 +100,11 @@ class BlockWriter(ABC):
             self._declare_slots(stored, slots)
         return stored
 
-    def part_of(self, out: Stored, dims: Dims) -> Stored:
+    def partial_buffer(self, out: Stored, dims: AxisDims) -> Stored:
         """Return a new buffer for terms of what `out` is to hold."""
         return self._like(out, dims, "part")
 
-    def _like(self, stored: Stored, dims: Dims, suffix: str) -> Stored:
+    def _like(self, stored: Stored, dims: AxisDims, suffix: str) -> Stored:
         """Return a new buffer for the same tensor in another layout."""
         base = name = f"{stored.tensor.lower()}_{suffix}"
         number = 2
@@ -117,7 +119,7 @@ class BlockWriter(ABC):
     def _declare_slots(self, stored: Stored, slots: int) -> None: ...
 
     @abstractmethod
-    def extent(self, side: Side, dims: Dims) -> Index:
+    def extent(self, side: Side, dims: AxisDims) -> Index:
         """Return the elements of a side that a rank has, of the batch those of the chunk."""
 
     @abstractmethod
@@ -138,9 +140,13 @@ class BlockWriter(ABC):
     def is_between_loops(self) -> bool:
         """Return whether no loop over chunks is being written."""
 
-    @abstractmethod
     def cut(self) -> None:
         """End the loop over chunks."""
+        self._multiplied.clear()
+        self._end_loop()
+
+    @abstractmethod
+    def _end_loop(self) -> None: ...
 
     @abstractmethod
     def call(
@@ -154,7 +160,6 @@ class BlockWriter(ABC):
     ) -> None:
         """Add a call of a function on the chunk."""
 
-    @abstractmethod
     def matmul(
         self,
         out: Stored,
@@ -166,14 +171,25 @@ class BlockWriter(ABC):
         sums_chunks: bool = False,
     ) -> None:
         """Add a product on the chunk; with `sums_chunks` one that is summed over chunks."""
+        self._multiplied.add((b.buffer, b.slot))
+        self._matmul(out, a, b, (transpose_a, transpose_b), sums_chunks)
+
+    @abstractmethod
+    def _matmul(
+        self, out: Stored, a: Stored, b: Stored, transposed: tuple[bool, bool], sums_chunks: bool
+    ) -> None: ...
 
     def product_2d(self, name: str, dataflow: Dataflow, out: Stored, a: Stored, b: Stored) -> None:
-        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs."""
+        """Add a product of matrices in 2D layouts by an algorithm of `matmul2d`, which moves what it needs.
+
+        It runs on the last two mesh axes. Along others, each layer of the mesh has its own product of what it has.
+        """
         assert self.num_chunks == 1
-        (rows, columns), (b_rows, b_columns) = ([side.size for side in x.sides] for x in (a, b))
+        sizes = [[within(side, self.mesh, x.dims, 2) for side in x.sides] for x in (a, b)]
+        (rows, columns), (b_rows, b_columns) = ([size or 0 for size in of_operand] for of_operand in sizes)
         m, k = (columns, rows) if dataflow == "rs" else (rows, columns)
         n = b_rows if dataflow == "ls" else b_columns
-        problem = Matmul2dProblem(m, n, k, self.mesh.shape, dataflow, out.dtype)
+        problem = Matmul2dProblem(m, n, k, self.mesh.shape[-2:], dataflow, out.dtype)
         self._include(name, problem, out, a, b)
         self.cut()
 
@@ -208,7 +224,7 @@ class BlockWriter(ABC):
     def move(
         self,
         src: Stored,
-        dims: Dims,
+        dims: AxisDims,
         suffix: str,
         lane: str = "",
         into: Stored | None = None,
@@ -242,7 +258,7 @@ class BlockWriter(ABC):
             self.cut()
         return src
 
-    def move_once(self, src: Stored, dims: Dims, lane: str, into: Stored | None = None) -> Stored:
+    def move_once(self, src: Stored, dims: AxisDims, lane: str, into: Stored | None = None) -> Stored:
         """Move a tensor without tokens, between loops, and return where it is then."""
         assert self.is_between_loops and not src.has_tokens
         chunks, self.num_chunks = self.num_chunks, 1
@@ -250,9 +266,19 @@ class BlockWriter(ABC):
         self.num_chunks = chunks
         return out
 
+    def gather_once(self, kept: Stored, into: Stored | None, dims: AxisDims, lane: str) -> Stored:
+        """Move a weight before the loop that is being written, and return where it is then.
+
+        Where that loop multiplies by what `into` has so far, it ends first.
+        """
+        if into is not None and (into.buffer, into.slot) in self._multiplied:
+            self.cut()
+        with self._before_loop():
+            return self.move_once(kept, dims, lane, into)
+
     @abstractmethod
-    def gather_once(self, kept: Stored, into: Stored | None, dims: Dims, lane: str) -> Stored:
-        """Move a weight before the loop that is being written, and return where it is then."""
+    def _before_loop(self) -> AbstractContextManager[None]:
+        """Write, while it is entered, before the loop that is being written."""
 
     def _step(self, out: Stored, src: Stored, axis: int, lane: str) -> None:
         """Move a tensor along one axis."""
@@ -299,7 +325,7 @@ class BlockWriter(ABC):
         """Copy this rank's part of what all ranks along an axis have."""
 
 
-def _order(before: Dims, after: Dims) -> list[int]:
+def _order(before: AxisDims, after: AxisDims) -> list[int]:
     """Return the axes along which something moves: gathers from the last, then sums, then what remains."""
     changed = [axis for axis, dim in enumerate(before) if dim != after[axis]]
     gathers = [axis for axis in changed if before[axis] != "partial" and not after[axis]]

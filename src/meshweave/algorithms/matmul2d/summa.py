@@ -7,8 +7,9 @@ multiply; a panel of a moving output is reduced to its owners instead. Over all 
 multiplied the next ones are on their way.
 
 A broadcast keeps a ring busy only if it is pipelined: D packets pass P - 1 hops in P + D - 2 hop times, each
-with its own synchronisation. With one broadcast per panel and a number of panels that grows with the mesh, these
-add up quadratically. That is the price of one-to-all communication; in an all-gather all members send at once.
+with its own synchronisation. Roots take turns along the ring, so that the broadcast of the next panel begins while
+the last packets of this one are on their way to others: each takes D + 2 hop times of a member, and the P - 2 that
+the last packet needs are paid once (`estimate.chains`). In an all-gather a panel takes one.
 `Matmul2dConfig.packets` is D. `Matmul2dConfig.slices` counts steps. Fewer steps than panels are the unrolled loop
 (MeshSlice, section 4.2): neighbouring panels, each broadcast by its owner, make one larger product.
 """
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heapreplace
 from itertools import pairwise
+from typing import NamedTuple
 
 from meshweave.algorithms.matmul2d.common.algorithm import Matmul2d
 from meshweave.algorithms.matmul2d.common.extents import largest_extent, local_extent, slice_work
@@ -223,60 +225,92 @@ def _op_name(moving: MovingMatrix) -> str:
 # --- skeleton -------------------------------------------------------------------------------------------
 
 
-def _tasks(
-    problem: Matmul2dProblem, steps: tuple[SliceStep, ...], number: int, packets: int
-) -> tuple[Task, ...]:
-    step = steps[number]
-    before: list[Task] = []
-    after: list[Task] = []
-    waits: list[tuple[str, int]] = []
-    for moving in (problem.horizontal, problem.vertical):
-        if problem.axis_size(moving.axis) == 1:
-            continue
-        works = _panel_works(problem, moving, step, packets)
-        if not moving.scattered:
-            before += [
-                Task(f"{_op_name(moving)}{at}", moving.axis, work, _last_reader(steps, number, offset))
-                for at, (offset, work) in enumerate(works)
-            ]
-            waits.append((before[-1].name, 0))
-            continue
-        after += [
-            Task(f"{_op_name(moving)}{at}", moving.axis, work, (("matmul", 0),))
-            for at, (_, work) in enumerate(works)
+_Wait = tuple[str, int]
+
+
+class _PanelGroup(NamedTuple):
+    """Neighbouring panels of a step that have one width and wait for the same.
+
+    Attributes:
+        is_overwritten: whether the product of a later step writes to where these panels are.
+    """
+
+    width: int
+    waits: tuple[_Wait, ...]
+    is_overwritten: bool
+    offsets: list[int]
+
+
+class _SkeletonBuilder:
+    """The tasks of the steps of a product on rank (0, 0)."""
+
+    def __init__(self, problem: Matmul2dProblem, steps: tuple[SliceStep, ...], packets: int) -> None:
+        self.problem, self.steps, self.packets = problem, steps, packets
+        placed = two_d_placements(problem)
+        item = dtype_bytes(problem.dtype)
+        self.moving = [m for m in (problem.horizontal, problem.vertical) if problem.axis_size(m.axis) > 1]
+        self.line_bytes = [largest_extent(problem, placed, m.operand, 1 - m.dim) * item for m in self.moving]
+        self.shard_sizes = [problem.largest_part(problem.sliced_size, m.axis) for m in self.moving]
+        self.known_groups: dict[tuple[int, int], list[_PanelGroup]] = {}
+        self.sizes = {
+            "m": problem.largest_part(problem.m, "row"),
+            "n": problem.largest_part(problem.n, "col"),
+            "k": problem.largest_part(problem.k, "row" if problem.dataflow == "rs" else "col"),
+        }
+
+    def tasks(self, number: int, turns: int = 1) -> tuple[Task, ...]:
+        """Return the tasks of a step, and of the next `turns` - 1 ones, which are alike."""
+        before: list[Task] = []
+        after: list[Task] = []
+        waits: list[_Wait] = []
+        for which, moving in enumerate(self.moving):
+            chains = self._chains(which, number, turns)
+            if not moving.scattered:
+                before += chains
+                waits.append((chains[-1].name, 0))
+                continue
+            after += chains
+            if number >= SLOTS:  # the product overwrites panels that must be on their way
+                earlier = self._groups(which, number - SLOTS)
+                last = max(at for at, group in enumerate(earlier) if group.is_overwritten)
+                waits.append((f"{_op_name(moving)}{last}", SLOTS))
+        sliced = {"os": "k", "ls": "n", "rs": "m"}[self.problem.dataflow]
+        work = matmul_work(**self.sizes | {sliced: self.steps[number].width}, dtype=self.problem.dtype)
+        return (*before, Task("matmul", "compute", work, tuple(waits)), *after)
+
+    def _chains(self, which: int, number: int, turns: int) -> list[Task]:
+        """Return the chains of the panels of a step, a task per group."""
+        moving, shard_size = self.moving[which], self.shard_sizes[which]
+        kind, over = "reduce" if moving.scattered else "broadcast", f"{MESH}.{moving.axis}"
+        count, line_bytes = self.problem.axis_size(moving.axis), self.line_bytes[which]
+        starts = [step.start for step in self.steps[number : number + turns]]
+        return [
+            Task(
+                f"{_op_name(moving)}{at}",
+                moving.axis,
+                Transfer(kind, over, count, group.width * line_bytes, self.packets),
+                group.waits,
+                len(group.offsets),
+                tuple((start + offset) // shard_size for start in starts for offset in group.offsets),
+            )
+            for at, group in enumerate(self._groups(which, number))
         ]
-        if number >= SLOTS:  # the product overwrites panels that must be on their way
-            earlier = steps[number - SLOTS].panels(problem, moving)
-            num_overwritten = sum(offset < step.width for offset, _ in earlier)
-            waits.append((f"{_op_name(moving)}{num_overwritten - 1}", SLOTS))
-    sizes = {
-        "m": problem.largest_part(problem.m, "row"),
-        "n": problem.largest_part(problem.n, "col"),
-        "k": step.width,
-    }
-    if problem.dataflow == "ls":
-        sizes |= {"n": step.width, "k": problem.largest_part(problem.k, "col")}
-    elif problem.dataflow == "rs":
-        sizes |= {"m": step.width, "k": problem.largest_part(problem.k, "row")}
-    return (
-        *before,
-        Task("matmul", "compute", matmul_work(**sizes, dtype=problem.dtype), tuple(waits)),
-        *after,
-    )
 
-
-def _panel_works(
-    problem: Matmul2dProblem, moving: MovingMatrix, step: SliceStep, packets: int
-) -> list[tuple[int, Transfer]]:
-    """Return offset and work of each panel of a step."""
-    size = problem.axis_size(moving.axis)
-    across = largest_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
-    line_bytes = across * dtype_bytes(problem.dtype)
-    kind, over = "reduce" if moving.scattered else "broadcast", f"{MESH}.{moving.axis}"
-    return [
-        (offset, Transfer(kind, over, size, width * line_bytes, packets))
-        for offset, width in step.panels(problem, moving)
-    ]
+    def _groups(self, which: int, number: int) -> list[_PanelGroup]:
+        known = self.known_groups.get((which, number))
+        if known is not None:
+            return known
+        groups: list[_PanelGroup] = []
+        step, moving = self.steps[number], self.moving[which]
+        later = self.steps[number + SLOTS].width if number + SLOTS < len(self.steps) else step.width
+        for offset, width in step.panels(self.problem, moving):
+            waits = (("matmul", 0),) if moving.scattered else _last_reader(self.steps, number, offset)
+            key = width, waits, offset < later
+            if not groups or groups[-1][:3] != key:
+                groups.append(_PanelGroup(*key, []))
+            groups[-1].offsets.append(offset)
+        self.known_groups[which, number] = groups
+        return groups
 
 
 def _last_reader(steps: tuple[SliceStep, ...], number: int, offset: int) -> tuple[tuple[str, int], ...]:
@@ -287,23 +321,25 @@ def _last_reader(steps: tuple[SliceStep, ...], number: int, offset: int) -> tupl
     return ()
 
 
-def _pipelined_broadcasts(
+def _pipelined_chains(
     problem: Matmul2dProblem, moving: MovingMatrix, config: Matmul2dConfig
 ) -> tuple[Task, Task]:
-    """Return two tasks that together take no longer than all broadcasts (or reductions) of a moving matrix.
+    """Return two tasks that together take no longer than all chains of a moving matrix.
 
-    The first task is the latency of all broadcasts but one; there are at least as many as steps and as shards.
-    The second task carries all bytes in one broadcast.
+    A chain ends at its root a launch and D packets after the root began, and nowhere sooner. The next one needs
+    two members. Where there are more than two, one of them is no root of this chain and ends a packet later. So
+    D + 1 packets pass, as in a chain of three members alone. The first task is the latency of all chains but one;
+    there are at least as many as steps and as shards. The second task carries all bytes in one chain.
     """
     shard_size = problem.largest_part(problem.sliced_size, moving.axis)
     count = max(config.slice_count, -(-problem.sliced_size // shard_size))
     kind, over = "reduce" if moving.scattered else "broadcast", f"{MESH}.{moving.axis}"
     across = largest_extent(problem, two_d_placements(problem), moving.operand, 1 - moving.dim)
     size = problem.sliced_size * across * dtype_bytes(problem.dtype) // config.packets * config.packets
-    axis_size = problem.axis_size(moving.axis)
+    members = min(problem.axis_size(moving.axis), 3)
     return (
-        Task("begin", moving.axis, Transfer(kind, over, axis_size, 0, config.packets), (), count - 1),
-        Task("flow", moving.axis, Transfer(kind, over, axis_size, size, config.packets)),
+        Task("begin", moving.axis, Transfer(kind, over, members, 0, config.packets), (), count - 1),
+        Task("flow", moving.axis, Transfer(kind, over, members, size, config.packets)),
     )
 
 
@@ -317,6 +353,7 @@ class Summa(Matmul2d):
     all sizes, meshes and dataflows. The next panels are on their way while one is multiplied.
     """
 
+    estimate_accuracy = "upper_bound"
     name = "summa"
     title = "SUMMA"
     source = "van de Geijn and Watts 1997; MeshSlice, sections 2.3.3 and 4.2"
@@ -357,18 +394,15 @@ class Summa(Matmul2d):
         )
 
     def skeleton(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
-        """Return the skeleton of rank (0, 0).
-
-        It has the largest shard along either axis, so it has the largest panels and products, and no group waits
-        for another rank.
-        """
+        """Return the skeleton of rank (0, 0), which has the largest shards, with the roots of chains."""
         steps = slice_steps(problem, config.slice_count)
         # If steps are alike, the first ones wait for no slot and all others are the same.
-        different = SLOTS + 1 if _are_alike(problem, steps) else len(steps)
-        tasks = [
-            _tasks(problem, steps, number, config.packets) for number in range(min(different, len(steps)))
-        ]
-        return Skeleton.of_turns([*tasks, *tasks[-1:] * (len(steps) - len(tasks))])
+        num_different = min(SLOTS if _are_alike(problem, steps) else len(steps), len(steps))
+        builder = _SkeletonBuilder(problem, steps, config.packets)
+        runs = [(1, builder.tasks(number)) for number in range(num_different)]
+        if (left := len(steps) - num_different) > 0:
+            runs.append((left, builder.tasks(num_different, left)))
+        return Skeleton.of_runs(runs)
 
     def config_lower_bound(self, problem: Matmul2dProblem, config: Matmul2dConfig) -> Skeleton:
         """Return a skeleton of all products as one task, and per axis all broadcasts as two."""
@@ -377,7 +411,7 @@ class Summa(Matmul2d):
         tasks = [Task("matmul", "compute", slice_work(problem, first, second, problem.sliced_size))]
         for moving in (problem.horizontal, problem.vertical):
             if problem.axis_size(moving.axis) > 1:
-                tasks += _pipelined_broadcasts(problem, moving, config)
+                tasks += _pipelined_chains(problem, moving, config)
         return Skeleton((Phase(1, tuple(tasks)),))
 
     def lower_bounds(self, problem: Matmul2dProblem) -> Iterator[Skeleton]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
-from meshweave.algorithms.pipeline.communication import with_communication
 from meshweave.algorithms.pipeline.delayed import DelayedWeights
 from meshweave.algorithms.pipeline.eager import EagerOneForwardOneBackward
 from meshweave.algorithms.pipeline.gpipe import GPipe
@@ -13,6 +12,7 @@ from meshweave.algorithms.pipeline.one_f_one_b import OneForwardOneBackward
 from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
 from meshweave.algorithms.pipeline.program import pipeline_program
 from meshweave.algorithms.pipeline.reader import read_schedule
+from meshweave.algorithms.pipeline.zero_bubble import ZERO_BUBBLE
 
 ENTRIES: tuple[PipelineAlgorithm, ...] = (
     OneForwardOneBackward(),
@@ -20,6 +20,7 @@ ENTRIES: tuple[PipelineAlgorithm, ...] = (
     InterleavedOneForwardOneBackward(),
     EagerOneForwardOneBackward(),
     DelayedWeights(),
+    *ZERO_BUBBLE,
 )
 
 __all__ = [
@@ -42,5 +43,4 @@ __all__ = [
     "Stash",
     "pipeline_program",
     "read_schedule",
-    "with_communication",
 ]

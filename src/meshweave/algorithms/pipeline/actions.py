@@ -39,6 +39,8 @@ class ActionKind(Enum):
     OVERLAP = "OVERLAP_F_B"
     """A forward and a backward, of different micro-batches, that run beside each other."""
 
+    __hash__ = object.__hash__  # members are singletons; that of Enum hashes their names in Python, each time
+
     @property
     def computes(self) -> bool:
         """Return whether the action runs (part of) a stage, as torch's compute-only form lists it."""
@@ -126,17 +128,20 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
+        stage_ranks, num_stages = self.stage_ranks, self.num_stages
         for rank, order in enumerate(self.actions):
-            for action in (leaf for listed in order for leaf in listed.leaves):
-                if not 0 <= action.stage < self.num_stages or self.stage_ranks[action.stage] != rank:
-                    raise LayoutError(
-                        f"pipeline rank {rank} has action {action} of a stage that it does not hold"
-                    )
-                if action.micro_batch is not None and not 0 <= action.micro_batch < self.num_micro_batches:
-                    raise LayoutError(
-                        f"action {action} of pipeline rank {rank} names micro-batch {action.micro_batch}, "
-                        f"and there are {self.num_micro_batches}"
-                    )
+            for listed in order:
+                for action in listed.parts or (listed,):
+                    if not 0 <= action.stage < num_stages or stage_ranks[action.stage] != rank:
+                        raise LayoutError(
+                            f"pipeline rank {rank} has action {action} of a stage that it does not hold"
+                        )
+                    micro_batch = action.micro_batch
+                    if micro_batch is not None and not 0 <= micro_batch < self.num_micro_batches:
+                        raise LayoutError(
+                            f"action {action} of pipeline rank {rank} names micro-batch {micro_batch}, "
+                            f"and there are {self.num_micro_batches}"
+                        )
 
     @property
     def num_stages(self) -> int:

@@ -107,10 +107,10 @@ def steps_of(schedule: Schedule) -> Steps:
     return steps
 
 
-def with_communication(
+def communicating_steps(
     schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None, durations: Durations | None = None
-) -> Schedule:
-    """Return a schedule with sends and receives added; an equal one if it has some.
+) -> Steps:
+    """Return the steps of a schedule with sends and receives added; those that it lists, if it lists any.
 
     Args:
         schedule: compute actions.
@@ -120,13 +120,6 @@ def with_communication(
     Raises:
         LayoutError: an action waits for one that never runs.
     """
-    return communicating_steps(schedule, edges, durations).schedule(schedule)
-
-
-def communicating_steps(
-    schedule: Schedule, edges: Sequence[tuple[int, int]] | None = None, durations: Durations | None = None
-) -> Steps:
-    """Return the steps of `with_communication`."""
     listed = steps_of(schedule)
     if any(template.kind.communicates for template in listed.templates):
         return listed

@@ -84,6 +84,7 @@ class Stage:
         data_axes: mesh axes along which ranks share the rows of a micro-batch.
         is_sharded: whether the parameters lie in shards over the first data axis (FSDP).
         dtype: in which it computes, which says at what rate.
+        parameter_dtype: of the parameters and their gradients.
     """
 
     mesh: Mesh
@@ -96,6 +97,7 @@ class Stage:
     data_axes: tuple[str, ...] = ()
     is_sharded: bool = False
     dtype: str = "float32"
+    parameter_dtype: str = "float32"
 
     @property
     def row_placements(self) -> tuple[Placement, ...]:
@@ -273,8 +275,9 @@ def _check_stage(number: int, stage: Stage, rows: int) -> None:
     parts = stage.data_parallelism
     if rows % parts:
         raise LayoutError(f"stage {number}: {parts} data-parallel parts do not divide {rows} rows")
-    if stage.dtype not in DTYPES:
-        raise LayoutError(f"stage {number}: there is no dtype '{stage.dtype}'")
+    for dtype in (stage.dtype, stage.parameter_dtype):
+        if dtype not in DTYPES:
+            raise LayoutError(f"stage {number}: there is no dtype '{dtype}'")
     if stage.parameters < 1:
         raise LayoutError(f"stage {number}: has {stage.parameters} parameters, and needs at least one")
     if stage.is_sharded and (not stage.data_axes or stage.parameters % stage.mesh.size(stage.data_axes[0])):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
-from meshweave.algorithms.pipeline.tensors import BATCH_DTYPE, PARAMETER_DTYPE
+from meshweave.algorithms.pipeline.tensors import BATCH_DTYPE
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer
@@ -66,11 +66,12 @@ class StageOps:
             tensor = f"{prefix}{self.number}"
             if tensor in layouts:
                 layout = Layout(self.mesh, layouts[tensor].placements)
-                dtype = PARAMETER_DTYPE if "W" in prefix else BATCH_DTYPE
+                dtype = self.stage.parameter_dtype if "W" in prefix else BATCH_DTYPE
                 yield Buffer(tensor.lower(), kind, self.mesh.name, dtype, tensor, layout)  # type: ignore[arg-type]
         scratch = [f"w{self.number}_whole"] if self.is_sharded else []
         for name in (*scratch, *([f"dw{self.number}_sum"] if self.has_sum else [])):
-            yield Buffer(name, "scratch", self.mesh.name, PARAMETER_DTYPE, shape=(self.stage.parameters,))
+            shape, dtype = (self.stage.parameters,), self.stage.parameter_dtype
+            yield Buffer(name, "scratch", self.mesh.name, dtype, shape=shape)
 
     def _vector(self, name: str) -> View:
         return View(name, (FULL,), 0)

@@ -14,7 +14,6 @@ from meshweave.describe.layout.layouts import Placement
 from meshweave.ir.program import Tensor
 from meshweave.ir.program.meanings import Function, Meaning, TensorPart
 
-PARAMETER_DTYPE = "float32"
 BATCH_DTYPE = "float32"
 """The dtype of X, Y and T."""
 
@@ -48,8 +47,8 @@ def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
     """Yield all tensors: those of inputs and outputs, then those of edges."""
     batch = problem.micro_batches * problem.rows
     for number, stage in enumerate(problem.stages):
-        yield Tensor(f"W{number}", (stage.parameters,), PARAMETER_DTYPE)
-        yield Tensor(f"DW{number}", (stage.parameters,), PARAMETER_DTYPE)
+        yield Tensor(f"W{number}", (stage.parameters,), stage.parameter_dtype)
+        yield Tensor(f"DW{number}", (stage.parameters,), stage.parameter_dtype)
         if not problem.edges_into(number):
             yield Tensor(f"X{number}", (batch, *problem.input_shape), BATCH_DTYPE)
         if not problem.edges_out_of(number):

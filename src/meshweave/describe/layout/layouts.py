@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,6 +159,18 @@ class Layout:
             LayoutError: a placement names a dim that the tensor does not have.
         """
         return _intervals(self, tuple(shape), rank)
+
+    @property
+    def shard_keys(self) -> list[tuple[int, ...]]:
+        """Return, for each rank of the mesh, its coordinates along the axes that cut the tensor.
+
+        Ranks with equal ones hold the same elements.
+        """
+        sizes = [
+            range(size) if isinstance(placement, (Shard, Tile, StridedShard)) else (0,) * size
+            for size, placement in zip(self.mesh.shape, self.placements, strict=True)
+        ]
+        return list(product(*sizes))
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
         """Return the shape of the shard of `rank`. Raises LayoutError as `intervals` does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,15 +21,16 @@ from meshweave.describe.files import (
 )
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.hierarchy import (
+    MOST_MEMBERS,
     CommunicationMatrix,
+    GivenPairs,
     MatrixLayer,
     MeasuredBandwidth,
+    UniformPairs,
     communication_matrix,
 )
 
 PairRate = Annotated[float, Field(ge=0.0, le=1e24, allow_inf_nan=False)]
-MOST_RANKS = 4096
-"""The most ranks in a layer of a file."""
 
 
 class LayerTable(FileModel):
@@ -37,21 +39,21 @@ class LayerTable(FileModel):
     Pairs and groups have one rate for all, with `size`, or a rate each.
     """
 
-    name: Name = Field(description="what joins the ranks of the layer, a string of printable characters")
+    name: Name = Field(description="what joins the members of the layer, a string of printable characters")
     size: Count | None = Field(
-        None, description="the number of ranks of the layer, at least 1 (left out: that of a list below)"
+        None, description="the number of members of the layer, at least 1 (left out: that of a list below)"
     )
     p2p_bytes_per_s: PairRate | None = Field(
-        None, description="bytes per second between any two ranks, a number of at least 0"
+        None, description="bytes per second between any two members, a number of at least 0"
     )
     p2p_matrix_bytes_per_s: list[list[PairRate]] | None = Field(
-        None, description="the same from each rank to each, a list of lists of numbers of at least 0"
+        None, description="the same from each member to each, a list of lists of numbers of at least 0"
     )
     group_bytes_per_s: Rate | None = Field(
-        None, description="bytes per second of each rank to all others, a number of at least 1"
+        None, description="bytes per second of each member to all others, a number of at least 1"
     )
     group_list_bytes_per_s: list[Rate] | None = Field(
-        None, description="the same of each rank, a list of numbers of at least 1"
+        None, description="the same of each member, a list of numbers of at least 1"
     )
     flow_bytes_per_s: Rate | None = Field(
         None, description="the most that one ring carries across the layer (left out: no limit)"
@@ -68,18 +70,19 @@ class LayerTable(FileModel):
                 raise DescriptionError(f"layer {self.name}: give either {key}")
         sizes = {len(given) for given in (rows, groups) if given is not None}
         sizes |= {self.size} if self.size else set()
-        if len(sizes) != 1 or (size := sizes.pop()) > MOST_RANKS:
+        if len(sizes) != 1 or (size := sizes.pop()) > MOST_MEMBERS:
             raise DescriptionError(
-                f"layer {self.name}: give a size of at most {MOST_RANKS}, or lists of numbers of one size"
+                f"layer {self.name}: give a size of at most {MOST_MEMBERS}, or lists of numbers of one size"
             )
-        pair = int(self.p2p_bytes_per_s or 0)
-        if rows is None:
-            matrix = tuple(tuple(pair if i != j else 0 for j in range(size)) for i in range(size))
-        else:
-            matrix = tuple(tuple(int(rate) for rate in row) for row in rows)
+        pairs: UniformPairs | GivenPairs = UniformPairs(size, int(self.p2p_bytes_per_s or 0))
+        if rows is not None:
+            try:
+                pairs = GivenPairs(tuple(tuple(int(rate) for rate in row) for row in rows))
+            except DescriptionError as error:
+                raise DescriptionError(f"layer {self.name}: {error}") from None
         group = int(self.group_bytes_per_s or 0)
         of_groups = (group,) * size if groups is None else tuple(map(int, groups))
-        return MatrixLayer(self.name, matrix, of_groups, int(self.flow_bytes_per_s or 0))
+        return MatrixLayer(self.name, pairs, of_groups, int(self.flow_bytes_per_s or 0))
 
 
 class MeasuredTable(FileModel):
@@ -129,35 +132,41 @@ class MatrixFile(FileModel):
     )
 
 
-def load_machine(name_or_path: str | Path) -> tuple[CommunicationMatrix | Cluster, CommunicationMatrix]:
+def load_cluster_or_matrix(
+    name_or_path: str | Path,
+) -> tuple[CommunicationMatrix | Cluster, CommunicationMatrix]:
     """Return what a name stands for, and its matrix: a cluster and the view of it, or a matrix twice.
 
-    A name is one of the catalog, or a file: that of a cluster if it has `network`, else that of a matrix.
+    A name is one of the catalog, or a file: that of a cluster if it has `network`, else that of a matrix. The file
+    of a matrix may name a cluster: then the matrix is the view of that, with what the file has as measured.
 
     Raises:
         DescriptionError: there is no such entry or file, or it is wrong.
     """
     exists = os.path.exists(name_or_path)  # noqa: PTH110  (unlike Path's, never raises)
     if exists and "network" not in (data := load_table(name_or_path)):
-        matrix = _matrix_from(data, name_or_path)
-        return matrix, matrix
+        return _from_matrix_file(data, name_or_path)
     cluster = load_cluster(name_or_path)
     return cluster, communication_matrix(cluster)
 
 
 def load_matrix(name_or_path: str | Path) -> CommunicationMatrix:
-    """Return the matrix of a file, or the view of a cluster; see `load_machine`."""
-    return load_machine(name_or_path)[1]
+    """Return the matrix of a file, or the view of a cluster; see `load_cluster_or_matrix`."""
+    return load_cluster_or_matrix(name_or_path)[1]
 
 
-def _matrix_from(data: dict[str, Any], file: str | Path) -> CommunicationMatrix:
+def _from_matrix_file(
+    data: dict[str, Any], file: str | Path
+) -> tuple[CommunicationMatrix | Cluster, CommunicationMatrix]:
     table = check_table(MatrixFile, data, file)
     if (table.cluster is None) == (not table.layers):
         fail(file, "layers", "give either layers or a cluster")
     try:
         measured = tuple(entry.bandwidth() for entry in table.measured)
         if table.cluster is not None:
-            return communication_matrix(load_cluster(table.cluster)).with_measured(measured)
-        return CommunicationMatrix(table.name, tuple(entry.layer() for entry in table.layers), measured)
+            cluster = load_cluster(table.cluster)
+            return cluster, replace(communication_matrix(cluster), name=table.name, measured=measured)
+        matrix = CommunicationMatrix(table.name, tuple(entry.layer() for entry in table.layers), measured)
+        return matrix, matrix
     except DescriptionError as error:
         fail(file, "", str(error))

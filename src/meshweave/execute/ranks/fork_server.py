@@ -40,6 +40,7 @@ _PRELOADED = (
     "meshweave.execute.torch.compat:import_all_of_dtensor",
     "meshweave.nn.linear",
     "meshweave.nn.matmul2d",
+    "meshweave.nn.pipelining.pipeline",
     "meshweave.nn.reshard_state",
 )
 _IMPORTED_WITH = (

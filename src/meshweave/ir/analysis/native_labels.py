@@ -112,9 +112,12 @@ def _shards(program: Program, has_calls: bool) -> NDArray[np.int64]:
             continue
         assert buffer.layout is not None
         shape, layout = program.tensor_of[buffer.tensor].shape, buffer.layout
-        for rank in layout.mesh.ranks:
+        indices: dict[tuple[int, ...], tuple[NDArray[np.int64], ...]] = {}
+        for key, rank in zip(layout.shard_keys, layout.mesh.ranks, strict=True):
+            if key not in indices:
+                indices[key] = layout.indices(shape, rank)
             rows.append(np.array((number, at[rank], _place(buffer, layout, rank))))
-            rows += layout.indices(shape, rank)
+            rows += indices[key]
     return np.concatenate(rows)
 
 

@@ -26,9 +26,7 @@ from meshweave.ir.program.ops import Call
 def num_buffer_elements(program: Program) -> int:
     """Return the elements of all buffers of all ranks, which the proof must hold in memory."""
     return sum(
-        buffer.slots * math.prod(program.local_shape(buffer.name, rank))
-        for buffer in program.buffers
-        for rank in program.mesh_of[buffer.mesh].ranks
+        buffer.slots * sum(map(math.prod, program.local_shapes(buffer.name))) for buffer in program.buffers
     )
 
 

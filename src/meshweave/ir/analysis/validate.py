@@ -33,7 +33,7 @@ from meshweave.ir.analysis.races import check_races
 from meshweave.ir.analysis.replicas import ReplicaAgreement, replica_agreements
 from meshweave.ir.analysis.shapes import check_op
 from meshweave.ir.program import Include, Program
-from meshweave.ir.program.declarations import check_declarations
+from meshweave.ir.program.declarations import check_header, check_statements
 from meshweave.ir.program.include import include_error
 
 ORDERS_TRIED = 20
@@ -104,11 +104,12 @@ def validate(program: Program, *, labels: bool = True, native: bool = True) -> V
 
 def _validate(program: Program, parts: Summaries, labels: bool, native: bool) -> Validation:
     """Return the proof of a program, given those of the programs that it includes."""
-    check_declarations(program)
+    check_header(program)
     if native and not program.includes:
         proof = CoreProof(program, labels)
         if proof.holds:
             return Validation(program, proof.skipped)
+    check_statements(program)
     return _validate_in_python(program, parts, labels)
 
 

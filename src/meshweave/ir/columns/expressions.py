@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
+
 from meshweave.ir.program.expressions import Binary, Index, Select, Var
 
 _CONSTANT, _VARIABLE = 0, 1
@@ -14,6 +17,18 @@ _OPERATORS = {
 _SELECT = 17
 
 
+class _ExpressionNumbers(dict[Index, int]):
+    """The numbers of expressions; a new one gets the number that `add` returns."""
+
+    def __init__(self, add: Callable[[Index], int]) -> None:
+        super().__init__()
+        self.add = add
+
+    def __missing__(self, index: Index) -> int:
+        number = self[index] = self.add(index)
+        return number
+
+
 class ExpressionColumns:
     """The expressions of a program, numbered; equal ones share a number.
 
@@ -22,15 +37,17 @@ class ExpressionColumns:
         starts: where the code of each expression starts, in pairs, and where the last one ends.
         tables: where the entries of each table of a `Select` start, and where the last one ends.
         entries: the entries of all tables, as numbers of expressions.
+        number: returns the number of an expression.
     """
 
     def __init__(self) -> None:
-        self.code: list[int] = []
-        self.starts = [0]
-        self.tables = [0]
-        self.entries: list[int] = []
-        self._numbers: dict[Index, int] = {}
+        self.code = array("q")
+        self.starts = array("q", [0])
+        self.tables = array("q", [0])
+        self.entries = array("q")
+        self._numbers = _ExpressionNumbers(self._add)
         self._slots = {"rank": 0, "peer": 1}
+        self.number: Callable[[Index], int] = self._numbers.__getitem__
 
     @property
     def num_slots(self) -> int:
@@ -41,16 +58,13 @@ class ExpressionColumns:
         """Return the slot in which the core keeps the value of a name."""
         return self._slots.setdefault(name, len(self._slots))
 
-    def number(self, index: Index) -> int:
-        """Return the number of an expression."""
-        known = self._numbers.get(index)
-        if known is None:
-            code: list[int] = []
-            self._emit(index, code)  # adds the entries of tables first
-            self.code += code
-            self.starts.append(len(self.code) // 2)
-            known = self._numbers[index] = len(self.starts) - 2
-        return known
+    def _add(self, index: Index) -> int:
+        """Return the number of a new expression."""
+        code: list[int] = []
+        self._emit(index, code)  # adds the entries of tables first
+        self.code.extend(code)
+        self.starts.append(len(self.code) // 2)
+        return len(self.starts) - 2
 
     def number_or_none(self, index: Index | None) -> int:
         """Return the number of an expression, -1 for None."""
@@ -65,7 +79,7 @@ class ExpressionColumns:
             code += (_OPERATORS[index.op], 0)
         elif isinstance(index, Select):
             self._emit(index.index, code)
-            self.entries += [self.number(entry) for entry in index.entries]
+            self.entries.extend([self.number(entry) for entry in index.entries])
             self.tables.append(len(self.entries))
             code += (_SELECT, len(self.tables) - 2)
         else:

@@ -2,70 +2,86 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
-from meshweave.ir.program.ops import CALL_PARTS, OP_TYPES, Op
+from meshweave.ir.program.ops import CALL_PARTS, OP_TYPES, Call, Op
 
 Column = NDArray[np.int64]
 
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(OP_TYPES)}
 _PART_NUMBERS = {part: number for number, part in enumerate(CALL_PARTS)}
 
 
-class OpFields:
-    """The columns of one op, -1 for those that it does not have."""
+(
+    KIND,
+    LANE,
+    OUT,
+    SRC,
+    SECOND_OPERAND,
+    FLAGS,
+    AXIS,
+    DIM,
+    FIRST,
+    SECOND,
+    SIZES_MODE,
+    SIZES,
+    COMM,
+    STEP_INDEX,
+    DIRECTIONS,
+    PRICE,
+    FLOPS,
+    NBYTES,
+    STASH,
+    PART,
+    FIRST_ARG,
+    NUM_ARGS,
+    RATE,
+    NUM_WORK_SIZES,
+) = range(24)
+"""The places of the fields of an op in its row, in the order of the core's `OpRow`."""
 
-    __slots__ = (
-        *(
-            "op",
-            "out",
-            "src",
-            "second_operand",
-            "axis",
-            "price",
-            "first",
-            "second",
-            "flops",
-            "nbytes",
-            "stash",
-        ),
-        *("rate", "comm", "step_index", "dim", "flags", "sizes", "directions", "args", "work_sizes"),
-    )
+NUM_FIELDS = NUM_WORK_SIZES + 1
 
-    def __init__(self, op: Op) -> None:
-        self.op = op
-        self.out = self.src = self.second_operand = self.axis = self.price = self.first = self.second = -1
-        self.flops = self.nbytes = self.stash = self.rate = self.comm = self.step_index = -1
-        self.dim, self.flags, self.sizes, self.directions = 0, 0, (0, 0), 1
-        self.args: list[int] = []
-        self.work_sizes: list[int] = []
-
-    def row(self, lane: int, first_arg: int) -> tuple[int, ...]:
-        """Return the columns in the order of the core's `Op`."""
-        return (
-            *(_KIND_NUMBERS[self.op.kind], lane, self.out, self.src, self.second_operand),
-            *(self.flags, self.axis, self.dim, self.first, self.second, *self.sizes),
-            *(self.comm, self.step_index, self.directions, self.price),
-            *(self.flops, self.nbytes, self.stash, _part(self.op), first_arg, len(self.args), self.rate),
-            len(self.work_sizes),
-        )
+OpFields = list[int]
+"""The row of one op, -1 in the fields that it does not have."""
 
 
-def _part(op: Op) -> int:
-    part = getattr(op, "part", "")
-    if part not in _PART_NUMBERS:
+def _blank(kind: int) -> tuple[int, ...]:
+    row = [-1] * NUM_FIELDS
+    row[KIND], row[DIRECTIONS] = kind, 1
+    for field in (FLAGS, DIM, SIZES_MODE, SIZES, PART, NUM_ARGS, NUM_WORK_SIZES):
+        row[field] = 0
+    return tuple(row)
+
+
+_BLANK = {kind: _blank(number) for number, kind in enumerate(OP_TYPES)}
+
+
+def blank_fields(op: Op) -> OpFields:
+    """Return the row of an op with nothing but its kind."""
+    return list(_BLANK[op.kind])
+
+
+def part_number(op: Call) -> int:
+    """Return the number of the part of a stage that a call is. Raises ProgramError for an unknown one."""
+    if op.part not in _PART_NUMBERS:
         raise ProgramError(
-            f"has no part '{part}'; there are {', '.join(CALL_PARTS[1:])}", op=op.name or op.kind
+            f"has no part '{op.part}'; there are {', '.join(CALL_PARTS[1:])}", op=op.name or op.kind
         )
-    return _PART_NUMBERS[part]
+    return _PART_NUMBERS[op.part]
 
 
 def flat(values: Any) -> Column:
     """Return numbers of any shape as one column."""
+    if isinstance(values, Rows):
+        return values.column()
+    if isinstance(values, array):
+        return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)
     return np.ascontiguousarray(np.asarray(values, dtype=np.int64).reshape(-1))
 
 

@@ -6,18 +6,36 @@ for the core but must have a value. `csrc/shapes.hpp` says what each number of a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
 
+from meshweave._core import Rows, read_statements
 from meshweave.base.errors import ProgramError
 from meshweave.base.units import DTYPES
 from meshweave.ir.columns.op_fields import flat
 from meshweave.ir.columns.template import TemplateColumns
 from meshweave.ir.program import Program
 from meshweave.ir.program.call_dims import CALL_DIMS
+from meshweave.ir.program.declarations import is_loop_index
 from meshweave.ir.program.expressions import Index
-from meshweave.ir.program.ops import AllToAll, Call, CollectiveStep, Op, Permute, Release
+from meshweave.ir.program.ops import (
+    Accumulate,
+    AllReduce,
+    AllToAll,
+    Call,
+    CollectiveStep,
+    Copy,
+    Matmul,
+    Op,
+    Permute,
+    Put,
+    Reduce,
+    ReduceScatter,
+    Release,
+    Send,
+)
 
 MAX_OPS = 1 << 19
 """Ops of all ranks of a program that the core proves; more are left to the reference."""
@@ -48,8 +66,9 @@ class ProofColumns(TemplateColumns):
         self.reductions = dict(REDUCTIONS)
         self._names: dict[str, int] = {}
         self._steps: dict[tuple[object, ...], int] = {}
-        self._proof_rows: list[int] = []
-        self._checks: list[int] = []
+        self._known_ranks = frozenset(program.ranks)
+        self._proof_rows = Rows()
+        self._checks = array("q")
         if program.includes:
             raise UnknownError("the core knows no includes")
         super().__init__(program)
@@ -63,11 +82,26 @@ class ProofColumns(TemplateColumns):
         """Return the number of a reduction."""
         return self.reductions.setdefault(name, len(self.reductions))
 
+    def _describe_statements(self) -> None:
+        read_statements(self, self.program.body)  # writes plain moves and messages itself
+
+    def _set(self, where: str | tuple[int, ...]) -> int:
+        is_known = where in self._at if isinstance(where, str) else self._known_ranks.issuperset(where)
+        if not is_known:
+            raise UnknownError("runs on ranks that are not declared")
+        return super()._set(where)
+
+    def _loop_slot(self, name: str) -> int:
+        """Return the slot of a loop index."""
+        if not is_loop_index(name):
+            raise UnknownError("has a loop index of no such name")
+        return self.expressions.slot(name)
+
     def describe_op(self, op: Op) -> None:
         """Add an op as written. Raises ProgramError as the class says."""
         super().describe_op(op)
-        number = len(self._op_rows) - 1
-        function = outs = step = dim = -1
+        number = self.num_ops - 1
+        function = outs = step = dim = reduction = -1
         received = 0, 0
         if isinstance(op, Call):
             self._check_call(number, op)
@@ -76,18 +110,16 @@ class ProofColumns(TemplateColumns):
             dim, received = op.concat_dim, self.sizes(op.recv_sizes)
             if received[0] == 1 or dim < 0:
                 raise UnknownError("the core knows no sizes that differ between members")
-        of_step = getattr(op, "step", None)
-        if of_step is not None:
-            step = self._step(number, of_step, is_joint=isinstance(op, Permute))
-        release = getattr(op, "release", None)
-        if release is not None:
-            self._check_release(number, release, op)
-        reduction = getattr(op, "op", None)
-        self._proof_rows += (
-            self._names.setdefault(op.name, len(self._names)),
-            -1 if reduction is None else self.reduction(reduction),
-            *(dim, *received, function, step, outs),
-        )
+        elif isinstance(op, (Send, Permute)):
+            if op.step is not None:
+                step = self._step(number, op.step, is_joint=isinstance(op, Permute))
+        elif isinstance(op, (Matmul, Copy, Put)):
+            if op.release is not None:
+                self._check_release(number, op.release, op)
+        elif isinstance(op, (ReduceScatter, AllReduce, Reduce, Accumulate)):
+            reduction = self.reduction(op.op)
+        name = self._names.setdefault(op.name, len(self._names))
+        self._proof_rows.extend((name, reduction, dim, *received, function, step, outs))
 
     def _step(self, op: int, step: CollectiveStep, *, is_joint: bool) -> int:
         if is_joint and not isinstance(step.count, int):
@@ -115,6 +147,6 @@ class ProofColumns(TemplateColumns):
         """Note that expressions of an op must have a value, of at least `low`."""
         for value in values:
             if not isinstance(value, int):
-                self._checks += (op, self.expressions.number(value), low)
+                self._checks.extend((op, self.expressions.number(value), low))
             elif value < low:
                 raise UnknownError(f"has {value}, which must be at least {low}")

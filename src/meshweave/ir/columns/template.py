@@ -6,18 +6,50 @@ The core expands templates itself, so nothing here is per rank but coordinates, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from meshweave._core import Rows
 from meshweave.base.errors import ProgramError
 from meshweave.base.limits import SIMULATED_DIMS
 from meshweave.base.units import dtype_bytes
 from meshweave.describe.machine.network import COMM_KINDS
 from meshweave.ir.columns.expressions import ExpressionColumns
-from meshweave.ir.columns.op_fields import Column, OpFields, flat, joined, offsets
-from meshweave.ir.program import On, Program, Repeat, When
+from meshweave.ir.columns.op_fields import (
+    AXIS,
+    COMM,
+    DIM,
+    DIRECTIONS,
+    FIRST,
+    FIRST_ARG,
+    FLAGS,
+    LANE,
+    NUM_ARGS,
+    NUM_FIELDS,
+    NUM_WORK_SIZES,
+    OUT,
+    PART,
+    PRICE,
+    RATE,
+    SECOND,
+    SECOND_OPERAND,
+    SIZES,
+    SIZES_MODE,
+    SRC,
+    STASH,
+    STEP_INDEX,
+    Column,
+    OpFields,
+    blank_fields,
+    flat,
+    joined,
+    offsets,
+    part_number,
+)
+from meshweave.ir.program import On, Program, Repeat
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import (
     READ,
@@ -52,6 +84,8 @@ MAX_OPS = 200_000_000
 
 _UNDEFINED = np.iinfo(np.int64).min
 _OP, _ON, _REPEAT, _WHEN = range(4)
+_VIEW, _SELECTOR, _ACCESS = 5, 6, 3
+"""Numbers per view, selector and access."""
 _TRANSPOSE_A, _TRANSPOSE_B, _TRACKED, _UPDATES = 1, 2, 4, 8
 
 
@@ -75,21 +109,22 @@ class TemplateColumns:
         self._members: list[Column] = []
         self._group_price: list[int] = []
         self._lists: list[tuple[int, ...]] = []
-        self._args: list[int] = []
+        self._args = array("q")
         self._stashes: dict[str, int] = {}
         self._views: dict[int, int] = {}  # by the identity of views, which the program keeps
-        self._view_rows: list[tuple[int, ...]] = []
-        self._selectors: list[tuple[int, ...]] = []
-        self._op_rows: list[tuple[int, ...]] = []
-        self._accesses: list[tuple[int, int, int]] = []
-        self._op_access = [0]
-        self._statements: list[tuple[int, int, int, int]] = []
+        self._view_rows = Rows()
+        self._selectors = Rows()
+        self._op_rows = Rows()
+        self._accesses = Rows()
+        self._op_access = Rows()
+        self._statements = Rows()
         self._lanes = {lane.name: number for number, lane in enumerate(program.lanes)}
         self._buffers = {buffer.name: number for number, buffer in enumerate(program.buffers)}
         self._at = {mesh.name: np.searchsorted(self.ranks, mesh.ranks) for mesh in program.meshes}
         self._buffer_rows: list[tuple[int, ...]] = []
         self._shapes: list[Column] = []
         self._shape_exprs: list[int] = []
+        self._op_access.extend((0,))
         self._coordinates()
         self._describe_buffers()
         self._describe_statements()
@@ -211,7 +246,11 @@ class TemplateColumns:
 
     def note_call_costs(self, op: Call, fields: OpFields) -> None:
         """Set the costs of a call."""
-        fields.rate = 0
+        fields[RATE] = 0
+
+    def work_sizes(self, op: Call) -> Sequence[Index]:
+        """Return the sizes that the time of a call may depend on: none, where nothing is timed."""
+        return ()
 
     # --- buffers and views ----------------------------------------------------------------------------
 
@@ -227,116 +266,122 @@ class TemplateColumns:
                 self._shape_exprs += [self.expressions.number(extent) for extent in buffer.shape]
                 continue
             table = np.full((len(self.ranks), num_dims), -1, dtype=np.int64)
-            mesh = program.mesh_of[buffer.mesh]
-            table[self._at[buffer.mesh]] = [program.local_shape(buffer.name, rank) for rank in mesh.ranks]
+            table[self._at[buffer.mesh]] = program.local_shapes(buffer.name)
             self._buffer_rows.append((*common, 1, size))
             self._shapes.append(flat(table))
             size += table.size
 
     def _view(self, view: View) -> int:
         known = self._views.get(id(view))
-        if known is None:
-            known = self._views[id(view)] = len(self._view_rows)
-            if view.buffer not in self._buffers:
-                raise ProgramError(
-                    f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}"
-                )
-            number = self.expressions.number
-            owner = -1 if view.rank is None else number(view.rank)
-            dims = len(view.selectors)
-            row = self._buffers[view.buffer], number(view.slot), owner, len(self._selectors), dims
-            self._view_rows.append(row)
-            for selector in view.selectors:
-                start, stop = number(selector.start), -1 if selector.stop is None else number(selector.stop)
-                if isinstance(selector, Blocked):
-                    parts = number(selector.first), number(selector.block), number(selector.stride)
-                    self._selectors.append((1, start, stop, *parts))
-                else:
-                    self._selectors.append((0, start, stop, -1, -1, -1))
+        if known is not None:
+            return known
+        known = self._views[id(view)] = len(self._view_rows) // _VIEW
+        buffer = self._buffers.get(view.buffer)
+        if buffer is None:
+            raise ProgramError(f"there is no buffer '{view.buffer}'; declared are {', '.join(self._buffers)}")
+        number, selectors = self.expressions.number, self._selectors
+        owner = -1 if view.rank is None else number(view.rank)
+        dims = len(view.selectors)
+        self._view_rows.extend((buffer, number(view.slot), owner, len(selectors) // _SELECTOR, dims))
+        for selector in view.selectors:
+            start, stop = number(selector.start), -1 if selector.stop is None else number(selector.stop)
+            if isinstance(selector, Blocked):
+                parts = number(selector.first), number(selector.block), number(selector.stride)
+                selectors.extend((1, start, stop, *parts))
+            else:
+                selectors.extend((0, start, stop, -1, -1, -1))
         return known
 
     # --- statements -----------------------------------------------------------------------------------
 
+    @property
+    def num_ops(self) -> int:
+        """Return the number of ops that are described."""
+        return len(self._op_rows) // NUM_FIELDS
+
     def _describe_statements(self) -> None:
         for statement, end in preorder(self.program.body):
-            match statement:
-                case On(where=where):
-                    row = _ON, self._set(where), 0, end
-                case Repeat(var=var, count=count):
-                    slot = self.expressions.slot(var)
-                    row = _REPEAT, slot, self.expressions.number(count), end
-                case When(condition=condition):
-                    row = _WHEN, 0, self.expressions.number(condition), end
-                case _:
-                    row = _OP, len(self._op_rows), 0, end
-                    self.describe_op(statement)
-            self._statements.append(row)
+            if isinstance(statement, Op):
+                row = _OP, self.num_ops, 0, end
+                self.describe_op(statement)
+            elif isinstance(statement, On):
+                row = _ON, self._set(statement.where), 0, end
+            elif isinstance(statement, Repeat):
+                row = (
+                    _REPEAT,
+                    self.expressions.slot(statement.var),
+                    self.expressions.number(statement.count),
+                    end,
+                )
+            else:
+                row = _WHEN, 0, self.expressions.number(statement.condition), end
+            self._statements.extend(row)
 
     def describe_op(self, op: Op) -> None:
         """Add an op as written. Raises ProgramError for names that are not declared."""
-        if op.lane not in self._lanes:
+        fields = blank_fields(op)
+        lane = self._lanes.get(op.lane)
+        if lane is None:
             raise ProgramError(
                 f"there is no lane '{op.lane}'; declared are {', '.join(self._lanes)}", op=op.name or op.kind
             )
+        fields[LANE], fields[FIRST_ARG] = lane, len(self._args)
         self._note_accesses(op)
-        fields = OpFields(op)
-        match op:
-            case Matmul():
-                fields.out, fields.src = self._view(op.out), self._view(op.a)
-                fields.second_operand = self._view(op.b)
-                fields.flags = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
-                fields.rate = self.rate("", self.program.buffer_of[op.a.buffer].dtype)
-            case Call():
-                self._describe_call(op, fields)
-            case Collective():
-                self._describe_collective(op, fields)
-            case Send() | Recv():
-                self._describe_message(op, fields)
-            case Get() | Put() | Accumulate():
-                fields.out, fields.src = self._view(op.out), self._view(op.src)
-                fields.price = self.price("")
-            case _:
-                fields.out = self._view(op.out)  # type: ignore[attr-defined]
+        if isinstance(op, (Send, Recv)):
+            self._describe_message(op, fields)
+        elif isinstance(op, Collective):
+            self._describe_collective(op, fields)
+        elif isinstance(op, Call):
+            self._describe_call(op, fields)
+        elif isinstance(op, Matmul):
+            fields[OUT], fields[SRC], fields[SECOND_OPERAND] = map(self._view, (op.out, op.a, op.b))
+            fields[FLAGS] = _TRANSPOSE_A * op.transpose_a | _TRANSPOSE_B * op.transpose_b
+            fields[RATE] = self.rate("", self.program.buffer_of[op.a.buffer].dtype)
+        elif isinstance(op, (Get, Put, Accumulate)):
+            fields[OUT], fields[SRC] = self._view(op.out), self._view(op.src)
+            fields[PRICE] = self.price("")
+        else:
+            fields[OUT] = self._view(op.out)  # type: ignore[attr-defined]
         if isinstance(op, (Matmul, Copy, Put)) and op.release is not None:
-            fields.flags |= _TRACKED
-        step = getattr(op, "step", None)
-        if step is not None:
-            fields.comm, fields.step_index = (
-                COMM_KINDS.index(step.collective),
-                self.expressions.number(step.index),
-            )
-            fields.directions = step.num_directions
-        self._op_rows.append(fields.row(self._lanes[op.lane], len(self._args)))
-        self._args += fields.args + fields.work_sizes
+            fields[FLAGS] |= _TRACKED
+        if isinstance(op, (Send, Permute)) and op.step is not None:
+            fields[COMM] = COMM_KINDS.index(op.step.collective)
+            fields[STEP_INDEX] = self.expressions.number(op.step.index)
+            fields[DIRECTIONS] = op.step.num_directions
+        self._op_rows.extend(fields)
 
     def _describe_call(self, op: Call, fields: OpFields) -> None:
         self.note_call_costs(op, fields)
-        fields.stash = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
-        fields.args = [self.expressions.number(arg) for arg in op.args]
+        fields[STASH] = self._stashes.setdefault(op.stash, len(self._stashes)) if op.stash else -1
+        fields[PART], fields[NUM_ARGS] = part_number(op), len(op.args)
+        sizes = self.work_sizes(op)
+        fields[NUM_WORK_SIZES] = len(sizes)
+        self._args.extend(map(self.expressions.number, (*op.args, *sizes)))
 
     def _describe_collective(self, op: Collective, fields: OpFields) -> None:
-        fields.axis = self._axis(op.over)
+        fields[AXIS] = self._axis(op.over)
         if isinstance(op, DataCollective):
-            fields.out, fields.src = self._view(op.out), self._view(op.src)
+            fields[OUT], fields[SRC] = self._view(op.out), self._view(op.src)
         if isinstance(op, (AllGather, ReduceScatter)):
-            fields.dim, fields.sizes = op.dim, self.sizes(op.sizes)
+            fields[DIM], (fields[SIZES_MODE], fields[SIZES]) = op.dim, self.sizes(op.sizes)
         elif isinstance(op, AllToAll):
-            fields.dim, fields.sizes = op.split_dim, self.sizes(op.send_sizes)
+            fields[DIM] = op.split_dim
+            fields[SIZES_MODE], fields[SIZES] = self.sizes(op.send_sizes)
         elif isinstance(op, (Broadcast, Reduce)):
-            fields.first, fields.second = (
+            fields[FIRST], fields[SECOND] = (
                 self.expressions.number(op.root),
                 self.expressions.number(op.packets),
             )
         elif isinstance(op, Permute):
-            fields.first = self.expressions.number(op.shift)
+            fields[FIRST] = self.expressions.number(op.shift)
 
     def _describe_message(self, op: Send | Recv, fields: OpFields) -> None:
-        fields.first, fields.second = self.expressions.number(op.peer), self.expressions.number(op.tag)
+        fields[FIRST], fields[SECOND] = self.expressions.number(op.peer), self.expressions.number(op.tag)
         if isinstance(op, Send):
-            fields.src = self._view(op.src)
+            fields[SRC] = self._view(op.src)
         else:
-            fields.out, fields.flags = self._view(op.out), _UPDATES * op.update
-        fields.price = self.price(op.step.axis if isinstance(op, Send) and op.step else "")
+            fields[OUT], fields[FLAGS] = self._view(op.out), _UPDATES * op.update
+        fields[PRICE] = self.price(op.step.axis if isinstance(op, Send) and op.step else "")
 
     def sizes(self, sizes: Index | tuple[int, ...] | None) -> tuple[int, int]:
         """Return (0, 0) for equal parts, (1, number of an expression in `peer`), or (2, number of a list)."""
@@ -348,9 +393,10 @@ class TemplateColumns:
         return 1, self.expressions.number(sizes)
 
     def _note_accesses(self, op: Op) -> None:
+        accesses = self._accesses
         for mode, view in op.accesses():
             # Whether a product reads what it adds to may depend on the turn.
             depends = isinstance(op, Matmul) and mode == READ and view is op.out
             condition = self.expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
-            self._accesses.append((MODES[mode], self._view(view), condition))
-        self._op_access.append(len(self._accesses))
+            accesses.extend((MODES[mode], self._view(view), condition))
+        self._op_access.extend((len(accesses) // _ACCESS,))

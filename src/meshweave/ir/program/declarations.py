@@ -17,7 +17,16 @@ from meshweave.ir.program.statements import On, Repeat, Statement, statements_of
 
 
 def check_declarations(program: Program) -> None:
-    """Check what a program declares. Raises ProgramError, naming op or buffer where there is one."""
+    """Check what a program declares, and that its statements use nothing else.
+
+    Raises ProgramError, naming op or buffer where there is one.
+    """
+    check_header(program)
+    check_statements(program)
+
+
+def check_header(program: Program) -> None:
+    """Check what a program declares, and its includes. Raises ProgramError."""
     _check_names(program)
     for tensor in program.tensors:
         if any(size < 0 for size in tensor.shape):
@@ -29,10 +38,19 @@ def check_declarations(program: Program) -> None:
         _check_buffer(program, buffer)
     check_meanings(program)
     check_includes(program)
+
+
+def check_statements(program: Program) -> None:
+    """Check that statements use declared names only. Raises ProgramError."""
     ranks = frozenset(program.ranks)
     for statement in statements_of(program.body):
         if not isinstance(statement, Include):
             _check_statement(program, statement, ranks)
+
+
+def is_loop_index(name: str) -> bool:
+    """Return whether a loop index may be called so."""
+    return name.isidentifier() and not keyword.iskeyword(name) and name not in ("rank", "peer")
 
 
 def _check_names(program: Program) -> None:
@@ -84,11 +102,7 @@ def _check_statement(program: Program, statement: Statement, ranks: frozenset[in
         elif strangers := sorted(set(statement.where) - ranks):
             raise ProgramError(f"'with ranks': no mesh has rank {strangers[0]}", rank=strangers[0])
     elif isinstance(statement, Repeat):
-        if (
-            not statement.var.isidentifier()
-            or keyword.iskeyword(statement.var)
-            or statement.var in ("rank", "peer")
-        ):
+        if not is_loop_index(statement.var):
             raise ProgramError(f"'{statement.var}' cannot be a loop index")
     elif isinstance(statement, Op):
         label = statement.name or statement.kind

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Dims = tuple[str | None, ...]
+PositionNames = tuple[str | None, ...]
 """Per dim the name of a position, or None for the whole dim."""
 
 
@@ -61,7 +61,7 @@ class TensorPart:
     """The part of a tensor that one application of a function reads or makes: `X[i, :]` is row i of X."""
 
     tensor: str
-    dims: Dims
+    dims: PositionNames
 
     def __str__(self) -> str:
         if all(name is None for name in self.dims):

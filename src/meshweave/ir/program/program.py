@@ -9,7 +9,7 @@ instantiate to the same per-rank list of ops with plain integers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -244,6 +244,32 @@ class Program:
             raise ProgramError(f"has shape {shape}", rank=rank, buffer=name)
         self._shapes[name, rank] = shape
         return shape
+
+    @cached_property
+    def _shapes_of_all(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def local_shapes(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of one slot of a buffer on all ranks of its mesh, in their order.
+
+        Raises:
+            ProgramError: as `local_shape` does.
+        """
+        shapes = self._shapes_of_all.get(name)
+        if shapes is None:
+            buffer = self.buffer_of[name]
+            mesh = self.mesh_of[buffer.mesh]
+            keys: Sequence[object] = mesh.ranks
+            if buffer.layout is not None:
+                keys = buffer.layout.shard_keys
+            elif all(isinstance(extent, int) for extent in buffer.shape):
+                keys = [None] * mesh.num_ranks
+            known: dict[object, tuple[int, ...]] = {}
+            for key, rank in zip(keys, mesh.ranks, strict=True):
+                if key not in known:
+                    known[key] = self.local_shape(name, rank)
+            shapes = self._shapes_of_all[name] = tuple(known[key] for key in keys)
+        return shapes
 
     def buffer_bytes(self, name: str, rank: int) -> int:
         """Return the bytes of one slot of a buffer on `rank`."""

@@ -147,7 +147,7 @@ def _pick(name: str, problem: Matmul2dProblem, count: int, rng: random.Random) -
 
 def _smallest_bytes(case: FidelityCase) -> int:
     """Return the bytes of the smallest message of any transfer, once lowered."""
-    works = [task.work for phase in case.skeleton.phases for task in phase.tasks]
+    works = [task.work for _, task in case.skeleton.counted_tasks()]
     return min(
         (
             work.part_bytes

@@ -1,12 +1,14 @@
-"""The data of AlpaComm's figures 5, 6 and 8, computed again: seconds, and ratios of them."""
+"""The data of AlpaComm's figures 5 to 9, computed again: seconds and their ratios, and throughput of training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from meshweave.base.progress import Progress, no_progress
 from meshweave.report.bars import Bar, Group, bar_chart
 from meshweave.reproduce.alpacomm.cases import CASES
+from meshweave.reproduce.alpacomm.models import CASES as TRAINED
 from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
     BROADCAST,
@@ -24,6 +26,10 @@ from meshweave.reproduce.alpacomm.study import (
     AlpaCommStudy,
     orders,
 )
+from meshweave.reproduce.alpacomm.training import BOUND as BOUND_STEP
+from meshweave.reproduce.alpacomm.training import BROADCAST as BROADCAST_STEP
+from meshweave.reproduce.alpacomm.training import EAGER, OVERLAP, VARIANTS
+from meshweave.reproduce.alpacomm.training_rows import FEW
 from meshweave.reproduce.figures import Cell, Figure, FigurePanel, build_figures
 
 TITLES = {
@@ -135,17 +141,58 @@ def _spec(number: int) -> str:
     return f"case {number}: {case.src} to {case.dst}, {meshes}, tensor {' x '.join(map(str, case.shape))}"
 
 
-FIGURES: dict[int, Callable[[AlpaCommStudy], Figure]] = {5: _one_to_many, 6: _strategies, 8: _orders}
+def _training(study: AlpaCommStudy) -> Figure:
+    columns = ("case", *VARIANTS)
+    rows: list[tuple[Cell, ...]] = [
+        (case, *(study.training.tflops_per_s(case, name) for name in VARIANTS)) for case in TRAINED
+    ]
+    notes = (
+        "TFLOP/s of the eight GPUs together, recomputation not counted; one rate for all work of a dtype",
+        "all-gather and broadcast: 1F1B, whose stages wait for transfers; overlap: 1F1B with transfers beside "
+        "them; eager: eager-1F1B; delayed: with delayed weight gradients; bound: messages of one byte",
+    )
+    panel = FigurePanel("throughput", columns, tuple(rows), notes=notes)
+    return Figure(7, "training of table 3 on two hosts of four GPUs", "TFLOP/s", (panel,))
+
+
+def _overlap(study: AlpaCommStudy) -> Figure:
+    names = (BROADCAST_STEP, OVERLAP, EAGER)
+    rows: list[tuple[Cell, ...]] = []
+    for case in (name for name in TRAINED if name.startswith("U-")):
+        for count in (FEW, TRAINED[case].micro_batches):
+            values = [study.training.tflops_per_s(case, name, count) for name in (*names, BOUND_STEP)]
+            rows.append((f"{case}, {count} micro-batches", *values))
+    panel = FigurePanel("overlap", ("case", *names, BOUND), tuple(rows))
+    return Figure(9, "overlap of transfers, with few and with many micro-batches", "TFLOP/s", (panel,))
+
+
+FIGURES: dict[int, Callable[[AlpaCommStudy], Figure]] = {
+    5: _one_to_many,
+    6: _strategies,
+    7: _training,
+    8: _orders,
+    9: _overlap,
+}
 
 
 def figures(
     study: AlpaCommStudy, numbers: Sequence[int] = (), progress: Progress = no_progress
 ) -> list[Figure]:
     """Return the figures of these numbers, or all, in order."""
-    return build_figures(lambda number: FIGURES[number](study), FIGURES, numbers, progress)
+    return build_figures(
+        lambda number: replace(FIGURES[number](study), draws=picture), FIGURES, numbers, progress
+    )
 
 
 # --- pictures -------------------------------------------------------------------------------------
+
+
+_UNITS = {
+    "ratios": ("x", "times as long", ".3f"),
+    "throughput": ("TFLOP/s", "TFLOP/s of all GPUs", ".1f"),
+    "overlap": ("TFLOP/s", "TFLOP/s of all GPUs", ".1f"),
+}
+"""Unit, axis label and format by panel."""
 
 
 def picture(figure: Figure, panel: FigurePanel) -> str:
@@ -155,13 +202,13 @@ def picture(figure: Figure, panel: FigurePanel) -> str:
     """
     at_bound = panel.columns.index(BOUND)
     bars, formulas = panel.columns[1:at_bound], panel.columns[at_bound + 1 :]
-    unit = "x" if panel.model == "ratios" else "s"
+    unit = _UNITS.get(panel.model, ("s", "seconds", ".3f"))
     groups = []
     for row in panel.rows:
         values = [_number(cell) for cell in row[1:]]
         marks = values[len(bars) + 1 :] or [values[len(bars)]] * len(bars)
         drawn = [
-            Bar(name, value, value, value, f"{value:.3f} {unit}", (mark,))
+            Bar(name, value, value, value, f"{value:{unit[2]}} {unit[0]}", (mark,))
             for name, value, mark in zip(bars, values, marks, strict=False)
         ]
         label = str(row[0]) if panel.columns[0] == "case" else f"{panel.columns[0]}: {row[0]}"
@@ -169,7 +216,7 @@ def picture(figure: Figure, panel: FigurePanel) -> str:
     return bar_chart(
         f"{panel.model}: {figure.title}",
         groups,
-        "times as long" if unit == "x" else "seconds",
+        unit[1],
         mark_names=("by the formula",) if formulas else (BOUND,),
         bar_name="simulated",
         spread_name="",

@@ -1,5 +1,7 @@
 """What AlpaComm says of its microbenchmarks and of its load balance, computed here, row by row.
 
+`training_rows` has what it says of whole training steps.
+
 Zhuang et al.: On Optimizing the Communication of Model Parallelism (MLSys '23).
 """
 
@@ -9,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from meshweave.algorithms.reshard.broadcast import MAX_CHUNKS, MIN_CHUNK_BYTES
 from meshweave.base.progress import Progress, no_progress
+from meshweave.reproduce.alpacomm import training_rows
 from meshweave.reproduce.alpacomm.cases import CASES
 from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
@@ -221,7 +224,9 @@ OURS: dict[str, Callable[[AlpaCommStudy, str], OurValue]] = {
     "balance_congests": balance_congests,
     "none_idle": none_idle,
     "optimal": optimal,
+    **training_rows.OURS,
 }
+"""For each id of the file the function that computes it."""
 
 
 def row(study: AlpaCommStudy, entry: PublishedRow, subject: str) -> JudgedRow:

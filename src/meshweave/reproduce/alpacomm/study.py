@@ -21,6 +21,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.reproduce.alpacomm.cases import CASES, DTYPE, ReshardingCase, one_to_many
+from meshweave.reproduce.alpacomm.training import TrainingStudy
 from meshweave.simulate import simulate
 
 HOSTS = 5
@@ -120,6 +121,11 @@ class AlpaCommStudy:
     def _plan(self, case: ReshardingCase, strategy: str, order: str) -> ReshardPlan:
         problem = case.problem(chips_per_host=self.chips_per_host)
         return plan_reshard(problem, self.network, strategy=strategy, order=order, message_bytes=WHOLE)
+
+    @cached_property
+    def training(self) -> TrainingStudy:
+        """The end-to-end runs, on two of the hosts."""
+        return TrainingStudy(self.cluster, self.advance)
 
     # --- figure 5 ---------------------------------------------------------------------------------
 

@@ -10,11 +10,13 @@ from meshweave.report.chart import Series, line_chart
 from meshweave.reproduce.atp.rows import SIZES, figure_12_times
 from meshweave.reproduce.atp.study import (
     COLLECTIVE,
+    DEPTH,
     MODELS,
     NUM_GPUS,
     SIMULATED_SIZES,
     AtpStudy,
     Case,
+    depth_meshes,
     paper_mesh,
     simulated_communication_s,
 )
@@ -36,17 +38,19 @@ def _compared(study: AtpStudy) -> Figure:
                 study.serial_seconds(case),
                 study.seconds(case, (case.num_gpus, 1)),
                 study.rival_2d_seconds(case),
+                study.rival_2d_seconds(case, DEPTH) if depth_meshes(case.num_gpus) else None,
                 study.rival_2d_seconds(case, COLLECTIVE),
                 study.chunked_seconds(case, paper_mesh(case)),
                 study.chunked_seconds(case, study.best_mesh(case)),
             )
-            rows.append((model.upper(), *(study.tflops(case, value) for value in seconds)))
-        columns = ("model", "Megatron serial", "Megatron", "SUMMA", "collective 2D", *_ATP_COLUMNS)
+            rates = (None if value is None else study.tflops(case, value) for value in seconds)
+            rows.append((model.upper(), *rates))
+        columns = ("model", "Megatron serial", "Megatron", "SUMMA", "2.5D", "collective 2D", *_ATP_COLUMNS)
         chosen = paper_mesh(Case.of(f"{machine}-m4"))
         notes = (
             f"ATP in its best of 1, 2 and 4 chunks, on the paper's mesh {chosen[0]} x {chosen[1]} and on our best",
             "Megatron hides sums of gradients of inputs beside products of weights, and serial hides nothing",
-            "SUMMA and collective 2D on their best mesh with two sides; the paper's rival on 8 GPUs is 2.5D",
+            "SUMMA and collective 2D on their best mesh with two sides; 2.5D, the rival on 8 GPUs, on 2 x 2 x 2",
         )
         panels.append(FigurePanel(machine, columns, tuple(rows), notes=notes))
     return Figure(10, "ATP beside Megatron-LM and 2D products", UNIT, tuple(panels), _bars)

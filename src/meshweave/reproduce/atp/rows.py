@@ -18,6 +18,7 @@ from meshweave.describe.machine.hierarchy import (
 from meshweave.reproduce.atp.study import (
     CHUNKS,
     COLLECTIVE,
+    DEPTH,
     FITTED,
     LOAD,
     MODELS,
@@ -309,7 +310,7 @@ OURS: dict[str, Callable[[AtpStudy, str], OurValue]] = {
     "simulated_choice": simulated_choice,
     "small_model_degrades": small_model_degrades,
 }
-for _suffix, _strategy in (("", SUMMA), ("_collective", COLLECTIVE)):
+for _suffix, _strategy in (("", SUMMA), ("_25d", DEPTH), ("_collective", COLLECTIVE)):
     OURS[f"megatron_over_2d{_suffix}"] = _megatron_over_2d(_strategy)
     OURS[f"atp_over_2d{_suffix}"] = _atp_over_2d(_strategy, turned=False)
     OURS[f"2d_over_atp_small{_suffix}"] = _atp_over_2d(_strategy, turned=True)

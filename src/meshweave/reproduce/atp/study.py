@@ -3,7 +3,8 @@
 A case is a model on some GPUs of a machine of the catalog. Two layers are one program, with batch 4 and 2048
 tokens in half precision; its time is halved. ATP scatters before attention by an all-reduce, as the paper's f1 and
 f2 do. "ATP-i" is DeviceMesh(N / i, i); ATP-1 is Megatron's program. Rates are in 2^40 FLOPs per second, in which
-alone table 2 comes out. The FLOPs of a layer follow the formula of Megatron-LM without recomputation.
+alone table 2 comes out. The FLOPs of a layer follow the formula of Megatron-LM without recomputation, which counts
+masked pairs of queries and keys; attention is priced over these as well.
 
 Readings that the paper leaves open, each scored beside the others:
 
@@ -14,19 +15,22 @@ Readings that the paper leaves open, each scored beside the others:
 - a GPU communicates along rows and columns at once, or one collective after another ("one stream"), as NCCL does
   on one stream behind CUDA_DEVICE_MAX_CONNECTIONS=1 (section 4.2);
 - Megatron-LM 2.6 hides the sums of gradients of inputs as ATP does, or runs one op after another ("serial");
-- 2D products broadcast panels (SUMMA, as Colossal-AI does), or gather their operands ("collective");
+- 2D products broadcast panels (SUMMA, as Colossal-AI does), or gather their operands ("collective"). They run on
+  a mesh with two sides, or as 2.5D on several square ones ("25d"), as Colossal-AI does on 8 GPUs: 2 x 2 x 2;
 - rates are those of the sources, or two kinds of them are fitted on M3 without chunks ("fitted").
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.table import algorithm
 from meshweave.cost.calls import with_counts
-from meshweave.cost.device_meshes import MeshShape, device_meshes
+from meshweave.cost.device_meshes import device_meshes
 from meshweave.describe.machine.cluster import Cluster, NetworkAxis, load_cluster
 from meshweave.describe.machine.network import with_axes
 from meshweave.describe.model.attention import ops_besides_fc_layers
@@ -35,7 +39,7 @@ from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Lane, Op, Program, Statement, rewrite
 from meshweave.ir.work import Compute
 from meshweave.simulate import simulate
-from meshweave.tune.blocks import block_machine
+from meshweave.tune.blocks import MeshShape, block_machine
 
 TABLE_2 = "ATP, table 2"
 MODELS = {
@@ -67,7 +71,7 @@ FITTED_LINKS = {"ic1": 0.443, "ic2": 0.928, "ic3": 1.0, "ic4": 0.209}
 `validation/fit_atp.py` finds them: that of products on IC3, then that of links on each other machine. No other row
 was used.
 """
-ATP, SUMMA, COLLECTIVE = "atp", "summa_block", "collective_block"
+ATP, SUMMA, COLLECTIVE, DEPTH = "atp", "summa_block", "collective_block", "25d_block"
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class AtpStudy:
 
     def problem(self, case: Case, mesh: MeshShape) -> BlockProblem:
         """Return the layers of a case on a mesh."""
-        return BlockProblem.of(MODELS[case.model], LOAD, mesh, layers=self.layers)
+        return BlockProblem.of(MODELS[case.model], LOAD, mesh, layers=self.layers, counts_masked=True)
 
     def tflops(self, case: Case, seconds: float) -> float:
         """Return what a GPU reaches in a layer of so many seconds, in 2^40 FLOPs per second."""
@@ -196,9 +200,21 @@ class AtpStudy:
         return min(self.seconds(case, mesh, chunks) for chunks in CHUNKS)
 
     def rival_2d_seconds(self, case: Case, strategy: str = SUMMA) -> float:
-        """Return the seconds of 2D products on their best mesh with two sides."""
-        meshes = [mesh for mesh in device_meshes(case.num_gpus) if min(mesh) > 1]
+        """Return the seconds of 2D products on their best mesh of two sides, of 2.5D products of three."""
+        meshes: Sequence[MeshShape] = [mesh for mesh in device_meshes(case.num_gpus) if min(mesh) > 1]
+        if strategy == DEPTH:
+            meshes = depth_meshes(case.num_gpus)
         return min(self.seconds(case, mesh, 1, strategy) for mesh in meshes)
+
+
+def depth_meshes(num_gpus: int) -> list[MeshShape]:
+    """Return the meshes (d, q, q) with 1 < d <= q of so many GPUs (Wang et al., Tesseract, section 3.1)."""
+    sides = range(2, math.isqrt(num_gpus) + 1)
+    return [
+        (num_gpus // side**2, side, side)
+        for side in sides
+        if num_gpus % side**2 == 0 and 1 < num_gpus // side**2 <= side
+    ]
 
 
 def on_one_stream(program: Program) -> Program:
@@ -219,8 +235,8 @@ def paper_mesh(case: Case) -> MeshShape:
 
 def config_of(strategy: str, mesh: MeshShape, chunks: int) -> BlockConfig:
     """Return the config of a strategy as the paper has it; SUMMA has a panel per rank of the longer side."""
-    if strategy == SUMMA:
-        return BlockConfig(slices=max(mesh))
+    if strategy in (SUMMA, DEPTH):
+        return BlockConfig(slices=max(mesh[-2:]))
     return BlockConfig(chunks, "all_reduce" if strategy == ATP and mesh[1] > 1 else "reduce_scatter")
 
 

@@ -1,0 +1,278 @@
+"""When the actions of a schedule run, from the times of stages and transfers: bubbles, exposed transfers, stashes.
+
+Every action begins as soon as what it waits for is done (`action_graph`). So compute and communication overlap as
+far as the runtime lets them. Times are integers in any unit. A rank's compute actions do not slow its transfers,
+and transfers of different pairs of ranks do not slow each other; a simulated Program knows links that are shared.
+
+The step takes from the first begin to the last end. A rank is idle while it runs no compute action. Where it then
+waits for a transfer that is on its way, the idle time is an *exposed transfer*; the rest is *bubble*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRuntime, build_graph
+from meshweave.algorithms.pipeline.action_table import (
+    ABSENT,
+    SENDS,
+    ActionTable,
+    IntArray,
+    chain_edges,
+    tabulate,
+)
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.progress import longest_path
+from meshweave.base.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class ActionTimes:
+    """What each action takes, in ticks of any unit. A whole backward takes both gradients, an overlap its parts.
+
+    Attributes:
+        forward: of each stage, per micro-batch.
+        input_grad: likewise.
+        weight_grad: likewise.
+        transfer: of each edge between stages, per micro-batch and direction; none within a rank.
+
+    Raises:
+        LayoutError: the lists of stages differ in length, or a time is negative.
+    """
+
+    forward: tuple[int, ...]
+    input_grad: tuple[int, ...]
+    weight_grad: tuple[int, ...]
+    transfer: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.forward) == len(self.input_grad) == len(self.weight_grad):
+            raise LayoutError("forward, input and weight gradients need one time for each stage")
+        if min((*self.forward, *self.input_grad, *self.weight_grad, *self.transfer), default=0) < 0:
+            raise LayoutError("times of actions must not be negative")
+
+    @classmethod
+    def uniform(
+        cls, num_stages: int, forward: int = 1, input_grad: int = 1, weight_grad: int = 1, transfer: int = 0
+    ) -> ActionTimes:
+        """Return equal times for all stages, and for the transfers from each to the next."""
+        return cls(
+            (forward,) * num_stages,
+            (input_grad,) * num_stages,
+            (weight_grad,) * num_stages,
+            (transfer,) * len(chain_edges(num_stages)),
+        )
+
+    def of_compute(self, action: Action) -> int:
+        """Return what an action takes that is no transfer; gathering, freeing and reducing take nothing."""
+        if action.parts:
+            return sum(map(self.of_compute, action.parts))
+        kind, stage = action.kind, action.stage
+        if kind is ActionKind.FORWARD:
+            return self.forward[stage]
+        if kind is ActionKind.INPUT_GRAD:
+            return self.input_grad[stage]
+        if kind is ActionKind.WEIGHT_GRAD:
+            return self.weight_grad[stage]
+        if kind is ActionKind.BACKWARD:
+            return self.input_grad[stage] + self.weight_grad[stage]
+        return 0
+
+
+@dataclass(frozen=True)
+class ExposedTransfer:
+    """A transfer that a rank waited for with nothing else to do.
+
+    Attributes:
+        rank: the rank that waited.
+        transfer: the send, as torch writes it, such as 0SEND_F3.
+        consumer: the action that waited.
+        begin: when the exposed part begins.
+        ticks: how long it is.
+    """
+
+    rank: int
+    transfer: str
+    consumer: str
+    begin: int
+    ticks: int
+
+
+@dataclass(frozen=True)
+class TimedSchedule:
+    """A schedule with the begin and end of each action.
+
+    Attributes:
+        schedule: the schedule.
+        times: what each action takes.
+        begins: for each rank and action when it begins; a receive runs with its send.
+        ends: likewise when it ends.
+        exposed: the transfers that ranks waited for, by rank and begin.
+    """
+
+    schedule: Schedule
+    times: ActionTimes
+    begins: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
+    exposed: tuple[ExposedTransfer, ...]
+
+    @cached_property
+    def duration(self) -> int:
+        """Return when the last action ends; the first begins at 0."""
+        return max(max(ends, default=0) for ends in self.ends)
+
+    def busy(self, rank: int) -> int:
+        """Return the ticks in which a rank runs compute actions."""
+        return self._busy[rank]
+
+    def exposed_on(self, rank: int) -> int:
+        """Return the ticks in which a rank waits for transfers that are on their way."""
+        return self._exposed[rank]
+
+    @cached_property
+    def _busy(self) -> list[int]:
+        return [sum(map(self.times.of_compute, order)) for order in self.schedule.actions]
+
+    @cached_property
+    def _exposed(self) -> list[int]:
+        totals = [0] * self.schedule.num_ranks
+        for transfer in self.exposed:
+            totals[transfer.rank] += transfer.ticks
+        return totals
+
+    def bubble(self, rank: int) -> int:
+        """Return the ticks of the step in which a rank neither computes nor waits for a transfer on its way."""
+        return self.duration - self.busy(rank) - self.exposed_on(rank)
+
+    @property
+    def largest_idle_span(self) -> int:
+        """Return the most that a rank is idle between its own first and last compute action.
+
+        That is the bubble of Zero Bubble (Qi et al., arXiv 2401.10241, Table 2 and section 5.3), which counts the
+        longest of all ranks' own spans: steps of different ranks may be shifted against each other.
+        """
+        most = 0
+        for rank, order in enumerate(self.schedule.actions):
+            computes = [index for index, action in enumerate(order) if action.kind.computes]
+            if computes:
+                span = self.ends[rank][computes[-1]] - self.begins[rank][computes[0]]
+                most = max(most, span - self.busy(rank))
+        return most
+
+
+def time_schedule(
+    schedule: Schedule,
+    times: ActionTimes,
+    runtime: TransferRuntime = TransferRuntime.STRICT,
+    edges: Sequence[tuple[int, int]] | None = None,
+) -> TimedSchedule:
+    """Return when each action runs.
+
+    Without listed transfers each takes its time after the action that makes its value, beside everything else.
+
+    Args:
+        schedule: compute actions alone, or with all transfers.
+        times: what each action takes.
+        runtime: how listed transfers proceed.
+        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the next.
+
+    Raises:
+        LayoutError: the schedule is not complete, or `times` are of other stages or edges.
+        ScheduleDeadlock: the schedule never ends.
+    """
+    table = tabulate(schedule, edges)
+    if len(times.forward) != schedule.num_stages or len(times.transfer) != len(table.edges):
+        raise LayoutError(
+            f"times are of {len(times.forward)} stages and {len(times.transfer)} edges between them, and the "
+            f"schedule has {schedule.num_stages} and {len(table.edges)}"
+        )
+    graph = build_graph(table, runtime)
+    transfer = np.array((*times.transfer, 0), np.int64)  # ABSENT is the last
+    durations = _durations(graph, times)
+    delays = transfer[graph.carried] if not table.lists_transfers else None
+    node_begins = np.array(longest_path(graph, durations, delays), np.int64)
+    begins = node_begins[graph.node_of]
+    ends = begins + durations[graph.node_of]
+    cuts = table.starts[1:-1]
+    return TimedSchedule(
+        schedule,
+        times,
+        tuple(tuple(part.tolist()) for part in np.split(begins, cuts)),
+        tuple(tuple(part.tolist()) for part in np.split(ends, cuts)),
+        _exposed(table, transfer, begins, ends),
+    )
+
+
+def _durations(graph: ActionGraph, times: ActionTimes) -> IntArray:
+    """Return the ticks of each node. A buffered receive takes nothing beyond its send."""
+    columns, durations = graph.table.columns, np.zeros(graph.num_nodes, np.int64)
+    for kinds, ticks in (
+        ((ActionKind.FORWARD,), times.forward),
+        ((ActionKind.INPUT_GRAD, ActionKind.BACKWARD), times.input_grad),
+        ((ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD), times.weight_grad),
+    ):
+        rows = columns.rows(*kinds)
+        np.add.at(durations, columns.number[rows], np.array(ticks, np.int64)[columns.stage[rows]])
+    for kind in SENDS:
+        sends = graph.table.transfers[kind]
+        for edge, row in enumerate(sends):
+            durations[row[row != ABSENT]] = times.transfer[edge]
+    return durations
+
+
+def _exposed(
+    table: ActionTable, transfer: IntArray, begins: IntArray, ends: IntArray
+) -> tuple[ExposedTransfer, ...]:
+    """Return the transfers that end when the compute action that waits for them begins, on an idle rank."""
+    idle_from = _idle_from(table, ends)
+    exposed: dict[int, ExposedTransfer] = {}
+    for kind, computes in zip(SENDS, (table.forwards, table.input_grads), strict=True):
+        if not table.trains and kind is ActionKind.SEND_BACKWARD:
+            continue
+        for index in table.crossing():
+            edge = table.edges[index]
+            source, target = edge if kind is ActionKind.SEND_FORWARD else edge[::-1]
+            consumers, sends = computes[target], table.transfers[kind][index]
+            start = begins[sends] if table.lists_transfers else ends[computes[source]]
+            shown = np.maximum(start, idle_from[consumers])
+            waits = (start + transfer[index] == begins[consumers]) & (shown < begins[consumers])
+            for at in np.flatnonzero(waits).tolist():
+                number, begin = int(consumers[at]), int(shown[at])
+                if number in exposed and exposed[number].begin <= begin:
+                    continue
+                rank = int(table.ranks[number])
+                consumer = str(table.schedule.actions[rank][number - int(table.starts[rank])])
+                ticks = int(begins[number]) - begin
+                exposed[number] = ExposedTransfer(rank, f"{source}{kind.value}{at}", consumer, begin, ticks)
+    return tuple(exposed[number] for number in sorted(exposed))
+
+
+def _idle_from(table: ActionTable, ends: IntArray) -> IntArray:
+    """Return for each action when the last compute action before it on its rank ends, or 0."""
+    numbers = np.arange(len(ends))
+    last = np.maximum.accumulate(np.where(table.computes, numbers, ABSENT))
+    before = np.concatenate(([ABSENT], last[:-1])) if len(last) else last
+    return np.where(before >= table.starts[table.ranks], ends[before], 0)
+
+
+def peak_stashes(schedule: Schedule) -> tuple[int, ...]:
+    """Return for each rank the most micro-batches, over its stages, that ran forward and lack a weight gradient.
+
+    It follows from the order alone. Each such micro-batch keeps activations of one stage.
+    """
+    peaks = []
+    for order in schedule.actions:
+        live = peak = 0
+        for action in order:
+            for leaf in action.parts or (action,):
+                if leaf.kind is ActionKind.FORWARD:
+                    live += 1
+                elif leaf.kind in (ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD):
+                    live -= 1
+                peak = max(peak, live)
+        peaks.append(peak)
+    return tuple(peaks)

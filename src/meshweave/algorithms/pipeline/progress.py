@@ -1,0 +1,180 @@
+"""A proof that a schedule ends, or the cycle of actions that wait for each other.
+
+Every action waits for a few others (`action_graph`). A schedule ends if and only if these waits have no cycle: as
+long as there is none, some action can go on, and around a cycle none ever can, however fast ranks and links are.
+So one pass over the graph, linear in the number of actions, decides. That is stronger than a dry run, which
+follows one timing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshweave.algorithms.pipeline.action_graph import ActionGraph, TransferRuntime, build_graph
+from meshweave.algorithms.pipeline.action_table import ABSENT, IntArray, tabulate
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.base.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class ListedAction:
+    """An action where it is listed: its pipeline rank, its position there (from 0), and its text."""
+
+    rank: int
+    position: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text} (rank {self.rank}, action {self.position + 1})"
+
+
+class ScheduleDeadlock(LayoutError):
+    """A schedule that never ends.
+
+    Attributes:
+        cycle: the actions that wait for each other: each for the next one, and the last for the first.
+    """
+
+    def __init__(self, message: str, cycle: Sequence[ListedAction]) -> None:
+        super().__init__(message)
+        self.cycle = tuple(cycle)
+
+
+def prove_progress(
+    schedule: Schedule,
+    runtime: TransferRuntime = TransferRuntime.STRICT,
+    edges: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    """Prove that a schedule is complete and ends, under the rules of a runtime (`action_graph`).
+
+    The default, STRICT, is the one that asks most: what ends there ends under the others too.
+
+    Args:
+        schedule: compute actions alone, or with all transfers.
+        runtime: how transfers proceed. Without listed transfers it makes no difference.
+        edges: (source stage, target stage) of each activation that is passed on; default: each stage to the next.
+
+    Raises:
+        LayoutError: an action is missing, doubled, or in the wrong order on its rank.
+        ScheduleDeadlock: the schedule never ends. The error has the cycle.
+    """
+    graph = build_graph(tabulate(schedule, edges), runtime)
+    longest_path(graph, np.zeros(graph.num_nodes, np.int64))
+
+
+def longest_path(graph: ActionGraph, durations: IntArray, delays: IntArray | None = None) -> list[int]:
+    """Return when each node can begin at the earliest.
+
+    Args:
+        graph: what waits for what.
+        durations: the ticks that each node takes.
+        delays: the ticks that pass along each edge of the graph; none by default.
+
+    Raises:
+        ScheduleDeadlock: there is a cycle.
+    """
+    order = np.argsort(graph.sources, kind="stable")
+    spans = durations[graph.sources[order]]
+    if delays is not None:
+        spans = spans + delays[order]
+    ends = np.cumsum(np.bincount(graph.sources, minlength=graph.num_nodes)).tolist()
+    waits = np.bincount(graph.targets, minlength=graph.num_nodes).tolist()
+    targets, ticks = graph.targets[order].tolist(), spans.tolist()
+    begins = [0] * graph.num_nodes
+    ready = [node for node, number in enumerate(waits) if not number]
+    for node in ready:
+        begin = begins[node]
+        for edge in range(ends[node - 1] if node else 0, ends[node]):
+            target = targets[edge]
+            end = begin + ticks[edge]
+            if begins[target] < end:
+                begins[target] = end
+            left = waits[target] = waits[target] - 1
+            if not left:
+                ready.append(target)
+    if len(ready) < graph.num_nodes:
+        raise _deadlock(graph, set(range(graph.num_nodes)).difference(ready))
+    return begins
+
+
+def _deadlock(graph: ActionGraph, stuck: set[int]) -> ScheduleDeadlock:
+    """Return the error that names a shortest cycle among the nodes that nothing frees."""
+    waits_for: dict[int, list[int]] = {}
+    for source, target in zip(graph.sources.tolist(), graph.targets.tolist(), strict=True):
+        if source in stuck and target in stuck:
+            waits_for.setdefault(target, []).append(source)
+    cycle = _shortest_cycle(_node_on_cycle(waits_for), waits_for)
+    places = _places(graph)
+    steps, texts = _chain([places.get(node, {}) for node in cycle if node in places])
+    return ScheduleDeadlock(f"this schedule never ends: {texts}", steps)
+
+
+def _node_on_cycle(waits_for: dict[int, list[int]]) -> int:
+    """Follow the waits until a node comes again."""
+    node, seen = next(iter(waits_for)), set[int]()
+    while node not in seen:
+        seen.add(node)
+        node = waits_for[node][0]
+    return node
+
+
+def _shortest_cycle(start: int, waits_for: dict[int, list[int]]) -> list[int]:
+    """Return a shortest cycle through `start`: each node waits for the next, and the last for the first."""
+    before = {start: ABSENT}
+    queue = deque([start])
+    while queue:
+        node = queue.popleft()
+        for other in waits_for.get(node, ()):
+            if other == start:
+                path = [node]
+                while before[path[-1]] != ABSENT:
+                    path.append(before[path[-1]])
+                return path[::-1]
+            if other not in before:
+                before[other] = node
+                queue.append(other)
+    raise AssertionError("a node on a cycle waits for itself")
+
+
+def _places(graph: ActionGraph) -> dict[int, dict[int, ListedAction]]:
+    """Return for each node its actions by rank: one, or the two ends of a transfer."""
+    places: dict[int, dict[int, ListedAction]] = {}
+    nodes = iter(graph.node_of.tolist())
+    for rank, order in enumerate(graph.table.schedule.actions):
+        for position, action in enumerate(order):
+            places.setdefault(next(nodes), {})[rank] = ListedAction(rank, position, str(action))
+    return places
+
+
+def _chain(nodes: Sequence[dict[int, ListedAction]]) -> tuple[list[ListedAction], str]:
+    """Return the actions along a cycle of nodes, and in words why each waits for the next."""
+    steps: list[ListedAction] = []
+    words: list[str] = []
+    rank = _shared_rank(nodes[-1], nodes[0])
+    for node, following in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+        here = node.get(rank) or next(iter(node.values()))
+        steps.append(here)
+        onward = _shared_rank(node, following)
+        if onward in node and onward != here.rank:
+            words.append(f"{here} waits for its partner {node[onward]}")
+            here = node[onward]
+            steps.append(here)
+        if onward in node and onward in following:
+            other = following[onward]
+            listed = "listed before it" if other.position < here.position else "listed after it"
+            words.append(f"{here} waits for {other}, {listed}")
+        else:
+            words.append(f"{here} waits for the result of {next(iter(following.values()))}")
+        rank = onward
+    return steps, "; ".join(words)
+
+
+def _shared_rank(node: dict[int, ListedAction], other: dict[int, ListedAction]) -> int:
+    """Return a rank on which both have an action, one that lists `other` first if there is; else ABSENT."""
+    shared = [rank for rank in node if rank in other]
+    shared.sort(key=lambda rank: other[rank].position > node[rank].position)
+    return next(iter(shared), ABSENT)

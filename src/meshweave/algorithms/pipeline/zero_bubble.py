@@ -1,0 +1,158 @@
+"""The zero-bubble family as entries: ZB-H1, ZB-V, the automatic ZB-1p and ZB-2p, and DualPipeV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+from meshweave.algorithms.pipeline.actions import Schedule, folded
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.dualpipe import dualpipe_v
+from meshweave.algorithms.pipeline.examples import chain_of_ranks
+from meshweave.algorithms.pipeline.problem import PipelineProblem, Stash
+from meshweave.algorithms.pipeline.program import stage_durations
+from meshweave.algorithms.pipeline.zb_auto import StashLimit, zb_auto
+from meshweave.algorithms.pipeline.zb_h1 import zb_h1
+from meshweave.algorithms.pipeline.zbv import zbv
+from meshweave.describe.machine.cluster import Cluster
+
+_SOURCE = "Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241"
+
+
+class _ZeroBubble(PipelineAlgorithm):
+    """A schedule whose transfers run beside the stages; it has no variant without overlap."""
+
+    def candidates(
+        self, problem: PipelineProblem, cluster: Cluster | None = None
+    ) -> Iterator[PipelineConfig]:
+        """Yield transfers beside the stages."""
+        yield PipelineConfig()
+
+
+def _one_stage_each(problem: PipelineProblem) -> str | None:
+    """Return why a schedule of one stage a rank does not fit a problem, or None."""
+    if problem.stage_ranks != tuple(range(problem.num_ranks)):
+        return f"one stage a rank, in order; the stages are on ranks {problem.stage_ranks}"
+    return None
+
+
+def _two_stages_folded(problem: PipelineProblem) -> str | None:
+    """Return why a schedule of stages in a V does not fit a problem, or None."""
+    if problem.stage_ranks != folded(problem.num_ranks):
+        return f"two stages a rank, down the ranks and back up; the stages are on ranks {problem.stage_ranks}"
+    return None
+
+
+class ZeroBubbleH1(_ZeroBubble):
+    """1F1B in as much memory, weight gradients in its bubbles."""
+
+    name = "zb-h1"
+    title = "ZB-H1"
+    source = _SOURCE
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, or None."""
+        return _one_stage_each(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return zb_h1(problem.num_ranks, problem.micro_batches)
+
+
+class ZeroBubbleV(_ZeroBubble):
+    """Two stages a rank in a V; no bubble where forward, input and weight gradient take the same time."""
+
+    name = "zbv"
+    title = "ZB-V"
+    source = _SOURCE
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, or None."""
+        return _two_stages_folded(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return zbv(problem.num_ranks, problem.micro_batches)
+
+
+class DualPipeV(_ZeroBubble):
+    """Two stages a rank in a V, forwards and backwards beside each other."""
+
+    name = "dualpipev"
+    title = "DualPipeV"
+    source = "DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437; github.com/deepseek-ai/DualPipe"
+
+    def examples(self) -> Iterator[PipelineProblem]:
+        """Yield two ranks, and one that has both stages."""
+        yield chain_of_ranks((0, 1, 1, 0), 4)
+        yield chain_of_ranks((0, 0), 2)
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages or micro-batches do not fit, or None."""
+        if problem.micro_batches < problem.num_stages:
+            return f"{problem.num_stages} stages need as many micro-batches, not {problem.micro_batches}"
+        return _two_stages_folded(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        return dualpipe_v(problem.num_ranks, problem.micro_batches)
+
+
+class ZeroBubbleAuto(_ZeroBubble):
+    """The base of schedules that are made from the costs of the stages, under a limit of memory.
+
+    The times of actions are the FLOPs of the stages; transfers count as nothing. The stage with the largest stash
+    sets the limit.
+    """
+
+    source = _SOURCE
+    factor: ClassVar[int]
+    """The memory of a rank, in stashes over ranks."""
+
+    def examples(self) -> Iterator[PipelineProblem]:
+        """Yield two equal stages, three uneven ones, and one alone."""
+        yield chain_of_ranks((0, 1), 4, 2)
+        yield chain_of_ranks((0, 1, 2), 3, work=(1, 3, 2), skips=((0, 2),), recomputes=(1,))
+        yield chain_of_ranks((0,), 2)
+
+    def refusal(self, problem: PipelineProblem) -> str | None:
+        """Return why the stages do not fit, or None."""
+        return _one_stage_each(problem)
+
+    def schedule(self, problem: PipelineProblem, config: PipelineConfig) -> Schedule:
+        durations = stage_durations(problem)
+        forward, input_grad, weight_grad = (tuple(part) for part in zip(*durations, strict=True))
+        times = ActionTimes(forward, input_grad, weight_grad, (0,) * (problem.num_stages - 1))
+        return zb_auto(problem.micro_batches, times, self._limit(problem))
+
+    def _limit(self, problem: PipelineProblem) -> StashLimit:
+        """Return the limit in bytes, or in stashes where no stage says how many bytes it keeps."""
+        stashes = [stage.stash for stage in problem.stages if stage.stash != Stash()]
+        largest = max(stashes, key=lambda stash: stash.from_forward, default=Stash(1))
+        whole = max(largest.from_forward, 1)
+        rest = largest.until_weight_grad + largest.from_input_grad
+        return StashLimit(self.factor * problem.num_ranks * whole, whole, min(rest, whole) or whole)
+
+
+class ZeroBubble1p(ZeroBubbleAuto):
+    """Made for the memory of 1F1B."""
+
+    name = "zb-1p"
+    title = "ZB-1p"
+    factor = 1
+
+
+class ZeroBubble2p(ZeroBubbleAuto):
+    """Made for twice the memory of 1F1B."""
+
+    name = "zb-2p"
+    title = "ZB-2p"
+    factor = 2
+
+
+ZERO_BUBBLE: tuple[PipelineAlgorithm, ...] = (
+    ZeroBubbleH1(),
+    ZeroBubbleV(),
+    ZeroBubble1p(),
+    ZeroBubble2p(),
+    DualPipeV(),
+)
+"""All entries of the family."""

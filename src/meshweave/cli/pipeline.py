@@ -1,0 +1,200 @@
+"""`meshweave pipeline`: prove, time and draw a pipeline schedule in torch's CSV, or write one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
+from meshweave.algorithms.pipeline.action_times import ActionTimes, time_schedule
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name, schedule_names
+from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv, schedule_to_csv
+from meshweave.algorithms.pipeline.transfer_order import list_transfers
+from meshweave.base.errors import LayoutError, MeshweaveError, UnsupportedError, printable
+from meshweave.base.limits import SCHEDULE_BYTES
+from meshweave.cli.options import check_writable, print_json
+from meshweave.cli.pipeline_options import (
+    Activation,
+    Beside,
+    ChipsPerRank,
+    ClusterName,
+    Delay,
+    ForwardTime,
+    InputGradTime,
+    ListTransfers,
+    NumMicroBatches,
+    NumStages,
+    OutPath,
+    PagePath,
+    PerRank,
+    PicturePath,
+    PrintJson,
+    RuntimeName,
+    StashRest,
+    TransferTime,
+    WeightGradTime,
+    What,
+    read_compute_times,
+    read_runtime,
+    transfer_times,
+)
+from meshweave.cli.pipeline_tables import (
+    ShownSchedule,
+    headline,
+    print_schedules,
+    schedules_page,
+    schedules_picture,
+    to_json,
+)
+from meshweave.describe.files import read_stdin, read_text
+from meshweave.report.timeline import write_text
+
+MOST_ACTIONS = 1 << 20
+"""Forwards of a named schedule, stages times micro-batches."""
+
+
+def pipeline(
+    what: What,
+    stages: NumStages = 4,
+    micro_batches: NumMicroBatches = 8,
+    per_rank: PerRank = 0,
+    delay: Delay = 1,
+    stash_rest: StashRest = 1.0,
+    forward: ForwardTime = "1ms",
+    input_grad: InputGradTime = "",
+    weight_grad: WeightGradTime = "",
+    transfer: TransferTime = "0",
+    cluster: ClusterName = None,
+    activation: Activation = "16MiB",
+    chips_per_rank: ChipsPerRank = 1,
+    runtime: RuntimeName = "strict",
+    beside: Beside = None,
+    out: OutPath = None,
+    with_transfers: ListTransfers = False,
+    svg: PicturePath = None,
+    report: PagePath = None,
+    json: PrintJson = False,
+) -> None:
+    """Prove that a pipeline schedule ends, time it, and draw it; or write one as torch's CSV.
+
+    Of a file, or with --beside, --out or --json, a table is printed: the step, the bubble of each rank, the
+    transfers that nothing hides, and the stashes that are kept. A schedule given by name alone is printed as CSV,
+    for torch.distributed.pipelining and torchtitan's pipeline_parallel_schedule_csv.
+
+    A file that lacks an action, or never ends, is refused; of a deadlock the cycle of actions is named.
+
+    Example: meshweave pipeline eager-1f1b --stages 4 --micro-batches 16 > eager.csv
+
+    Example: meshweave pipeline eager.csv --transfer 0.4ms --svg eager.svg
+
+    More:    meshweave pipeline eager-1f1b --beside 1f1b --micro-batches 16 --transfer 0.4ms --report both.html
+             meshweave pipeline zb-2p --stages 8 --micro-batches 24 --forward 18.5ms --input-grad 18.1ms \
+--weight-grad 9.3ms --transfer 0.6ms --stash-rest 0.37 --out zb.csv
+    """
+    for path in (out, svg, report):
+        check_writable(path)
+    chosen = read_runtime(runtime)
+    request = _read_request(stages, micro_batches, per_rank, delay, stash_rest)
+    costs = _Costs((forward, input_grad, weight_grad), transfer, cluster, activation, chips_per_rank)
+    names = [what] if beside is None else [what, beside]
+    shown = [_prepare(name, request, costs, chosen) for name in names]
+    written = _csv_of(shown[0], with_transfers) if _is_named(what) else None
+    if out is not None and written is None:
+        raise UnsupportedError(
+            f"--out writes a schedule given by name, and {printable(what)} is a file already"
+        )
+    if svg is not None:
+        write_text(svg, schedules_picture(shown, chosen))
+    if report is not None:
+        write_text(report, schedules_page(shown, chosen))
+    if out is not None and written is not None:
+        write_text(out, written)
+    if json:
+        print_json(to_json(shown, chosen))
+    elif written is not None and out is None and beside is None:
+        typer.echo(written, nl=False)
+        typer.echo(f"# {headline(shown[0], chosen)}", err=True)
+    else:
+        print_schedules(shown, chosen)
+        for path in (out, svg, report):
+            if path is not None:
+                typer.echo(f"written: {path}")
+
+
+class _Costs:
+    """The options that say how long actions take."""
+
+    def __init__(
+        self, compute: tuple[str, str, str], transfer: str, cluster: str | None, activation: str, chips: int
+    ) -> None:
+        self.compute, self.transfer, self.cluster = compute, transfer, cluster
+        self.activation, self.chips = activation, chips
+
+    def times(self, stage_ranks: tuple[int, ...]) -> ActionTimes:
+        """Return the times of stages on these ranks. Raises LayoutError, DescriptionError."""
+        compute = read_compute_times(len(stage_ranks), self.compute)
+        transfer = transfer_times(stage_ranks, self.transfer, self.cluster, self.activation, self.chips)
+        return ActionTimes(compute.forward, compute.input_grad, compute.weight_grad, transfer)
+
+
+def _read_request(
+    stages: int, micro_batches: int, per_rank: int, delay: int, stash_rest: float
+) -> ScheduleRequest:
+    for option, value, least in (
+        ("--stages", stages, 1),
+        ("--micro-batches", micro_batches, 1),
+        ("--per-rank", per_rank, 0),
+        ("--delay", delay, 0),
+    ):
+        if not least <= value <= MOST_ACTIONS:
+            raise LayoutError(f"{option} is {value}; give {least} to {MOST_ACTIONS}")
+    if stages * micro_batches > MOST_ACTIONS:
+        raise LayoutError(
+            f"{stages} stages of {micro_batches} micro-batches are more than the {MOST_ACTIONS} forwards written"
+        )
+    if not 0 <= stash_rest <= 1:
+        raise LayoutError(f"--stash-rest is {stash_rest}; give 0 to 1")
+    return ScheduleRequest(stages, micro_batches, per_rank, delay, stash_rest)
+
+
+def _is_named(what: str) -> bool:
+    return what in schedule_names() or not (what == "-" or "." in what or Path(what).exists())
+
+
+def _prepare(what: str, request: ScheduleRequest, costs: _Costs, runtime: TransferRuntime) -> ShownSchedule:
+    """Return a schedule, given by name or file, proved and timed with its transfers."""
+    if not _is_named(what):
+        text = read_stdin(SCHEDULE_BYTES) if what == "-" else read_text(what, SCHEDULE_BYTES)
+        schedule = schedule_from_csv(text, what)
+        times = costs.times(schedule.stage_ranks)
+    else:
+        schedule, times = _named(what, request, costs)
+    try:
+        lists = not schedule.has_communication and schedule.num_ranks > 1
+        with_them = list_transfers(schedule, times) if lists else schedule
+        return ShownSchedule(what, time_schedule(with_them, times, runtime), lists)
+    except MeshweaveError as error:
+        raise type(error)(f"{printable(what)}: {error}", *_further(error)) from None
+
+
+def _further(error: MeshweaveError) -> tuple[object, ...]:
+    return (error.cycle,) if hasattr(error, "cycle") else ()
+
+
+def _named(what: str, request: ScheduleRequest, costs: _Costs) -> tuple[Schedule, ActionTimes]:
+    """Return the schedule of a name; where its stages lie may change the time of transfers."""
+    flat = costs.times(tuple(range(request.num_stages)))
+    schedule = schedule_by_name(what, request, flat)
+    if schedule.stage_ranks == tuple(range(request.num_stages)):
+        return schedule, flat
+    return schedule, costs.times(schedule.stage_ranks)
+
+
+def _csv_of(shown: ShownSchedule, with_transfers: bool) -> str:
+    schedule = shown.timed.schedule
+    if with_transfers:
+        return schedule_to_csv(schedule)
+    orders = (tuple(a for a in order if not a.kind.communicates) for order in schedule.actions)
+    return schedule_to_csv(Schedule(schedule.stage_ranks, schedule.num_micro_batches, tuple(orders)))

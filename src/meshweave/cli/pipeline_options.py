@@ -1,0 +1,183 @@
+"""The options of `meshweave pipeline`: their types, help texts, and what they stand for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshweave.algorithms.pipeline.action_graph import TransferRuntime
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean, printable
+from meshweave.base.units import to_ps, work_ps
+from meshweave.cli.options import JSON_HELP, read_bytes
+from meshweave.cli.reshard_problem import fitting_cluster
+from meshweave.cost.machine import Machine
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import load_cluster
+
+_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_MOST_S = 1e4
+"""Seconds of one action: more is a slip of the keyboard, and sums of picoseconds stay exact."""
+
+What = Annotated[
+    str,
+    typer.Argument(
+        help="A CSV of actions in torch's format, '-' for stdin, or the name of a schedule: gpipe, 1f1b, "
+        "interleaved-1f1b, eager-1f1b, eager-1f1b-delayed, zb-h1, zb-1p, zb-2p, zbv, dualpipev."
+    ),
+]
+NumStages = Annotated[int, typer.Option("--stages", help="Stages of the model, of a schedule given by name.")]
+NumMicroBatches = Annotated[
+    int, typer.Option("--micro-batches", help="Micro-batches of a step, of a schedule given by name.")
+]
+PerRank = Annotated[
+    int,
+    typer.Option(help="Stages a rank. Default: as many as the schedule needs; interleaved-1f1b takes any."),
+]
+Delay = Annotated[
+    int, typer.Option(help="eager-1f1b-delayed: micro-batches by which weight gradients are put off.")
+]
+StashRest = Annotated[
+    float,
+    typer.Option(
+        help="zb-1p, zb-2p: share of a stash that stays until the weight gradient, once the input gradient "
+        "has run; at most 1."
+    ),
+]
+ForwardTime = Annotated[
+    str, typer.Option("--forward", help="Time of a stage's forward: 1.5ms, or one for each stage: 1ms,2ms.")
+]
+InputGradTime = Annotated[
+    str, typer.Option("--input-grad", help="Time of an input gradient. Default: as the forward.")
+]
+WeightGradTime = Annotated[
+    str, typer.Option("--weight-grad", help="Time of a weight gradient. Default: as the forward.")
+]
+TransferTime = Annotated[
+    str,
+    typer.Option("--transfer", help="Time of a transfer between neighbouring stages; one, or one for each."),
+]
+ClusterName = Annotated[
+    str | None,
+    typer.Option(
+        help="Take the time of transfers from a catalog cluster or a TOML file, and --activation; ':N' sets the "
+        "number of chips. Default of N: as many as the ranks have."
+    ),
+]
+Activation = Annotated[
+    str, typer.Option(help="Bytes that a stage sends to the next for a micro-batch: 16MiB.")
+]
+ChipsPerRank = Annotated[
+    int,
+    typer.Option(help="Chips of a pipeline rank; each sends its share of the activation to one of the next."),
+]
+RuntimeName = Annotated[
+    str,
+    typer.Option(
+        "--runtime",
+        help="How transfers proceed: strict (one queue for each pair of ranks, as NCCL under torch), batched "
+        "(neighbouring ones together), buffered (sends end by themselves, as in our Programs and gloo).",
+    ),
+]
+Beside = Annotated[str | None, typer.Option(help="A second schedule to time and draw: a name or a CSV file.")]
+OutPath = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Write the CSV of a named schedule here, not on stdout.")
+]
+ListTransfers = Annotated[
+    bool,
+    typer.Option(
+        "--with-transfers", help="Write sends and receives too. torchtitan and torch's default take none."
+    ),
+]
+PicturePath = Annotated[Path | None, typer.Option(help="Write the timeline as a picture.")]
+PagePath = Annotated[Path | None, typer.Option(help="Write a page with table and timeline.")]
+PrintJson = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+
+
+def read_runtime(text: str) -> TransferRuntime:
+    """Return the runtime of a name. Raises UnsupportedError."""
+    names = [runtime.value for runtime in TransferRuntime]
+    if text not in names:
+        raise UnsupportedError(
+            f"there is no runtime '{printable(text)}'{did_you_mean(text, names)}; there are {', '.join(names)}"
+        )
+    return TransferRuntime(text)
+
+
+def read_durations(option: str, text: str, count: int) -> tuple[int, ...]:
+    """Return `count` times in picoseconds from "1.5ms", which is for each, or from as many with commas.
+
+    Raises:
+        LayoutError: a time is none, or there are others than one or `count`.
+    """
+    values = [_read_duration(option, part) for part in text.split(",")]
+    if len(values) == 1:
+        return (values[0],) * count
+    if len(values) != count:
+        raise LayoutError(f"{option} '{printable(text)}' has {len(values)} times; give one, or {count}")
+    return tuple(values)
+
+
+def _read_duration(option: str, text: str) -> int:
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?(s|ms|us|ns)", text.strip())
+    if match is None and re.fullmatch(r"0(\.0*)?", text.strip()):
+        return 0
+    if match is None or float(match[1]) * _UNITS[match[2]] > _MOST_S:
+        raise LayoutError(
+            f"{option} '{printable(text)}' is no time of at most {_MOST_S:g} s, such as 1.5ms or 20us"
+        )
+    return to_ps(float(match[1]) * _UNITS[match[2]])
+
+
+def read_compute_times(num_stages: int, texts: Sequence[str]) -> ActionTimes:
+    """Return the times of forwards, input and weight gradients; transfers take nothing. Raises LayoutError."""
+    forward, input_grad, weight_grad = texts
+    return ActionTimes(
+        read_durations("--forward", forward, num_stages),
+        read_durations("--input-grad", input_grad or forward, num_stages),
+        read_durations("--weight-grad", weight_grad or forward, num_stages),
+        (0,) * (num_stages - 1),
+    )
+
+
+def transfer_times(
+    stage_ranks: Sequence[int], transfer: str, cluster: str | None, activation: str, chips_per_rank: int
+) -> tuple[int, ...]:
+    """Return the picoseconds of a transfer from each stage to the next: as given, or from a cluster.
+
+    Rank r has the chips from r * chips_per_rank on. Each chip sends its share of an activation to its counterpart.
+
+    Raises:
+        LayoutError: a time or size is wrong, or the ranks do not fit the cluster.
+        DescriptionError: there is no such cluster.
+    """
+    num_edges = len(stage_ranks) - 1
+    if cluster is None:
+        return read_durations("--transfer", transfer, num_edges) if num_edges else ()
+    if transfer != "0":
+        raise LayoutError("give --transfer or --cluster: both say how long a transfer takes")
+    if not 1 <= chips_per_rank <= 1 << 16:
+        raise LayoutError(f"--chips-per-rank is {chips_per_rank}; give 1 or more")
+    num_chips = (max(stage_ranks) + 1) * chips_per_rank
+    described = fitting_cluster(load_cluster(cluster), cluster, num_chips)
+    machine = Machine(described, (Mesh.of("chips", (num_chips,), ("x",)),))
+    share = -(-read_bytes("--activation", activation) // chips_per_rank)
+    times = []
+    for source, target in pairwise(stage_ranks):
+        first, second = source * chips_per_rank, target * chips_per_rank
+        constants = machine.one_sided_constants(first, second, adds=False)
+        times.append(constants.fixed_ps + work_ps(share, constants.rate))
+    return tuple(times)
+
+
+def placement_of(schedule: Schedule) -> str:
+    """Return in words how stages lie on ranks."""
+    per_rank = schedule.num_stages / schedule.num_ranks
+    ranks = f"{schedule.num_ranks} rank{'s' if schedule.num_ranks > 1 else ''}"
+    return f"{schedule.num_stages} stages on {ranks}" if per_rank != 1 else f"{ranks} of one stage"

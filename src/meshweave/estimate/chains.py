@@ -1,0 +1,150 @@
+"""The time of a skeleton in which chains follow each other, on every rank of a grid; the core follows it.
+
+A broadcast of D packets is a chain: D messages pass P - 1 hops, from the root to the member before it, and a hop
+carries one packet at a time. Hop h begins when both its members have come to the op. Where a packet takes t, its
+last packet is through at
+
+    E(0) = A(0) + launch + D t        E(h) = max(E(h - 1) + t, A(h) + D t)
+
+where A(h) is when the later of the two members of hop h began. Member h is free at E(h), and the last one at
+E(P - 2). So each member is busy for D packets, and not for P + D - 2. The next chain in the lane may begin at a
+root that is free while the packets of this one are still on their way to others. Chains from one root follow each
+other after D + 1 packets, and those from roots in turn after D + 2, which is what van de Geijn and Watts (1997,
+section 3) rely on. A reduction is the same chain from the member after the root to the root.
+
+The recurrence is exact where links are not shared. It needs the times of all members, because who is late delays
+those after it: every rank along the axes that have chains is followed, the others are alike. Other collectives
+wait for all of their members, as a ring of P - 1 exchanges does, and permutes for neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshweave._core import skeleton_ps
+from meshweave.ir.skeleton import Part, Skeleton, Task
+from meshweave.ir.work import Transfer, Work
+
+_LOCAL, _MEET, _EXCHANGE, _BROADCAST, _REDUCE, _PART = range(6)
+"""What the tasks of a rank wait for: the order is that of `How` in csrc/skeleton.cpp."""
+
+_ALL = -1
+"""In place of an axis: all ranks."""
+
+
+def has_chains(skeleton: Skeleton) -> bool:
+    """Return whether tasks of a skeleton are to be timed as chains."""
+    return any(task.roots for _, task in skeleton.counted_tasks())
+
+
+def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
+    """Return the picoseconds of the launch of a chain, and of one packet over one hop."""
+    launch_ps = cost_ps(work.launch)
+    return launch_ps, cost_ps(work.hop) - launch_ps
+
+
+def grid_of(skeleton: Skeleton) -> dict[str, int]:
+    """Return the sizes of the mesh axes that have chains."""
+    return {
+        task.work.axis: task.work.num_ranks
+        for _, task in skeleton.counted_tasks()
+        if task.roots and isinstance(task.work, Transfer)
+    }
+
+
+def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> int:
+    """Return the picoseconds until the last rank ends."""
+    return skeleton_ps(skeleton_code(skeleton, cost_ps))
+
+
+def skeleton_code(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> NDArray[np.int64]:
+    """Return a skeleton as the integers that the core reads."""
+    return np.array(_CodeWriter(skeleton, cost_ps).code(), dtype=np.int64)
+
+
+class _CodeWriter:
+    """A skeleton as the integers that the core reads."""
+
+    def __init__(self, skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> None:
+        self.skeleton, self.cost_ps = skeleton, cost_ps
+        grid = grid_of(skeleton)
+        self.extents = list(grid.values())
+        self.axes = {axis: number for number, axis in enumerate(grid)}
+        self.lanes: dict[str, int] = {}
+        self.parts: list[list[int]] = []
+        self.numbers: dict[int, int] = {}
+
+    def code(self) -> list[int]:
+        """Return the sizes of axes, the number of lanes, and all skeletons, those of parts first."""
+        self._add(self.skeleton)
+        out = [len(self.extents), *self.extents, len(self.lanes), len(self.parts)]
+        for part in self.parts:
+            out += part
+        return out
+
+    def _add(self, skeleton: Skeleton) -> int:
+        """Return the number of a skeleton, which is written if it is new."""
+        known = self.numbers.get(id(skeleton))
+        if known is None:
+            code = self._skeleton(skeleton)
+            known = self.numbers[id(skeleton)] = len(self.parts)
+            self.parts.append(code)
+        return known
+
+    def _skeleton(self, skeleton: Skeleton) -> list[int]:
+        names: dict[str, int] = {}
+        lanes: dict[int, None] = {}
+        depth = 1
+        phases = []
+        for phase in skeleton.phases:
+            items: list[int] = []
+            for task in phase.tasks:
+                number = names.setdefault(task.name, len(names))
+                if isinstance(task, Part):
+                    items += self._part(task, number, names)
+                    lanes.update(dict.fromkeys(map(self._lane, task.skeleton.lanes)))
+                    continue
+                lanes[self._lane(task.lane)] = None
+                items += self._task(task, number)
+                waits = task.after
+                items.append(len(waits))
+                for name, back in waits:
+                    items += (names.setdefault(name, len(names)), back)
+                    depth = max(depth, back + 1)
+            phases.append([phase.turns, len(phase.tasks), *items])
+        out = [len(names), depth, len(lanes), *lanes, len(phases)]
+        for one in phases:
+            out += one
+        return out
+
+    def _lane(self, lane: str) -> int:
+        return self.lanes.setdefault(lane, len(self.lanes))
+
+    def _part(self, part: Part, number: int, names: dict[str, int]) -> list[int]:
+        out = [_PART, number, self._add(part.skeleton), len(part.after)]
+        for lane, waits in part.after:
+            out += (self._lane(lane), len(waits))
+            for name in waits:
+                out += (names[name], 0)
+        return out
+
+    def _task(self, task: Task, number: int) -> list[int]:
+        """Return the integers of a task, up to what it waits for."""
+        work, cost_ps = task.work, self.cost_ps
+        head = [number, self._lane(task.lane)]
+        if not isinstance(work, Transfer):
+            return [_LOCAL, *head, cost_ps(work), task.times]
+        if task.roots:
+            launch_ps, packet_ps = hop_ps(work, cost_ps)
+            kind = _REDUCE if work.kind == "reduce" else _BROADCAST
+            chain = [self.axes[work.axis], launch_ps, work.packets, len(task.roots), *task.roots]
+            return [kind, *head, packet_ps, task.times, *chain]
+        axis = self.axes.get(work.axis)
+        if work.kind == "permute" and axis is not None:
+            return [_EXCHANGE, *head, cost_ps(work), task.times, axis]
+        if axis is None and "." in work.axis:  # along an axis whose ranks are alike
+            return [_LOCAL, *head, cost_ps(work), task.times]
+        return [_MEET, *head, cost_ps(work), task.times, _ALL if axis is None else axis]

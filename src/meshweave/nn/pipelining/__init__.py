@@ -1,0 +1,14 @@
+"""Pipelines of torch modules. In the order of a call of `meshweave.pipeline`:
+
+file               what it does
+-----------------  ---------------------------------------------------------------------------------------
+`pipeline`         `meshweave.pipeline`: arguments, binding, `step` and `evaluate`
+`plan`             schedules by name or file, meshes, options
+`binding`          the program, bound to the modules
+`profile`          runs a stage on the meta device: shapes, FLOPs, and what autograd keeps
+`saved_memory`     counts the bytes that autograd keeps, at any moment
+`stage_problem`    profiles of all stages, told from rank to rank, as a `PipelineProblem`
+`stage_functions`  the parts of a stage as functions of a program's calls
+`gradients`        gradients of parameters as one vector, for stages with several data-parallel ranks
+`torch_runtime`    schedules of ours in torch's own runtime, with a trace
+"""

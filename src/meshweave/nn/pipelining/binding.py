@@ -1,0 +1,143 @@
+"""Modules bound to the calls of a pipeline's program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm
+from meshweave.algorithms.pipeline.problem import PipelineProblem
+from meshweave.algorithms.pipeline.program import pipeline_program
+from meshweave.execute.torch.bind import BoundProgram, bind
+from meshweave.execute.torch.buffers import torch_dtype
+from meshweave.execute.torch.context import TorchContext
+from meshweave.ir.program import Program
+from meshweave.nn.pipelining.gradients import StageGradients
+from meshweave.nn.pipelining.plan import PipelineOptions, forwards_of, schedule_of
+from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.pipelining.stage_functions import StageFunctions, StageShape
+from meshweave.nn.pipelining.stage_problem import (
+    PipelineData,
+    StagePlaces,
+    pipeline_problem,
+    profile_all,
+    require_all_parameters,
+    stage_shape,
+    whole_backwards,
+)
+
+
+@dataclass(frozen=True)
+class BoundPipeline:
+    """A program bound for batches of one kind.
+
+    Attributes:
+        problem: stages and edges.
+        schedule: the actions of the program.
+        bound: the program with its calls.
+        functions, gradients: of the stages of this rank, by number.
+    """
+
+    problem: PipelineProblem
+    schedule: Schedule
+    bound: BoundProgram
+    functions: Mapping[int, StageFunctions]
+    gradients: Mapping[int, StageGradients]
+
+
+def bind_stages(
+    stages: Mapping[int, nn.Module],
+    places: StagePlaces,
+    options: PipelineOptions,
+    context: TorchContext,
+    data: PipelineData | None,
+    memory: SavedMemory | None,
+    *,
+    trains: bool,
+) -> BoundPipeline:
+    """Profile the stages, write the program, and bind it; collective among the ranks of `places`.
+
+    Args:
+        stages: the modules of this rank.
+        data: what the first or the last stage is given, on their ranks.
+        memory: where what is kept is counted, if anywhere.
+        trains: whether there are backwards.
+
+    Raises:
+        LayoutError, UnsupportedError, BindError: as `meshweave.pipeline` says.
+    """
+    rank = context.rank or 0
+    profiles, rows = profile_all(
+        context, places, stages, data, options.loss_fn, trains=trains, outputs=options.outputs
+    )
+    problem = pipeline_problem(
+        places, profiles, options.micro_batches, rows, options.recompute, trains=trains
+    )
+    schedule = schedule_of(options.plan, problem, options.config)
+    if not trains:
+        schedule = forwards_of(schedule)
+    for number, profile in enumerate(profiles):
+        require_all_parameters(number, profile, schedule)
+    config = options.config
+    program = pipeline_program(
+        problem, schedule, config.transfers,
+        chunks=config.chunks, strategy=config.strategy, network=config.network,
+        title=options.plan.title if isinstance(options.plan, PipelineAlgorithm) else "schedule",
+    )  # fmt: skip
+    shapes = {number: stage_shape(places, number, profiles, rows) for number in stages}
+    counted = memory if trains else None
+    functions, gradients = _stage_functions(stages, places, options, shapes, schedule, counted, trains=trains)
+    calls: dict[str, Any] = {"marker": lambda *_: None}
+    for each in functions.values():
+        calls |= each.calls()
+    tensors = _tokens(program, rank, context.device)
+    tensors |= {f"dw{number}": each.vector for number, each in gradients.items() if each.vector is not None}
+    bound = bind(program, rank, tensors, context=context, calls=calls, trace=options.trace)
+    return BoundPipeline(problem, schedule, bound, functions, gradients)
+
+
+def _stage_functions(
+    stages: Mapping[int, nn.Module],
+    places: StagePlaces,
+    options: PipelineOptions,
+    shapes: Mapping[int, StageShape],
+    schedule: Schedule,
+    memory: SavedMemory | None,
+    *,
+    trains: bool,
+) -> tuple[dict[int, StageFunctions], dict[int, StageGradients]]:
+    """Return the functions and gradients of this rank's stages."""
+    gradients: dict[int, StageGradients] = {}
+    functions: dict[int, StageFunctions] = {}
+    for number, module in stages.items():
+        is_reduced = places.data_parallelism(number) > 1
+        trained = module if trains else nn.Module()
+        gradients[number] = StageGradients.of(trained, is_reduced=is_reduced, number=number)
+        vector = gradients[number].vector
+        functions[number] = StageFunctions(
+            module,
+            shapes[number],
+            options.loss_fn,
+            whole_backwards(schedule, number),
+            trains=trains,
+            loss_total=None if vector is None else vector[-1:],
+            memory=memory,
+            recomputes=number in options.recompute,
+            has_signals=options.config.transfers == "signals",
+        )
+    return functions, gradients
+
+
+def _tokens(program: Program, rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Return what stands for the inputs of a rank in the program: zeros without memory of their own."""
+    tensors = {}
+    for buffer in program.buffers:
+        if buffer.kind == "input" and rank in program.mesh_of[buffer.mesh]:
+            shape, dtype = program.local_shape(buffer.name, rank), torch_dtype(buffer.dtype)
+            tensors[buffer.name] = torch.zeros(1, dtype=dtype, device=device).expand(shape)
+    return tensors

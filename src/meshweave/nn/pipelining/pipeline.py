@@ -1,0 +1,337 @@
+"""`meshweave.pipeline`: stages of a model, each a torch module on its ranks, trained by a schedule.
+
+The schedule becomes a Program, which is proved, can be simulated, and runs here with the modules as its
+calls. Stages may have several ranks, and different numbers of them: what passes between two such stages is
+resharded. Skip connections lead over stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshweave.algorithms.pipeline.actions import Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.problem import PipelineProblem
+from meshweave.base.errors import BindError, LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.torch.call_order import require_process_group, share_refusal
+from meshweave.execute.torch.context import TorchContext
+from meshweave.ir.analysis.lifetimes import peak_stash_bytes
+from meshweave.ir.program import Program
+from meshweave.nn.pipelining.binding import BoundPipeline, bind_stages
+from meshweave.nn.pipelining.plan import PipelineOptions, meshes_of, plan_of
+from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.pipelining.stage_functions import LossFunction, StageStep, TensorKind
+from meshweave.nn.pipelining.stage_problem import PipelineData, StagePlaces, agreed_places
+from meshweave.trace import Trace
+
+Batch: TypeAlias = Tensor | Sequence[Tensor] | None
+
+
+def pipeline(
+    stages: Mapping[int, nn.Module],
+    plan: str | Path | Schedule,
+    *,
+    micro_batches: int | None = None,
+    loss_fn: LossFunction | None = None,
+    meshes: DeviceMesh | Sequence[Mesh] = (),
+    data_axes: Sequence[str] = ("dp",),
+    skips: Sequence[tuple[int, int]] = (),
+    config: PipelineConfig | None = None,
+    recompute: Collection[int] = (),
+    scale_grads: bool = True,
+    has_local_batch: bool = False,
+    outputs: Mapping[int, Sequence[Tensor]] | None = None,
+    ranks: Sequence[int] | None = None,
+    trace: bool = False,
+    count_memory: bool = False,
+    context: TorchContext | None = None,
+) -> Pipeline:
+    """Return a pipeline of modules; all of its ranks call this, each with the stages that it has.
+
+    A stage is called with what the stages before it pass on: that of the stage right before it, then those
+    of `skips` in their order. It returns one tensor for each stage that reads something of it, in the same
+    order, rows first.
+
+    Args:
+        stages: the modules of this process, by the number of their stage. Stages on several ranks have the same
+            parameters, or shards of them that the module itself makes one of.
+        plan: a schedule: the name of one ("1f1b", "eager-1f1b", ...), a `Schedule`, or a file with a CSV of
+            torch's.
+        micro_batches: the number of micro-batches, with the name of a schedule.
+        loss_fn: of the output and the target of a micro-batch, on the last stage. Without one only
+            `evaluate` works.
+        meshes: how the ranks of a stage lie, where it has several: one mesh for each, or a DeviceMesh whose
+            first dim is that of pipeline ranks.
+        data_axes: the axes of meshes along which ranks share the rows of a micro-batch. Along the other axes
+            ranks are given the same rows, and return the same.
+        skips: (source stage, target stage) of each skip connection.
+        config: how transfers run, and what the schedule leaves open.
+        recompute: stages that keep only their inputs, and run their forward again before the backward.
+        scale_grads: as in torch's schedules, divide gradients by the number of micro-batches, for a loss
+            that is a mean; where the last stage has data-parallel ranks, by their number, too. `step` then
+            returns the mean of losses, else their sum. What was in `.grad` before stays, and is not divided.
+        has_local_batch: whether `step` is given the rows of this data-parallel rank alone, those of the first
+            micro-batch first. By default all ranks of a stage give the whole batch, and each takes its rows
+            of each micro-batch.
+        outputs: for stages of this process that do not run on the meta device, examples of what they pass on.
+        ranks: those that call this; default: all.
+        trace: keep a `Trace` of each step in `trace`.
+        count_memory: count what stages keep, for `memory`; it costs some time for each tensor that autograd
+            saves.
+        context: process groups, deadline and liveness; by default those of the default process group.
+
+    Raises:
+        LayoutError: stages, meshes, skips and schedule do not fit together.
+        DescriptionError: the CSV file is not one of torch's schedules, or there is no such file.
+        UnsupportedError: there is no schedule of that name.
+        BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
+    """
+    require_process_group()
+    device = next((p.device for module in stages.values() for p in module.parameters()), torch.device("cpu"))
+    context = context or TorchContext.default(device)
+    members = tuple(sorted(ranks)) if ranks is not None else tuple(range(context.num_ranks))
+    with share_refusal(context, members, "pipeline"):
+        chosen = plan_of(plan)
+        if isinstance(chosen, PipelineAlgorithm) and micro_batches is None:
+            raise LayoutError(f"give `micro_batches` with the name of a schedule, '{plan}'")
+        if isinstance(chosen, Schedule) and micro_batches not in (None, chosen.num_micro_batches):
+            raise LayoutError(
+                f"the schedule has {chosen.num_micro_batches} micro-batches, and micro_batches is {micro_batches}"
+            )
+        given = meshes_of(meshes)
+        places = agreed_places(context, members, tuple(stages), given, tuple(data_axes), tuple(skips))
+    options = PipelineOptions(
+        chosen,
+        micro_batches if micro_batches is not None else chosen.num_micro_batches,  # type: ignore[union-attr]
+        loss_fn,
+        config or PipelineConfig(),
+        frozenset(recompute),
+        scale_grads,
+        dict(outputs or {}),
+        has_local_batch,
+        trace,
+        count_memory,
+    )
+    return Pipeline(dict(sorted(stages.items())), places, options, context)
+
+
+@dataclass(frozen=True)
+class PipelineMemory:
+    """Activation memory of this rank: the most that its stages keep at once between their parts.
+
+    Attributes:
+        predicted_bytes: of the program, from lifetimes and the profiles of stages.
+        counted_bytes: of the last step; None unless `count_memory` was given.
+    """
+
+    predicted_bytes: int
+    counted_bytes: int | None
+
+
+class Pipeline:
+    """Stages of a model on their ranks; made by `meshweave.pipeline`.
+
+    Attributes:
+        places: which rank has which stage.
+        trace: that of the last step on this rank, if wanted. `meshweave.trace.merge` joins those of ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        places: StagePlaces,
+        options: PipelineOptions,
+        context: TorchContext,
+    ) -> None:
+        self.places = places
+        self._stages, self._options, self._context = stages, options, context
+        self._rank = context.rank or 0
+        self._memory = SavedMemory() if options.count_memory else None
+        self._bound: dict[bool, BoundPipeline] = {}
+        self.trace: Trace | None = None
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch = None, target: Tensor | None = None) -> Tensor | None:
+        """Run forwards and backwards of all micro-batches; gradients are added to `.grad` of parameters.
+
+        Args:
+            batch: on ranks of the first stage one tensor or several, one row per sample first; others may
+                leave it out.
+            target: likewise on ranks of the last stage.
+
+        Returns:
+            On ranks of the last stage the loss of the whole batch, else None.
+
+        Raises:
+            LayoutError: a batch has other rows or shapes than the first one had, or a stage other outputs.
+            BindError, RankLostError, DeadlineError: other ranks refuse, are missing or late.
+        """
+        if self._options.loss_fn is None and self._is_last:
+            raise LayoutError("step needs a loss_fn on the last stage; give one to pipeline")
+        return self._run(batch, target, trains=True, wants_outputs=False)[0]
+
+    def evaluate(self, batch: Batch = None, target: Tensor | None = None) -> tuple[Any, Tensor | None]:
+        """Run forwards alone. Return (outputs of this rank's rows, loss) on ranks of the last stage, else Nones.
+
+        Arguments are those of `step`; without a target there is no loss.
+        """
+        loss, outputs = self._run(batch, target, trains=False, wants_outputs=True)
+        return outputs, loss
+
+    def _run(
+        self, batch: Batch, target: Tensor | None, *, trains: bool, wants_outputs: bool
+    ) -> tuple[Tensor | None, Any]:
+        bound = self.prepare(batch, target, trains=trains)
+        with share_refusal(self._context, self.places.ranks, "step of a pipeline"):
+            steps = self._give(bound, batch, target, wants_outputs)
+        if self._memory is not None and trains:
+            self._memory.reset_peak()
+            given = [*_tensors(batch), *([] if target is None else [target])]
+            self._memory.exclude_batch(given)
+        for gradients in bound.gradients.values() if trains else ():
+            gradients.begin()
+        self.trace = bound.bound.run()
+        divisor = self._divisor
+        for gradients in bound.gradients.values() if trains else ():
+            gradients.end(divisor)
+        return self._loss(bound, steps), self._outputs(steps)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.places.num_stages - 1 in self._stages
+
+    @property
+    def _divisor(self) -> int:
+        if not self._options.scale_grads:
+            return 1
+        return self._options.micro_batches * self.places.data_parallelism(self.places.num_stages - 1)
+
+    def _give(
+        self, bound: BoundPipeline, batch: Batch, target: Tensor | None, wants_outputs: bool
+    ) -> Mapping[int, StageStep]:
+        """Give each stage its part of the batch and target."""
+        steps = {}
+        for number, functions in bound.functions.items():
+            step = StageStep(outputs={} if wants_outputs and functions.is_last else None)
+            if functions.is_first:
+                parts = [self._micro_batches(number, bound.problem.rows, value) for value in _tensors(batch)]
+                step.batch = list(zip(*parts, strict=True))
+            if functions.is_last and target is not None:
+                step.targets = self._micro_batches(number, bound.problem.rows, target)
+            functions.step = steps[number] = step
+        return steps
+
+    def _micro_batches(self, stage: int, rows: int, value: Tensor) -> list[Tensor]:
+        """Return this rank's rows of each micro-batch, from a tensor of the whole batch or of this rank's part."""
+        count, parts = self._options.micro_batches, self.places.data_parallelism(stage)
+        own = rows // parts
+        expected = own * count if self._options.has_local_batch else rows * count
+        if len(value) != expected:
+            raise LayoutError(f"the batch has {len(value)} rows, and this pipeline was bound for {expected}")
+        if self._options.has_local_batch:
+            return list(value.split(own))
+        at = self.places.data_index(stage, self._rank) * own
+        return [part[at : at + own] for part in value.split(rows)]
+
+    def _loss(self, bound: BoundPipeline, steps: Mapping[int, StageStep]) -> Tensor | None:
+        last = self.places.num_stages - 1
+        if last not in steps or not steps[last].losses:
+            return None
+        vector = bound.gradients[last].vector
+        total = torch.stack(list(steps[last].losses.values())).sum() if vector is None else vector[-1].clone()
+        return total / self._divisor
+
+    def _outputs(self, steps: Mapping[int, StageStep]) -> Any:
+        made = steps[self.places.num_stages - 1].outputs if self._is_last else None
+        if not made:
+            return None
+        values = [made[micro_batch] for micro_batch in sorted(made)]
+        if isinstance(values[0], tuple):
+            return tuple(torch.cat(each) for each in zip(*values, strict=True))
+        return torch.cat(values)
+
+    # --- the program -----------------------------------------------------------------------------------------
+
+    def prepare(
+        self, batch: Batch = None, target: Tensor | None = None, *, trains: bool = True
+    ) -> BoundPipeline:
+        """Write and bind the program for batches of this kind, unless that is done; all ranks call it.
+
+        `step` and `evaluate` do it at their first call.
+        """
+        if trains not in self._bound:
+            with share_refusal(self._context, self.places.ranks, "pipeline"):
+                self._bound[trains] = self._bind(batch, target, trains)
+        return self._bound[trains]
+
+    @property
+    def program(self) -> Program:
+        """Return the program of a step. Raises BindError before the first step or `prepare`."""
+        return self._trained.bound.program
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the schedule of a step. Raises BindError before the first step or `prepare`."""
+        return self._trained.schedule
+
+    @property
+    def problem(self) -> PipelineProblem:
+        """Return stages and edges with their costs. Raises BindError before the first step or `prepare`."""
+        return self._trained.problem
+
+    @property
+    def memory(self) -> PipelineMemory:
+        """Return the activation memory of this rank. Raises BindError before the first step or `prepare`."""
+        counted = None if self._memory is None else self._memory.peak_bytes
+        return PipelineMemory(peak_stash_bytes(self.program, self._rank), counted)
+
+    @property
+    def _trained(self) -> BoundPipeline:
+        if True not in self._bound:
+            raise BindError(
+                "the program of a pipeline is written at its first step; call step or prepare first"
+            )
+        return self._bound[True]
+
+    def _data(self, batch: Batch, target: Tensor | None, *, trains: bool) -> PipelineData | None:
+        """Return the kinds of the whole of a micro-batch, on ranks of the first or last stage."""
+        is_first = 0 in self._stages
+        if not is_first and not self._is_last:
+            return None
+        given = _tensors(batch) if is_first else ()
+        if is_first and not given:
+            raise LayoutError("ranks of the first stage must give a batch")
+        if self._is_last and trains and target is None:
+            raise LayoutError("ranks of the last stage must give a target")
+        last = self.places.num_stages - 1
+        whole = None if target is None or not self._is_last else self._whole_kind(last, target)
+        return PipelineData(tuple(self._whole_kind(0, value) for value in given), whole)
+
+    def _whole_kind(self, stage: int, value: Tensor) -> TensorKind:
+        """Return the kind of one micro-batch over all data-parallel ranks."""
+        count = self._options.micro_batches
+        rows = len(value) * (self.places.data_parallelism(stage) if self._options.has_local_batch else 1)
+        if not rows or rows % count:
+            raise LayoutError(f"{count} micro-batches do not divide a batch of {rows} rows")
+        return TensorKind((rows // count, *value.shape[1:]), value.dtype)
+
+    def _bind(self, batch: Batch, target: Tensor | None, trains: bool) -> BoundPipeline:
+        data = self._data(batch, target, trains=trains)
+        return bind_stages(
+            self._stages, self.places, self._options, self._context, data, self._memory, trains=trains
+        )
+
+
+def _tensors(batch: Batch) -> tuple[Tensor, ...]:
+    if batch is None:
+        return ()
+    return (batch,) if isinstance(batch, Tensor) else tuple(batch)

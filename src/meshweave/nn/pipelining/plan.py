@@ -1,0 +1,100 @@
+"""What `meshweave.pipeline` was called with: its schedule, its meshes, its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
+from meshweave.algorithms.pipeline.algorithm import PipelineAlgorithm, PipelineConfig
+from meshweave.algorithms.pipeline.problem import PipelineProblem
+from meshweave.algorithms.pipeline.torch_csv import schedule_from_csv
+from meshweave.algorithms.table import algorithm
+from meshweave.base.errors import DescriptionError, LayoutError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.nn.pipelining.stage_functions import LossFunction
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """What `meshweave.pipeline` was called with, checked; it documents each."""
+
+    plan: PipelineAlgorithm | Schedule
+    micro_batches: int
+    loss_fn: LossFunction | None
+    config: PipelineConfig
+    recompute: frozenset[int]
+    scale_grads: bool
+    outputs: Mapping[int, Sequence[Tensor]]
+    has_local_batch: bool
+    trace: bool
+    count_memory: bool
+
+
+def plan_of(plan: str | Path | Schedule) -> PipelineAlgorithm | Schedule:
+    """Return the schedule that a plan names."""
+    if isinstance(plan, Schedule):
+        return plan
+    if isinstance(plan, Path) or plan.endswith(".csv"):
+        try:
+            text = Path(plan).read_text()
+        except OSError as error:
+            raise DescriptionError(f"{plan}: {error.strerror or error}") from None
+        return schedule_from_csv(text, str(plan))
+    entry = algorithm(plan)
+    if not isinstance(entry, PipelineAlgorithm):
+        raise LayoutError(f"'{plan}' is no schedule of a pipeline")
+    return entry
+
+
+def meshes_of(meshes: DeviceMesh | Sequence[Mesh]) -> tuple[Mesh, ...]:
+    """Return the meshes of pipeline ranks; those of a DeviceMesh are its slices along the first dim."""
+    if not isinstance(meshes, DeviceMesh):
+        return tuple(meshes)
+    ranks = meshes.mesh.reshape(meshes.mesh.shape[0], -1).tolist()
+    shape = tuple(meshes.mesh.shape[1:]) or (1,)
+    names = meshes.mesh_dim_names or tuple(f"d{dim}" for dim in range(meshes.ndim))
+    axes = tuple(names[1:]) or ("x",)
+    return tuple(Mesh(f"p{number}", shape, axes, tuple(each)) for number, each in enumerate(ranks))
+
+
+def schedule_of(
+    plan: PipelineAlgorithm | Schedule, problem: PipelineProblem, config: PipelineConfig
+) -> Schedule:
+    """Return the schedule of a problem, its pipeline ranks numbered as those of the problem are."""
+    if isinstance(plan, PipelineAlgorithm):
+        refusal = plan.refusal(problem)
+        if refusal is not None:
+            raise LayoutError(f"{plan.name}: {refusal}")
+        return plan.schedule(problem, config)
+    if plan.num_stages != problem.num_stages:
+        raise LayoutError(
+            f"the schedule has {plan.num_stages} stages, and there are {problem.num_stages} modules"
+        )
+    number_of: dict[int, int] = {}
+    for stage, (planned, placed) in enumerate(zip(plan.stage_ranks, problem.stage_ranks, strict=True)):
+        if number_of.setdefault(planned, placed) != placed:
+            other = plan.stage_ranks.index(planned)
+            raise LayoutError(
+                f"the schedule has stages {other} and {stage} on one pipeline rank, and the modules of these "
+                "stages are on different ranks"
+            )
+    if len(set(number_of.values())) < len(number_of):
+        raise LayoutError("the schedule has stages on different pipeline ranks whose modules are on one")
+    actions: list[tuple[Action, ...]] = [()] * len(number_of)
+    for planned, placed in number_of.items():
+        actions[placed] = plan.actions[planned]
+    return Schedule(problem.stage_ranks, plan.num_micro_batches, tuple(actions))
+
+
+def forwards_of(schedule: Schedule) -> Schedule:
+    """Return the forwards of a schedule, in its order."""
+    actions = tuple(
+        tuple(leaf for action in order for leaf in action.leaves if leaf.kind is ActionKind.FORWARD)
+        for order in schedule.actions
+    )
+    return replace(schedule, actions=actions)

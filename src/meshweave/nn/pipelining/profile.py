@@ -1,0 +1,214 @@
+"""Profiles of stages: what a stage makes, computes and keeps of one micro-batch, from a run on the meta device.
+
+The meta device has shapes and no values. The module is copied there without its memory, its parts run once
+with the very functions that a pipeline runs, and FLOPs and saved bytes are counted on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshweave.base.errors import LayoutError, MeshweaveError
+from meshweave.nn.pipelining.saved_memory import SavedMemory
+from meshweave.nn.pipelining.stage_functions import (
+    LossFunction,
+    StageFunctions,
+    StageShape,
+    StageStep,
+    TensorKind,
+)
+
+
+@dataclass(frozen=True)
+class StageProfile:
+    """One stage, for one micro-batch of one rank.
+
+    Attributes:
+        outs: what it passes on, for each stage after it that reads something.
+        flops: of the forward, the input gradient and the weight gradient.
+        bytes: of parameters, inputs and outputs, which each of these reads or writes at least.
+        kept_bytes: what is kept after the forward, and what after the input gradient.
+        recomputed_bytes: what the forward keeps if the stage recomputes: its inputs.
+        num_parameters: elements of the parameters that have gradients.
+        dtype: of these; "" if there are several, or none.
+        lost_parameter: one whose gradient a backward in two parts misses; "" if there is none. torch looks for
+            parameters where their graph meets that of inputs, so it misses those whose results depend on no
+            input.
+    """
+
+    outs: tuple[TensorKind, ...]
+    flops: tuple[int, int, int]
+    bytes: int
+    kept_bytes: tuple[int, int]
+    recomputed_bytes: int
+    num_parameters: int
+    dtype: str
+    lost_parameter: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the profile as JSON, which `from_json` reads back."""
+        outs = [[list(kind.shape), str(kind.dtype).removeprefix("torch.")] for kind in self.outs]
+        return {**asdict(self), "outs": outs}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StageProfile:
+        """Return the profile that `to_json` wrote."""
+        outs = tuple(TensorKind(tuple(shape), getattr(torch, dtype)) for shape, dtype in data["outs"])
+        lists = {name: tuple(data[name]) for name in ("flops", "kept_bytes")}
+        return cls(**{**data, **lists, "outs": outs})
+
+
+def profile_stage(
+    module: nn.Module,
+    number: int,
+    inputs: Sequence[TensorKind],
+    sources: Sequence[int],
+    targets: Sequence[int],
+    loss_fn: LossFunction | None = None,
+    target: TensorKind | None = None,
+    *,
+    trains: bool = True,
+) -> StageProfile:
+    """Return the profile of a stage on inputs of given shapes.
+
+    Args:
+        module: the stage; it is not run itself.
+        inputs: what it is called with: the tensors of the batch, or one for each of `sources`.
+        sources: the stages whose results it reads, none for the first.
+        targets: the stages that read its results, none for the last.
+        loss_fn: of the last stage.
+        target: what the loss compares the output with.
+
+    Raises:
+        LayoutError: it does not run on such inputs, or returns something else than one tensor per target.
+    """
+    clone = _on_meta(module)
+    batch = tuple(torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in inputs)
+    kinds = _run(clone, number, batch, sources)
+    if targets and len(kinds) != len(targets):
+        raise LayoutError(
+            f"stage {number} returns {len(kinds)} tensors, and goes on to stages {', '.join(map(str, targets))}: "
+            "it must return one for each, in this order"
+        )
+    for kind in kinds if targets else ():
+        if not kind.dtype.is_floating_point:
+            raise LayoutError(
+                f"stage {number} passes on {kind}, which has no gradient: pass on floating point"
+            )
+    shape = StageShape(
+        number, 1, tuple(inputs) if sources else (), kinds if targets else (), tuple(sources), tuple(targets)
+    )
+    has_loss = loss_fn is not None and target is not None and not targets
+    targets_of = [torch.empty(target.shape, dtype=target.dtype, device="meta")] * 2 if target else []
+    step = StageStep([batch, batch] if not sources else (), targets_of if has_loss else ())
+    flops, kept, lost = (0, 0, 0), (0, 0), ""
+    if trains and (targets or has_loss):
+        flops, kept, lost = _measured(clone, shape, loss_fn, step)
+    elif not trains:
+        flops = (_counted_flops(lambda: clone(*batch)), 0, 0)
+    trained = [parameter for parameter in clone.parameters() if parameter.requires_grad]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in trained}
+    moved = [
+        *clone.parameters(),
+        *batch,
+        *(torch.empty(k.shape, dtype=k.dtype, device="meta") for k in kinds),
+    ]
+    return StageProfile(
+        kinds if targets else (),
+        flops,
+        sum(tensor.numel() * tensor.element_size() for tensor in moved),
+        kept,
+        sum(value.numel() * value.element_size() for value in batch) if sources else 0,
+        sum(parameter.numel() for parameter in trained),
+        dtypes.pop() if len(dtypes) == 1 else "",
+        lost,
+    )
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose parameters and buffers are on the meta device."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(meta, parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+def _run(
+    module: nn.Module, number: int, batch: Sequence[Tensor], sources: Sequence[int]
+) -> tuple[TensorKind, ...]:
+    """Return the kinds of what a stage returns. Raises LayoutError in one line where it fails."""
+    try:
+        with torch.no_grad():
+            made = module(*batch)
+    except MeshweaveError:
+        raise
+    except Exception as error:
+        given = ", ".join(str(TensorKind.of(value)) for value in batch)
+        makers = f"what stage {' and '.join(map(str, sources))} makes" if sources else "the batch"
+        raise LayoutError(
+            f"stage {number} does not run on {makers}, {given}: {_first_line(error)}"
+        ) from error
+    outs = made if isinstance(made, (tuple, list)) else [made]
+    for out in outs:
+        if not isinstance(out, Tensor):
+            raise LayoutError(f"stage {number} returns a {type(out).__name__}; it must return tensors")
+    return tuple(TensorKind.of(out) for out in outs)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _measured(
+    module: nn.Module, shape: StageShape, loss_fn: LossFunction | None, step: StageStep
+) -> tuple[tuple[int, int, int], tuple[int, int], str]:
+    """Return the FLOPs of the three parts, the bytes kept after the first and second, and a lost parameter."""
+    memory = SavedMemory()
+    functions = StageFunctions(module, shape, loss_fn, {1}, memory=memory)
+    functions.step = step
+    memory.exclude_batch([value for micro_batch in step.batch for value in micro_batch] + list(step.targets))
+    ins, grads = (
+        [torch.empty(kind.shape, dtype=kind.dtype, device="meta") for kind in kinds]
+        or [torch.empty(0, device="meta")]
+        for kinds in (shape.ins, shape.outs)
+    )
+    token = torch.empty(1, device="meta")
+    stash: dict[str, Any] = {}
+    try:
+        forward = _counted_flops(lambda: functions.forward(stash, *ins, token, 0))
+        after_forward = memory.bytes
+        input_grad = _counted_flops(lambda: functions.input_grad(stash, *grads, token, 0))
+        after_input_grad = memory.bytes
+        weight_grad = _counted_flops(lambda: functions.weight_grad(stash, token, 0))
+        split = _with_gradients(module)
+        module.zero_grad(set_to_none=True)
+        functions.forward(stash, *ins, token, 1)
+        functions.input_grad(stash, *grads, token, 1)
+    except MeshweaveError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            f"stage {shape.number} does not run on the meta device: {_first_line(error)}"
+        ) from error
+    lost = sorted(_with_gradients(module) - split)
+    return (forward, input_grad, weight_grad), (after_forward, after_input_grad), lost[0] if lost else ""
+
+
+def _with_gradients(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def _counted_flops(run: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())

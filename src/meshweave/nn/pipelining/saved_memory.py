@@ -1,0 +1,118 @@
+"""Counts the bytes that stages keep between their parts: what autograd saves, what arrived, what was made.
+
+A storage counts once, however many tensors share it, and not at all where it belongs to the module's
+parameters or buffers, or to the batch. A saved tensor counts until the autograd node that saved it is freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.execute.torch.compat_pipelining import storage_key
+
+
+class SavedMemory:
+    """The storages that stages of one process keep.
+
+    Attributes:
+        bytes: what is kept now.
+        peak_bytes: the most that any `count` saw since the last `reset_peak`: stages count after each of
+            their parts.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = 0
+        self._uses: Counter[int] = Counter()
+        self._excluded: set[int] = set()
+        self._of_batch: set[int] = set()
+
+    def exclude(self, module: nn.Module) -> None:
+        """Count no parameter and no buffer of a module."""
+        self._excluded.update(map(storage_key, (*module.parameters(), *module.buffers())))
+
+    def exclude_batch(self, tensors: Iterable[Tensor]) -> None:
+        """Count none of the tensors that the caller gives to this step; those of earlier steps are forgotten."""
+        self._of_batch = set(map(storage_key, tensors))
+
+    def reset_peak(self) -> None:
+        """Count the most from now on."""
+        self.peak_bytes = self.bytes
+
+    def count(self) -> None:
+        """Note what is kept now."""
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def hooks(self) -> Any:
+        """Return a context in which everything that autograd saves is counted for as long as it is saved."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def keep(self, tensors: Iterable[Tensor]) -> KeptTensors:
+        """Count tensors until the result is released."""
+        return KeptTensors(self, tensors)
+
+    def _pack(self, tensor: Tensor) -> _SavedTensor:
+        saved = _SavedTensor(tensor.detach())  # with its graph it would keep the node that keeps it
+        key, size = storage_key(tensor), tensor.untyped_storage().nbytes()
+        if self._belongs_to_stage(key):
+            self.add(key, size)
+            weakref.finalize(saved, self.drop, key, size).atexit = False
+        return saved
+
+    def add(self, key: int, num_bytes: int) -> None:
+        """Count one use of a storage."""
+        self._uses[key] += 1
+        if self._uses[key] == 1:
+            self.bytes += num_bytes
+
+    def drop(self, key: int, num_bytes: int) -> None:
+        """Count one use of a storage less."""
+        self._uses[key] -= 1
+        if not self._uses[key]:
+            del self._uses[key]
+            self.bytes -= num_bytes
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return whether the storage of a tensor is one that a stage keeps."""
+        return self._belongs_to_stage(storage_key(tensor))
+
+    def _belongs_to_stage(self, key: int) -> bool:
+        return key not in self._excluded and key not in self._of_batch
+
+
+class KeptTensors:
+    """Tensors that count as kept until they are released."""
+
+    def __init__(self, memory: SavedMemory, tensors: Iterable[Tensor]) -> None:
+        self._memory = memory
+        self._uses = [
+            (storage_key(tensor), tensor.untyped_storage().nbytes())
+            for tensor in tensors
+            if memory.counts(tensor)
+        ]
+        for use in self._uses:
+            memory.add(*use)
+
+    def release(self) -> None:
+        """Count them no more."""
+        for use in self._uses:
+            self._memory.drop(*use)
+        self._uses = []
+
+
+class _SavedTensor:
+    """What autograd holds in place of a tensor that it saves."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _unpack(saved: _SavedTensor) -> Tensor:
+    return saved.tensor

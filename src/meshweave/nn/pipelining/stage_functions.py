@@ -1,0 +1,355 @@
+"""The parts of a stage, a torch module, as functions that the calls of a program run (`execute.calls`).
+
+The forward builds an autograd graph from copies of what arrived, and keeps it in the stash. An input
+gradient and a weight gradient take the graph apart with the functions that torch's own stages use
+(`compat_pipelining`); a whole backward runs it at once. Gradients of parameters add up in their `.grad`.
+
+What belongs to one rank alone goes past the program: the batch, targets, losses and outputs lie in a
+`StageStep`, parameters and their gradients in the module. Their buffers in the program hold one element, or
+the gradients of all parameters where several data-parallel ranks add them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshweave.base.errors import LayoutError
+from meshweave.execute.torch.compat_pipelining import (
+    is_view,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from meshweave.nn.pipelining.saved_memory import SavedMemory
+
+LossFunction = Callable[..., Tensor]
+"""(output, target) of a micro-batch -> a scalar."""
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """Shape and dtype of a tensor, on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        """Return the kind of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+@dataclass
+class StageStep:
+    """What one step gives to a stage, and takes from it.
+
+    Attributes:
+        batch: of the first stage, the tensors of each micro-batch.
+        targets: of the last stage, one for each micro-batch; empty where there is no loss.
+        losses: by micro-batch.
+        outputs: of the last stage, by micro-batch, if they are wanted.
+    """
+
+    batch: Sequence[tuple[Tensor, ...]] = ()
+    targets: Sequence[Tensor] = ()
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] | None = None
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """What a stage takes and makes, on one rank.
+
+    Attributes:
+        number: of the stage.
+        num_rows: rows of a micro-batch.
+        ins: the tensors that arrive, none for the first stage.
+        outs: the tensors that are passed on, none for the last stage.
+        sources, targets: the stages at the other ends.
+    """
+
+    number: int
+    num_rows: int = 1
+    ins: tuple[TensorKind, ...] = ()
+    outs: tuple[TensorKind, ...] = ()
+    sources: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+
+
+class StageFunctions:
+    """The functions of one stage.
+
+    Args:
+        module: the stage.
+        shape: what it takes and makes.
+        loss_fn: of the last stage; None where only outputs are wanted.
+        whole_backwards: micro-batches whose input and weight gradients are one action.
+        trains: whether any backward follows.
+        loss_total: where losses are added up, a tensor of one element, if anywhere.
+        memory: counts what is kept; None counts nothing.
+        recomputes: whether the forward keeps only its inputs, and runs again before the backward.
+        has_signals: whether one byte stands for each tensor between stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shape: StageShape,
+        loss_fn: LossFunction | None,
+        whole_backwards: Iterable[int],
+        *,
+        trains: bool = True,
+        loss_total: Tensor | None = None,
+        memory: SavedMemory | None = None,
+        recomputes: bool = False,
+        has_signals: bool = False,
+    ) -> None:
+        self.module, self.shape, self.loss_fn = module, shape, loss_fn
+        self.whole_backwards, self.trains = frozenset(whole_backwards), trains
+        self.loss_total = loss_total
+        self.memory, self.recomputes, self.has_signals = memory, recomputes, has_signals
+        self.step = StageStep()
+        if memory is not None:
+            memory.exclude(module)
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether the stage reads the batch."""
+        return not self.shape.sources
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the stage makes the output."""
+        return not self.shape.targets
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        """Return the functions by the names of the program's calls."""
+        name = f"stage{self.shape.number}"
+        return {
+            name: self.forward,
+            f"{name}_recompute": self.recompute,
+            f"{name}_input_grad": self.input_grad,
+            f"{name}_weight_grad": self.weight_grad,
+            f"{name}_backward": self.backward,
+        }
+
+    # --- forward ---------------------------------------------------------------------------------------------
+
+    def forward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
+        """Run the module on a micro-batch: operands are what arrived, a token and the micro-batch's number."""
+        *arrived, token, micro_batch = operands
+        inputs = self._inputs(arrived[: len(self.shape.ins)], micro_batch)
+        if self.recomputes and self.trains:
+            stash["inputs"], stash["random"] = inputs, _random_states(inputs)
+            with torch.no_grad():
+                outputs = self._run(inputs, micro_batch)
+            stash["kept"] = self._keep(inputs)
+            self._count()
+            self._note(outputs, micro_batch)
+            return self._passed_on(outputs, arrived, token)
+        with torch.set_grad_enabled(self.trains), self._hooks():
+            outputs = self._run(inputs, micro_batch)
+        self._note(outputs, micro_batch)
+        if self.trains:
+            stash["inputs"], stash["outputs"] = inputs, outputs[-1:] if self.is_last else outputs
+            stash["kept"] = self._keep([*inputs, *stash["outputs"]])
+            self._count()
+        return self._passed_on(outputs, arrived, token)
+
+    def recompute(self, stash: dict[str, Any], *operands: Any) -> None:
+        """Run the module again on what the forward kept, with the random numbers that it drew."""
+        micro_batch = operands[-1]
+        inputs = stash["inputs"]
+        now = _random_states(inputs)
+        _set_random_states(stash.pop("random"))
+        with torch.enable_grad(), self._hooks():
+            outputs = self._run(inputs, micro_batch)
+        _set_random_states(now)
+        stash["kept"].release()
+        stash["outputs"] = outputs[-1:] if self.is_last else outputs
+        stash["kept"] = self._keep([*inputs, *stash["outputs"]])
+        self._count()
+
+    def _inputs(self, arrived: Sequence[Tensor], micro_batch: int) -> list[Tensor]:
+        """Return the module's inputs as leaves of a graph. What arrived is copied: its buffer is used again."""
+        if self.is_first:
+            return list(self.step.batch[micro_batch])
+        if self.has_signals:
+            device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+            made = [torch.zeros(kind.shape, dtype=kind.dtype, device=device) for kind in self.shape.ins]
+        else:
+            made = [value.clone() for value in arrived]
+        return [value.requires_grad_(self.trains) for value in made]
+
+    def _run(self, inputs: Sequence[Tensor], micro_batch: int) -> list[Tensor]:
+        """Return the outputs of the module; of the last stage with a loss the outputs and the loss."""
+        made = self.module(*inputs)
+        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+        if not self.is_last:
+            self._check(outputs)
+            # torch takes the graph apart by detaching outputs in place, which a view does not allow.
+            return [out.clone() if is_view(out) else out for out in outputs]
+        if self.loss_fn is None or not len(self.step.targets):
+            return outputs
+        return [*outputs, self.loss_fn(made, self.step.targets[micro_batch])]
+
+    def _check(self, outputs: Sequence[Any]) -> None:
+        """Raise LayoutError where outputs are not what the stages after this one expect."""
+        number, expected = self.shape.number, self.shape.outs
+        if len(outputs) != len(expected):
+            raise LayoutError(
+                f"stage {number} returns {len(outputs)} tensors, and goes on to stages "
+                f"{', '.join(map(str, self.shape.targets))}: it must return one for each, in this order"
+            )
+        for out, kind, target in zip(outputs, expected, self.shape.targets, strict=True):
+            if not isinstance(out, Tensor) or TensorKind.of(out) != kind:
+                made = TensorKind.of(out) if isinstance(out, Tensor) else type(out).__name__
+                raise LayoutError(f"stage {number} returns {made} for stage {target}, which expects {kind}")
+
+    def _note(self, outputs: Sequence[Tensor], micro_batch: int) -> None:
+        """Hand the loss, and outputs if wanted, of the last stage to the step."""
+        if not self.is_last:
+            return
+        has_loss = self.loss_fn is not None and len(self.step.targets) > 0
+        if has_loss:
+            self.step.losses[micro_batch] = outputs[-1].detach()
+            if self.loss_total is not None:
+                self.loss_total += self.step.losses[micro_batch]
+        if self.step.outputs is not None:
+            values = [out.detach() for out in (outputs[:-1] if has_loss else outputs)]
+            self.step.outputs[micro_batch] = values[0] if len(values) == 1 else tuple(values)
+
+    def _passed_on(self, outputs: Sequence[Tensor], arrived: Sequence[Tensor], token: Tensor) -> list[Tensor]:
+        """Return what the program carries: outputs; one byte for each; or, of the last stage, zeros per row."""
+        if self.has_signals:
+            return [torch.zeros(1, dtype=torch.uint8) for _ in self.shape.outs] or [self._rows(token)]
+        return [out.detach() for out in outputs] if not self.is_last else [self._rows(token)]
+
+    def _rows(self, token: Tensor) -> Tensor:
+        return torch.zeros(self.shape.num_rows, 1, dtype=torch.float32, device=token.device)
+
+    # --- backward ----------------------------------------------------------------------------------------------
+
+    def input_grad(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
+        """Return the gradients of what arrived; a whole backward adds those of parameters, too."""
+        *grads, _, micro_batch = operands
+        inputs, outputs = stash["inputs"], stash.pop("outputs")
+        arrived = self._arrived_grads(grads)
+        if micro_batch in self.whole_backwards:
+            made = self._whole(outputs, arrived, inputs)
+            del stash["inputs"]
+            stash.pop("kept").release()
+        elif self.is_first:
+            # Nothing asks for gradients of the batch: all of the backward is the weight gradient's.
+            stash["outputs"], stash["grads"] = outputs, arrived
+            made = ()
+        else:
+            made = self._split(stash, outputs, arrived, inputs)
+            del outputs, arrived
+            self._count()
+        if self.has_signals:
+            return [torch.zeros(1, dtype=torch.uint8) for _ in self.shape.ins]
+        return [
+            torch.zeros(kind.shape, dtype=kind.dtype, device=value.device) if grad is None else grad
+            for grad, kind, value in zip(made, self.shape.ins, inputs, strict=False)
+        ]
+
+    def backward(self, stash: dict[str, Any], *operands: Any) -> list[Tensor]:
+        """Return the gradients of what arrived and the total, once those of parameters are added to `.grad`."""
+        *before, total, micro_batch = operands
+        return [*self.input_grad(stash, *before, micro_batch), total]
+
+    def weight_grad(self, stash: dict[str, Any], *operands: Any) -> Tensor:
+        """Add the gradients of parameters to their `.grad`, which may lie in the total; return the total."""
+        total, micro_batch = operands[0], operands[-1]
+        if micro_batch in self.whole_backwards:
+            return total
+        with torch.enable_grad():
+            if self.is_first:
+                self._whole(stash.pop("outputs"), stash.pop("grads"), stash["inputs"])
+            else:
+                stage_backward_weight()(self._parameters(), stash.pop("groups"))
+        stash.pop("kept").release()
+        return total
+
+    def _split(
+        self, stash: dict[str, Any], outputs: list[Tensor], grads: Any, inputs: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            made, groups = stage_backward_input()(outputs, grads, inputs, self._parameters())
+        for value in inputs:
+            value.grad = None  # torch keeps it here, too, for as long as the graph lives
+        stash["groups"] = groups
+        stash["kept"].release()
+        arrived = [grad for group in groups for each in group.get("grads") or () for grad in each or ()]
+        stash["kept"] = self._keep([*inputs, *(grad for grad in arrived if grad is not None)])
+        gradients: tuple[Tensor | None, ...] = made
+        return gradients
+
+    def _whole(self, outputs: list[Tensor], grads: Any, inputs: list[Tensor]) -> tuple[Tensor | None, ...]:
+        if not any(out.requires_grad for out in outputs):
+            return (None,) * len(inputs)
+        with torch.enable_grad():
+            # torch takes a loss by itself, as it has no gradients beside it.
+            ends = outputs[0] if self.is_last else tuple(outputs)
+            made: tuple[Tensor | None, ...] = stage_backward()(ends, grads, inputs)
+        return made
+
+    def _arrived_grads(self, grads: Sequence[Tensor]) -> list[Tensor] | None:
+        """Return copies of the gradients of outputs; None for a loss."""
+        if self.is_last:
+            return None
+        if self.has_signals:
+            return [torch.zeros(kind.shape, dtype=kind.dtype) for kind in self.shape.outs]
+        return [grad.clone() for grad in grads]
+
+    def _parameters(self) -> Any:
+        return (parameter for parameter in self.module.parameters() if parameter.requires_grad)
+
+    # --- memory ----------------------------------------------------------------------------------------------
+
+    def _hooks(self) -> Any:
+        return nullcontext() if self.memory is None or not self.trains else self.memory.hooks()
+
+    def _count(self) -> None:
+        if self.memory is not None:
+            self.memory.count()
+
+    def _keep(self, tensors: Iterable[Tensor]) -> Any:
+        return _NOTHING if self.memory is None else self.memory.keep(tensors)
+
+
+class _NothingKept:
+    """Stands for kept tensors that nobody counts."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
+_NOTHING = _NothingKept()
+
+
+def _random_states(tensors: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """Return the states of the random number generators of the CPU and of the device that tensors are on."""
+    states = [("cpu", torch.get_rng_state())]
+    kind = next((tensor.device.type for tensor in tensors), "cpu")
+    if kind == "cuda":
+        states.append((kind, torch.cuda.get_rng_state()))
+    return states
+
+
+def _set_random_states(states: Sequence[tuple[str, Tensor]]) -> None:
+    for kind, state in states:
+        if kind == "cuda":
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)

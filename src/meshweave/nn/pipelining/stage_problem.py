@@ -1,0 +1,318 @@
+"""What all ranks must know of a pipeline of modules before it is written: which rank has which stage, and
+profiles.
+
+A rank has the modules of its own stages alone. So ranks tell one another, stage after stage, what a stage
+makes of what the stages before it make; each then builds the same `PipelineProblem`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
+from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Recompute, Stage, Stash
+from meshweave.base.errors import BindError, LayoutError, UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.execute.ranks.agreement import exchange
+from meshweave.execute.ranks.blame import ranks_text
+from meshweave.execute.torch.context import TorchContext
+from meshweave.nn.pipelining.profile import StageProfile, profile_stage
+from meshweave.nn.pipelining.stage_functions import LossFunction, StageShape, TensorKind
+from meshweave.nn.products import DTYPES
+
+_TOPIC = "a pipeline"
+
+
+@dataclass(frozen=True)
+class StagePlaces:
+    """Where the stages of a pipeline are.
+
+    Attributes:
+        meshes: the mesh of each stage.
+        data_axes: the axes along which ranks share the rows of a micro-batch, where a mesh has them.
+        edges: (source stage, target stage) of each tensor that is passed on.
+    """
+
+    meshes: tuple[Mesh, ...]
+    data_axes: tuple[str, ...]
+    edges: tuple[tuple[int, int], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.meshes)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Return the ranks of all stages, ascending."""
+        return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
+
+    def sources(self, stage: int) -> tuple[int, ...]:
+        """Return the stages whose results a stage reads, in the order of its inputs."""
+        return tuple(source for source, target in self.edges if target == stage)
+
+    def targets(self, stage: int) -> tuple[int, ...]:
+        """Return the stages that read a stage's results, in the order of its outputs."""
+        return tuple(target for source, target in self.edges if source == stage)
+
+    def data_axes_of(self, stage: int) -> tuple[str, ...]:
+        """Return the data axes that the mesh of a stage has."""
+        return tuple(axis for axis in self.meshes[stage].axes if axis in self.data_axes)
+
+    def data_parallelism(self, stage: int) -> int:
+        """Return into how many parts the rows of a micro-batch are cut at a stage."""
+        return math.prod(self.meshes[stage].size(axis) for axis in self.data_axes_of(stage))
+
+    def data_index(self, stage: int, rank: int) -> int:
+        """Return the number of the part of a micro-batch's rows that a rank has at a stage."""
+        mesh, index = self.meshes[stage], 0
+        for axis, size, coordinate in zip(mesh.axes, mesh.shape, mesh.coords(rank), strict=True):
+            if axis in self.data_axes:
+                index = index * size + coordinate
+        return index
+
+
+def agreed_places(
+    context: TorchContext,
+    ranks: Sequence[int],
+    own: Sequence[int],
+    meshes: Sequence[Mesh],
+    data_axes: Sequence[str],
+    skips: Sequence[tuple[int, int]],
+) -> StagePlaces:
+    """Return where all stages are, once each of `ranks` has said which it has.
+
+    Args:
+        own: the stages of this rank.
+        meshes: of the ranks that share stages; a stage on one rank alone needs none.
+        skips: edges besides those to the next stage.
+
+    Raises:
+        LayoutError: stages are missing, or the ranks of a stage are those of no mesh.
+        RankLostError, DeadlineError, BindError: see `execute.ranks.agreement.exchange`.
+    """
+    said = exchange(
+        context, ranks, json.dumps(sorted(own)), "all to say which stages they have", topic=_TOPIC
+    )
+    holders: dict[int, list[int]] = {}
+    for rank, words in said.items():
+        for stage in json.loads(words):
+            holders.setdefault(stage, []).append(rank)
+    if not holders:
+        raise LayoutError("no rank has a stage; give each rank its modules by the number of their stage")
+    missing = next((stage for stage in range(max(holders) + 1) if stage not in holders), None)
+    if missing is not None:
+        raise LayoutError(f"no rank has stage {missing}, and there is a stage {max(holders)}")
+    mesh_of = {frozenset(mesh.ranks): mesh for mesh in meshes}
+    placed = []
+    for stage in range(len(holders)):
+        mesh = mesh_of.get(frozenset(holders[stage]))
+        if mesh is None and len(holders[stage]) > 1:
+            raise LayoutError(
+                f"stage {stage} is on {ranks_text(holders[stage])}, and no mesh has just these; give `meshes`"
+            )
+        placed.append(mesh or Mesh.of(f"rank{holders[stage][0]}", (1,), ("x",), holders[stage][0]))
+    chain = [(stage, stage + 1) for stage in range(len(placed) - 1)]
+    for source, target in skips:
+        if not 0 <= source < target - 1 < len(placed) - 1:
+            raise LayoutError(
+                f"a skip connection from stage {source} to stage {target}: it must lead over a stage, and there "
+                f"are {len(placed)}"
+            )
+    return StagePlaces(tuple(placed), tuple(data_axes), (*chain, *map(tuple, skips)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PipelineData:
+    """What the first and the last stage are given for one micro-batch, over all ranks of a stage.
+
+    Attributes:
+        batch: the tensors of the batch.
+        target: what the loss compares the output with; None where there is no loss.
+    """
+
+    batch: tuple[TensorKind, ...]
+    target: TensorKind | None
+
+    @property
+    def num_rows(self) -> int:
+        """Return the rows of a micro-batch."""
+        return self.batch[0].shape[0]
+
+
+def local_kind(kind: TensorKind, num_parts: int) -> TensorKind:
+    """Return one of the equal parts of a tensor's rows."""
+    return TensorKind((kind.shape[0] // num_parts, *kind.shape[1:]), kind.dtype)
+
+
+def profile_all(
+    context: TorchContext,
+    places: StagePlaces,
+    modules: Mapping[int, nn.Module],
+    data: PipelineData | None,
+    loss_fn: LossFunction | None,
+    *,
+    trains: bool,
+    outputs: Mapping[int, Sequence[torch.Tensor]],
+) -> tuple[list[StageProfile], int]:
+    """Return the profiles of all stages, and the rows of a micro-batch; collective among the ranks of `places`.
+
+    Args:
+        modules: those of this rank.
+        data: on ranks of the first stage with the batch, on those of the last with the target.
+        outputs: examples of what stages of this rank return, for those that do not run on the meta device.
+
+    Raises:
+        LayoutError: a stage does not run on what those before it make.
+        BindError: ranks of one stage differ.
+    """
+    profiles: list[StageProfile] = []
+    made: dict[tuple[int, int], TensorKind] = {}
+    rows = 0
+    for stage in range(places.num_stages):
+        words = ""
+        if stage in modules:
+            profile = _profile(places, stage, modules[stage], data, made, loss_fn, trains, outputs.get(stage))
+            words = json.dumps({**profile.to_json(), "rows": data.num_rows if data and not stage else rows})
+        said = exchange(
+            context, places.ranks, words, f"the ranks of stage {stage} to run it on shapes", topic=_TOPIC
+        )
+        own = {rank: said[rank] for rank in places.meshes[stage].ranks}
+        different = [rank for rank, text in own.items() if text != own[places.meshes[stage].ranks[0]]]
+        if different:
+            raise BindError(
+                f"stage {stage} is another on {ranks_text(different)} than on rank "
+                f"{places.meshes[stage].ranks[0]}: shapes or dtypes of the module or the batch differ"
+            )
+        answer = json.loads(next(iter(own.values())))
+        rows = answer.pop("rows")
+        profiles.append(StageProfile.from_json(answer))
+        parts = places.data_parallelism(stage)
+        for target, kind in zip(places.targets(stage), profiles[-1].outs, strict=True):
+            if not kind.shape or kind.shape[0] * parts != rows:
+                raise LayoutError(
+                    f"stage {stage} passes on {kind} of {rows // parts} rows: rows must come first"
+                )
+            made[stage, target] = TensorKind((rows, *kind.shape[1:]), kind.dtype)
+    return profiles, rows
+
+
+def _profile(
+    places: StagePlaces,
+    stage: int,
+    module: nn.Module,
+    data: PipelineData | None,
+    made: Mapping[tuple[int, int], TensorKind],
+    loss_fn: LossFunction | None,
+    trains: bool,
+    outputs: Sequence[torch.Tensor] | None,
+) -> StageProfile:
+    parts, sources, targets = places.data_parallelism(stage), places.sources(stage), places.targets(stage)
+    if outputs is not None:
+        kinds = tuple(map(TensorKind.of, outputs)) if targets else ()
+        return StageProfile(kinds, (0, 0, 0), 0, (0, 0), 0, sum(p.numel() for p in module.parameters()), "")
+    whole = [made[source, stage] for source in sources] if sources else list(data.batch if data else ())
+    for kind in whole:
+        if kind.shape[0] % parts:
+            raise LayoutError(
+                f"stage {stage}: {parts} data-parallel ranks do not divide {kind.shape[0]} rows"
+            )
+    inputs = [local_kind(kind, parts) for kind in whole]
+    target = local_kind(data.target, parts) if data and data.target and not targets else None
+    return profile_stage(module, stage, inputs, sources, targets, loss_fn, target, trains=trains)
+
+
+def stage_shape(places: StagePlaces, stage: int, profiles: Sequence[StageProfile], rows: int) -> StageShape:
+    """Return what a stage takes and makes on one of its ranks."""
+    sources, targets, parts = places.sources(stage), places.targets(stage), places.data_parallelism(stage)
+    ins = []
+    for source in sources:
+        kind = profiles[source].outs[places.targets(source).index(stage)]
+        ins.append(TensorKind((rows // parts, *kind.shape[1:]), kind.dtype))
+    return StageShape(stage, rows // parts, tuple(ins), profiles[stage].outs, sources, targets)
+
+
+def pipeline_problem(
+    places: StagePlaces,
+    profiles: Sequence[StageProfile],
+    micro_batches: int,
+    rows: int,
+    recomputes: frozenset[int],
+    *,
+    trains: bool,
+) -> PipelineProblem:
+    """Return the problem of a pipeline of modules.
+
+    Args:
+        rows: of a micro-batch.
+        recomputes: the stages that run their forward again.
+        trains: whether there are gradients; else data-parallel ranks add up the loss alone.
+
+    Raises:
+        UnsupportedError: a dtype is passed on that programs do not have.
+    """
+    stages = [
+        _stage(places, number, profile, recomputes, trains=trains) for number, profile in enumerate(profiles)
+    ]
+    edges = []
+    for source, target in places.edges:
+        kind = profiles[source].outs[places.targets(source).index(target)]
+        if kind.dtype not in DTYPES:
+            raise UnsupportedError(
+                f"stage {source} passes on {kind} to stage {target}; programs have "
+                f"{', '.join(DTYPES.values())}"
+            )
+        edges.append(Edge(source, target, kind.shape[1:], dtype=DTYPES[kind.dtype]))
+    return PipelineProblem(tuple(stages), tuple(edges), micro_batches, rows)
+
+
+def _stage(
+    places: StagePlaces, number: int, profile: StageProfile, recomputes: frozenset[int], *, trains: bool
+) -> Stage:
+    kept, later = profile.kept_bytes
+    forward, input_grad, weight_grad = (PartCost(flops, profile.bytes) for flops in profile.flops)
+    freed = max(kept - later, 0)
+    stash = Stash(freed, kept - freed, max(later - kept, 0))
+    is_reduced = places.data_parallelism(number) > 1
+    recomputes_here = number in recomputes and trains
+    again = Recompute(forward, min(profile.recomputed_bytes, kept)) if recomputes_here else None
+    return Stage(
+        places.meshes[number],
+        forward,
+        input_grad,
+        weight_grad,
+        profile.num_parameters + 1 if is_reduced and trains else 1,
+        stash,
+        again,
+        places.data_axes_of(number),
+        dtype=profile.dtype or "float32",
+        parameter_dtype=(profile.dtype if trains and profile.dtype else "float64")
+        if is_reduced
+        else "float32",
+    )
+
+
+def require_all_parameters(number: int, profile: StageProfile, schedule: Schedule) -> None:
+    """Raise UnsupportedError where a schedule takes backwards apart that then miss a parameter."""
+    splits = any(leaf.kind is ActionKind.WEIGHT_GRAD and leaf.stage == number for leaf in schedule.leaves())
+    if splits and profile.lost_parameter:
+        raise UnsupportedError(
+            f"stage {number}: a backward in two parts misses the gradient of {profile.lost_parameter}, since what "
+            "is computed from it depends on no input of the stage; take a schedule with whole backwards"
+        )
+
+
+def whole_backwards(schedule: Schedule, stage: int) -> frozenset[int]:
+    """Return the micro-batches whose backward is one action at a stage."""
+    return frozenset(
+        leaf.micro_batch
+        for leaf in schedule.leaves()
+        if leaf.kind is ActionKind.BACKWARD and leaf.stage == stage and leaf.micro_batch is not None
+    )

@@ -1,0 +1,100 @@
+"""`meshweave.pipeline` on real processes: losses and gradients are those of the unpipelined model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: the torch rung cannot run here")
+from sections import launched
+
+from meshweave.base.errors import RankLostError
+from meshweave.execute.ranks.launch import launch
+
+HERE = {"PYTHONPATH": str(Path(__file__).parent)}
+RANKS = "pipeline_rank_functions"
+
+SECTIONS = {
+    "two schedules on a GPT": "few_schedules",
+    "skip connections": "u_shaped",
+    "in torch's runtime": "torch_schedules",
+    "data beside tensor parallelism": "different_layouts",
+    "what does not fit": "refusals",
+}
+MORE_SECTIONS = {
+    "every schedule on a GPT": "every_schedule",
+    "data parallelism": "data_parallel",
+    "one-byte signals": "signals",
+    "a CSV file": "plans",
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, list[str]]]:
+    """One launch for all that ends well: starting processes is what takes time."""
+    return launched(f"{RANKS}:sections", SECTIONS, HERE)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("section", SECTIONS)
+def test_gradients_are_those_of_the_unpipelined_model(
+    section: str, answers: list[dict[str, list[str]]]
+) -> None:
+    assert [answer[SECTIONS[section]] for answer in answers] == [[]] * 4
+
+
+@pytest.fixture(scope="module")
+def more_answers() -> list[dict[str, list[str]]]:
+    """One launch for the longer cases."""
+    return launched(f"{RANKS}:sections", MORE_SECTIONS, HERE)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("section", MORE_SECTIONS)
+def test_so_they_are_in_every_schedule_and_layout(
+    section: str, more_answers: list[dict[str, list[str]]]
+) -> None:
+    assert [answer[MORE_SECTIONS[section]] for answer in more_answers] == [[]] * 4
+
+
+@pytest.mark.gloo
+def test_a_stage_that_is_killed_is_named_by_all() -> None:
+    with pytest.raises(RankLostError, match=r"^rank 2 was killed by SIGKILL$") as caught:
+        launch(f"{RANKS}:dies", 3, {}, timeout_s=60, env=HERE, stale_s=1.0)
+    assert caught.value.missing == (2,)
+    for rank in (0, 1):
+        said = caught.value.reports[rank]
+        assert said.startswith("rank 2 stopped answering while waiting for "), said
+
+
+@pytest.mark.slow
+def test_torch_refuses_skip_connections() -> None:
+    """The same model, cut by torch's own tracer: why `u_shaped` above runs in our executor."""
+    import pipeline_models as models
+    import torch
+    from torch.distributed.pipelining import SplitPoint
+    from torch.distributed.pipelining import pipeline as traced_pipeline
+
+    import meshweave as mw
+    from meshweave.algorithms.pipeline.examples import chain_of_ranks
+    from meshweave.execute.torch import compat
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = torch.nn.ModuleList(models.u_model())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return models.run_whole(list(self.stages), models.U_SKIPS, x)
+
+    batch, target = models.waves(6)
+    schedule = mw.algorithm("1f1b").schedule(chain_of_ranks(range(4), 3), mw.PipelineConfig())
+    with compat.fake_default_group(0, 4):
+        cuts = {f"stages.{number}": SplitPoint.BEGINNING for number in (1, 2, 3)}
+        pipe = traced_pipeline(Whole(), (batch[:2],), split_spec=cuts)
+        stage = pipe.build_stage(0, torch.device("cpu"))
+        runtime = mw.torch_pipeline([stage], schedule, torch.nn.functional.mse_loss)
+        with pytest.raises(RuntimeError, match=r"skip connections, which are unsupported"):
+            runtime.step(batch, target=target)

@@ -1,0 +1,94 @@
+"""Profiles of stages: what the meta device predicts is what a stage makes, computes and keeps."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from meshweave.base.errors import LayoutError  # noqa: E402
+from meshweave.nn.pipelining.profile import StageProfile, profile_stage  # noqa: E402
+from meshweave.nn.pipelining.saved_memory import SavedMemory  # noqa: E402
+from meshweave.nn.pipelining.stage_functions import StageFunctions, StageShape, TensorKind  # noqa: E402
+
+KIND = TensorKind((4, 8), torch.float64)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).double()
+
+
+def test_what_is_kept_is_as_predicted_and_nothing_at_the_end() -> None:
+    """Of several micro-batches in flight, split and whole."""
+    module = layers()
+    profile = profile_stage(module, 1, [KIND], [0], [2])
+    memory, token = SavedMemory(), torch.zeros(1)
+    functions = StageFunctions(
+        module, StageShape(1, 4, (KIND,), (KIND,), (0,), (2,)), None, {2}, memory=memory
+    )
+    after_forward, after_input_grad = profile.kept_bytes
+    stashes = [{} for _ in range(3)]
+    for number, stash in enumerate(stashes):
+        functions.forward(stash, torch.randn(4, 8, dtype=torch.float64), token, number)
+        assert memory.bytes == (number + 1) * after_forward
+    grad = torch.ones(4, 8, dtype=torch.float64)
+    functions.input_grad(stashes[0], grad, token, 0)
+    assert memory.bytes == 2 * after_forward + after_input_grad
+    functions.backward(stashes[2], grad, token, token, 2)
+    assert memory.bytes == after_forward + after_input_grad
+    functions.input_grad(stashes[1], grad, token, 1)
+    for number in (0, 1):
+        functions.weight_grad(stashes[number], token, number)
+    gc.collect()
+    assert memory.bytes == 0
+    assert memory.peak_bytes == max(3 * after_forward, 2 * after_forward + after_input_grad)
+
+
+def test_flops_are_those_of_the_products() -> None:
+    forward = 2 * 4 * (8 * 16 + 16 * 8)
+    assert profile_stage(layers(), 1, [KIND], [0], [2]).flops == (forward, forward, forward)
+    # The first stage makes no gradient of its inputs: the first product has one gradient, the second two.
+    assert profile_stage(layers(), 0, [KIND], [], [1]).flops == (forward, 0, forward + forward // 2)
+
+
+def test_a_profile_comes_back_from_json() -> None:
+    profile = profile_stage(layers(), 3, [KIND], [2], [], nn.functional.mse_loss, KIND)
+    assert StageProfile.from_json(profile.to_json()) == profile
+
+
+def test_a_parameter_that_a_split_backward_misses_is_named() -> None:
+    class Aside(nn.Module):
+        """Returns beside its result something that depends on no input."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.free = nn.Linear(8, 8).double(), nn.Parameter(torch.ones(4, 8).double())
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.linear(x), self.free * 2
+
+    assert profile_stage(Aside(), 1, [KIND], [0], [2, 3]).lost_parameter == "free"
+    assert profile_stage(layers(), 1, [KIND], [0], [2]).lost_parameter == ""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "words"),
+    [
+        (
+            [TensorKind((4, 9), torch.float64)],
+            [2],
+            "stage 1 does not run on what stage 0 makes, float64 (4, 9)",
+        ),
+        ([KIND], [2, 3], "stage 1 returns 1 tensors, and goes on to stages 2, 3"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(inputs, targets, words) -> None:
+    with pytest.raises(LayoutError) as caught:
+        profile_stage(layers(), 1, inputs, [0], targets)
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
