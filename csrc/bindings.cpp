@@ -77,13 +77,16 @@ class Core {
 
   nb::object works() const { return array_of(std::move(meshweave::Works(program_).rows)); }
 
-  nb::object routes(const Array& num_directions) const {
+  nb::object collectives() const { return array_of(meshweave::sized_keys(program_)); }
+
+  nb::object routes(const Array& num_directions, const Array& rails) const {
     const meshweave::Column given(num_directions.data(), num_directions.data() + num_directions.size());
+    const meshweave::Column several(rails.data(), rails.data() + rails.size());
     std::vector<i64> out;
-    for (const meshweave::Route& route : meshweave::routes(program_, given)) {
+    for (const meshweave::Route& route : meshweave::routes(program_, given, several)) {
       out.push_back(route.source);
       out.push_back(route.target);
-      out.push_back(route.back);
+      out.push_back(route.number);
     }
     return array_of(std::move(out));
   }
@@ -158,6 +161,7 @@ NB_MODULE(_core, m) {
       .def("rows", &Core::rows)
       .def("edges", &Core::edges, "rank"_a)
       .def("works", &Core::works)
-      .def("routes", &Core::routes, "num_directions"_a)
+      .def("collectives", &Core::collectives)
+      .def("routes", &Core::routes, "num_directions"_a, "rails"_a)
       .def("run", &Core::run, "machine"_a);
 }

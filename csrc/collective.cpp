@@ -21,6 +21,11 @@ Collective::Collective(const Expanded& program, const Machine& machine, i64 grou
   const i64 price = program.code.group_price[static_cast<size_t>(group)];
   constants_ = machine.constants(price, comm_of(row));
   cap_ = constants_.rate;
+  const bool is_sized = kind_ == Kind::ALL_GATHER || kind_ == Kind::REDUCE_SCATTER || kind_ == Kind::ALL_REDUCE;
+  if (const Constants* sized = is_sized ? machine.sized(sized_key(program, in_, of, group)) : nullptr) {
+    constants_ = *sized;
+    cap_ = constants_.rate;
+  }
   if (kind_ == Kind::BROADCAST || kind_ == Kind::REDUCE) {
     first_ = (of.b + (kind_ == Kind::REDUCE)) % count_;
     direction_bytes_[0] = of.a / of.c + (of.a % of.c != 0);
@@ -28,7 +33,7 @@ Collective::Collective(const Expanded& program, const Machine& machine, i64 grou
     return;
   }
   const bool widens = kind_ == Kind::ALL_TO_ALL;
-  if (!widens && machine.num_directions(price) == 2) {
+  if (!widens && constants_.route < 0 && machine.num_directions(price) == 2) {
     num_directions_ = 2;
     cap_ = std::max<i64>(constants_.rate / 2, 1);
   }
@@ -52,8 +57,8 @@ Message Collective::step_message(i64 direction, i64 step, i64 member) const {
   out.cap = cap_;
   out.source = ranks_[member];
   out.target = ranks_[target];
-  out.route = kind_ == Kind::ALL_TO_ALL ? machine_.route(out.source, out.target, false)
-                                        : machine_.to_next(group_start_ + member, direction == 1);
+  out.route = kind_ == Kind::ALL_TO_ALL ? machine_.route(out.source, out.target, 0)
+                                        : machine_.to_next(group_start_ + member, constants_.route < 0 ? direction : constants_.route);
   out.adds = kind_ == Kind::REDUCE_SCATTER || (kind_ == Kind::ALL_REDUCE && step < count_ - 1);
   if (direction_bytes_[direction] >= 0) {
     out.bytes = direction_bytes_[direction];
@@ -74,7 +79,7 @@ Message Collective::hop_message(i64 hop, i64 packet) const {
   out.cap = cap_;
   out.source = ranks_[at_place(hop)];
   out.target = ranks_[at_place(hop + 1)];
-  out.route = machine_.to_next(group_start_ + at_place(hop), false);
+  out.route = machine_.to_next(group_start_ + at_place(hop), 0);
   out.adds = kind_ == Kind::REDUCE;
   return out;
 }

@@ -1,5 +1,7 @@
 #include "machine.hpp"
 
+#include "collective.hpp"
+
 #include <algorithm>
 #include <array>
 #include <map>
@@ -22,8 +24,39 @@ i64 ceil_div(i64 a, i64 b) { return a / b + (a % b != 0); }
 
 }  // namespace
 
-u64 route_key(i64 source, i64 target, bool back, i64 num_ranks) {
-  return (static_cast<u64>(source) * static_cast<u64>(num_ranks) + static_cast<u64>(target)) * 2 + back;
+u64 route_key(i64 source, i64 target, i64 number, i64 num_ranks) {
+  return (static_cast<u64>(source) * static_cast<u64>(num_ranks) + static_cast<u64>(target)) * NUM_ROUTES +
+         static_cast<u64>(number);
+}
+
+SizedKey sized_key(const Expanded& program, const Class& in, const ClassOp& of, i64 group) {
+  const OpRow& row = program.code.ops[static_cast<size_t>(of.row)];
+  i64 bytes = of.a;
+  if (row.kind != Kind::ALL_REDUCE) {
+    i64 rows = 0;
+    for (i64 at = 0; at < of.num_sizes; ++at) rows = std::max(rows, in.sizes[static_cast<size_t>(of.sizes + at)]);
+    bytes = checked_mul(rows, of.a);
+  }
+  return {program.code.group_price[static_cast<size_t>(group)], static_cast<i64>(comm_of(row)),
+          program.code.group_size(group), bytes};
+}
+
+Column sized_keys(const Expanded& program) {
+  std::set<SizedKey> known;
+  for (i64 rank = 0; rank < program.code.num_ranks(); ++rank) {
+    const Class& in = program.of(rank);
+    std::set<std::array<i64, 4>> seen;  // ops of a class that are alike
+    for (const ClassOp& of : in.ops) {
+      const OpRow& row = program.code.ops[static_cast<size_t>(of.row)];
+      if (row.kind != Kind::ALL_GATHER && row.kind != Kind::REDUCE_SCATTER && row.kind != Kind::ALL_REDUCE) continue;
+      if (!seen.insert({of.row, of.a, of.sizes, of.num_sizes}).second) continue;
+      const i64 group = program.code.group(row.axis, rank);
+      if (group >= 0) known.insert(sized_key(program, in, of, group));
+    }
+  }
+  Column out;
+  for (const SizedKey& key : known) out.insert(out.end(), key.begin(), key.end());
+  return out;
 }
 
 Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program.code.num_ranks()) {
@@ -71,14 +104,27 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   link_rates_ = column(c, "link_rates");
   for (const i64 rate : link_rates_) in_range(rate, 1, LARGEST_RATE, "link rate");
   route_links_ = column(c, "route_links");
-  for (const i64 link : route_links_) in_range(link, 0, static_cast<i64>(link_rates_.size()) - 1, "link");
+  for (const i64 link : route_links_) require(link % LINK_WEIGHTS > 0, "machine: a link without a weight");
+  for (const i64 link : route_links_) in_range(link, 0, LINK_WEIGHTS * static_cast<i64>(link_rates_.size()) - 1, "link");
   const Column& starts = column(c, "route_starts");
-  const std::vector<Route> wanted = routes(program, num_directions_);
+  const Column& rails = column(c, "rails");
+  require(rails.size() == num_directions_.size(), "machine: rails do not fit");
+  const Column& sized = column(c, "sized");
+  require(sized.size() % 8 == 0, "machine: sized does not fit");
+  for (size_t at = 0; at < sized.size(); at += 8) {
+    const i64 number = in_range(sized[at + 7], 0, NUM_ROUTES - 1, "route");
+    require(number < 2 || (has_constants(sized[at]) && rails[static_cast<size_t>(sized[at])]), "machine: a route without rails");
+    sized_[{sized[at], sized[at + 1], sized[at + 2], sized[at + 3]}] = {
+        in_range(sized[at + 4], 0, LARGEST_FIXED_PS, "launch time"),
+        in_range(sized[at + 5], 0, LARGEST_FIXED_PS, "synchronisation time"), in_range(sized[at + 6], 1, LARGEST_RATE, "rate"),
+        number};
+  }
+  const std::vector<Route> wanted = routes(program, num_directions_, rails);
   require(starts.size() == wanted.size() + 1 && starts.front() == 0 &&
               starts.back() == static_cast<i64>(route_links_.size()) && std::is_sorted(starts.begin(), starts.end()),
           "machine: routes do not fit");
   for (size_t at = 0; at < wanted.size(); ++at)
-    routes_.emplace(route_key(wanted[at].source, wanted[at].target, wanted[at].back != 0, num_ranks_),
+    routes_.emplace(route_key(wanted[at].source, wanted[at].target, wanted[at].number, num_ranks_),
                     Span{starts[at], starts[at + 1] - starts[at], static_cast<i64>(at)});
   one_sided_ = column(c, "one_sided");
   const bool needed = std::any_of(program.code.ops.begin(), program.code.ops.end(), [](const OpRow& row) {
@@ -91,13 +137,13 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
     in_range(one_sided_[at + 2], 0, i64{1} << 20, "share of the products");
   }
   const Template& code = program.code;
-  for (const bool back : {false, true})
+  for (i64 number = 0; number < NUM_ROUTES; ++number)
     for (size_t group = 0; group + 1 < code.groups.size(); ++group)
       for (i64 place = 0, count = code.group_size(static_cast<i64>(group)); place < count; ++place) {
-        const i64 next = (place + (back ? count - 1 : 1)) % count;
+        const i64 next = (place + (number == 1 ? count - 1 : 1)) % count;
         const auto found = routes_.find(route_key(code.member(static_cast<i64>(group), place),
-                                                  code.member(static_cast<i64>(group), next), back, num_ranks_));
-        to_next_[back].push_back(found == routes_.end() ? Span{0, 0} : found->second);  // not asked for: not used
+                                                  code.member(static_cast<i64>(group), next), number, num_ranks_));
+        to_next_[number].push_back(found == routes_.end() ? Span{0, 0} : found->second);  // not asked for: not used
       }
 }
 
@@ -150,20 +196,20 @@ std::vector<i64> Machine::capacities() const {
   return out;
 }
 
-Machine::Span Machine::route(i64 source, i64 target, bool back) const {
-  const auto found = routes_.find(route_key(source, target, back, num_ranks_));
+Machine::Span Machine::route(i64 source, i64 target, i64 number) const {
+  const auto found = routes_.find(route_key(source, target, number, num_ranks_));
   require(found != routes_.end(), "machine: a message without a route");
   return found->second;
 }
 
-std::vector<Route> routes(const Expanded& program, const Column& num_directions) {
+std::vector<Route> routes(const Expanded& program, const Column& num_directions, const Column& rails) {
   const Template& code = program.code;
   std::vector<Route> out;
   std::unordered_set<u64> known;
-  const auto add = [&](i64 source, i64 target, bool back) {
-    if (source == target || !known.insert(route_key(source, target, back, code.num_ranks())).second) return;
+  const auto add = [&](i64 source, i64 target, i64 number) {
+    if (source == target || !known.insert(route_key(source, target, number, code.num_ranks())).second) return;
     if (out.size() == MAX_ROUTES) throw ProgramFault("its messages take more than 2**25 different routes");
-    out.push_back({source, target, back});
+    out.push_back({source, target, number});
   };
   // How the groups of an axis communicate: forwards by this shift; EVERYBODY with everybody; a RING, which also goes
   // backwards where its rings run in two directions.
@@ -187,14 +233,16 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions)
       if (group < 0) continue;
       const i64 count = code.group_size(group), place = code.place(axis, rank);
       if (shift == EVERYBODY) {
-        for (i64 other = 0; other < count; ++other) add(rank, code.member(group, other), false);
+        for (i64 other = 0; other < count; ++other) add(rank, code.member(group, other), 0);
         continue;
       }
-      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), false);
+      add(rank, code.member(group, (place + (shift == RING ? 1 : shift)) % count), 0);
       const i64 price = code.group_price[static_cast<size_t>(group)];
       require(price >= 0 && price < static_cast<i64>(num_directions.size()), "machine: a group without constants");
+      if (shift == RING && rails[static_cast<size_t>(price)])
+        for (const i64 number : {2, 3}) add(rank, code.member(group, (place + 1) % count), number);
       if (shift == RING && num_directions[static_cast<size_t>(price)] == 2)
-        add(rank, code.member(group, (place + count - 1) % count), true);
+        add(rank, code.member(group, (place + count - 1) % count), 1);
     }
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     i64 at = program.peer_start[static_cast<size_t>(rank)];
@@ -202,12 +250,12 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions)
     for (const ClassOp& op : ops) {
       const OpRow& row = code.ops[static_cast<size_t>(op.row)];
       if (is_message(row.kind)) {
-        if (row.kind == Kind::SEND) add(rank, program.peers[static_cast<size_t>(at)], false);
+        if (row.kind == Kind::SEND) add(rank, program.peers[static_cast<size_t>(at)], 0);
         at += 2;
       } else if (row.kind == Kind::GET) {
-        add(op.b, rank, false);
+        add(op.b, rank, 0);
       } else if (is_one_sided(row.kind)) {
-        add(rank, op.b, false);
+        add(rank, op.b, 0);
       }
     }
   }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <map>
 #include <unordered_map>
 
 #include "expand.hpp"
@@ -11,7 +13,14 @@ namespace meshweave {
 
 struct Constants {
   i64 launch_ps, sync_ps, rate;  // rate in bytes per second, over all directions that a ring uses
+  i64 route = -1;                // of all messages where not -1; their ring then has one direction
 };
+
+// Collectives whose price may depend on their size: per row price row, kind of communication, members, bytes of the
+// largest part (of an all-reduce, all). `Core.collectives` lists those of a program.
+using SizedKey = std::array<i64, 4>;
+SizedKey sized_key(const Expanded& program, const Class& in, const ClassOp& of, i64 group);
+Column sized_keys(const Expanded& program);
 
 // The memory traffic of a product that streams through memory in tiles (`cost/compute.py`).
 struct Tiles {
@@ -27,12 +36,21 @@ struct Works {
   std::vector<std::vector<i64>> number;  // of each op of each class, -1 for other kinds of op
 };
 
+constexpr i64 NUM_ROUTES = 4;
+constexpr i64 LINK_WEIGHTS = 4;  // an entry of `route_links` is a link times this plus its weight
+
 class Machine {
  public:
   Machine(const Columns& columns, const Expanded& program);
 
   const Constants& constants(i64 price, Comm kind) const {
     return constants_[static_cast<size_t>(price * static_cast<i64>(Comm::COUNT) + static_cast<i64>(kind))];
+  }
+  // The constants of a collective of a size, nullptr where those of its axis hold.
+  const Constants* sized(const SizedKey& key) const {
+    if (sized_.empty()) return nullptr;
+    const auto at = sized_.find(key);
+    return at == sized_.end() ? nullptr : &at->second;
   }
   i64 num_directions(i64 price) const { return num_directions_[static_cast<size_t>(price)]; }
   // Returns a rate limited to that of one link, for transfers in one direction.
@@ -63,13 +81,14 @@ class Machine {
     const size_t at = 6 * static_cast<size_t>(route.number) + (adds ? 3 : 0);
     return {one_sided_[at], one_sided_[at + 1], one_sided_[at + 2]};
   }
-  Span route(i64 source, i64 target, bool back) const;
-  // The route to the next member of a group, by `groups[group] + place`; backwards to the one before.
-  Span to_next(i64 at, bool back) const { return to_next_[back][static_cast<size_t>(at)]; }
+  Span route(i64 source, i64 target, i64 number) const;
+  // The route to the next member of a group, by `groups[group] + place`; on route 1, backwards to the one before.
+  Span to_next(i64 at, i64 route) const { return to_next_[route][static_cast<size_t>(at)]; }
   // Appends the links of a route to `uses`.
   void links(Span route, std::vector<Use>& uses) const {
     for (i64 at = route.first; at < route.first + route.count; ++at)
-      uses.push_back({static_cast<u32>(2 * num_ranks_ + route_links_[static_cast<size_t>(at)]), 1});
+      uses.push_back({static_cast<u32>(2 * num_ranks_ + route_links_[static_cast<size_t>(at)] / LINK_WEIGHTS),
+                      static_cast<u32>(route_links_[static_cast<size_t>(at)] % LINK_WEIGHTS)});
   }
 
   i64 flops_per_s, memory_per_s, launch_ps, send_buffer_bytes;
@@ -82,17 +101,20 @@ class Machine {
   Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_, work_flops_;
   std::vector<std::vector<i64>> work_number_;
   std::unordered_map<u64, Span> routes_;
-  std::vector<Span> to_next_[2];
+  std::map<SizedKey, Constants> sized_;
+  std::vector<Span> to_next_[NUM_ROUTES];
 };
 
-// A route that a program may take: (position of the source, of the target, backwards where both directions are as long).
+// A route that a program may take: positions of the source and of the target, and which one: 0; 1 backwards, where both
+// directions are as long; 2 and 3 over all NICs of hosts, of a ring and of a tree.
 struct Route {
-  i64 source, target, back;
+  i64 source, target, number;
 };
 
-u64 route_key(i64 source, i64 target, bool back, i64 num_ranks);
+u64 route_key(i64 source, i64 target, i64 number, i64 num_ranks);
 
-// All routes that the messages of a program take, given in how many directions the rings of each price row run.
-std::vector<Route> routes(const Expanded& program, const Column& num_directions);
+// All routes that the messages of a program take, given in how many directions the rings of each price row run, and
+// whether collectives on it use all NICs of hosts.
+std::vector<Route> routes(const Expanded& program, const Column& num_directions, const Column& rails);
 
 }  // namespace meshweave

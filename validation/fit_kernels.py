@@ -177,6 +177,7 @@ def joined(device: str, fits: list[ChipKernels]) -> ChipKernels:
         tuple(attention),
         tuple(entry for known in fits for entry in known.collectives),
         (streaming.launch_s, streaming.memory_bytes_per_s) if streaming else None,
+        switch_reduces=not device.startswith("A100"),  # NVLink SHARP came with the switch of H100
     )
 
 

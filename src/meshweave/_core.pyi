@@ -43,7 +43,13 @@ class Core:
         These are the number in the template, (m, n, k) or (FLOPs, bytes, 0), the products of a batch, the number
         of sizes of a call, and up to six sizes.
         """
-    def routes(self, num_directions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """(source, target, back) of each route that messages take, flat; positions of ranks."""
+    def collectives(self) -> NDArray[np.int64]:
+        """The different all-gathers, reduce-scatters and all-reduces, flat, 4 numbers each.
+
+        These are the number of the axis, the kind of communication, the members, and the bytes of the largest
+        part (of an all-reduce, of all parts).
+        """
+    def routes(self, num_directions: NDArray[np.int64], rails: NDArray[np.int64]) -> NDArray[np.int64]:
+        """(source, target, number) of each route that messages take, flat; positions of ranks."""
     def run(self, machine: Mapping[str, NDArray[np.int64]]) -> dict[str, Any]:
         """Simulates; see `simulate.result.Simulation.outputs`. Raises ProgramFault, ValueError."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from meshweave.base.errors import LayoutError
-from meshweave.cost.machine import Link, Machine, mesh_machine
+from meshweave.cost.machine import RING_ROUTE, Link, Machine, mesh_machine
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.machine.cluster import (
     Chip,
@@ -204,7 +204,11 @@ def test_ports_nics_and_switches_are_those_of_the_chips() -> None:
     switch = placed(on(SwitchNetwork(FAST, 12), 12), backwards)
     assert switch.path(0, 2) == (("out", 11, 0, 0), ("in", 9, 0, 0))
     hosts = placed(on(HostsNetwork(3, 4, FAST, 2, SLOW), 12), backwards)
-    assert hosts.path(0, 11) == (("nic-out", 2, 1, 0), ("nic-in", 0, 0, 0))
+    nics = (("nics-out", 2, 0, 0), ("nics-in", 0, 0, 0))  # those that its ring shares with others
+    assert hosts.path(0, 11) == (("nic-out", 2, 1, 0), ("nic-in", 0, 0, 0), *nics)
+    assert hosts.path(0, 11, RING_ROUTE) == nics
+    one_nic = placed(on(HostsNetwork(3, 4, FAST, 1, SLOW), 12), backwards)
+    assert one_nic.path(0, 11) == (("nic-out", 2, 0, 0), ("nic-in", 0, 0, 0))
     tree = placed(on(TREE, 12), backwards)
     assert tree.path(0, 1) == (("up", 11, 0, 0), ("down", 10, 0, 0))
     assert placed(on(TREE, 12), tuple(range(12))).path(0, 7) == on(TREE, 12).path(0, 7)

@@ -41,7 +41,6 @@ with tp:
         (HOSTS, (8, 1), "row", 1),
         (HOSTS, (2, 4), "col", 10),
         (TWO_NICS, (2, 4), "row", 0.5),
-        (TWO_NICS, (8, 1), "row", 1),
         (PAIRS, (4, 2), "row", 1.5),  # two rings share the three links of a pair
         (PAIRS, (4, 2), "col", 40),  # both directions of a ring of two on one link
         (PAIRS, (8, 1), "row", 3),

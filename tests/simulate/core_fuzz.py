@@ -25,7 +25,7 @@ from meshweave.ir.analysis.native_proof import Verdict, proof_columns, prove
 from meshweave.ir.program.parse import parse
 from meshweave.ir.skeleton import Part, Phase, Skeleton
 from meshweave.simulate.columns import Columns
-from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _work_flops
+from meshweave.simulate.engine import Core, ProgramFault, _machine_columns, _Routes, _sized, _work_flops
 
 Data = dict[Any, Any]
 
@@ -70,11 +70,12 @@ def base(number: int) -> tuple[Data, Data]:
     columns = Columns(program)
     columns.data["max_ops"][0] = MAX_OPS
     on = _machine_columns(machine, columns.priced_axes, columns.rated_work)
-    on["work_flops"] = np.array([], dtype=np.int64)
+    on["work_flops"] = on["sized"] = np.array([], dtype=np.int64)
     with contextlib.suppress(ProgramFault):
         core = Core(columns.data)
         on["work_flops"] = _work_flops(machine, core, columns)
-        _Routes(machine).add(core.routes(on["num_directions"]), columns, on)
+        on["sized"] = _sized(machine, core, columns)
+        _Routes(machine).add(core.routes(on["num_directions"], on["rails"]), columns, on)
     return dict(columns.data), on
 
 
@@ -179,8 +180,11 @@ def case(seed: int) -> str:
             core = Core(damaged(draw, program))
             num_links = draw.randint(1, 9)
             machine = dict(machine, link_rates=np.array(draw.choices([1, 10**9, 2**60], k=num_links)))
-            count = core.routes(machine["num_directions"]).size // 3
-            links = [[draw.randrange(num_links) for _ in range(draw.randint(0, 3))] for _ in range(count)]
+            count = core.routes(machine["num_directions"], machine["rails"]).size // 3
+            links = [
+                [4 * draw.randrange(num_links) + draw.randint(1, 3) for _ in range(draw.randint(0, 3))]
+                for _ in range(count)
+            ]
             machine["route_starts"] = np.cumsum([0, *map(len, links)], dtype=np.int64)
             machine["route_links"] = np.array([link for route in links for link in route], dtype=np.int64)
             machine["one_sided"] = np.array([draw.randint(1, 9) for _ in range(6 * count)], dtype=np.int64)

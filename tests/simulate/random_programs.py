@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshweave.base.errors import LayoutError
+from meshweave.cost.libraries import SIZED_KINDS
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import (
     Chip,
@@ -27,6 +28,7 @@ from meshweave.describe.machine.kernels import (
     TILE_MENUS,
     AttentionConstants,
     ChipKernels,
+    CollectiveConstants,
     ProductConstants,
     ProductTable,
 )
@@ -399,9 +401,16 @@ def _network(draw: random.Random, chips: int) -> Network:
     return TreeNetwork(levels)
 
 
+def _collective(draw: random.Random) -> CollectiveConstants:
+    times, rates = [_seconds(draw) for _ in range(4)], [draw.choice(RATES) for _ in range(2)]
+    power = draw.choice([0.0, 0.5, 1.0])
+    return CollectiveConstants(times[0], times[1], rates[0], times[2], times[3], rates[1], 1e-9, power)
+
+
 def random_kernels(draw: random.Random) -> ChipKernels:
     """Constants of products and attention in some dtypes, of element-wise calls, maybe a table of products."""
     rates = [1e9 * draw.randint(1, 100) for _ in range(3)]
+    own = random.Random(str(rates))
     tiles = draw.choice(sorted(TILE_MENUS))
     products = ProductConstants(tiles, draw.randint(1, 9), rates[0], rates[1], _seconds(draw), 1e-9, rates[2])
     attention = AttentionConstants(
@@ -416,6 +425,8 @@ def random_kernels(draw: random.Random) -> ChipKernels:
         tuple((dtype, attention) for dtype in dtypes[:1]),
         elementwise=(1e-9, rates[0]) if draw.random() < 0.5 else None,
         tables=((dtypes[1], table),) if draw.random() < 0.5 else (),
+        collectives=tuple((kind, _collective(own)) for kind in SIZED_KINDS if own.random() < 0.7),
+        switch_reduces=own.random() < 0.5,
     )
 
 

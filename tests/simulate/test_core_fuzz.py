@@ -101,8 +101,8 @@ def machine_of(made: Columns, core: Any) -> dict[str, Any]:
         one for seed in range(99) if (one := random_machine(Random(seed), made.program)) is not None
     )
     on = _machine_columns(machine, made.priced_axes, made.rated_work)
-    on["work_flops"] = np.array([], dtype=np.int64)
-    _routes(machine).add(core.routes(on["num_directions"]), made, on)
+    on["work_flops"] = on["sized"] = np.array([], dtype=np.int64)
+    _routes(machine).add(core.routes(on["num_directions"], on["rails"]), made, on)
     return on
 
 
@@ -149,7 +149,7 @@ def test_the_largest_group_is_read_at_once_and_its_messages_are_counted() -> Non
     core = Core(data)
     assert core.num_ops == count
     with pytest.raises(ProgramFault, match="routes"):
-        core.routes(np.ones(1, dtype=np.int64))
+        core.routes(np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
 
 
 def test_tables_within_tables_are_bounded() -> None:
@@ -174,7 +174,7 @@ def test_what_is_no_dict_of_columns_is_refused() -> None:
         with pytest.raises((TypeError, ValueError)):
             Core(given)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        Core(base(0)[0]).routes(np.ones((2, 2)))
+        Core(base(0)[0]).routes(np.ones((2, 2)), np.ones(2, dtype=np.int64))
     with pytest.raises(ValueError):
         Core(base(0)[0]).run({})
 

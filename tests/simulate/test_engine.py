@@ -24,6 +24,8 @@ from meshweave.simulate import engine, reference
 from meshweave.simulate.columns import Columns
 from sampling import examples
 
+LONGEST_PS = 1 << 59
+"""About a week; the core refuses runs that are not much longer, whose numbers leave 64 bits."""
 SLOW_TO_DRAW = [HealthCheck.too_slow]
 quick = examples(300, suppress_health_check=SLOW_TO_DRAW)
 slow = examples(10_000, suppress_health_check=SLOW_TO_DRAW)
@@ -40,6 +42,10 @@ def spans(simulate: Any, program: Program, machine: Machine) -> Any:
     except MeshweaveError as error:
         return type(error)
     trace = actual.trace() if simulate is engine.simulate else actual
+    if (
+        max((span.end_ps for span in trace.spans), default=0) > LONGEST_PS
+    ):  # the core refuses what takes years
+        return ProgramError
     return sorted(trace.spans, key=lambda span: (span.rank, span.index))
 
 

@@ -17,6 +17,8 @@ def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
     """
     lines = [f"# {comment}" for comment in comments]
     lines += [f"name = {json.dumps(kernels.name)}", f"source = {json.dumps(kernels.source)}"]
+    if kernels.switch_reduces:
+        lines.append("switch_reduces = true")
     for section, entries in (("products", kernels.products), ("attention", kernels.attention)):
         dtypes: dict[Any, list[str]] = {}
         for dtype, constants in entries:

@@ -10,6 +10,7 @@ import typer
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_algorithms
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.left_out import costs_left_out
 from meshweave.describe.model import load_model
 from meshweave.describe.model.memory import chip_memory
 from meshweave.describe.model.workload import Workload
@@ -78,7 +79,7 @@ def plan(
     if json:
         print_json(chosen.model_dump(mode="json"))
         return
-    _print(chosen, memory.summary(target.chip.memory_bytes))
+    _print(chosen, memory.summary(target.chip.memory_bytes), costs_left_out(target))
     if out is not None:
         typer.echo(
             f"written to {out}; check it with: meshweave verify {out}; execute a layer with: meshweave run {out}"
@@ -87,7 +88,7 @@ def plan(
         typer.echo(f"written to {report}; open it in a browser")
 
 
-def _print(plan: Plan, memory: str) -> None:
+def _print(plan: Plan, memory: str, left_out: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -125,6 +126,8 @@ def _print(plan: Plan, memory: str) -> None:
         "launch, transfer and sync: of all communication, hidden or not; 'by' an axis: bytes that a chip moves "
         "along it; memory: peak of a product."
     )
+    if left_out:
+        console.print(left_out)
     second_best = [f"{c.algorithm}: {c.runner_up}" for c in plan.candidates if c.runner_up]
     if second_best:
         console.print(f"next best meshes: {'; '.join(second_best)}")

@@ -8,9 +8,13 @@ a placement says otherwise.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshweave.base.errors import LayoutError, UnsupportedError
 from meshweave.base.units import to_ps
@@ -34,6 +38,8 @@ level, 0) or (direct, child, level, other child), the children of a level counte
 a full mesh, (inner or link, source, target, 0)."""
 
 _MOST_PER_BYTE = 1 << 20
+RING_ROUTE, TREE_ROUTE = 2, 3
+"""Routes of collectives that use all NICs of their hosts, beside 0 (forwards) and 1 (backwards)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,21 @@ class OneSidedConstants:
     fixed_ps: int
     rate: int
     flops_per_byte: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpan:
+    """How the groups of a mesh axis lie on hosts.
+
+    Attributes:
+        num_hosts: the hosts of each group.
+        per_host: the members of a group in each of its hosts.
+        groups_per_host: the groups that share a host.
+    """
+
+    num_hosts: int
+    per_host: int
+    groups_per_host: int
 
 
 @dataclass(frozen=True)
@@ -206,6 +227,46 @@ class Machine:
         """Return the number of directions (1 or 2) in which rings of a mesh axis run at once."""
         return self.axis(axis).num_directions
 
+    def host_span(self, axis: str) -> HostSpan | None:
+        """Return how the groups of a mesh axis (or of a whole mesh) lie on hosts.
+
+        None where there are no hosts or no such axis, or a group has more members in one host than in another.
+        """
+        return self._host_spans.get(axis)
+
+    @cached_property
+    def _host_spans(self) -> dict[str, HostSpan]:
+        network = self.cluster.network
+        if not isinstance(network, HostsNetwork):
+            return {}
+        spans = {}
+        for mesh in self.meshes:
+            chips = np.array(mesh.ranks)
+            if self.placement is not None:
+                chips = np.array(self.placement)[chips]
+            hosts = (chips // network.chips_per_host).reshape(mesh.shape)
+            groups = {
+                f"{mesh.name}.{axis}": np.moveaxis(hosts, i, -1).reshape(-1, mesh.shape[i])
+                for i, axis in enumerate(mesh.axes)
+            }
+            for name, rows in (*groups.items(), (mesh.name, hosts.reshape(1, -1))):
+                span = _span(rows)
+                if span is not None:
+                    spans[name] = span
+        return spans
+
+    def uses_rails(self, axis: str) -> bool:
+        """Return whether collectives of a mesh axis use several NICs of a host at once."""
+        network, span = self.cluster.network, self.host_span(axis)
+        if span is None or not isinstance(network, HostsNetwork):
+            return False
+        return span.num_hosts > 1 and span.per_host > 1 and network.nics_per_host > 1
+
+    @cached_property
+    def has_rails(self) -> bool:
+        """Return whether collectives of some mesh axis use several NICs of a host at once."""
+        return any(self.uses_rails(axis) for axis in self._host_spans)
+
     # --- links ----------------------------------------------------------------------------------------
 
     @cached_property
@@ -222,12 +283,15 @@ class Machine:
             return min(factorisations(num_chips, len(network.axes)), key=sum)  # nearest to a cube
         return whole or (num_chips,)
 
-    def path(self, src: int, dst: int, back: bool = False) -> tuple[Link, ...]:
+    def path(self, src: int, dst: int, route: int = 0) -> tuple[Link, ...]:
         """Return the links that a message from rank `src` to rank `dst` takes, each named by its chip.
 
         Dimension-ordered and in the shorter direction on a torus; out port and in port on a switch; both NICs
         between hosts; up to the lowest common switch and down again in a tree; across its own package first in a
-        full mesh. Where both directions of a torus are equally long, it goes backwards if `back`, else forwards.
+        full mesh. Where both directions of a torus are equally long, it goes forwards, on `route` 1 backwards.
+
+        Where collectives use all NICs of a host at once, a message between hosts takes its share of them all, of
+        the links "nics-out" and "nics-in" of a host; on `RING_ROUTE` and `TREE_ROUTE` it takes these alone.
         """
         network = self.cluster.network
         if self.placement is not None:
@@ -242,12 +306,19 @@ class Machine:
                 if host == to_host:
                     return ("out", src, 0, 0), ("in", dst, 0, 0)
                 nics = network.nics_per_host
-                return ("nic-out", host, chip % nics, 0), ("nic-in", to_host, to_chip % nics, 0)
+                own: tuple[Link, ...] = (
+                    ("nic-out", host, chip % nics, 0),
+                    ("nic-in", to_host, to_chip % nics, 0),
+                )
+                if not self.has_rails:
+                    return own
+                shared: tuple[Link, ...] = ("nics-out", host, 0, 0), ("nics-in", to_host, 0, 0)
+                return shared if route in (RING_ROUTE, TREE_ROUTE) else own + shared
             case FullMeshNetwork():
                 return tuple(_mesh_hops(network, src, dst))
             case TreeNetwork():
                 return tuple(_tree_hops(network, src, dst))
-        return tuple(self._torus_hops(src, dst, back))
+        return tuple(self._torus_hops(src, dst, route == 1))
 
     def _torus_hops(self, src: int, dst: int, back: bool) -> Iterator[Link]:
         shape = self._torus_shape
@@ -265,6 +336,8 @@ class Machine:
         link_kind, _, axis, _ = link
         match network:
             case HostsNetwork():
+                if link_kind.startswith("nics"):
+                    return 2 * network.nics_per_host * int(network.nic.link_bytes_per_s)
                 chosen = network.nic if link_kind.startswith("nic") else network.intra
             case TreeNetwork():
                 level = network.levels[axis]
@@ -280,12 +353,32 @@ class Machine:
                 chosen = network.link
         return int(chosen.link_bytes_per_s)
 
+    @staticmethod
+    def link_weight(link: Link, route: int = 0) -> int:
+        """Return the bytes of a link's rate that each byte of a message on a route takes.
+
+        All NICs of a host are counted twice, since a tree between two hosts sends about half of what a ring sends.
+        """
+        return 2 if link[0].startswith("nics") and route != TREE_ROUTE else 1
+
     @cached_property
     def _torus_axes(self) -> tuple[NetworkAxis, ...]:
         """Return the links along each axis of the torus, in the order of its current shape."""
         network, shape = self.cluster.network, self._torus_shape
         assert isinstance(network, TorusNetwork)
         return tuple(network.axis(i, len(shape), shape) for i in range(len(shape)))
+
+
+def _span(hosts: NDArray[np.int64]) -> HostSpan | None:
+    """Return how groups lie on hosts, given the host of each member, shape (groups, members)."""
+    members: Counter[tuple[int, int]] = Counter()
+    for group, row in enumerate(hosts):
+        members.update((group, int(host)) for host in row)
+    per_host = set(members.values())
+    num_hosts = set(Counter(group for group, _ in members).values())
+    if len(per_host) != 1 or len(num_hosts) != 1:
+        return None
+    return HostSpan(num_hosts.pop(), per_host.pop(), max(Counter(host for _, host in members).values()))
 
 
 def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterator[Link]:

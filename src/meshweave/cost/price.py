@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from meshweave.base.units import to_ps, work_ps
 from meshweave.cost.calls import with_counts
 from meshweave.cost.compute import engine_amount, tile_traffic
+from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
 from meshweave.describe.machine.network import RingNetwork, TorusNetwork
@@ -102,6 +103,11 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
     kind = work.step.collective if work.step else _CONSTANTS.get(work.kind, work.kind)
     moves_bytes = work.kind != "fence" and work.num_ranks > 1
     shared = moves_bytes and not shares_links
+    sized = None if work.step else sized_price(machine, work.axis, work.kind, count, part, shared)
+    if sized is not None:
+        steps = (count - 1) * (2 if work.kind == "all_reduce" else 1)
+        each = -(-part // count) if work.kind == "all_reduce" else part
+        return Price(sized.launch_ps, steps * sized.sync_ps, steps * each, sized.rate)
     constants = machine.constants(work.axis, kind, shared)
     launch, sync = to_ps(constants.launch_s), to_ps(constants.sync_s)
     rate = machine.rate(work.axis, kind, shared)

@@ -1,6 +1,7 @@
 """Passes that rewrite a program into the ops that a transport has, one per file."""
 
 from meshweave.lower.chains import lower_chains
+from meshweave.lower.hosts import lower_hosts
 from meshweave.lower.in_place import read_in_place
 from meshweave.lower.linearise import linearise
 from meshweave.lower.one_sided import lower_one_sided, write_out_per_rank
@@ -10,6 +11,7 @@ from meshweave.lower.shared_memory import lower_to_shared_memory
 __all__ = [
     "linearise",
     "lower_chains",
+    "lower_hosts",
     "lower_one_sided",
     "lower_rings",
     "lower_to_shared_memory",

@@ -25,8 +25,9 @@ from meshweave.base.limits import (
 from meshweave.base.units import to_ps
 from meshweave.cost.calls import flops_per_s
 from meshweave.cost.compute import engine_amount, shape_s
+from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Link, Machine
-from meshweave.describe.machine.network import COMM_KINDS, RingNetwork, TorusNetwork
+from meshweave.describe.machine.network import COMM_KINDS, HostsNetwork, RingNetwork, TorusNetwork
 from meshweave.ir.analysis.dataflow import analyse, untimed_order
 from meshweave.ir.columns.op_fields import Column
 from meshweave.ir.program import Program
@@ -58,8 +59,9 @@ def simulate(program: Program, machine: Machine, *, limited: bool = False) -> Si
             _require(SIMULATED_MESSAGES, columns.most_messages(core.rows()))
         machine_columns = _machine_columns(machine, columns.priced_axes, columns.rated_work)
         machine_columns["work_flops"] = _work_flops(machine, core, columns)
+        machine_columns["sized"] = _sized(machine, core, columns)
         book = _routes(machine)
-        wanted = core.routes(machine_columns["num_directions"])
+        wanted = core.routes(machine_columns["num_directions"], machine_columns["rails"])
         if limited:
             _require(SIMULATED_ROUTES, len(wanted) // 3)
         book.add(wanted, columns, machine_columns)
@@ -100,6 +102,7 @@ def _machine_columns(machine: Machine, names: list[str], works: list[tuple[str, 
         ),
         "flop_rates": _column(*(flops_per_s(chip, call, dtype) for call, dtype in works)),
         "num_directions": _column(*(machine.num_directions(name) for name in names)),
+        "rails": _column(*(int(machine.uses_rails(name)) for name in names)),
         "one_link": _column(*(max(int(machine.axis(name).link_bytes_per_s), 1) for name in names)),
         "constants": _column(*(value for row in constants for value in row)),
     }
@@ -121,12 +124,27 @@ def _work_flops(machine: Machine, core: Core, columns: Columns) -> Column:
     )
 
 
+def _sized(machine: Machine, core: Core, columns: Columns) -> Column:
+    """Return the prices of collectives that depend on their size, in rows as the core reads them."""
+    rows: list[int] = []
+    if not isinstance(machine.cluster.network, HostsNetwork):
+        return _column()
+    for price, comm, count, part_bytes in core.collectives().reshape(-1, 4).tolist():
+        known = sized_price(machine, columns.priced_axes[price], COMM_KINDS[comm], count, part_bytes)
+        if known is not None:
+            rows += (price, comm, count, part_bytes, known.launch_ps, known.sync_ps, known.rate, known.route)
+    return _column(*rows)
+
+
 def _column(*values: int) -> Column:
     return np.array(values, dtype=np.int64)
 
 
 class _Routes:
-    """A cache of the numbered links of a machine, and of routes over them."""
+    """A cache of the numbered links of a machine, and of routes over them.
+
+    A link of a route is its number times 4 plus its weight, as the core reads it.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -135,7 +153,7 @@ class _Routes:
         self.known: dict[tuple[int, int, int], list[int]] = {}
 
     def add(self, wanted: Column, columns: Columns, into: dict[str, Column]) -> None:
-        """Put the wanted routes, rows of (source, target, back) in positions, into the machine's columns.
+        """Put the wanted routes, rows of (source, target, number) in positions, into the machine's columns.
 
         For a program with one-sided ops or messages, their costs over each route are added as well.
         """
@@ -153,14 +171,14 @@ class _Routes:
                 constants = self.machine.one_sided_constants(source, target, adds)
                 yield from (constants.fixed_ps, constants.rate, constants.flops_per_byte)
 
-    def _route(self, source: int, target: int, back: int) -> list[int]:
+    def _route(self, source: int, target: int, number: int) -> list[int]:
         route = []
-        for link in self.machine.path(source, target, back=bool(back)):
+        for link in self.machine.path(source, target, number):
             if link not in self.links:
                 self.links[link] = len(self.links)
                 self.rates.append(self.machine.link_rate(link))
-            route.append(self.links[link])
-        self.known[source, target, back] = route
+            route.append(4 * self.links[link] + self.machine.link_weight(link, number))
+        self.known[source, target, number] = route
         return route
 
 

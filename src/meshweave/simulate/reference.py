@@ -218,7 +218,7 @@ class _ContendedSimulator(TraceRecorder):
 
     def _send(self, joint: Joint, steps: MessageSchedule, message: Message) -> None:
         ranks = joint.members[message.sender][0], joint.members[message.receiver][0]
-        uses = self._message_uses(*ranks, message.adds, message.back)
+        uses = self._message_uses(*ranks, message.adds, message.route)
         ends = [message.sender, message.receiver]
         if message.buffered and 0 < message.amount <= self.machine.cluster.send_buffer_bytes:
             self._end_message(joint, steps, message, ends[:1])
@@ -236,12 +236,13 @@ class _ContendedSimulator(TraceRecorder):
             if steps.is_done(member):
                 self._part_done(joint.members[member])
 
-    def _message_uses(self, sender: int, receiver: int, adds: bool, back: bool = False) -> Counter[Resource]:
+    def _message_uses(self, sender: int, receiver: int, adds: bool, route: int = 0) -> Counter[Resource]:
         """Return the resources of a message: links, a read of memory at the sender, a write at the receiver.
 
         An addition reads the receiver's memory as well.
         """
-        uses: Counter[Resource] = Counter(self.machine.path(sender, receiver, back=back))
+        links = self.machine.path(sender, receiver, route)
+        uses: Counter[Resource] = Counter({link: self.machine.link_weight(link, route) for link in links})
         uses["memory", sender] += 1
         uses["memory", receiver] += 2 if adds and sender != receiver else 1
         return uses

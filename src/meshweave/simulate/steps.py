@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshweave.base.units import to_ps
+from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import comm_kind_of, price
 from meshweave.ir.analysis.dataflow import Dataflow
@@ -41,7 +42,7 @@ class Message:
         cap: the highest rate of the message, in bytes per second.
         delay_ps: the time between the moment the message may begin and the first byte: launch and synchronisation.
         adds: whether the receiver adds the elements to its own instead of storing them.
-        back: whether the route goes backwards on a ring where both directions are equally long.
+        route: 0; 1 backwards, on a ring where both directions are equally long; or a route of all NICs of hosts.
         buffered: whether the transport's send buffer may take the message, so that the sender ends early.
         hop: the number of the hop, in a chain.
     """
@@ -52,7 +53,7 @@ class Message:
     cap: int
     delay_ps: int
     adds: bool = False
-    back: bool = False
+    route: int = 0
     buffered: bool = False
     hop: int = 0
 
@@ -193,12 +194,16 @@ class _CollectiveCosts:
     rate: int
     launch_ps: int
     sync_ps: int
+    route: int = 0
 
     @classmethod
     def of(cls, flow: Dataflow, joint: Joint, machine: Machine) -> _CollectiveCosts:
         work = work_of(flow.program, flow.op(joint.members[0]))
         assert isinstance(work, Transfer)
         kind = comm_kind_of(work.kind)
+        sized = sized_price(machine, work.axis, kind, work.num_ranks, work.part_bytes)
+        if sized is not None:
+            return cls(flow, work, 1, sized.rate, sized.launch_ps, sized.sync_ps, sized.route)
         constants = machine.constants(work.axis, kind)
         rate, num_directions = machine.rate(work.axis, kind), machine.num_directions(work.axis)
         return cls(flow, work, num_directions, rate, to_ps(constants.launch_s), to_ps(constants.sync_s))
@@ -259,7 +264,9 @@ def _ring(terms: _CollectiveCosts, kind: str, shift: int, pieces: list[int], cap
     def message(step: int, sender: int, receiver: int) -> Message:
         piece = pieces[(sender - shift * (ahead + step)) % count]
         delay_ps = terms.delay_ps(step == 0)
-        return Message(sender, receiver, piece, cap, delay_ps, step < adding, back=shift < 0)
+        return Message(
+            sender, receiver, piece, cap, delay_ps, step < adding, route=terms.route or int(shift < 0)
+        )
 
     steps = (2 if kind == "all_reduce" else 1) * (count - 1)
     return ShiftExchange(count, steps, lambda step: shift, message)

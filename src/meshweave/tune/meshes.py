@@ -49,9 +49,10 @@ class MeshSearchSpace:
         return self._machines[shape]
 
     def prices(self, shape: Shape) -> OpPrices:
-        """Return the prices on a mesh, which meshes whose axes run over the same links share."""
+        """Return the prices on a mesh; those share them whose axes have the same links and lie alike on hosts."""
         machine = self.machine(shape)
-        key = tuple(machine.axis(f"{MESH}.{axis}", shared=True) for axis in AXES[: len(shape)])
+        names = [f"{MESH}.{axis}" for axis in AXES[: len(shape)]]
+        key = tuple((machine.axis(name, shared=True), machine.host_span(name)) for name in names)
         return self._prices.setdefault(key, OpPrices(machine))
 
 

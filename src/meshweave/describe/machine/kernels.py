@@ -209,6 +209,7 @@ class ChipKernels:
     Attributes:
         source: what they were fitted on.
         elementwise: (launch_s, memory_bytes_per_s) of calls that stream through memory; None: the chip's own rate.
+        switch_reduces: whether the switch inside a host reduces (NVLink SHARP); trees between hosts then use it.
         reference: the catalog's name of it, or its file; "" where it was made otherwise.
         outside: what a product outside the ranges of a table is: "model" (its constants) or "error".
     """
@@ -221,6 +222,7 @@ class ChipKernels:
     elementwise: tuple[float, float] | None = None
     tables: tuple[tuple[str, ProductTable], ...] = ()
     outside: str = "model"
+    switch_reduces: bool = False
     reference: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -126,6 +126,9 @@ class KernelsFile(FileModel):
     outside: Literal["model", "error"] = Field(
         "model", description="what a product outside a table's ranges is: model (the constants) or error"
     )
+    switch_reduces: bool = Field(
+        False, description="true where the switch inside a host reduces (NVLink SHARP), else false"
+    )
     products: list[ProductsFile] = Field(default_factory=list, description="a list of tables")
     attention: list[AttentionFile] = Field(default_factory=list, description="a list of tables")
     collectives: list[CollectivesFile] = Field(default_factory=list, description="a list of tables")
@@ -177,6 +180,7 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
             (top.elementwise.launch_s, top.elementwise.memory_bytes_per_s) if top.elementwise else None,
             tuple((d, _table(x, folder)) for x in top.tables for d in x.dtypes),
             top.outside,
+            top.switch_reduces,
         )
     except DescriptionError as error:
         fail(file, "", str(error))

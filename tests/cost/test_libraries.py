@@ -1,0 +1,128 @@
+"""Collectives across hosts: on all NICs, by size, the same in closed form and in both simulators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshweave.cost.libraries import SIZED_KINDS, sized_price
+from meshweave.cost.machine import Machine
+from meshweave.cost.price import price
+from meshweave.describe.machine.cluster import Cluster, HostsNetwork, NetworkAxis, load_cluster
+from meshweave.estimate.uncontended import estimate
+from meshweave.ir.program import Program
+from meshweave.ir.program.parse import parse
+from meshweave.ir.work import Transfer
+from meshweave.simulate import engine, reference
+from sampling import examples
+
+H100 = load_cluster("dgx-h100")
+PLAIN = replace(
+    H100,
+    chip=replace(H100.chip, kernels=None),
+    network=HostsNetwork(4, 8, NetworkAxis("a", 450e9), 8, NetworkAxis("b", 50e9)),
+)
+
+
+def program_of(kind: str, shape: tuple[int, ...], num_bytes: int, over: str) -> Program:
+    """Return a program of one collective over an axis; `num_bytes` as nccl-tests counts it."""
+    count = shape["xy".index(over)]
+    axes = ", ".join(f'"{axis}"' for axis in "xy"[: len(shape)])
+    whole, part = num_bytes, num_bytes // count
+    src, out = {"all_gather": (part, whole), "reduce_scatter": (whole, part), "all_reduce": (whole, whole)}[
+        kind
+    ]
+    options = "" if kind == "all_reduce" else ", dim=0"
+    return parse(f"""
+program("one collective")
+all = mesh({shape}, ({axes},))
+s = scratch(({src},), "int8", on=all)
+o = scratch(({out},), "int8", on=all)
+net = lane()
+with all:
+    zero(s, lane=net)
+    {kind}(o, s, over="all.{over}"{options}, lane=net)
+""")
+
+
+def hosts(cluster: Cluster, num_hosts: int, nics: int, latency_s: float = 0.0) -> Cluster:
+    network = cluster.network
+    assert isinstance(network, HostsNetwork)
+    nic = replace(network.nic, link_latency_s=latency_s)
+    return replace(cluster, network=replace(network, num_hosts=num_hosts, nics_per_host=nics, nic=nic))
+
+
+@examples(12)
+@given(
+    st.sampled_from(SIZED_KINDS),
+    st.sampled_from([H100, PLAIN, load_cluster("dgx-a100")]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(10, 30),
+)
+def test_closed_form_and_simulators_agree_on_an_idle_machine(
+    kind: str, cluster: Cluster, num_hosts: int, nics: int, log_bytes: int
+) -> None:
+    cluster = hosts(cluster, num_hosts, nics, 5e-6)
+    count = cluster.num_chips
+    program = program_of(kind, (count,), count * (1 << log_bytes) // 8, "x")
+    machine = Machine.of(cluster, program)
+    core = engine.simulate(program, machine)
+    exact = reference.simulate(program, machine)
+    assert core.trace().spans == exact.spans
+    assert core.duration_s == pytest.approx(estimate(program, machine).total_s, rel=0.03)
+
+
+def bandwidth(cluster: Cluster, kind: str, num_bytes: int) -> float:
+    """Return the bus bandwidth of a collective among all chips, simulated."""
+    count = cluster.num_chips
+    program = program_of(kind, (count,), num_bytes, "x")
+    seconds = engine.simulate(program, Machine.of(cluster, program)).spans(0)
+    took_s = max(span.end_ps - span.start_ps for span in seconds if span.kind == kind) * 1e-12
+    return (2 if kind == "all_reduce" else 1) * num_bytes * (count - 1) / count / took_s
+
+
+@pytest.mark.parametrize(("nics", "expected"), [(1, 50e9), (2, 100e9), (4, 200e9), (8, 400e9), (16, 450e9)])
+def test_a_ring_rides_all_nics_up_to_the_links_inside(nics: int, expected: float) -> None:
+    assert bandwidth(hosts(PLAIN, 4, nics), "all_gather", 1 << 30) == pytest.approx(expected, rel=0.01)
+
+
+def test_groups_with_one_member_a_host_share_the_nics_as_before() -> None:
+    program = program_of("all_gather", (4, 8), 1 << 26, "x")
+    machine = Machine.of(PLAIN, program)
+    assert sized_price(machine, "all.x", "all_gather", 4, 1 << 24) is None
+    took_s = engine.simulate(program, machine).duration_s
+    assert took_s == pytest.approx(3 * (1 << 24) / 50e9, rel=0.05)
+
+
+def test_two_groups_that_share_hosts_share_their_nics() -> None:
+    """Sixteen chips of each of two groups on four hosts: each group has half of the NICs, alone or not."""
+    program = program_of("all_gather", (2, 16), 1 << 30, "y")
+    took_s = engine.simulate(program, Machine.of(hosts(PLAIN, 4, 8), program)).duration_s
+    assert 15 / 16 * (1 << 30) / took_s == pytest.approx(400e9, rel=0.02)  # two hosts each, whole
+
+
+@examples(50)
+@given(st.sampled_from(SIZED_KINDS), st.sampled_from([2, 3, 4, 8]), st.integers(10, 32))
+def test_time_grows_with_size_and_never_beats_the_nics(kind: str, num_hosts: int, log_bytes: int) -> None:
+    cluster = hosts(H100, num_hosts, 8)
+    program = program_of(kind, (cluster.num_chips,), 1 << 20, "x")
+    machine, count = Machine.of(cluster, program), cluster.num_chips
+    parts = [(1 << log_bytes) // count, (1 << log_bytes + 1) // count]
+    if kind == "all_reduce":
+        parts = [1 << log_bytes, 1 << log_bytes + 1]
+    times = [price(Transfer(kind, "all.x", count, part), machine).total_ps for part in parts]
+    assert times[0] < times[1] <= 2.01 * times[0]
+    crossing = parts[1] * (1 if kind == "all_reduce" else count * (1 - 1 / num_hosts))
+    assert times[1] >= crossing / (8 * 50e9) * 1e12
+
+
+def test_small_and_large_all_reduces_take_different_algorithms() -> None:
+    cluster = hosts(load_cluster("dgx-a100"), 8, 8)
+    program = program_of("all_reduce", (64,), 1 << 20, "x")
+    machine = Machine.of(cluster, program)
+    chosen = [sized_price(machine, "all.x", "all_reduce", 64, size) for size in (1 << 16, 1 << 36)]
+    assert [known.algorithm for known in chosen if known] == ["tree", "ring"]

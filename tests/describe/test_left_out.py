@@ -1,0 +1,42 @@
+"""Descriptions say which of their costs are zero."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshweave.cli.app import run_app
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.left_out import costs_left_out
+from meshweave.describe.machine.network import with_axes
+
+
+def test_zero_costs_are_named_and_others_are_not() -> None:
+    for name in ("dgx-h100", "dgx-a100", "tpu-v4-pod"):
+        assert not costs_left_out(load_cluster(name)), name
+    said = costs_left_out(load_cluster("p3.8xlarge"))
+    assert "nvlink, nic costs nothing" in said and "reach the chip's peak" in said
+    dgx = load_cluster("dgx-h100")
+    bare = replace(
+        dgx, network=with_axes(dgx.network, lambda axis: replace(axis, launch_s=0.0, link_latency_s=0.0))
+    )
+    assert "costs nothing" in costs_left_out(bare) and "peak" not in costs_left_out(bare)
+
+
+def test_a_plan_says_so_beside_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "plan",
+        "llama-2-7b",
+        "--batch",
+        "8",
+        "--dtype",
+        "float16",
+        "--algorithms",
+        "collective",
+        "--cluster",
+    ]
+    assert run_app([*arguments, "p3.8xlarge"]) == 0
+    assert "costs nothing" in " ".join(capsys.readouterr().out.split())
+    assert run_app([*arguments, "dgx-h100:32"]) == 0
+    assert "costs nothing" not in " ".join(capsys.readouterr().out.split())
