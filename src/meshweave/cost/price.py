@@ -150,8 +150,8 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
 def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
     """Return the bytes that pass the busiest link of a chip in an all-to-all, in units of its rate.
 
-    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch and among hosts each goes
-    straight to its member. What leaves a host takes the NIC of its chip, which others may use too.
+    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch and among hosts each
+    goes straight to its member. What leaves a host takes the NIC of its chip, which others may use too.
     """
     count, part, network = work.num_ranks, work.part_bytes, machine.cluster.network
     if isinstance(network, SwitchNetwork):
