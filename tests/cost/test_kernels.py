@@ -68,6 +68,7 @@ def systolic_products(draw: st.DrawFn) -> SystolicConstants:
         draw(rates),
         draw(sizes),
         draw(sizes),
+        draw(st.floats(1, 1e5)),
         draw(st.floats(1, 8)),
     )
 
@@ -130,7 +131,7 @@ def test_waves_and_splits_count() -> None:
 
 def test_systolic_arrays_pad_and_turn() -> None:
     """One thin dim is padded to 8 rows whichever of m and n it is; the others to 128."""
-    constants = SystolicConstants(1e12, 0.0, 1e15, 0.0, 1e15, 0.0, 0.0, 8.0)
+    constants = SystolicConstants(1e12, 0.0, 1e15, 0.0, 1e15, 0.0, 0.0, overlap=8.0)
     assert product_s(constants, 1, 128, 128, 2) == pytest.approx(2 * 8 * 128 * 128 / 1e12, rel=1e-3)
     assert product_s(constants, 1000, 3, 129, 2) == product_s(constants, 3, 1000, 129, 2)
     assert product_s(constants, 129, 129, 129, 2) == product_s(constants, 136, 256, 256, 2)

@@ -161,13 +161,14 @@ def fit_systolic(
     """Return the constants of products on systolic arrays; `sizes` is (m, n, k), shape (samples, 3)."""
     free = {
         "flops_per_s": Free(0.9 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
-        "load_rows": Free(30.0),
-        "results_per_s": Free(hardware.peak_flops_per_s / 1024),
+        "load_rows": Free(64.0),
+        "results_per_s": Free(hardware.peak_flops_per_s / 1200),
         "launch_s": Free(2e-6),
-        "memory_bytes_per_s": Free(0.7 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
+        "memory_bytes_per_s": Free(0.6 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
         "first_bytes": Free(4e6),
-        "last_bytes": Free(5e5),
-        "overlap": Free(4.0, least=1.0),
+        "last_bytes": Free(1e6),
+        "window": Free(2048.0, least=1.0),
+        "overlap": Free(3.0, 16.0, least=1.0),
     }
 
     def seconds_of(constants: Mapping[str, float]) -> Array:

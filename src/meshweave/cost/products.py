@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshweave.cost.systolic import systolic_seconds
+from meshweave.cost.systolic import overlapped, systolic_seconds
 from meshweave.describe.machine.kernels import TILE_MENUS, ProductConstants, SystolicConstants
 
 Array = NDArray[np.float64]
@@ -81,13 +81,6 @@ def product_seconds(
     busy_s = overlapped(compute_s, memory_s[..., 0], of.overlap) + of.launch_s
     prepared_s: Array = of.prepare_s * sizes[0] * sizes[2] * sizes[3]
     return slowed(busy_s, of.slowdown) + prepared_s
-
-
-def overlapped(compute_s: Array, memory_s: Array, power: float) -> Array:
-    """Return the seconds of computing beside memory traffic: (c^p + m^p)^(1/p), at least both."""
-    longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
-    result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
-    return result
 
 
 def slowed(seconds: Array, slowdown: float) -> Array:

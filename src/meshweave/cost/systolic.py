@@ -5,14 +5,17 @@ dims are padded to 128 and one to 8; of m and n the one that is padded to 8 is t
 
     multiply = 2 (rows + load_rows) columns depth / flops_per_s, padded; loading a part costs like more rows
     results  = padded elements of C / results_per_s: sums leave the arrays, are rounded and stored
-    first    = min(bytes of A and B, first_bytes) / memory_bytes_per_s, before the first multiplication
-    last     = min(bytes of C, last_bytes) / memory_bytes_per_s, after the last one
-    memory   = what is left of A, B and C / memory_bytes_per_s, beside the multiplications
-    time     = launch_s + first + last + (multiply^p + results^p + memory^p)^(1/p)
+    first    = what of A and B is read before the first multiplication, at most first_bytes
+    last     = what of C is written after the last one, at most last_bytes
+    again    = A once more for each `window` columns of C, B for each `window` rows
+    memory   = (A + B - first + C - last + again) / memory_bytes_per_s
+    time     = launch_s + (first + last) / memory_bytes_per_s + (multiply^p + (results + memory)^p)^(1/p)
 
-The windows through which a compiler streams operands are not chosen here: `first_bytes` and `last_bytes` are their
-typical sizes. Cf. Jouppi et al. (ISCA '17, section 2) for arrays that hold weights while rows pass, and (ISCA '23)
-for TPU v4. Every term grows with m, n and k.
+Results and memory traffic take turns at the memory on the chip; multiplications run beside both. A size that may
+grow to a bound turns into it smoothly, x / sqrt(1 + (x / bound)^2). The windows through which a compiler streams
+operands are not chosen here: `first_bytes`, `last_bytes` and `window` are their typical sizes. Cf. Jouppi et al.
+(ISCA '17, section 2) for arrays that hold weights while rows pass, and (ISCA '23) for TPU v4. Every term grows with
+m, n and k.
 """
 
 from __future__ import annotations
@@ -50,13 +53,11 @@ def systolic_seconds(
     results = np.minimum(thin_m * full[1], thin_n * full[0])
     operands = item_bytes * count * (rows * depth + depth * columns)
     sums = out_bytes * count * rows * columns
-    first, last = np.minimum(operands, of.first_bytes), np.minimum(sums, of.last_bytes)
-    beside_s = _norm(
-        of.overlap,
-        2 * count * passed / of.flops_per_s,
-        count * results / of.results_per_s,
-        (operands - first + sums - last) / of.memory_bytes_per_s,
-    )
+    first, last = _at_most(operands, of.first_bytes), _at_most(sums, of.last_bytes)
+    again = 2 * item_bytes * count * rows * columns * depth / of.window
+    memory_s = (operands - first + sums - last + again) / of.memory_bytes_per_s
+    multiply_s = 2 * count * passed / of.flops_per_s
+    beside_s = overlapped(multiply_s, count * results / of.results_per_s + memory_s, of.overlap)
     result: Array = of.launch_s + (first + last) / of.memory_bytes_per_s + beside_s
     return result
 
@@ -66,9 +67,13 @@ def _padded(size: Array, step: int) -> Array:
     return result
 
 
-def _norm(power: float, *seconds: Array) -> Array:
-    """Return (a^p + b^p + ...)^(1/p) of times of which at least one is positive."""
-    longest = np.maximum.reduce(seconds)
-    shares = [(part / longest) ** power for part in seconds]
-    result: Array = longest * np.sum(shares, axis=0) ** (1 / power)
+def _at_most(size: Array, bound: float) -> Array:
+    result: Array = size / np.hypot(1.0, size / bound) if bound else np.zeros_like(size)
+    return result
+
+
+def overlapped(first_s: Array, second_s: Array, power: float) -> Array:
+    """Return the seconds of two that run side by side: (a^p + b^p)^(1/p), at least both."""
+    longer, shorter = np.maximum(first_s, second_s), np.minimum(first_s, second_s)
+    result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
     return result

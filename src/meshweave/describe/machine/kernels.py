@@ -6,6 +6,7 @@ constant's place in the formula stands. A chip without them is priced by its one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -120,9 +121,10 @@ class SystolicConstants:
         results_per_s: elements of C per second that leave the arrays, are rounded and stored.
         launch_s: seconds of a product of nothing.
         memory_bytes_per_s: bytes per second of A, B and C.
-        first_bytes: operands that are read before the first multiplication.
-        last_bytes: results that are written after the last one.
-        overlap: the power in which times of multiplying, of results and of memory add up.
+        first_bytes: the most of the operands that is read before the first multiplication.
+        last_bytes: the most of C that is written after the last one.
+        window: the rows and columns of C for which operands are read once; for more they are read again.
+        overlap: the power in which the time of multiplying adds up with that of results and memory.
     """
 
     flops_per_s: float
@@ -132,11 +134,13 @@ class SystolicConstants:
     memory_bytes_per_s: float
     first_bytes: float
     last_bytes: float
+    window: float = math.inf
     overlap: float = 4.0
 
     def __post_init__(self) -> None:
-        if min(self.flops_per_s, self.results_per_s, self.memory_bytes_per_s, self.overlap) < 1:
-            raise DescriptionError("rates and overlap of systolic products are each at least 1")
+        rates = self.flops_per_s, self.results_per_s, self.memory_bytes_per_s
+        if min(*rates, self.window, self.overlap) < 1:
+            raise DescriptionError("rates, window and overlap of systolic products are each at least 1")
         if min(self.load_rows, self.launch_s, self.first_bytes, self.last_bytes) < 0:
             raise DescriptionError("durations and sizes of systolic products are at least 0")
 

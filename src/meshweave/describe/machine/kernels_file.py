@@ -78,9 +78,12 @@ class SystolicFile(FileModel):
     results_per_s: Rate = Field(description="elements of C per second that leave the arrays and are stored")
     launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
     memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
-    first_bytes: Bytes = Field(description="operands that are read before the first multiplication")
-    last_bytes: Bytes = Field(description="results that are written after the last multiplication")
-    overlap: Power = Field(4.0, description="the power in which the times of the parts add up, at least 1")
+    first_bytes: Bytes = Field(description="the most that is read before the first multiplication")
+    last_bytes: Bytes = Field(description="the most of C that is written after the last multiplication")
+    window: Rate = Field(description="rows and columns of C for which operands are read once, at least 1")
+    overlap: Power = Field(
+        4.0, description="the power in which multiplying adds up with results and memory, at least 1"
+    )
 
 
 class AttentionFile(FileModel):
