@@ -213,21 +213,27 @@ def kernels(
 
     Relative errors stand by device and dtype or kind of collective: mean, median and worst. Products are
     priced by the model of the chip's constants, and by a table of the measured products that the catalog has.
-    Devices without constants are named and count nowhere.
+    Devices without constants are named and count nowhere. Times of TPUs are those that their compiler expects.
 
     Example: meshweave reproduce kernels --cases gemm.csv
     """
     from meshweave.describe.machine.kernels_file import load_kernels
-    from meshweave.describe.machine.measured_file import SHIPPED, read_measured, shipped_measured
+    from meshweave.describe.machine.measured_file import (
+        SHIPPED,
+        TPU_PRODUCTS,
+        read_measured,
+        shipped_measured,
+    )
     from meshweave.reproduce.kernels.score import catalog_kernels, overall, score_kernels
     from meshweave.reproduce.kernels.tables import score_table
 
     given = load_kernels(constants) if constants else None
-    files = [read_measured(cases)] if cases is not None else [shipped_measured(name) for name in SHIPPED]
+    files = {"": read_measured(cases)} if cases is not None else {x: shipped_measured(x) for x in SHIPPED}
     scores = {}
-    for measured in files:
+    for name, measured in files.items():
         scored = score_kernels(measured, (lambda _: given) if given else catalog_kernels)
-        scores[measured.kind] = [*scored, *overall(scored)]
+        title = "products, TPU compiler" if name == TPU_PRODUCTS else measured.kind
+        scores[title] = [*scored, *overall(scored)]
     if json:
         print_json({kind: [score.to_json() for score in scored] for kind, scored in scores.items()})
         return
