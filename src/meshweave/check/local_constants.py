@@ -9,7 +9,7 @@ share:
 - `work`: the half product.
 
 Two constants are fitted to their durations: one factor for the times of messages and copies, and the FLOP rate of
-a process, with what transfers take of its core. The duration of the product that is predicted is no part of the fit.
+a process, with what transfers take of its core. The duration of the product itself is no part of the fit.
 """
 
 from __future__ import annotations
