@@ -17,7 +17,7 @@ from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.describe.machine.network import with_axes
 from meshweave.estimate import estimate_skeleton, skeleton_ps
-from meshweave.estimate.chains import hop_ps
+from meshweave.estimate.chains import chain_period, hop_ps
 from meshweave.ir.program import On, Repeat
 from meshweave.ir.program.ops import Broadcast, Reduce
 from meshweave.ir.skeleton import Phase, Skeleton, Task
@@ -155,6 +155,8 @@ def test_chains_from_one_root_follow_each_other_sooner_than_those_from_roots_in_
     alone = launch_ps + (packets + members - 2) * packet_ps
     total = skeleton_ps(Skeleton((Phase(1, (chain,)),)), lambda one: price(one, machine).total_ps)
     assert total == (count - 1) * follow + alone
+    if roots == "turn":
+        assert follow == launch_ps + chain_period(members, packets, False) * packet_ps
 
 
 @pytest.mark.parametrize("packets", [1, 4, 16])

@@ -55,6 +55,13 @@ def is_buffered(work: Transfer, send_buffer_bytes: int) -> bool:
     return 0 < work.hop.part_bytes <= send_buffer_bytes
 
 
+def chain_period(members: int, packets: int, buffered: bool) -> int:
+    """Return after how many packets a chain follows the one before it, in a loop with roots in turn."""
+    if members <= 2:
+        return packets
+    return packets + (1 if buffered else 2)
+
+
 def grid_of(skeleton: Skeleton) -> dict[str, int]:
     """Return the sizes of the mesh axes that have chains."""
     return {
