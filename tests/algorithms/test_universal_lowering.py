@@ -18,7 +18,7 @@ from meshweave.algorithms.universal import (
 )
 from meshweave.algorithms.universal.issue_order import (
     direct_order,
-    issue_order,
+    issue_orders,
     remote_panels,
     schedule_graph,
 )
@@ -138,7 +138,7 @@ def test_as_many_slots_as_an_order_needs_and_prefetch_more() -> None:
 def test_a_schedule_by_costs_asks_for_rates() -> None:
     with pytest.raises(UnsupportedError, match="schedule 'greedy' needs rates"):
         universal_program(misaligned(), UniversalConfig(schedule="greedy"))
-    assert issue_order(Slicing(misaligned(), UniversalConfig(schedule="greedy", rates=RATES)), 0).products
+    assert issue_orders(Slicing(misaligned(), UniversalConfig(schedule="greedy", rates=RATES)))[0].products
 
 
 def test_rates_of_a_machine() -> None:
