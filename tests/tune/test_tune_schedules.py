@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS
 from meshweave.algorithms.universal.issue_order import SearchEffort
 from meshweave.algorithms.universal.schedule import STAGE_LIMITS, ProductNode, ScheduleGraph
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.grid import block_2d, row_block
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.simulate import simulate
-from meshweave.tune.schedules import SCHEDULE_KINDS, search_schedule
+from meshweave.tune.schedules import search_schedule
 
 
 def test_every_kind_is_simulated_and_the_fastest_comes_first() -> None:

@@ -277,7 +277,7 @@ def _operand(text: str) -> Operand | None:
 
 
 def _schedule_kinds(text: str) -> Any:
-    from meshweave.tune.schedules import SCHEDULE_KINDS
+    from meshweave.algorithms.universal.config import SCHEDULE_KINDS
 
     names = read_names(text) or SCHEDULE_KINDS
     for name in names:

@@ -28,7 +28,7 @@ from itertools import product
 
 from meshweave.algorithms.reshard import ReshardProblem, TensorMove
 from meshweave.base.errors import UnsupportedError
-from meshweave.describe.layout import Layout, Placement, Replicate, Shard
+from meshweave.describe.layout import Intervals, Layout, Placement, Replicate, Shard
 from meshweave.describe.layout.intervals import common_runs
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Buffer, Lane, On, Program, Same, Statement, Tensor
@@ -164,9 +164,9 @@ def _messages(move: TensorMove, layout: Layout) -> Iterator[_Message]:
                 yield _Message(sender, receiver, src, dst)
 
 
-def _ranks_of_tiles(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[object, ...], list[int]]:
+def _ranks_of_tiles(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Intervals, ...], list[int]]:
     """Return the ranks of each distinct shard, in the order of tiles: the first tensor dim outermost."""
-    ranks_of: dict[tuple[object, ...], list[int]] = {}
+    ranks_of: dict[tuple[Intervals, ...], list[int]] = {}
     for rank in layout.mesh.ranks:
         ranks_of.setdefault(layout.intervals(shape, rank), []).append(rank)
-    return dict(sorted(ranks_of.items(), key=lambda item: [next(iter(of))[0] for of in item[0]]))  # type: ignore[call-overload]
+    return dict(sorted(ranks_of.items(), key=lambda item: [of[0][0] for of in item[0]]))
