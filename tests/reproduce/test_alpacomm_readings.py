@@ -115,7 +115,7 @@ def test_readings_cover_rows_and_refuse_others(capsys: pytest.CaptureFixture[str
 def test_files_are_named_after_their_reading() -> None:
     chosen = papers.select("alpacomm", ["flat_in_host"])
     assert papers.reproduce_alpacomm(selection=chosen).stem == "alpacomm-p3.8xlarge"
-    assert papers.reproduce_alpacomm(selection=chosen, reading="alpa").stem == "alpacomm-p3.8xlarge-alpa"
+    assert papers.reproduce_alpacomm(selection=chosen, reading="alpa").stem == "alpacomm-alpa"
 
 
 def test_messages_have_their_price(study: AlpaCommStudy) -> None:

@@ -197,7 +197,8 @@ def reproduce_slicing(
         "batches": list(BATCHES),
         "reading": {"name": chosen.name, "title": chosen.title},
     }
-    stem = _stem(SLICING, chosen.name, "-".join(cluster.name for cluster in machines.values()))
+    names = [cluster.name for cluster in machines.values()]
+    stem = _stem(SLICING, chosen.name, names, ["pvc-node", "h100-node"], slicing_readings.ALL_FACTORS)
     return Reproduction(SLICING, summary, inputs, rows, figures, stem)
 
 
@@ -248,13 +249,18 @@ def reproduce_alpacomm(
         "reading": {"name": chosen.name, "title": chosen.title},
         "findings": list(summary.findings),
     }
-    return Reproduction(ALPACOMM, summary, inputs, rows, figures, _stem(ALPACOMM, chosen.name, hosts.name))
+    stem = _stem(ALPACOMM, chosen.name, [hosts.name], [chosen.cluster], alpacomm_readings.BANDWIDTH)
+    return Reproduction(ALPACOMM, summary, inputs, rows, figures, stem)
 
 
-def _stem(paper: str, reading: str, machines: str) -> str:
-    """Return the beginning of the names of files: paper and machines, and the reading if it is no default."""
-    is_default = reading in (alpacomm_readings.BANDWIDTH, slicing_readings.ALL_FACTORS)
-    return "-".join([paper, machines, *([] if is_default else [reading])])
+def _stem(paper: str, reading: str, machines: Sequence[str], usual: Sequence[str], default: str) -> str:
+    """Return the beginning of the names of files: paper and machines, or paper and reading.
+
+    The machines follow a reading that is not the default where they are not its usual ones.
+    """
+    if reading == default:
+        return "-".join([paper, *machines])
+    return "-".join([paper, reading, *(machines if list(machines) != list(usual) else [])])
 
 
 def _without_figures(reading: str, selection: Selection) -> Selection:

@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from meshweave.algorithms.reshard.problem import ReshardProblem
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Intervals, Layout
-from meshweave.describe.layout.intervals import common_runs, even_bounds
+from meshweave.describe.layout.intervals import common_runs, even_bounds, num_indices
 
 Offsets = tuple[int, ...]
 
@@ -80,12 +80,10 @@ def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
     """Return the unit tasks of a problem, source shard by source shard; tasks without bytes are left out."""
     pieces_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorPiece]] = {}
     for index, move in enumerate(problem.moves):
-        for sources, destinations, boxes in _overlaps(move.shape, move.src, move.dst):
+        for sources, destinations, boxes, shards in _overlaps(move.shape, move.src, move.dst):
             pieces = pieces_of.setdefault((sources, destinations), [])
-            ends = (move.src, sources), (move.dst, destinations)
             for src_offsets, dst_offsets, shape in boxes:
                 num_bytes = math.prod(shape) * move.element_bytes
-                shards = (layout.local_shape(move.shape, ranks[0]) for layout, ranks in ends)
                 pieces.append(TensorPiece(index, src_offsets, dst_offsets, shape, num_bytes, *shards))
     return tuple(
         UnitTask(sources, destinations, tuple(pieces))
@@ -94,14 +92,15 @@ def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
 
 
 Box = tuple[Offsets, Offsets, tuple[int, ...]]
-Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
+Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...], tuple[Offsets, Offsets]]
 
 
 @lru_cache(maxsize=1024)
 def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap, ...]:
-    """Return (sources, destinations, boxes) for each source shard and destination shard that overlap."""
+    """Return (sources, destinations, boxes, shapes of both shards) for each two shards that overlap."""
     overlaps = []
     src_shards, dst_shards = _ranks_of_shards(src, shape), _ranks_of_shards(dst, shape)
+    shapes = {shard: tuple(map(num_indices, shard)) for shard in (*src_shards, *dst_shards)}
     for src_shard, sources in src_shards.items():
         for dst_shard, destinations in dst_shards.items():
             runs = [list(common_runs(a, b)) for a, b in zip(src_shard, dst_shard, strict=True)]
@@ -114,7 +113,7 @@ def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap
                 for box in product(*runs)
             )
             if boxes:
-                overlaps.append((sources, destinations, boxes))
+                overlaps.append((sources, destinations, boxes, (shapes[src_shard], shapes[dst_shard])))
     return tuple(overlaps)
 
 
