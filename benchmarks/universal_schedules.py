@@ -11,7 +11,7 @@ to do computes as long as it communicates.
 Beside the simulations stand the staged costs of the schedules, the most of any rank; the exhaustive one with the
 bound that its search proved.
 
-All rows take about half an hour. With --rows each is appended to a file as soon as it is known, and those that the
+All rows take some minutes. With --rows each is appended to a file as soon as it is known, and those that the
 file has are not computed again, so that a run may be cut (--seconds) and go on.
 """
 
