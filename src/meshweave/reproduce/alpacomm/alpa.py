@@ -115,11 +115,15 @@ def alpa_program(problem: ReshardProblem, *, gathers: bool = True) -> Program:
     """Return a reshard of one tensor as Alpa's public code does it; without `gathers`, all ranks are sent copies.
 
     Raises:
-        UnsupportedError: there are several tensors, or the destination replicates as `part_layout` cannot cut.
+        UnsupportedError: there are several tensors, shards of one layout differ in shape, or the destination
+            replicates as `part_layout` cannot cut.
     """
     if len(problem.moves) != 1:
         raise UnsupportedError(f"Alpa's reshard is of one tensor here, not of {len(problem.moves)}")
     (move,) = problem.moves
+    for layout in (move.src, move.dst):
+        if len({layout.local_shape(move.shape, rank) for rank in layout.mesh.ranks}) > 1:
+            raise UnsupportedError(f"{layout} of {move.shape}: Alpa's shards are all of one shape")
     parts = part_layout(move.dst, move.shape) if gathers else PartLayout(move.dst, ())
     tensors = tuple(Tensor(name, move.shape, move.dtype) for name in ("X0", "Y0"))
     layouts = [parts.gathered(count) for count in range(len(parts.cuts))] + [move.dst]
