@@ -97,6 +97,12 @@ def slicing(
     h100: Annotated[
         str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
     ] = "h100-node",
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="Which replication factors are tried, by name: all-factors, or cut (every matrix stays cut)."
+        ),
+    ] = "all-factors",
     rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
@@ -119,12 +125,18 @@ def slicing(
     Example: meshweave reproduce slicing --report slicing.html
     """
     from meshweave.reproduce.papers import SLICING, reproduce_slicing, select
+    from meshweave.reproduce.slicing.readings import reading_named
 
     outputs = Outputs(out, png, report, json)
     selection = select(SLICING, split_names(rows), split_names(figures))
     machines = load_cluster(pvc), load_cluster(h100)
+    reading_named(reading)
     outputs.check()
-    outputs.write(reproduce_slicing(*machines, selection, all_partitionings=every, progress_bar=progress_bar))
+    outputs.write(
+        reproduce_slicing(
+            *machines, selection, reading=reading, all_partitionings=every, progress_bar=progress_bar
+        )
+    )
 
 
 @reproduce.command()
@@ -133,9 +145,16 @@ def alpacomm(
         str,
         typer.Option(
             help="A cluster of hosts with four chips or more and one NIC: a catalog cluster or a TOML file. "
-            "Five hosts are taken."
+            "Five hosts are taken. By default that of the reading."
         ),
-    ] = "p3.8xlarge",
+    ] = "",
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="What the paper leaves open, by name: bandwidth, messages (launches and packing cost time), alpa "
+            "(rivals by their public code) or alpa-messages."
+        ),
+    ] = "bandwidth",
     rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
@@ -155,13 +174,15 @@ def alpacomm(
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
+    from meshweave.reproduce.alpacomm.readings import reading_named
     from meshweave.reproduce.papers import ALPACOMM, reproduce_alpacomm, select
 
     outputs = Outputs(out, png, report, json)
     selection = select(ALPACOMM, split_names(rows), split_names(figures))
-    hosts = load_cluster(cluster)
+    hosts = load_cluster(cluster) if cluster else None
+    reading_named(reading)
     outputs.check()
-    outputs.write(reproduce_alpacomm(hosts, selection, progress_bar=progress_bar))
+    outputs.write(reproduce_alpacomm(hosts, selection, reading=reading, progress_bar=progress_bar))
 
 
 @reproduce.command()
