@@ -61,7 +61,7 @@ def configurations(draw: st.DrawFn) -> tuple[mw.StepProblem, mw.Parallelism]:
     return problem, parallelism
 
 
-@examples(24)
+@examples(50)
 @given(configurations())
 def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
     problem, parallelism = drawn
@@ -75,7 +75,7 @@ def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelis
     assert step.fits(step.memory.total) and not step.fits(step.memory.total - 1)
 
 
-@examples(10)
+@examples(25)
 @given(configurations())
 def test_the_pipeline_is_the_one_of_its_actions(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
     step = mw.step_of(*drawn)
