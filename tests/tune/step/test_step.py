@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -174,6 +175,25 @@ def test_a_cluster_of_odd_hosts_and_a_slow_tree() -> None:
     assert step.parallelism.data == 3 and step.time_s > 0
     tree = mw.load_cluster("atp-ic1")
     assert mw.step(GPT, tree, batch=16, seq=512, dtype="float16", tp=2, pp=2).time_s > 0
+
+
+def test_embedding_and_loss_may_be_stages_of_their_own() -> None:
+    model = replace(GPT, num_layers=14)
+    step = mw.step(model, HOSTS, batch=64, seq=512, pp=8, vp=2)
+    assert step.stage_layers == (0, *[1] * 14, 0)
+
+
+def test_what_a_stack_does_costs_time() -> None:
+    """Waiting for transfers and a loss in steps take longer, and keep more."""
+    options = {"batch": 64, "seq": 512, "pp": 4, "tp": 2}
+    plain = mw.step(GPT, HOSTS, **options)
+    blocking = mw.step(GPT, HOSTS, **options, stack=mw.SoftwareStack(blocks_transfers=True))
+    assert plain.parts.transfers < blocking.parts.transfers
+    hops = 2 * plain.num_micro_batches * plain.stages.transfer_s
+    assert blocking.parts.transfers == pytest.approx(hops + 6 * plain.stages.transfer_s, rel=0.5)
+    eager = mw.step(GPT, HOSTS, **options, loss="eager")
+    assert eager.time_s > plain.time_s and eager.memory.stages[-1].total > plain.memory.stages[-1].total
+    assert pickle.loads(pickle.dumps(eager.problem)) == eager.problem
 
 
 def test_degrees_lie_where_the_order_puts_them() -> None:
