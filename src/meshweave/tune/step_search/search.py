@@ -1,0 +1,308 @@
+"""The search for the fastest configuration of a step that fits in memory: best first, with lower bounds, anytime.
+
+Nodes are layouts with a micro-batch. A node's bound begins as that of its FLOPs, is raised to what a layer takes as it
+is laid, and at last the choices within it (schedule, ZeRO level, recomputation) are weighed one by one: what exceeds the
+memory is dropped, and what its bound rules out is not priced. The search ends when the least bound is over the time of
+the last row of the ranking. That is exact as far as the bounds are; see `bounds`.
+
+A row of the ranking is a set of degrees with a strategy, in the order and with the choices that suit it best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.describe.machine.levels import level_sizes
+from meshweave.describe.model.memory import RECOMPUTES
+from meshweave.tune.step import Parallelism, Step, step_of
+from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
+from meshweave.tune.step_search.fit import peak_bytes_of
+from meshweave.tune.step_search.space import StepLayout, StepSpace
+
+DEFAULT_ROWS = 10
+_SEEDS = 24
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A configuration that fits, with its step."""
+
+    parallelism: Parallelism
+    step: Step
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the step."""
+        return self.step.time_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of the fullest chip."""
+        return self.step.memory.total
+
+    @property
+    def row_key(self) -> tuple[object, ...]:
+        """Return what makes it a row of its own: degrees and strategy."""
+        return _row_key(self.parallelism)
+
+
+def _row_key(layout: Parallelism | StepLayout) -> tuple[object, ...]:
+    return layout.data, layout.pipeline, layout.context, layout.tensor, layout.strategy
+
+
+def _rank_key(priced: PricedStep) -> tuple[float, int, str]:
+    return priced.seconds, priced.memory_bytes, str(priced.parallelism)
+
+
+@dataclass
+class SearchCount:
+    """What a search has looked at.
+
+    Attributes:
+        nodes: layouts with a micro-batch, in all.
+        priced: configurations whose step was computed.
+        over_memory: nodes and configurations that do not fit.
+        refused: nodes that the model of a step refuses, with the reason of the first.
+    """
+
+    nodes: int = 0
+    priced: int = 0
+    over_memory: int = 0
+    refused: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepRanking:
+    """What a search gives.
+
+    Attributes:
+        rows: the best configuration of each set of degrees and strategy, the fastest first.
+        front: priced configurations of which none is both faster and smaller, the fastest first.
+        is_complete: whether the search ran to its end; otherwise these are the best so far.
+        smallest: of what does not fit, the configuration with the least memory, and its bytes.
+    """
+
+    space: StepSpace
+    memory_bytes: int
+    rows: tuple[PricedStep, ...]
+    front: tuple[PricedStep, ...]
+    count: SearchCount
+    is_complete: bool
+    smallest: tuple[Parallelism, int] | None = None
+
+
+@dataclass(order=True)
+class _Node:
+    """A layout with a micro-batch. `num_raised` counts how often its bound was raised."""
+
+    bound_s: float
+    number: int
+    layout: StepLayout = field(compare=False)
+    micro_batch: int = field(compare=False)
+    num_raised: int = field(compare=False, default=0)
+
+
+class StepSearch:
+    """A search, to be run once.
+
+    Args:
+        space: what to choose among.
+        memory_bytes: the most bytes that a chip may hold.
+        num_rows: rows of the ranking, for which the search is exact.
+        progress: called with (nodes done, nodes).
+    """
+
+    def __init__(
+        self,
+        space: StepSpace,
+        memory_bytes: int,
+        num_rows: int = DEFAULT_ROWS,
+        progress: Progress = no_progress,
+    ) -> None:
+        self._space, self._problem, self._memory_bytes = space, space.problem, memory_bytes
+        self._num_rows, self._progress = num_rows, progress
+        self._bounds = LayerBounds(space)
+        self._rows: dict[tuple[object, ...], PricedStep] = {}
+        self._priced: dict[Parallelism, PricedStep] = {}
+        self._count = SearchCount()
+        self._smallest: tuple[Parallelism, int] | None = None
+        self._limit_s = math.inf
+
+    def run(self) -> StepRanking:
+        """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
+        is_complete = True
+        try:
+            self._search()
+        except KeyboardInterrupt:
+            if not self._rows:
+                raise
+            is_complete = False
+        rows = sorted(self._rows.values(), key=_rank_key)[: self._num_rows]
+        front = pareto_front(self._priced.values())
+        return StepRanking(
+            self._space, self._memory_bytes, tuple(rows), front, self._count, is_complete, self._smallest
+        )
+
+    def _search(self) -> None:
+        self._price_seeds()
+        heap = list(self._nodes())
+        heapq.heapify(heap)
+        self._count.nodes = total = len(heap)
+        done = 0
+        while heap and heap[0].bound_s < self._limit_s:
+            node = heap[0]
+            if self._is_open(node):
+                heapq.heapreplace(heap, node)
+                continue
+            heapq.heappop(heap)
+            done += 1
+            self._progress(done, total)
+        self._progress(total, total)
+
+    def _nodes(self) -> Iterator[_Node]:
+        """Yield the layouts with each micro-batch that may fit: all orders of some degrees keep as much."""
+        number = 0
+        for quad in self._space.degrees:
+            sizes = self._space.micro_batches(quad[0])
+            bounds = [self._node_bound_s(quad, size, self._bounds.compute_s(quad, size)) for size in sizes]
+            num_fitting: dict[tuple[object, ...], int] = {}
+            for layout in self._space.layouts(quad):
+                key = layout.strategy, layout.tensor
+                if key not in num_fitting:
+                    num_fitting[key] = self._num_fitting(layout, sizes)
+                for size, bound in zip(sizes[: num_fitting[key]], bounds, strict=False):
+                    yield _Node(bound, number, layout, size)
+                    number += 1
+
+    def _num_fitting(self, layout: StepLayout, sizes: Sequence[int]) -> int:
+        """Return how many of the micro-batches, ascending, may fit with the choice that keeps least."""
+        level = max(self._space.zero_levels(layout.data, layout.context))
+        recompute = max(self._space.options.recompute, key=RECOMPUTES.index)
+        try:
+            for number, size in enumerate(sizes):
+                count = self._problem.batch // layout.data // size
+                pairs = self._space.schedules(layout.pipeline, count)
+                plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
+                choices = (layout.choice(size, *pair, level, recompute) for pair in plain)
+                if all(self._fitting_bytes(choice) is None for choice in choices):
+                    return number
+        except MeshweaveError as error:
+            self._refuse(error)
+            return 0
+        return len(sizes)
+
+    def _refuse(self, error: MeshweaveError) -> None:
+        self._count.refused += 1
+        self._count.reason = self._count.reason or str(error)
+
+    def _node_bound_s(self, quad: Sequence[int], size: int, layer_s: float) -> float:
+        """Return the least seconds of a step with any schedule, for layers of so many seconds a micro-batch."""
+        count = self._problem.batch // quad[0] // size
+        layers = self._problem.model.num_layers
+        return min(
+            (
+                step_bound_s(layers, quad[1], schedule, virtual, count, layer_s)
+                for schedule, virtual in self._space.schedules(quad[1], count)
+            ),
+            default=math.inf,
+        )
+
+    def _is_open(self, node: _Node) -> bool:
+        """Raise the bound of a node, or weigh its choices; return whether it must be looked at again."""
+        row = self._rows.get(_row_key(node.layout))
+        if row is not None and row.seconds <= node.bound_s:
+            return False
+        try:
+            if node.num_raised < 2:
+                raised = self._bounds.probe_s if node.num_raised == 0 else self._bounds.layer_s
+                layer_s = raised(node.layout, node.micro_batch)
+                quad = node.layout.quad
+                node.bound_s = max(node.bound_s, self._node_bound_s(quad, node.micro_batch, layer_s))
+                node.num_raised += 1
+                return True
+            self._weigh_choices(node)
+        except MeshweaveError as error:
+            self._refuse(error)
+        return False
+
+    def _fitting_bytes(self, choice: Parallelism) -> int | None:
+        """Return the bytes of the fullest chip, or None where they do not fit."""
+        size = peak_bytes_of(self._problem, choice)
+        if size <= self._memory_bytes:
+            return size
+        self._count.over_memory += 1
+        if self._smallest is None or size < self._smallest[1]:
+            self._smallest = choice, size
+        return None
+
+    def _weigh_choices(self, node: _Node) -> None:
+        """Price the choices of a node whose bounds leave them a chance."""
+        layout = node.layout
+        count = self._problem.batch // layout.data // node.micro_batch
+        bounded = []
+        for schedule, virtual in self._space.schedules(layout.pipeline, count):
+            for recompute in self._space.options.recompute:
+                layer_s = self._bounds.layer_s(layout, node.micro_batch, recompute)
+                bound = step_bound_s(
+                    self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
+                )
+                for zero in self._space.zero_levels(layout.data, layout.context):
+                    choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
+                    bounded.append((bound, len(bounded), choice))
+        for bound, _, choice in sorted(bounded):
+            row = self._rows.get(_row_key(choice))
+            if bound >= min(self._limit_s, math.inf if row is None else row.seconds):
+                break
+            if choice not in self._priced and self._fitting_bytes(choice) is not None:
+                self._price(choice)
+
+    def _price(self, choice: Parallelism) -> None:
+        priced = PricedStep(choice, step_of(self._problem, choice))
+        self._count.priced += 1
+        self._priced[choice] = priced
+        row = self._rows.get(priced.row_key)
+        if row is None or _rank_key(priced) < _rank_key(row):
+            self._rows[priced.row_key] = priced
+            if len(self._rows) >= self._num_rows:
+                self._limit_s = heapq.nsmallest(self._num_rows, (row.seconds for row in self._rows.values()))[-1]
+
+    def _price_seeds(self) -> None:
+        """Price a few likely configurations, for an early answer and an early limit."""
+        inner = (level_sizes(self._problem.cluster.network) or (8,))[:1] or (self._problem.cluster.num_chips,)
+        quads = [quad for quad in self._space.degrees if quad[3] <= inner[0]]
+        for quad in sorted(quads, key=lambda quad: (quad[2], abs(math.log2(quad[3] * quad[1] / 16))))[:_SEEDS]:
+            for choice in self._seeds(quad):
+                try:
+                    if self._fitting_bytes(choice) is not None:
+                        self._price(choice)
+                        break
+                except MeshweaveError:
+                    continue
+
+    def _seeds(self, quad: tuple[int, int, int, int]) -> Iterator[Parallelism]:
+        """Yield choices of the first layout of some degrees, the likely faster first."""
+        layout = next(self._space.layouts(quad), None)
+        sizes = self._space.micro_batches(quad[0])
+        if layout is None or not sizes:
+            return
+        pairs = self._space.schedules(quad[1], self._problem.batch // quad[0] // sizes[0])
+        levels = self._space.zero_levels(quad[0], quad[2])
+        for zero in sorted(levels, key=lambda level: (level == 0, level)):
+            for recompute in sorted(self._space.options.recompute, key=RECOMPUTES.index):
+                for schedule, virtual in pairs[:1]:
+                    yield layout.choice(sizes[0], schedule, virtual, zero, recompute)
+
+
+def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:
+    """Return those of which no other is both as fast and as small, the fastest first."""
+    front: list[PricedStep] = []
+    for each in sorted(priced, key=_rank_key):
+        if not front or each.memory_bytes < front[-1].memory_bytes:
+            front.append(each)
+    return tuple(front)
