@@ -17,11 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+from meshweave.base.units import PS_PER_S
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
 from meshweave.tune.step.layers import layer_time
-from meshweave.tune.step.problem import DEGREES
+from meshweave.tune.step.problem import DEGREES, Parallelism
 from meshweave.tune.step_search.space import StepLayout, StepSpace
 
 PROBE_SLACK = 0.85
@@ -84,3 +86,32 @@ def step_bound_s(
     last = max(num_layers // pipeline - 1, 1)
     waits = (num_layers - last) / virtual
     return max(num_micro_batches * busiest, num_micro_batches * last + waits) * layer_s
+
+
+def pipeline_bound_s(times: ActionTimes, choice: Parallelism, num_micro_batches: int) -> float:
+    """Return the least seconds of a pipeline of stages with these times.
+
+    Rank r begins when the ranks before it have sent it their first forward part. It is busy with its stages for every
+    micro-batch. With 1F1B the ranks before it end their backward parts after it has; and with one stage a rank, of
+    each p - r micro-batches the first must be back from the last rank before the next of them begins (the warm-up
+    of Narayanan et al., SC '21, section 2.2.1).
+    """
+    p, m = choice.pipeline, num_micro_batches
+    back = [a + b for a, b in zip(times.input_grad, times.weight_grad, strict=True)]
+    hop = times.transfer[0] if times.transfer else 0
+    if p == 1:
+        return m * (sum(times.forward) + sum(back)) / PS_PER_S
+    is_folded = choice.schedule in ("zbv", "dualpipev")
+    bound = before = after = 0
+    trip = sum(times.forward) + sum(back) + 2 * (p - 1) * hop
+    for rank in range(p):
+        own = (rank, len(back) - 1 - rank) if is_folded else range(rank, len(back), p)
+        busy = m * sum(times.forward[stage] + back[stage] for stage in own)
+        ends = after if choice.schedule == "1f1b" else 0
+        bound = max(bound, before + busy + ends)
+        if choice.schedule == "1f1b" and choice.virtual_stages == 1:
+            bound = max(bound, before + ((m - 1) // (p - rank) + 1) * trip + ends)
+        before += times.forward[rank] + hop
+        after += back[rank] + hop
+        trip -= times.forward[rank] + back[rank] + 2 * hop
+    return bound / PS_PER_S
