@@ -19,6 +19,7 @@ from meshweave.base.errors import DescriptionError
 from meshweave.describe import files
 from meshweave.tune.plan_records import Bytes, Dim, Record, Seconds, StepsRecord, Width
 
+
 class PassPlan(Record):
     """One product: its sizes, slices, and estimated times in seconds per layer and step.
 

@@ -95,6 +95,8 @@ class StepsRecord(Record):
         searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
             `refused`.
         is_complete: whether the search ran to its end.
+        num_exact: the first rows that no configuration of the space is faster than; the others are the best of
+            those that were priced.
     """
 
     memory_limit_bytes: Bytes
@@ -102,6 +104,7 @@ class StepsRecord(Record):
     front: tuple[StepRecord, ...] = ()
     searched: dict[str, int] = Field(default_factory=dict)
     is_complete: bool = True
+    num_exact: int = Field(default=0, ge=0)
     sensitivity: tuple[SensitivityRecord, ...] = ()
 
     @property

@@ -35,9 +35,7 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
         raise LayoutError("virtual_stages needs a pipeline of at least 2 ranks; give 1")
     rows = p.tensor_mesh[0]
     if p.strategy in ("megatron", "megatron_sp", "atp") and rows > model.num_kv_heads:
-        raise LayoutError(
-            f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}"
-        )
+        raise LayoutError(f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}")
     if problem.seq % p.context:
         raise LayoutError(f"sequences of {problem.seq} tokens do not divide over context {p.context}")
 

@@ -19,12 +19,15 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import RECOMPUTES
-from meshweave.tune.step import Parallelism, Step, step_of
-from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
-from meshweave.tune.step_search.fit import peak_bytes_of
+from meshweave.tune.step import Parallelism, Step, memory_of, step_of
+from meshweave.tune.step.stages import stages_of
+from meshweave.tune.step_search.bounds import LayerBounds, pipeline_bound_s, step_bound_s
 from meshweave.tune.step_search.space import StepLayout, StepSpace
 
-DEFAULT_ROWS = 10
+NUM_EXACT = 2
+"""Rows of the ranking that no other configuration is faster than."""
+NUM_ROWS = 12
+"""Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
 _SEEDS = 24
 
 
@@ -85,6 +88,7 @@ class StepRanking:
         rows: the best configuration of each set of degrees and strategy, the fastest first.
         front: priced configurations of which none is both faster and smaller, the fastest first.
         is_complete: whether the search ran to its end; otherwise these are the best so far.
+        num_exact: the first rows that no configuration is faster than, if it did.
         smallest: of what does not fit, the configuration with the least memory, and its bytes.
     """
 
@@ -94,6 +98,7 @@ class StepRanking:
     front: tuple[PricedStep, ...]
     count: SearchCount
     is_complete: bool
+    num_exact: int
     smallest: tuple[Parallelism, int] | None = None
 
 
@@ -114,7 +119,7 @@ class StepSearch:
     Args:
         space: what to choose among.
         memory_bytes: the most bytes that a chip may hold.
-        num_rows: rows of the ranking, for which the search is exact.
+        num_exact: rows of the ranking that must be exact; the others are the best that were priced.
         progress: called with (nodes done, nodes).
     """
 
@@ -122,11 +127,11 @@ class StepSearch:
         self,
         space: StepSpace,
         memory_bytes: int,
-        num_rows: int = DEFAULT_ROWS,
+        num_exact: int = NUM_EXACT,
         progress: Progress = no_progress,
     ) -> None:
         self._space, self._problem, self._memory_bytes = space, space.problem, memory_bytes
-        self._num_rows, self._progress = num_rows, progress
+        self._num_exact, self._progress = num_exact, progress
         self._bounds = LayerBounds(space)
         self._rows: dict[tuple[object, ...], PricedStep] = {}
         self._priced: dict[Parallelism, PricedStep] = {}
@@ -143,10 +148,17 @@ class StepSearch:
             if not self._rows:
                 raise
             is_complete = False
-        rows = sorted(self._rows.values(), key=_rank_key)[: self._num_rows]
+        rows = sorted(self._rows.values(), key=_rank_key)[: max(NUM_ROWS, self._num_exact)]
         front = pareto_front(self._priced.values())
         return StepRanking(
-            self._space, self._memory_bytes, tuple(rows), front, self._count, is_complete, self._smallest
+            self._space,
+            self._memory_bytes,
+            tuple(rows),
+            front,
+            self._count,
+            is_complete,
+            min(self._num_exact, len(rows)),
+            self._smallest,
         )
 
     def _search(self) -> None:
@@ -176,9 +188,15 @@ class StepSearch:
                 key = layout.strategy, layout.tensor
                 if key not in num_fitting:
                     num_fitting[key] = self._num_fitting(layout, sizes)
+                    self._note_largest(layout, sizes[: num_fitting[key]])
                 for size, bound in zip(sizes[: num_fitting[key]], bounds, strict=False):
                     yield _Node(bound, number, layout, size)
                     number += 1
+
+    def _note_largest(self, layout: StepLayout, sizes: Sequence[int]) -> None:
+        family = layout.strategy, layout.tensor, layout.context
+        largest = self._bounds.largest
+        largest[family] = max(largest.get(family, 1), *sizes, 1)
 
     def _num_fitting(self, layout: StepLayout, sizes: Sequence[int]) -> int:
         """Return how many of the micro-batches, ascending, may fit with the choice that keeps least."""
@@ -219,11 +237,10 @@ class StepSearch:
         if row is not None and row.seconds <= node.bound_s:
             return False
         try:
-            if node.num_raised < 2:
-                raised = self._bounds.probe_s if node.num_raised == 0 else self._bounds.layer_s
-                layer_s = raised(node.layout, node.micro_batch)
-                quad = node.layout.quad
-                node.bound_s = max(node.bound_s, self._node_bound_s(quad, node.micro_batch, layer_s))
+            if node.num_raised < 3:
+                per_s = self._node_bound_s(node.layout.quad, node.micro_batch, 1.0)
+                layer_s = self._layer_bound_s(node, self._limit_s / per_s)
+                node.bound_s = max(node.bound_s, per_s * layer_s)
                 node.num_raised += 1
                 return True
             self._weigh_choices(node)
@@ -231,9 +248,17 @@ class StepSearch:
             self._refuse(error)
         return False
 
+    def _layer_bound_s(self, node: _Node, enough_s: float) -> float:
+        match node.num_raised:
+            case 0:
+                return self._bounds.inner_s(node.layout, node.micro_batch, enough_s)
+            case 1:
+                return self._bounds.placed_s(node.layout, node.micro_batch)
+        return self._bounds.layer_s(node.layout, node.micro_batch)
+
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
         """Return the bytes of the fullest chip, or None where they do not fit."""
-        size = peak_bytes_of(self._problem, choice)
+        size = memory_of(self._problem, choice).total
         if size <= self._memory_bytes:
             return size
         self._count.over_memory += 1
@@ -256,11 +281,19 @@ class StepSearch:
                     choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
                     bounded.append((bound, len(bounded), choice))
         for bound, _, choice in sorted(bounded):
-            row = self._rows.get(_row_key(choice))
-            if bound >= min(self._limit_s, math.inf if row is None else row.seconds):
+            if bound >= self._limit_for(choice):
                 break
-            if choice not in self._priced and self._fitting_bytes(choice) is not None:
+            if choice in self._priced or self._fitting_bytes(choice) is None:
+                continue
+            stages = stages_of(self._problem, choice)
+            pipeline_s = pipeline_bound_s(stages.action_times(), choice, count)
+            if pipeline_s + stages.gathers_s() < self._limit_for(choice):
                 self._price(choice)
+
+    def _limit_for(self, choice: Parallelism) -> float:
+        """Return the seconds from which on a choice changes no row of the ranking."""
+        row = self._rows.get(_row_key(choice))
+        return self._limit_s if row is None else min(self._limit_s, row.seconds)
 
     def _price(self, choice: Parallelism) -> None:
         priced = PricedStep(choice, step_of(self._problem, choice))
@@ -269,14 +302,18 @@ class StepSearch:
         row = self._rows.get(priced.row_key)
         if row is None or _rank_key(priced) < _rank_key(row):
             self._rows[priced.row_key] = priced
-            if len(self._rows) >= self._num_rows:
-                self._limit_s = heapq.nsmallest(self._num_rows, (row.seconds for row in self._rows.values()))[-1]
+            if len(self._rows) >= self._num_exact:
+                self._limit_s = heapq.nsmallest(
+                    self._num_exact, (row.seconds for row in self._rows.values())
+                )[-1]
 
     def _price_seeds(self) -> None:
         """Price a few likely configurations, for an early answer and an early limit."""
         inner = (level_sizes(self._problem.cluster.network) or (8,))[:1] or (self._problem.cluster.num_chips,)
         quads = [quad for quad in self._space.degrees if quad[3] <= inner[0]]
-        for quad in sorted(quads, key=lambda quad: (quad[2], abs(math.log2(quad[3] * quad[1] / 16))))[:_SEEDS]:
+        for quad in sorted(quads, key=lambda quad: (quad[2], abs(math.log2(quad[3] * quad[1] / 16))))[
+            :_SEEDS
+        ]:
             for choice in self._seeds(quad):
                 try:
                     if self._fitting_bytes(choice) is not None:

@@ -33,6 +33,9 @@ ONE_DIMENSIONAL = ("megatron_sp", "megatron")
 ON_MESHES = ("atp", "collective_block", "meshslice_block", "wang_block", "summa_block")
 STRATEGIES = (*ONE_DIMENSIONAL, *ON_MESHES)
 """Strategies for the tensor ranks of a layer; the others of `algorithms.block` are the data and context degrees."""
+SEARCHED = (*ONE_DIMENSIONAL, "atp", "collective_block", "meshslice_block")
+"""Strategies that a search chooses among by itself. MeshSlice has Wang's and SUMMA's products as rivals, and their
+estimates take as long as those of all others together."""
 SCHEDULES = ("1f1b", "zb-h1", "zbv")
 """Schedules that a search chooses among; 1F1B also interleaved. GPipe is never faster, and keeps more."""
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -60,7 +63,7 @@ class SpaceOptions:
     pipeline: tuple[int, ...] | None = None
     context: tuple[int, ...] | None = None
     tensor: tuple[Tensor, ...] | None = None
-    strategies: tuple[str, ...] = STRATEGIES
+    strategies: tuple[str, ...] = SEARCHED
     zero: tuple[int, ...] = ZERO_LEVELS
     schedules: tuple[str, ...] = SCHEDULES
     virtual_stages: tuple[int, ...] | None = None
@@ -112,12 +115,20 @@ class StepLayout:
     strategy: str
     order: Order
 
+    def stride(self, degree: Degree) -> int:
+        """Return how many chips lie between neighbours of a degree."""
+        sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context}
+        sizes["tensor"] = ranks_of(self.tensor)
+        return math.prod(sizes[inner] for inner in self.order[: self.order.index(degree)])
+
     @property
     def quad(self) -> tuple[int, int, int, int]:
         """Return (data, pipeline, context, tensor ranks)."""
         return self.data, self.pipeline, self.context, ranks_of(self.tensor)
 
-    def choice(self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute) -> Parallelism:
+    def choice(
+        self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
+    ) -> Parallelism:
         """Return the layout with all that it leaves open."""
         return Parallelism(
             data=self.data,
@@ -249,32 +260,36 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 
 def distinct_orders(cluster: Cluster, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
-    """Return the orders of degrees that lay some degree on other links than every order before them.
-
-    Two orders are equal on a cluster where the groups of each degree have as many members in the blocks of chips of
-    each level (a host, a subtree). A torus has no such blocks: there strides decide.
-    """
+    """Return the orders of degrees that lay some degree on other links than every order before them."""
     sizes = dict(zip(("data", "pipeline", "context", "tensor"), quad, strict=True))
     levels = level_sizes(cluster.network)
     orders: dict[tuple[object, ...], Order] = {}
     for order in permutations(DEGREES):
-        stride, signature = 1, {}
+        stride, places = 1, []
         for name in order:
-            size = sizes[name]
-            if size > 1:
-                signature[name] = (
-                    stride if levels is None else tuple(_members(size, stride, block) for block in levels)
-                )
-            stride *= size
-        orders.setdefault(tuple(sorted(signature.items())), order)
+            if sizes[name] > 1:
+                places.append((name, place_on_levels(levels, sizes[name], stride)))
+            stride *= sizes[name]
+        orders.setdefault(tuple(sorted(places)), order)
     return tuple(orders.values())
 
 
+def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> tuple[object, ...]:
+    """Return what decides on which links groups of `size` ranks, `stride` chips apart, communicate.
+
+    That is how many of a group lie in a block of chips of each level (a host, a subtree). Where groups straddle
+    blocks, and on a torus, which has none (`levels` is None), the stride decides.
+    """
+    if levels is None:
+        return size, stride
+    return size, *(_members(size, stride, block) for block in levels)
+
+
 def _members(size: int, stride: int, block: int) -> tuple[int, int]:
-    """Return how many of a group lie in one block of consecutive chips, and the stride where groups straddle them."""
-    if block % stride == 0 and (size * stride <= block or (size * stride) % block == 0):
-        if (block % (size * stride) == 0) or size * stride > block:
-            return min(size, block // stride), 0
-    elif stride % block == 0:
+    """Return how many of a group lie in a block of consecutive chips, and the stride where groups straddle blocks."""
+    span = size * stride
+    if stride % block == 0:
         return 1, 0
+    if block % stride == 0 and (block % span == 0 or span % block == 0):
+        return min(size, block // stride), 0
     return max(1, min(size, block // stride)), stride
