@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_bytes
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model import load_model
+from meshweave.describe.model.workload import Workload
+
+if TYPE_CHECKING:
+    from meshweave.tune.step import StepProblem
 
 ModelArgument = Annotated[
     str,
@@ -77,22 +83,24 @@ def plan(
 
     Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
     """
+    target, architecture = load_cluster(cluster), load_model(model)
     for path in (out, report):
         check_writable(path)
     if products:
         from meshweave.cli.plan_products import plan_products
 
         _refuse_with_products(fix=fix, memory=memory, table=table, sensitivity=sensitivity, price=price)
-        plan_products(model, cluster, (batch, seq, dtype), algorithms, out, report, json)
+        workload = Workload(max(target.num_chips // 2, 1) if batch is None else batch, seq, dtype)
+        plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
     if algorithms != "all":
         raise DescriptionError("--algorithms is for products; add --products, or give --fix strategy=...")
     if batch is None:
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
+    from meshweave.tune.step import StepProblem
+
     _plan_step(
-        model,
-        cluster,
-        {"batch": batch, "seq": seq, "dtype": dtype},
+        StepProblem(architecture, target, batch, seq, dtype),
         fix,
         None if memory is None else read_bytes("--memory", memory),
         (table, sensitivity, price),
@@ -107,24 +115,18 @@ def _refuse_with_products(**options: object) -> None:
 
 
 def _plan_step(
-    model: str,
-    cluster: str,
-    sizes: dict[str, int | str],
+    problem: StepProblem,
     fix: str,
     memory_bytes: int | None,
     shown: tuple[bool, bool, float | None],
     written: tuple[Path | None, Path | None, bool],
 ) -> None:
     from meshweave.cli.plan_tables import print_plan
-    from meshweave.describe.machine.cluster import load_cluster
     from meshweave.describe.machine.left_out import costs_left_out
-    from meshweave.describe.model import load_model
-    from meshweave.tune.step import StepProblem
     from meshweave.tune.step_search.planner import plan_step, space_options
 
     table, sensitivity, price = shown
     out, report, json = written
-    problem = StepProblem(load_model(model), load_cluster(cluster), **sizes)  # type: ignore[arg-type]
     options = space_options(read_fixed(fix))
     with progress_bar("planning", plain_lines=True) as progress:
         chosen = plan_step(

@@ -9,9 +9,9 @@ import typer
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.cli.options import print_json, progress_bar, read_algorithms
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.left_out import costs_left_out
-from meshweave.describe.model import load_model
+from meshweave.describe.model import Transformer
 from meshweave.describe.model.memory import chip_memory
 from meshweave.describe.model.workload import Workload
 from meshweave.report.timeline import write_text
@@ -22,40 +22,36 @@ if TYPE_CHECKING:
 
 
 def plan_products(
-    model: str,
-    cluster: str,
-    workload_sizes: tuple[int | None, int, str],
+    model: Transformer,
+    cluster: Cluster,
+    workload: Workload,
     algorithms: str,
-    out: Path | None,
-    report: Path | None,
-    json: bool,
+    written: tuple[Path | None, Path | None, bool],
 ) -> None:
-    """Plan the products of a model's layers on all chips, print and write the plan.
+    """Plan the products of a model's layers on all chips, print the plan and write it.
 
     Args:
-        workload_sizes: sequences of the batch (None: half the number of chips), tokens of a sequence, and dtype.
+        algorithms: names separated by commas, or "all".
+        written: the file of the plan, the file of its page, and whether to print JSON.
     """
-    target = load_cluster(cluster)
-    architecture = load_model(model)
-    batch, seq, dtype = workload_sizes
-    workload = Workload(batch if batch is not None else max(target.num_chips // 2, 1), seq, dtype)
+    out, report, json = written
     names = read_algorithms(algorithms)
-    memory = chip_memory(architecture, workload, target.num_chips)
+    memory = chip_memory(model, workload, cluster.num_chips)
     with progress_bar("tuning") as progress:
-        chosen = plan_model(architecture, target, workload, names, progress)
+        chosen = plan_model(model, cluster, workload, names, progress)
     if report is not None:
         from meshweave.report.plan_page import plan_page
         from meshweave.tune.explain import explain
 
         with progress_bar("report") as progress:
-            explanation = explain(chosen, target, progress)
+            explanation = explain(chosen, cluster, progress)
         write_text(report, plan_page(explanation, memory))
     if out is not None:
         chosen.save(out)
     if json:
         print_json(chosen.model_dump(mode="json"))
         return
-    _print(chosen, memory.summary(target.chip.memory_bytes), costs_left_out(target))
+    _print(chosen, memory.summary(cluster.chip.memory_bytes), costs_left_out(cluster))
     if out is not None:
         typer.echo(
             f"written to {out}; check it with: meshweave verify {out}; execute a layer with: meshweave run {out}"
