@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.layer import GRADIENTS
-from meshweave.algorithms.block.roles import RING, AxisRole
+from meshweave.algorithms.block.roles import IDLE, RING, AxisRole
+from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
@@ -87,14 +88,13 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
     roles = entry.roles
     if len(roles) != 2:
         raise LayoutError(f"{entry.name} has {len(roles)} mesh axes; a step has strategies of two")
-    is_flat = hasattr(entry, "product_2d")
-    if roles[0].residual == "batch" and not is_flat:
+    if roles[0].residual == "batch" and roles[1] is IDLE:
         raise LayoutError(f"{entry.name} shares the batch; give data= and zero= instead of this strategy")
     if roles[0].operand_in == "sequence":
         raise LayoutError(f"{entry.name} shares sequences; give context= instead of this strategy")
     if parallelism.context == 1:
         return entry
-    if is_flat:
+    if roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
     return _with_rings(entry)
 
@@ -173,7 +173,8 @@ def _parts(
         block = _block(problem, parallelism, True, vocabulary)
         if (reason := entry.refusal(block)) is not None:
             raise LayoutError(f"{entry.name} {reason}")
-        configs = list(entry.candidates(block)) if hasattr(entry, "product_2d") else [BlockConfig()]
+        slices = isinstance(entry, IncludedProducts)
+        configs = list(entry.candidates(block)) if slices else [BlockConfig()]
         timed = [(_timed(entry, block, config, machine, product_dtype), config) for config in configs]
         (whole, count), config = min(timed, key=lambda pair: pair[0][0].total_s)
         forward, first = _timed(entry, replace(block, training=False), config, machine, product_dtype)

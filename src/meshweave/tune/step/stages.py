@@ -8,7 +8,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
 from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
 from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
-from meshweave.tune.step.pipeline import PipelineTime, time_pipeline
+from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, time_pipeline
 from meshweave.tune.step.placement import boundary_s
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.sync import LayerSync, exposed_after, exposed_before, layer_sync
@@ -89,6 +89,14 @@ class Stages:
         if not with_transfers:
             times = replace(times, transfer=(0,) * len(times.transfer))
         return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
+
+    def least_pipeline_ps(self) -> int:
+        """Return a lower bound of what the pipeline takes, at a small part of the cost."""
+        p = self.parallelism
+        if p.pipeline == 1:
+            return self.pipeline().makespan_ps
+        numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
+        return least_makespan_ps(*numbers, self.action_times())
 
     def layers_of_rank(self, rank: int) -> int:
         """Return the layers of a pipeline rank, whose stages are dealt out in turn."""
