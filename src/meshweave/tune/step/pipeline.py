@@ -204,6 +204,7 @@ def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) 
     return best
 
 
+@lru_cache(maxsize=4096)
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
     """Return for each rank the most micro-batches, over its stages, whose activations it keeps (`peak_stashes`).
 

@@ -13,22 +13,20 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.describe.machine.levels import level_sizes
-from meshweave.describe.model.memory import RECOMPUTES
-from meshweave.tune.step import Parallelism, Step, memory_of, step_of
-from meshweave.tune.step.stages import stages_of
-from meshweave.tune.step_search.bounds import LayerBounds, pipeline_bound_s, step_bound_s
+from meshweave.describe.model.memory import RECOMPUTES, Recompute
+from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
+from meshweave.tune.step.problem import DEGREES
+from meshweave.tune.step_search.bounds import LayerBounds, LayerPlace, step_bound_s
 from meshweave.tune.step_search.space import StepLayout, StepSpace
 
 NUM_EXACT = 2
 """Rows of the ranking that no other configuration is faster than."""
 NUM_ROWS = 12
 """Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
-_SEEDS = 24
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,23 @@ class StepRanking:
 
 @dataclass(order=True)
 class _Node:
-    """A layout with a micro-batch. `num_raised` counts how often its bound was raised."""
+    """Something to look at, by its bound.
+
+    Attributes:
+        place: of the layers of a layout, with the least recomputation that may fit, `recompute`.
+        is_raised: whether the bound is that of the layers.
+        choice: a configuration that fits, which is all that is left to price; None for a layout.
+    """
 
     bound_s: float
     number: int
+    place: LayerPlace = field(compare=False)
+    quad: tuple[int, int, int, int] = field(compare=False)
     layout: StepLayout = field(compare=False)
     micro_batch: int = field(compare=False)
-    num_raised: int = field(compare=False, default=0)
+    recompute: Recompute = field(compare=False)
+    is_raised: bool = field(compare=False, default=False)
+    choice: Parallelism | None = field(compare=False, default=None)
 
 
 class StepSearch:
@@ -138,6 +146,9 @@ class StepSearch:
         self._count = SearchCount()
         self._smallest: tuple[Parallelism, int] | None = None
         self._limit_s = math.inf
+        self._per_s: dict[tuple[int, int, int], float] = {}
+        self._heap: list[_Node] = []
+        self._num_put = 0
 
     def run(self) -> StepRanking:
         """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
@@ -162,103 +173,119 @@ class StepSearch:
         )
 
     def _search(self) -> None:
-        self._price_seeds()
-        heap = list(self._nodes())
-        heapq.heapify(heap)
-        self._count.nodes = total = len(heap)
+        nodes = list(self._nodes())
+        self._count.nodes = total = len(nodes)
+        usual = [node for node in nodes if self._is_usual(node.layout)]
+        others = [node for node in nodes if not self._is_usual(node.layout)]
         done = 0
-        while heap and heap[0].bound_s < self._limit_s:
-            node = heap[0]
-            if self._is_open(node):
-                heapq.heapreplace(heap, node)
-                continue
-            heapq.heappop(heap)
-            done += 1
-            self._progress(done, total)
+        for begun in (usual, others):  # the first find early what rules out most of the others
+            self._heap = begun
+            heapq.heapify(begun)
+            left = len(begun)
+            while begun and begun[0].bound_s < self._limit_s:
+                left -= self._closes(heapq.heappop(begun))
+                self._progress(total - left - (len(others) if begun is usual else 0), total)
+            done += len(begun)
         self._progress(total, total)
+
+    def _is_usual(self, layout: StepLayout) -> bool:
+        return (
+            layout.context == 1
+            and layout.strategy == self._space.options.strategies[0]
+            and layout.order == DEGREES
+        )
 
     def _nodes(self) -> Iterator[_Node]:
         """Yield the layouts with each micro-batch that may fit: all orders of some degrees keep as much."""
         number = 0
         for quad in self._space.degrees:
             sizes = self._space.micro_batches(quad[0])
-            bounds = [self._node_bound_s(quad, size, self._bounds.compute_s(quad, size)) for size in sizes]
-            num_fitting: dict[tuple[object, ...], int] = {}
+            per_s = [self._node_bound_s(quad, size) for size in sizes]
+            fitting: dict[tuple[object, ...], list[Recompute]] = {}
             for layout in self._space.layouts(quad):
                 key = layout.strategy, layout.tensor
-                if key not in num_fitting:
-                    num_fitting[key] = self._num_fitting(layout, sizes)
-                    self._note_largest(layout, sizes[: num_fitting[key]])
-                for size, bound in zip(sizes[: num_fitting[key]], bounds, strict=False):
-                    yield _Node(bound, number, layout, size)
+                if key not in fitting:
+                    fitting[key] = self._fitting_recomputes(layout, sizes)
+                    family = layout.strategy, layout.tensor, layout.context
+                    largest = sizes[len(fitting[key]) - 1] if fitting[key] else 1
+                    self._bounds.largest[family] = max(self._bounds.largest.get(family, 1), largest)
+                if not fitting[key]:
+                    continue
+                place = self._bounds.place(layout)
+                for size, recompute, seconds in zip(sizes, fitting[key], per_s, strict=False):
+                    bound = seconds * self._bounds.compute_s(quad, size, recompute)
+                    yield _Node(bound, number, place, quad, layout, size, recompute)
                     number += 1
 
-    def _note_largest(self, layout: StepLayout, sizes: Sequence[int]) -> None:
-        family = layout.strategy, layout.tensor, layout.context
-        largest = self._bounds.largest
-        largest[family] = max(largest.get(family, 1), *sizes, 1)
-
-    def _num_fitting(self, layout: StepLayout, sizes: Sequence[int]) -> int:
-        """Return how many of the micro-batches, ascending, may fit with the choice that keeps least."""
+    def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
+        """Return for each micro-batch, ascending, the least recomputation that may fit, up to the last that fits."""
         level = max(self._space.zero_levels(layout.data, layout.context))
-        recompute = max(self._space.options.recompute, key=RECOMPUTES.index)
+        kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
+        least: list[Recompute] = []
         try:
-            for number, size in enumerate(sizes):
+            for size in sizes:
                 count = self._problem.batch // layout.data // size
                 pairs = self._space.schedules(layout.pipeline, count)
                 plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
-                choices = (layout.choice(size, *pair, level, recompute) for pair in plain)
-                if all(self._fitting_bytes(choice) is None for choice in choices):
-                    return number
+                for kind in tuple(kinds):
+                    choices = (layout.choice(size, *pair, level, kind) for pair in plain)
+                    if any(self._fitting_bytes(choice) is not None for choice in choices):
+                        least.append(kind)
+                        break
+                    kinds.remove(kind)
+                else:
+                    break
         except MeshweaveError as error:
             self._refuse(error)
-            return 0
-        return len(sizes)
+            return []
+        return least
 
     def _refuse(self, error: MeshweaveError) -> None:
         self._count.refused += 1
         self._count.reason = self._count.reason or str(error)
 
-    def _node_bound_s(self, quad: Sequence[int], size: int, layer_s: float) -> float:
-        """Return the least seconds of a step with any schedule, for layers of so many seconds a micro-batch."""
-        count = self._problem.batch // quad[0] // size
-        layers = self._problem.model.num_layers
-        return min(
-            (
-                step_bound_s(layers, quad[1], schedule, virtual, count, layer_s)
-                for schedule, virtual in self._space.schedules(quad[1], count)
-            ),
-            default=math.inf,
-        )
+    def _node_bound_s(self, quad: tuple[int, int, int, int], size: int) -> float:
+        """Return the least seconds of a step with any schedule, for layers of a second a micro-batch."""
+        key = quad[0], quad[1], size
+        if key not in self._per_s:
+            count = self._problem.batch // quad[0] // size
+            layers = self._problem.model.num_layers
+            self._per_s[key] = min(
+                (
+                    step_bound_s(layers, quad[1], schedule, virtual, count, 1.0)
+                    for schedule, virtual in self._space.schedules(quad[1], count)
+                ),
+                default=math.inf,
+            )
+        return self._per_s[key]
 
-    def _is_open(self, node: _Node) -> bool:
-        """Raise the bound of a node, or weigh its choices; return whether it must be looked at again."""
+    def _closes(self, node: _Node) -> bool:
+        """Look at a node, and put back what is left of it; return whether it was the last look at a layout."""
         row = self._rows.get(_row_key(node.layout))
-        if row is not None and row.seconds <= node.bound_s:
-            return False
         try:
-            if node.num_raised < 3:
-                per_s = self._node_bound_s(node.layout.quad, node.micro_batch, 1.0)
-                layer_s = self._layer_bound_s(node, self._limit_s / per_s)
-                node.bound_s = max(node.bound_s, per_s * layer_s)
-                node.num_raised += 1
-                return True
+            if row is not None and row.seconds <= node.bound_s:
+                return node.choice is None
+            if node.choice is not None:
+                self._price(node.choice)
+                return False
+            if not node.is_raised:
+                self._raise_bound(node)
+                return False
             self._weigh_choices(node)
         except MeshweaveError as error:
             self._refuse(error)
-        return False
+        return True
 
-    def _layer_bound_s(self, node: _Node, enough_s: float) -> float:
-        match node.num_raised:
-            case 0:
-                return self._bounds.inner_s(node.layout, node.micro_batch, enough_s)
-            case 1:
-                return self._bounds.placed_s(node.layout, node.micro_batch)
-        return self._bounds.layer_s(node.layout, node.micro_batch)
+    def _raise_bound(self, node: _Node) -> None:
+        per_s = self._node_bound_s(node.quad, node.micro_batch)
+        enough_s = self._limit_s / per_s
+        layer_s = self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s)
+        node.bound_s, node.is_raised = max(node.bound_s, per_s * layer_s), True
+        heapq.heappush(self._heap, node)
 
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
         """Return the bytes of the fullest chip, or None where they do not fit."""
-        size = memory_of(self._problem, choice).total
+        size = peak_memory(self._problem, choice).total
         if size <= self._memory_bytes:
             return size
         self._count.over_memory += 1
@@ -267,28 +294,31 @@ class StepSearch:
         return None
 
     def _weigh_choices(self, node: _Node) -> None:
-        """Price the choices of a node whose bounds leave them a chance."""
+        """Put the choices of a node whose bounds leave them a chance among the nodes."""
         layout = node.layout
         count = self._problem.batch // layout.data // node.micro_batch
-        bounded = []
-        for schedule, virtual in self._space.schedules(layout.pipeline, count):
-            for recompute in self._space.options.recompute:
-                layer_s = self._bounds.layer_s(layout, node.micro_batch, recompute)
+        kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
+        for recompute in kinds[kinds.index(node.recompute) :]:
+            layer_s = self._bounds.layer_s(layout, node.micro_batch, recompute)
+            for schedule, virtual in self._space.schedules(layout.pipeline, count):
                 bound = step_bound_s(
                     self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
                 )
-                for zero in self._space.zero_levels(layout.data, layout.context):
+                for zero in sorted(self._space.zero_levels(layout.data, layout.context), reverse=True):
                     choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
-                    bounded.append((bound, len(bounded), choice))
-        for bound, _, choice in sorted(bounded):
-            if bound >= self._limit_for(choice):
-                break
-            if choice in self._priced or self._fitting_bytes(choice) is None:
-                continue
-            stages = stages_of(self._problem, choice)
-            pipeline_s = pipeline_bound_s(stages.action_times(), choice, count)
-            if pipeline_s + stages.gathers_s() < self._limit_for(choice):
-                self._price(choice)
+                    if bound >= self._limit_for(choice) or self._fitting_bytes(choice) is None:
+                        break  # lower levels shard less
+                    least = least_step_s(self._problem, choice)
+                    if least < self._limit_for(choice):
+                        self._put(node, choice, least)
+
+    def _put(self, node: _Node, choice: Parallelism, bound: float) -> None:
+        if not self._rows:
+            self._price(choice)
+            return
+        self._num_put += 1
+        number = self._count.nodes + self._num_put
+        heapq.heappush(self._heap, replace(node, bound_s=bound, number=number, choice=choice))
 
     def _limit_for(self, choice: Parallelism) -> float:
         """Return the seconds from which on a choice changes no row of the ranking."""
@@ -306,34 +336,6 @@ class StepSearch:
                 self._limit_s = heapq.nsmallest(
                     self._num_exact, (row.seconds for row in self._rows.values())
                 )[-1]
-
-    def _price_seeds(self) -> None:
-        """Price a few likely configurations, for an early answer and an early limit."""
-        inner = (level_sizes(self._problem.cluster.network) or (8,))[:1] or (self._problem.cluster.num_chips,)
-        quads = [quad for quad in self._space.degrees if quad[3] <= inner[0]]
-        for quad in sorted(quads, key=lambda quad: (quad[2], abs(math.log2(quad[3] * quad[1] / 16))))[
-            :_SEEDS
-        ]:
-            for choice in self._seeds(quad):
-                try:
-                    if self._fitting_bytes(choice) is not None:
-                        self._price(choice)
-                        break
-                except MeshweaveError:
-                    continue
-
-    def _seeds(self, quad: tuple[int, int, int, int]) -> Iterator[Parallelism]:
-        """Yield choices of the first layout of some degrees, the likely faster first."""
-        layout = next(self._space.layouts(quad), None)
-        sizes = self._space.micro_batches(quad[0])
-        if layout is None or not sizes:
-            return
-        pairs = self._space.schedules(quad[1], self._problem.batch // quad[0] // sizes[0])
-        levels = self._space.zero_levels(quad[0], quad[2])
-        for zero in sorted(levels, key=lambda level: (level == 0, level)):
-            for recompute in sorted(self._space.options.recompute, key=RECOMPUTES.index):
-                for schedule, virtual in pairs[:1]:
-                    yield layout.choice(sizes[0], schedule, virtual, zero, recompute)
 
 
 def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:

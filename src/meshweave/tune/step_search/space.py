@@ -210,14 +210,15 @@ class StepSpace:
         return distinct_orders(self.problem.cluster, quad)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the sequences that a micro-batch may have, ascending."""
-        share = self.problem.batch // data
-        given = self.options.micro_batches
-        return tuple(
-            size
-            for size in divisors_of(share)
-            if (size <= MAX_MICRO_BATCH if given is None else size in given)
-        )
+        """Return the sequences that a micro-batch may have, ascending: divisors, each twice the one before or more."""
+        share, given = self.problem.batch // data, self.options.micro_batches
+        if given is not None:
+            return tuple(size for size in divisors_of(share) if size in given)
+        sizes = [1]
+        for size in divisors_of(share):
+            if 2 * sizes[-1] <= size <= MAX_MICRO_BATCH:
+                sizes.append(size)
+        return tuple(sizes)
 
     def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
         """Return (schedule, stages per pipeline rank) for so many ranks and micro-batches.
