@@ -29,6 +29,10 @@ from meshweave.ir.work import Compute, Transfer, Work, matmul_work
 from meshweave.tune.step.placement import axis_machine, block_axes
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
+EAGER_LOGIT_BYTES = (10, 10)
+"""Bytes a logit through memory that a loss in steps moves beyond a fused one, forward and backward: a cast to fp32
+(2 + 4) and an output of log-softmax (4); its gradient in fp32 (4) and a cast back (4 + 2)."""
+
 _BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 
@@ -319,6 +323,16 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     return fused_s, plain_s + call_s(problem, softmax) - fused_s
 
 
+def _eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
+    """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
+    if problem.loss == "fused":
+        return 0.0
+    tokens = parallelism.micro_batch * problem.seq
+    logits = -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
+    work = Compute("call", logits, num_bytes * logits, dtype=problem.dtype, call="elementwise")
+    return call_s(problem, work)
+
+
 def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
     vocabulary = problem.model.vocab_size
     if not vocabulary:
@@ -326,7 +340,9 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
         return none, none
     forward, whole, _ = _parts(problem, parallelism, vocabulary)
     plain, all_plain, _ = _parts(problem, parallelism)
-    ends_forward, ends_backward = forward - plain, (whole - forward) - (all_plain - plain)
+    logits_s = [_eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
+    ends_forward = forward - plain + PartTime(logits_s[0])
+    ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])
     elements = -(-parallelism.micro_batch * problem.seq * problem.model.hidden // parallelism.context)
     moved = 2 * elements * problem.item_bytes
     embedded_s = call_s(problem, Compute("call", elements, moved, dtype=problem.dtype, call="elementwise"))

@@ -26,8 +26,10 @@ from meshweave.algorithms.block.roles import AxisRole
 from meshweave.tune.step.layers import strategy_of
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
-LOGIT_BYTES = 4
-"""The loss is computed in fp32 (Korthikanti et al., section 4.3: 4 s b v); its gradient is as large."""
+LOGIT_BYTES = {"fused": (4, 0), "eager": (10, 6)}
+"""Bytes of a logit that are kept, and that its gradient takes besides. Fused: in fp32 (Korthikanti et al., section
+4.3: 4 s b v), overwritten by the gradient. Eager: 2 of the product, 4 of its copy in fp32 and 4 of log-softmax; a
+gradient in fp32, and its copy in 16 bits."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 
@@ -186,7 +188,8 @@ class _MicroBatchBytes:
         layer: kept of a layer.
         again: kept besides while a layer is computed again.
         residual: of the residual.
-        logits: of the logits in fp32.
+        logits: of the logits that are kept.
+        logit_gradients: of their gradient.
         working: of gradients and gathered operands inside the backward part of a layer.
     """
 
@@ -194,6 +197,7 @@ class _MicroBatchBytes:
     again: int
     residual: int
     logits: int
+    logit_gradients: int
     working: int
 
 
@@ -205,9 +209,9 @@ def _micro_batch_bytes(problem: StepProblem, parallelism: Parallelism) -> _Micro
         layer = layer_activations(problem, p, p.recompute)
         whole = layer_activations(problem, p, "none")
         again = {"none": 0, "selective": whole - layer, "full": whole}[p.recompute]
-        logits = LOGIT_BYTES * logit_elements(problem, p)
+        logits, gradients = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
         known[key] = _MicroBatchBytes(
-            layer, again, boundary_bytes(problem, p), logits, _working_bytes(problem, p)
+            layer, again, boundary_bytes(problem, p), logits, gradients, _working_bytes(problem, p)
         )
     sizes: _MicroBatchBytes = known[key]
     return sizes
@@ -245,7 +249,7 @@ def _on_rank(
     if rank == p.pipeline - 1 and problem.model.vocab_size:
         in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
         activations += in_flight * (2 * sizes.residual + sizes.logits)
-        buffers = max(buffers, sizes.logits)  # the gradient of the logits
+        buffers = max(buffers, sizes.logit_gradients)
     if p.pipeline > 1:
         buffers += 2 * sizes.residual
     if shards > 1 and zero >= 2:
