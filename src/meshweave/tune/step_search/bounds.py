@@ -68,7 +68,9 @@ class LayerBounds:
     def __init__(self, space: StepSpace) -> None:
         self._problem = space.problem
         chip = self._problem.cluster.chip
-        rates = [rate for _, rate in (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)]
+        rates = [
+            rate for _, rate in (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)
+        ]
         self._peak = max(*rates, chip.effective_flops_per_s)
         self._levels = level_sizes(self._problem.cluster.network)
         self._known: dict[tuple[object, int], float] = {}

@@ -139,9 +139,9 @@ class StepSearch:
         progress: Progress = no_progress,
     ) -> None:
         self._space, self._problem, self._memory_bytes = space, space.problem, memory_bytes
-        self._num_exact, self._progress = num_exact, progress
+        self._num_exact, self.progress = num_exact, progress
         self._bounds = LayerBounds(space)
-        self._rows: dict[tuple[object, ...], PricedStep] = {}
+        self.rows: dict[tuple[object, ...], PricedStep] = {}
         self._priced: dict[Parallelism, PricedStep] = {}
         self._count = SearchCount()
         self._smallest: tuple[Parallelism, int] | None = None
@@ -156,10 +156,10 @@ class StepSearch:
         try:
             self._search()
         except KeyboardInterrupt:
-            if not self._rows:
+            if not self.rows:
                 raise
             is_complete = False
-        rows = sorted(self._rows.values(), key=_rank_key)[: max(NUM_ROWS, self._num_exact)]
+        rows = sorted(self.rows.values(), key=_rank_key)[: max(NUM_ROWS, self._num_exact)]
         front = pareto_front(self._priced.values())
         return StepRanking(
             self._space,
@@ -184,9 +184,9 @@ class StepSearch:
             left = len(begun)
             while begun and begun[0].bound_s < self._limit_s:
                 left -= self._closes(heapq.heappop(begun))
-                self._progress(total - left - (len(others) if begun is usual else 0), total)
+                self.progress(total - left - (len(others) if begun is usual else 0), total)
             done += len(begun)
-        self._progress(total, total)
+        self.progress(total, total)
 
     def _is_usual(self, layout: StepLayout) -> bool:
         return (
@@ -261,7 +261,7 @@ class StepSearch:
 
     def _closes(self, node: _Node) -> bool:
         """Look at a node, and put back what is left of it; return whether it was the last look at a layout."""
-        row = self._rows.get(_row_key(node.layout))
+        row = self.rows.get(_row_key(node.layout))
         try:
             if row is not None and row.seconds <= node.bound_s:
                 return node.choice is None
@@ -313,7 +313,7 @@ class StepSearch:
                         self._put(node, choice, least)
 
     def _put(self, node: _Node, choice: Parallelism, bound: float) -> None:
-        if not self._rows:
+        if not self.rows:
             self._price(choice)
             return
         self._num_put += 1
@@ -322,20 +322,20 @@ class StepSearch:
 
     def _limit_for(self, choice: Parallelism) -> float:
         """Return the seconds from which on a choice changes no row of the ranking."""
-        row = self._rows.get(_row_key(choice))
+        row = self.rows.get(_row_key(choice))
         return self._limit_s if row is None else min(self._limit_s, row.seconds)
 
     def _price(self, choice: Parallelism) -> None:
         priced = PricedStep(choice, step_of(self._problem, choice))
         self._count.priced += 1
         self._priced[choice] = priced
-        row = self._rows.get(priced.row_key)
+        row = self.rows.get(priced.row_key)
         if row is None or _rank_key(priced) < _rank_key(row):
-            self._rows[priced.row_key] = priced
-            if len(self._rows) >= self._num_exact:
-                self._limit_s = heapq.nsmallest(
-                    self._num_exact, (row.seconds for row in self._rows.values())
-                )[-1]
+            self.rows[priced.row_key] = priced
+            if len(self.rows) >= self._num_exact:
+                self._limit_s = heapq.nsmallest(self._num_exact, (row.seconds for row in self.rows.values()))[
+                    -1
+                ]
 
 
 def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:

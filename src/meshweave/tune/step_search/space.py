@@ -242,6 +242,17 @@ class StepSpace:
                 pairs.append((name, virtual))
         return tuple(pairs)
 
+    def choices(self) -> Iterator[Parallelism]:
+        """Yield every configuration, also those that do not fit or that the model of a step refuses."""
+        for quad in self.degrees:
+            for layout in self.layouts(quad):
+                for size in self.micro_batches(quad[0]):
+                    count = self.problem.batch // quad[0] // size
+                    for schedule, virtual in self.schedules(quad[1], count):
+                        for recompute in self.options.recompute:
+                            for zero in self.zero_levels(quad[0], quad[2]):
+                                yield layout.choice(size, schedule, virtual, zero, recompute)
+
     def zero_levels(self, data: int, context: int) -> tuple[int, ...]:
         """Return the ZeRO levels of so many replicas; a single one has nothing to shard."""
         levels = self.options.zero
@@ -266,11 +277,16 @@ def distinct_orders(cluster: Cluster, quad: tuple[int, int, int, int]) -> tuple[
     levels = level_sizes(cluster.network)
     orders: dict[tuple[object, ...], Order] = {}
     for order in permutations(DEGREES):
-        stride, places = 1, []
+        stride, strides, places = 1, {}, []
         for name in order:
             if sizes[name] > 1:
+                strides[name] = stride
                 places.append((name, place_on_levels(levels, sizes[name], stride)))
             stride *= sizes[name]
+        inner, outer = sorted(("context", "data"), key=lambda name: strides.get(name, 0))
+        if inner in strides and strides[outer] == strides[inner] * sizes[inner]:  # they sum gradients as one
+            both = place_on_levels(levels, sizes["context"] * sizes["data"], strides[inner])
+            places.append(("replicas", both))
         orders.setdefault(tuple(sorted(places)), order)
     return tuple(orders.values())
 
