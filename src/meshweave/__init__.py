@@ -71,6 +71,7 @@ _GROUPS = {
     },
     "planning": {
         "tune": "Plan load_plan plan_model tune_product",
+        "tune.step_search": "SpaceOptions plan",
         "tune.ranking": "RankedConfig rank_configs simulate_best",
         "tune.blocks": "BlockRanking rank_blocks",
         "tune.block_reasons": "block_reason",
@@ -313,6 +314,8 @@ if TYPE_CHECKING:
     from meshweave.tune.ranking import rank_configs as rank_configs
     from meshweave.tune.ranking import simulate_best as simulate_best
     from meshweave.tune.schedules import search_schedule as search_schedule
+    from meshweave.tune.step_search import SpaceOptions as SpaceOptions
+    from meshweave.tune.step_search import plan as plan
     from meshweave.tune.step import Memory as Memory
     from meshweave.tune.step import Parallelism as Parallelism
     from meshweave.tune.step import SimulatedStep as SimulatedStep
