@@ -27,7 +27,7 @@ from meshweave.ir.program import Program
 from meshweave.simulate import Simulation, simulate
 from meshweave.tune.step.layers import ends_time
 from meshweave.tune.step.memory import layer_parameters, residual_is_whole, table_parameters
-from meshweave.tune.step.placement import replica_groups
+from meshweave.tune.step.placement import replica_groups, sharding_groups
 from meshweave.tune.step.problem import Parallelism
 from meshweave.tune.step.result import Step
 
@@ -64,14 +64,16 @@ def step_program(step: Step) -> Program:
     """Return the program of a step on all chips of its cluster.
 
     Raises:
-        UnsupportedError: ZeRO-2 or 3, gathers and reductions in different dtypes, a share of overlap between 0 and
-            1, or transfers that ranks wait for.
+        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
+            and 1, or transfers that ranks wait for.
     """
     p, stack = step.parallelism, step.problem.stack
-    if p.zero >= 2 or p.zero_group is not None:
+    if p.zero >= 2:
         raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
-    if p.zero == 1 and step.problem.gradient_dtype != step.problem.dtype:
-        raise UnsupportedError("the program of a step with zero 1 has gradients in the dtype of weights")
+    if p.zero == 1 and len(sharding_groups(p)[0]) > 1:
+        raise UnsupportedError(
+            "the program of a step shards over one group; put context beside data in the order"
+        )
     if stack.overlap not in (0, 1) or stack.blocks_transfers:
         raise UnsupportedError(
             "the program of a step overlaps all of its reductions or none, and its transfers"
@@ -84,7 +86,7 @@ def step_program(step: Step) -> Program:
 
 def _meshes(p: Parallelism) -> list[Mesh]:
     """Return the mesh of each pipeline rank: axes for groups of replicas, and one for tensor parallelism."""
-    axes = [(f"replica{number}", *group) for number, group in enumerate(replica_groups(p))]
+    axes = [(f"replica{number}", *group) for number, group in enumerate(_groups(p))]
     axes = sorted([*axes, ("tensor", p.tensor_size, p.stride("tensor"))], key=lambda axis: -axis[2])
     shape = tuple(size for _, size, _ in axes)
     names = tuple(name for name, *_ in axes)
@@ -95,6 +97,11 @@ def _meshes(p: Parallelism) -> list[Mesh]:
         ranks = tuple(base + sum(place) for place in places)
         meshes.append(Mesh(f"p{rank}", shape, names, ranks))
     return meshes
+
+
+def _groups(p: Parallelism) -> tuple[tuple[int, int], ...]:
+    """Return (size, stride) of the groups of replicas, those that shard first."""
+    return tuple(group for groups in sharding_groups(p) for group in groups) if p.zero else replica_groups(p)
 
 
 def _stages(step: Step) -> tuple[tuple[Stage, ...], list[int]]:
@@ -124,9 +131,9 @@ def _stages(step: Step) -> tuple[tuple[Stage, ...], list[int]]:
             stages.append(
                 Stage(
                     mesh, forward, input_grad, weight_grad, _divided(parameters, p),
-                    data_axes=tuple(axis for axis in mesh.axes if axis != "tensor"),
-                    is_sharded=p.zero == 1 and p.replicas > 1, dtype=problem.dtype,
-                    parameter_dtype=problem.gradient_dtype,
+                    data_axes=tuple(f"replica{group}" for group in range(len(_groups(p)))),
+                    is_sharded=p.zero == 1 and p.shards > 1, dtype=problem.dtype,
+                    parameter_dtype=problem.dtype, gradient_dtype=problem.gradient_dtype,
                 )
             )  # fmt: skip
     return tuple(stages), starts
