@@ -1,0 +1,82 @@
+"""The software that ran published training runs: what it does by default, and its few constants.
+
+What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
+interleaved. What remains are constants with a name (`tune.step.Stack`), at most five a stack, in `stacks.toml`,
+written by `validation/fit_stacks.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from meshweave.describe.files import parse_table
+from meshweave.describe.model.memory import Recompute
+from meshweave.reproduce.training_runs.rows import PublishedRun
+from meshweave.tune.step import Stack
+
+_FILE = "stacks.toml"
+
+
+@dataclass(frozen=True)
+class RunStack:
+    """What a source's software does where its rows say nothing else.
+
+    Attributes:
+        words: words of a source, any of which names this stack.
+        constants: the name of its constants in `stacks.toml`; "" for none.
+        attention_kernel: which fused kernel computes attention; "" for scores in memory.
+        gradient_dtype: of gradients that are accumulated and reduced.
+        is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
+        interleaves: whether the number of virtual stages is open where a pipeline's row states none.
+        states_precision: whether a row without a precision leaves it open.
+    """
+
+    words: tuple[str, ...]
+    constants: str = ""
+    dtype: str = "bfloat16"
+    gradient_dtype: str = "float32"
+    attention_kernel: str = "flash-2"
+    recompute: Recompute = "none"
+    is_sequence_parallel: bool = True
+    interleaves: bool = False
+    states_precision: bool = False
+
+    @property
+    def attention(self) -> Literal["flash", "plain"]:
+        """Return the kind of attention in `StepProblem`'s words."""
+        return "flash" if self.attention_kernel else "plain"
+
+
+_STACKS = (
+    RunStack(("2104.04473", ), "megatron-2021", "float16", "float16", "", "full", False, True),
+    RunStack(("2205.05198", "Megatron-LM README"), "megatron-2021", "float16", "float32", "", "none", False),
+    RunStack(("Zero Bubble",), "megatron-2021", "float16", "float32", ""),
+    RunStack(("llm-foundry",), "llm-foundry", "bfloat16", "bfloat16", "triton-1"),
+    RunStack(("torchtitan",), "torchtitan"),
+    RunStack(("nanotron",), "nanotron"),
+    RunStack(("Megatron-Bridge", "Megatron-Core"), "megatron-core", attention_kernel="flash-3", states_precision=True),
+)
+_ZERO_3 = RunStack((), "", "float16", "float16", "", "full")
+"""DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
+_UNKNOWN = RunStack(())
+
+
+def stack_of(run: PublishedRun) -> RunStack:
+    """Return the software of a run, by its source; that without constants for a source that is not known."""
+    if "2104.04473" in run.source and "zero-3" in run.config.lower():
+        return _ZERO_3
+    return next((stack for stack in _STACKS if any(word in run.source for word in stack.words)), _UNKNOWN)
+
+
+@lru_cache(maxsize=1)
+def _constants() -> dict[str, Any]:
+    text = files("meshweave.reproduce").joinpath("training_runs", _FILE).read_text("utf-8")
+    return parse_table(text, _FILE, "toml")
+
+
+def constants_of(name: str) -> Stack:
+    """Return the constants of a stack by its name; those of none for "" and for a name without any."""
+    return Stack(name or "none", **_constants().get(name, {}))
