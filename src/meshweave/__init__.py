@@ -77,6 +77,7 @@ _GROUPS = {
         "tune.universal": "tune_universal",
         "tune.layouts": "tune_layouts",
         "tune.schedules": "search_schedule",
+        "tune.step": "Memory Parallelism SoftwareStack Step StepParts StepProblem step step_of",
     },
     "readings": {
         "estimate": "Estimate estimate",
@@ -309,6 +310,14 @@ if TYPE_CHECKING:
     from meshweave.tune.ranking import rank_configs as rank_configs
     from meshweave.tune.ranking import simulate_best as simulate_best
     from meshweave.tune.schedules import search_schedule as search_schedule
+    from meshweave.tune.step import Memory as Memory
+    from meshweave.tune.step import Parallelism as Parallelism
+    from meshweave.tune.step import SoftwareStack as SoftwareStack
+    from meshweave.tune.step import Step as Step
+    from meshweave.tune.step import StepParts as StepParts
+    from meshweave.tune.step import StepProblem as StepProblem
+    from meshweave.tune.step import step as step
+    from meshweave.tune.step import step_of as step_of
     from meshweave.tune.universal import tune_universal as tune_universal
 
 _HOME = {

@@ -1,0 +1,13 @@
+"""The time and memory of a whole training step: degrees of parallelism laid on a cluster.
+
+problem      what is trained on what: model, cluster, batch, and what the software stack does
+parallelism  one choice of degrees, strategy, schedule and recomputation
+step         both together: seconds in parts, bytes in parts
+"""
+
+from meshweave.tune.step.compose import step, step_of
+from meshweave.tune.step.memory import Memory
+from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
+from meshweave.tune.step.result import Step, StepParts
+
+__all__ = ["Memory", "Parallelism", "SoftwareStack", "Step", "StepParts", "StepProblem", "step", "step_of"]
