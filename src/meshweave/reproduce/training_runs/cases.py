@@ -18,7 +18,7 @@ from meshweave.reproduce.training_runs.clusters import cluster_of
 from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_stated
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.stacks import RunStack, constants_of, stack_of
-from meshweave.tune.step import Parallelism, Stack, StepProblem
+from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
 _NARROW = re.compile(r"fp8|float8|mxfp|nvfp", re.IGNORECASE)
@@ -50,7 +50,7 @@ class RunCase:
         return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.seq, self.choices
 
 
-def case_of(run: PublishedRun, constants: Stack | None = None) -> RunCase:
+def case_of(run: PublishedRun, constants: SoftwareStack | None = None) -> RunCase:
     """Return what a run asks of a prediction.
 
     Args:

@@ -1,7 +1,7 @@
 """The software that ran published training runs: what it does by default, and its few constants.
 
 What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
-interleaved. What remains are constants with a name (`tune.step.Stack`), at most five a stack, in `stacks.toml`,
+interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in `stacks.toml`,
 written by `validation/fit_stacks.py`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from meshweave.describe.files import parse_table
 from meshweave.describe.model.memory import Recompute
 from meshweave.reproduce.training_runs.rows import PublishedRun
-from meshweave.tune.step import Stack
+from meshweave.tune.step import SoftwareStack
 
 _FILE = "stacks.toml"
 
@@ -77,6 +77,6 @@ def _constants() -> dict[str, Any]:
     return parse_table(text, _FILE, "toml")
 
 
-def constants_of(name: str) -> Stack:
+def constants_of(name: str) -> SoftwareStack:
     """Return the constants of a stack by its name; those of none for "" and for a name without any."""
-    return Stack(name or "none", **_constants().get(name, {}))
+    return SoftwareStack(name or "none", **_constants().get(name, {}))
