@@ -14,10 +14,10 @@ from itertools import product
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
-from meshweave.reproduce.training_runs.clusters import cluster_of
+from meshweave.reproduce.training_runs.clusters import cluster_of, with_attention_rate
 from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_stated
 from meshweave.reproduce.training_runs.rows import PublishedRun
-from meshweave.reproduce.training_runs.stacks import RunStack, constants_of, stack_of
+from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, constants_of, stack_of
 from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
@@ -50,11 +50,12 @@ class RunCase:
         return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.seq, self.choices
 
 
-def case_of(run: PublishedRun, constants: SoftwareStack | None = None) -> RunCase:
+def case_of(run: PublishedRun, constants: SoftwareStack | None = None, attention: float | None = None) -> RunCase:
     """Return what a run asks of a prediction.
 
     Args:
         constants: those of the stack; by default those that ship with the package.
+        attention: the rate of its kernel of attention over the measured one; by default likewise.
 
     Raises:
         NoPredictionError: it cannot be predicted; the reason.
@@ -81,6 +82,9 @@ def case_of(run: PublishedRun, constants: SoftwareStack | None = None) -> RunCas
         raise NoPredictionError(f"{degrees.data} replicas of whole micro-batches do not divide {batch} sequences")
     if not words.is_sequence_parallel(stack.is_sequence_parallel):
         choices = tuple(replace(choice, strategy="megatron") for choice in choices)
+    if attention is None:
+        attention = attention_rate(stack.attention_kernel, cluster.chip.name)
+    cluster = with_attention_rate(cluster, attention)
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, stack.gradient_dtype, attention=stack.attention,

@@ -79,4 +79,10 @@ def _constants() -> dict[str, Any]:
 
 def constants_of(name: str) -> SoftwareStack:
     """Return the constants of a stack by its name; those of none for "" and for a name without any."""
-    return SoftwareStack(name or "none", **_constants().get(name, {}))
+    return SoftwareStack(name or "none", **_constants().get("stacks", {}).get(name, {}))
+
+
+def attention_rate(kernel: str, chip: str) -> float:
+    """Return the rate of a kernel of attention on a chip over that of the kernel measured there; 1 if not known."""
+    shares = _constants().get("attention", {}).get(kernel, {})
+    return float(next((share for name, share in shares.items() if chip.startswith(name)), 1.0))
