@@ -5,9 +5,24 @@ parallelism  one choice of degrees, strategy, schedule and recomputation
 step         both together: seconds in parts, bytes in parts
 """
 
-from meshweave.tune.step.compose import step, step_of
+from meshweave.tune.step.checks import check_step
+from meshweave.tune.step.compose import memory_of, step, step_of
+from meshweave.tune.step.layers import LayerTime, layer_time
 from meshweave.tune.step.memory import Memory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
 from meshweave.tune.step.result import Step, StepParts
 
-__all__ = ["Memory", "Parallelism", "SoftwareStack", "Step", "StepParts", "StepProblem", "step", "step_of"]
+__all__ = [
+    "LayerTime",
+    "Memory",
+    "Parallelism",
+    "SoftwareStack",
+    "Step",
+    "StepParts",
+    "StepProblem",
+    "check_step",
+    "layer_time",
+    "memory_of",
+    "step",
+    "step_of",
+]

@@ -4,8 +4,8 @@ A layer is `algorithms.block`'s program of one layer under a strategy, on the ch
 does not hide is exposed communication. Its gradients of weights that several ranks have are reduced once a step,
 not for each micro-batch, so that their reductions are left out here.
 
-The sequences of context-parallel ranks are shared as evenly as Striped Attention does (Brandon et al., 2023):
-every rank attends to half of all keys on average.
+Ranks that share sequences have parts of them that interleave, so that in each turn of the ring every rank attends
+to half of the keys (Brandon et al., Striped Attention, 2023).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
+from meshweave.cost.product_table import item_bytes
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
@@ -147,11 +148,11 @@ def _block(
 
 
 def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    forward, whole, kernels = _parts(problem, parallelism)
+    bare, whole, kernels = _parts(problem, parallelism, 0, problem.product_dtype)
     extra = _software_s(problem, parallelism, kernels[0]), _software_s(problem, parallelism, kernels[1])
     attention = _attention_s(problem, parallelism, "forward"), _attention_s(problem, parallelism, "backward")
-    forward = forward + PartTime(extra[0] + attention[0][1])
-    backward = whole - _parts(problem, parallelism)[0] + PartTime(extra[1] + attention[1][1])
+    forward = bare + PartTime(extra[0] + attention[0][1])
+    backward = whole - bare + PartTime(extra[1] + attention[1][1])
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
@@ -161,31 +162,35 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
 
 
 def _parts(
-    problem: StepProblem, parallelism: Parallelism, vocabulary: int = 0
+    problem: StepProblem, parallelism: Parallelism, vocabulary: int = 0, product_dtype: str | None = None
 ) -> tuple[PartTime, PartTime, tuple[int, int]]:
     """Return the forward part, all of it, and the numbers of kernels forward and backward, at the best config."""
     known = problem.prices("blocks")
-    key = _key(parallelism), vocabulary
+    key = _key(parallelism), vocabulary, product_dtype
     if key not in known:
         entry = strategy_of(problem, parallelism)
-        machine = axis_machine(problem.cluster, block_axes(parallelism))
+        machine = axis_machine(problem.priced_cluster, block_axes(parallelism))
         block = _block(problem, parallelism, True, vocabulary)
         if (reason := entry.refusal(block)) is not None:
             raise LayoutError(f"{entry.name} {reason}")
         configs = list(entry.candidates(block)) if hasattr(entry, "product_2d") else [BlockConfig()]
-        timed = [(_timed(entry, block, config, machine), config) for config in configs]
+        timed = [(_timed(entry, block, config, machine, product_dtype), config) for config in configs]
         (whole, count), config = min(timed, key=lambda pair: pair[0][0].total_s)
-        forward, first = _timed(entry, replace(block, training=False), config, machine)
+        forward, first = _timed(entry, replace(block, training=False), config, machine, product_dtype)
         known[key] = forward, whole, (first, count - first)
     forward, whole, kernels = known[key]
     return forward, whole, kernels
 
 
 def _timed(
-    entry: BlockAlgorithm, block: BlockProblem, config: BlockConfig, machine: Machine
+    entry: BlockAlgorithm,
+    block: BlockProblem,
+    config: BlockConfig,
+    machine: Machine,
+    product_dtype: str | None,
 ) -> tuple[PartTime, int]:
     """Return the estimate of a block without the reductions of gradients of weights, and its number of kernels."""
-    skeleton = _without_gradients(entry.skeleton(block, config))
+    skeleton = _as_run(_without_gradients(entry.skeleton(block, config)), product_dtype)
     time = estimate_skeleton(skeleton, machine)
     tasks = list(skeleton.counted_tasks())
     context_s = sum(
@@ -233,6 +238,29 @@ def _without_gradients(skeleton: Skeleton) -> Skeleton:
     return Skeleton(tuple(phases))
 
 
+def _as_run(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
+    """Return a skeleton with products in another dtype, and with rings whose every turn has half of the keys."""
+
+    def changed(task: Task | Part) -> Task | Part:
+        if isinstance(task, Part):
+            return replace(task, skeleton=_as_run(task.skeleton, product_dtype))
+        work = task.work
+        if not isinstance(work, Compute):
+            return task
+        if work.kind == "matmul" and product_dtype is not None:
+            return replace(
+                task, work=replace(work, dtype=product_dtype, item_bytes=item_bytes(product_dtype))
+            )
+        if work.call == "attention" and work.shape[3] == work.shape[2] > 1:
+            shape = (*work.shape[:3], work.shape[3] // 2 + 1, work.shape[4])
+            return replace(task, work=with_counts(replace(work, flops=0, shape=shape)))
+        return task
+
+    return Skeleton(
+        tuple(replace(phase, tasks=tuple(changed(task) for task in phase.tasks)) for phase in skeleton.phases)
+    )
+
+
 def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int) -> float:
     """Return what the software adds to a part of a layer with so many kernels."""
     stack = problem.stack
@@ -253,7 +281,7 @@ def call_s(problem: StepProblem, work: Compute) -> float:
     """Return the seconds of work on one chip of the cluster."""
     machines = problem.prices("machines")
     if "chip" not in machines:
-        machines["chip"] = axis_machine(problem.cluster, (("row", 1, 1),))
+        machines["chip"] = axis_machine(problem.priced_cluster, (("row", 1, 1),))
     return _seconds(with_counts(work), machines["chip"])
 
 

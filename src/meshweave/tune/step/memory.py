@@ -139,16 +139,21 @@ def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     return -(-problem.item_bytes * elements // _shares(problem, parallelism)("residual"))
 
 
+def residual_is_whole(problem: StepProblem, parallelism: Parallelism) -> bool:
+    """Return whether every tensor-parallel rank has the residual of all tokens that the group works on."""
+    return _shares(problem, parallelism)("residual") == parallelism.context
+
+
 def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the logits of a micro-batch on one rank."""
     tokens = parallelism.micro_batch * problem.seq
     return -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
 
 
-def memory_of(
+def pipeline_memory(
     problem: StepProblem, parallelism: Parallelism, layers: list[int], stashes: tuple[int, ...]
 ) -> Memory:
-    """Return the bytes on a chip of each pipeline rank.
+    """Return the bytes on a chip of each pipeline rank; `memory_of` finds out the layers and stashes.
 
     Args:
         layers: the layers of each pipeline rank.

@@ -5,7 +5,8 @@ ranks, stages and micro-batches alone. It is built once for each of them, in top
 the times of any stages: what `time_schedule` gives, without making actions again.
 
 A 1F1B schedule of many micro-batches repeats itself: past a few rounds of as many micro-batches as ranks, each
-further round takes as long as the one before. Those rounds are counted, not timed.
+further round takes as long as the one before. Those rounds are counted, not timed. Where stages differ little, the
+one that holds up the others may change later than that, which is then off by less than what they differ by.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from meshweave.algorithms.pipeline.action_table import tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.pipeline.interleaved import round_sizes
 
 _TIMED_ROUNDS = 4
+_TIMED_MICRO_BATCHES = 24
 _REPEATS = ("1f1b", "interleaved-1f1b", "gpipe")
 _BY_TIMES = ("zb-1p", "zb-2p")
 """Schedules that depend on the times of their stages."""
@@ -35,13 +38,11 @@ class PipelineTime:
         makespan_ps: when the last of them is.
         ends_ps: when each of them is.
         stage_ranks: for each stage the rank that has it.
-        stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
     """
 
     makespan_ps: int
     ends_ps: tuple[int, ...]
     stage_ranks: tuple[int, ...]
-    stashes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class _Graph:
         overlaps: for each pair that runs beside each other the places of the two times.
         waits: for each action those that it waits for, with the edge that carries its value, or ABSENT.
         last: for each rank the place of its last action.
-        stashes: as of `PipelineTime`.
+        stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
     """
 
     schedule: Schedule
@@ -80,7 +81,7 @@ class _Graph:
                     begin = end
             ends.append(begin + ticks[tick])
         of_ranks = tuple(ends[place] for place in self.last)
-        return PipelineTime(max(of_ranks), of_ranks, self.schedule.stage_ranks, self.stashes)
+        return PipelineTime(max(of_ranks), of_ranks, self.schedule.stage_ranks)
 
 
 def time_pipeline(
@@ -98,11 +99,12 @@ def time_pipeline(
         return _build(*request, micro_batches, times).time(times)
     rounds, rest = divmod(micro_batches, num_ranks)
     repeats = name in _REPEATS and (rest == 0 or name != "interleaved-1f1b")
-    if not repeats or rounds <= _TIMED_ROUNDS + 1:
+    timed = max(_TIMED_ROUNDS, -(-_TIMED_MICRO_BATCHES // num_ranks))
+    if not repeats or rounds <= timed + 1:
         return _graph(*request, micro_batches).time(times)
-    shorter = _graph(*request, _TIMED_ROUNDS * num_ranks + rest).time(times)
-    longer = _graph(*request, (_TIMED_ROUNDS + 1) * num_ranks + rest).time(times)
-    more = rounds - _TIMED_ROUNDS
+    shorter = _graph(*request, timed * num_ranks + rest).time(times)
+    longer = _graph(*request, (timed + 1) * num_ranks + rest).time(times)
+    more = rounds - timed
     round_ps = longer.makespan_ps - shorter.makespan_ps
     return PipelineTime(
         shorter.makespan_ps + more * round_ps,
@@ -110,13 +112,27 @@ def time_pipeline(
             early + more * (late - early) for early, late in zip(shorter.ends_ps, longer.ends_ps, strict=True)
         ),
         shorter.stage_ranks,
-        _stashes(name, micro_batches, num_ranks * virtual_stages, shorter.stashes),
     )
 
 
-def _stashes(name: str, micro_batches: int, num_stages: int, of_few: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the most stashes of each rank: those of all micro-batches in GPipe, else those of a few rounds."""
-    return (micro_batches * num_stages // len(of_few),) * len(of_few) if name == "gpipe" else of_few
+def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
+    """Return for each rank the most micro-batches, over its stages, whose activations it keeps (`peak_stashes`).
+
+    Raises:
+        UnsupportedError: there is no such schedule.
+        LayoutError: the schedule does not take these numbers.
+    """
+    all_of_rank = micro_batches * virtual_stages
+    ranks = range(num_ranks)
+    if name == "gpipe":
+        return (all_of_rank,) * num_ranks
+    if name == "1f1b" and virtual_stages == 1:
+        return tuple(min(all_of_rank, num_ranks - rank) for rank in ranks)
+    if name in ("1f1b", "interleaved-1f1b"):
+        ahead = (virtual_stages - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
+        return tuple(min(all_of_rank, ahead + 2 * (num_ranks - 1 - rank)) for rank in ranks)
+    few = min(micro_batches, 4 * num_ranks)
+    return _graph(name, num_ranks, virtual_stages, few).stashes
 
 
 @lru_cache(maxsize=512)

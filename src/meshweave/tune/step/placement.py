@@ -75,6 +75,38 @@ def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
     return tuple(groups)
 
 
+def sharding_groups(
+    parallelism: Parallelism,
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """Return the groups over which ZeRO shards, and those of copies of a shard."""
+    left = parallelism.shards
+    shards: list[tuple[int, int]] = []
+    copies: list[tuple[int, int]] = []
+    for size, stride in replica_groups(parallelism):
+        inside = math.gcd(left, size)
+        left //= inside
+        if inside > 1:
+            shards.append((inside, stride))
+        if inside < size:
+            copies.append((size // inside, stride * inside))
+    return tuple(shards), tuple(copies)
+
+
+def boundary_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool) -> float:
+    """Return the seconds in which the residual of a micro-batch gets from one pipeline rank to the next.
+
+    What every tensor-parallel rank has whole is sent in parts and gathered there, if that is faster (Narayanan et
+    al., SC '21, section 4.1).
+    """
+    size, stride = parallelism.pipeline, parallelism.stride("pipeline")
+    sent_s = message_s(problem, size, stride, num_bytes)
+    tensor = parallelism.tensor_size
+    if not is_whole or tensor == 1:
+        return sent_s
+    gathered_s = collective_s(problem, "all_gather", ((tensor, parallelism.stride("tensor")),), num_bytes)
+    return min(sent_s, message_s(problem, size, stride, -(-num_bytes // tensor)) + gathered_s)
+
+
 def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, int]], num_bytes: int) -> float:
     """Return the seconds of a collective over ranks with equal weights, one group of axes after the other.
 
@@ -108,20 +140,5 @@ def _transfer_s(problem: StepProblem, work: Transfer, stride: int) -> float:
     machines = problem.prices("machines")
     key = work.num_ranks, stride
     if key not in machines:
-        machines[key] = axis_machine(problem.cluster, (("row", work.num_ranks, stride),))
+        machines[key] = axis_machine(problem.priced_cluster, (("row", work.num_ranks, stride),))
     return to_s(price(work, machines[key]).total_ps)
-
-
-def check_chips(problem: StepProblem, parallelism: Parallelism) -> str | None:
-    """Return why the degrees do not make up the cluster, or None."""
-    if parallelism.num_ranks == problem.cluster.num_chips:
-        return None
-    parts = [f"{degree} {parallelism.size(degree)}" for degree in ("data", "pipeline", "context", "tensor")]
-    left = problem.cluster.num_chips / math.prod(
-        parallelism.size(degree) for degree in ("pipeline", "context", "tensor")
-    )
-    hint = f"data={int(left)} would" if left == int(left) else "no number of replicas does"
-    return (
-        f"{' x '.join(parts)} is {parallelism.num_ranks} ranks, and {problem.cluster.name} has "
-        f"{problem.cluster.num_chips} chips; {hint} fill it"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
@@ -34,6 +34,8 @@ class Parallelism:
         strategy: how these share it: a name of `algorithms.block`, such as "megatron_sp", "megatron", "atp" or
             "meshslice_block".
         zero: what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+        zero_group: how many of the ranks with equal weights shard among themselves, neighbours first; others have
+            copies (hybrid sharding); None for all.
         schedule: a name of `algorithms.pipeline.by_name`; "1f1b" with several virtual stages is interleaved.
         virtual_stages: stages on each pipeline rank.
         micro_batch: sequences that go through the pipeline together, on each replica.
@@ -56,6 +58,7 @@ class Parallelism:
     micro_batch: int = 1
     recompute: Recompute = "none"
     order: tuple[Degree, ...] = DEGREES
+    zero_group: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("data", "pipeline", "context", "virtual_stages", "micro_batch"):
@@ -68,6 +71,11 @@ class Parallelism:
         if self.recompute not in RECOMPUTES:
             raise LayoutError(
                 f"parallelism: recompute is '{self.recompute}'; give one of {', '.join(RECOMPUTES)}"
+            )
+        if self.zero_group is not None and (self.zero_group < 1 or self.replicas % self.zero_group):
+            raise LayoutError(
+                f"parallelism: zero_group is {self.zero_group}; give a divisor of the {self.replicas} ranks with "
+                "equal weights"
             )
         if sorted(self.order) != sorted(DEGREES):
             raise LayoutError(f"parallelism: order is {self.order}; give {', '.join(DEGREES)}, each once")
@@ -93,9 +101,14 @@ class Parallelism:
         return self.pipeline * self.virtual_stages
 
     @property
-    def shards(self) -> int:
-        """Return the number of ranks that have the same weights: what ZeRO shards over."""
+    def replicas(self) -> int:
+        """Return the number of ranks that work with equal weights: data times context."""
         return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks over which ZeRO shards."""
+        return self.zero_group or self.replicas
 
     def size(self, degree: Degree) -> int:
         """Return the size of a degree."""
@@ -120,6 +133,8 @@ class SoftwareStack:
         launch_s: seconds that pass between two kernels of a layer.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers.
+        regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
+            a step. It says what the stack does; it is no constant.
     """
 
     name: str = "none"
@@ -128,6 +143,7 @@ class SoftwareStack:
     launch_s: float = 0.0
     step_s: float = 0.0
     fragmentation: float = 0.0
+    regathers: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
@@ -146,7 +162,10 @@ class StepProblem:
         dtype: of weights and activations.
         gradient_dtype: of accumulated gradients and of their reduction.
         optimizer: "adam", "momentum" or "sgd".
+        product_dtype: of products of layers where it is another, such as "fp8".
         attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
+        attention_share: the speed of the attention kernel relative to that of the chip's constants: an older
+            kernel has less than 1.
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: constants of the software.
@@ -162,7 +181,9 @@ class StepProblem:
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     optimizer: str = "adam"
+    product_dtype: str | None = None
     attention: Literal["flash", "plain"] = "flash"
+    attention_share: float = 1.0
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
 
@@ -170,14 +191,18 @@ class StepProblem:
         Workload(self.batch, self.seq, self.dtype)
         for name, known in (
             ("gradient_dtype", tuple(DTYPES)),
+            ("product_dtype", (None, "fp8", *DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
             ("attention", _ATTENTIONS),
         ):
             word = getattr(self, name)
             if word not in known:
                 raise DescriptionError(
-                    f"step: unknown {name} '{word}'{did_you_mean(word, known)}; known: {', '.join(known)}"
+                    f"step: unknown {name} '{word}'{did_you_mean(word, filter(None, known))}; known: "
+                    f"{', '.join(filter(None, known))}"
                 )
+        if not self.attention_share > 0:
+            raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
 
     @property
     def workload(self) -> Workload:
@@ -204,6 +229,15 @@ class StepProblem:
         """Return the bytes of optimizer states per parameter, with the fp32 copy of narrower weights."""
         return _OPTIMIZER_BYTES[self.optimizer] + (4 if self.item_bytes < 4 else 0)
 
+    @property
+    def priced_cluster(self) -> Cluster:
+        """Return the cluster with the attention kernel of the stack."""
+        kept = self.prices("cluster")
+        if not kept:
+            kept[""] = _with_attention(self.cluster, self.attention_share)
+        cluster: Cluster = kept[""]
+        return cluster
+
     def prices(self, kind: str) -> dict[Any, Any]:
         """Return what has been priced so far, to be kept with the problem: a dictionary for each kind of price."""
         kept: dict[str, dict[Any, Any]] | None = self.__dict__.get("_prices")
@@ -211,3 +245,17 @@ class StepProblem:
             kept = {}
             object.__setattr__(self, "_prices", kept)
         return kept.setdefault(kind, {})
+
+
+def _with_attention(cluster: Cluster, share: float) -> Cluster:
+    """Return a cluster whose chips run attention at a share of their speed."""
+    chip = cluster.chip
+    if share == 1:
+        return cluster
+    rates = dict(chip.call_flops_per_s)
+    rates["attention"] = share * rates.get("attention", chip.effective_flops_per_s)
+    kernels = chip.kernels
+    if kernels is not None:
+        scaled = ((name, replace(of, flops_per_s=share * of.flops_per_s)) for name, of in kernels.attention)
+        kernels = replace(kernels, attention=tuple(scaled))
+    return replace(cluster, chip=replace(chip, call_flops_per_s=tuple(rates.items()), kernels=kernels))

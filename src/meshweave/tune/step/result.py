@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from meshweave.describe.model.memory import step_flops
+from meshweave.tune.step.layers import PartTime
 from meshweave.tune.step.memory import Memory
 from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.stages import Stages, makespan_s
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,54 @@ class Step:
 
     Attributes:
         time_s: seconds of a step.
-        stage_layers: the layers of each stage.
+        stages: what a micro-batch takes on each stage.
+        pipeline_s: seconds from the begin of the first micro-batch to the end of the last.
+        optimizer_s: seconds of the update of weights.
     """
 
     problem: StepProblem
     parallelism: Parallelism
     time_s: float
-    parts: StepParts
     memory: Memory
-    stage_layers: tuple[int, ...]
+    stages: Stages
+    pipeline_s: float
+    optimizer_s: float
+
+    @cached_property
+    def parts(self) -> StepParts:
+        """Return the parts of the time, on the pipeline rank that works longest."""
+        timed = self.stages.pipeline(with_transfers=False)
+        ranks: dict[int, list[int]] = {}
+        for stage, rank in enumerate(timed.stage_ranks):
+            ranks.setdefault(rank, []).append(stage)
+        times, count = self.stages.times, self.num_micro_batches
+        busiest = max(ranks.values(), key=lambda held: sum(times[stage].total_s for stage in held))
+        held = [times[stage] for stage in busiest]
+        work = sum((time.work for time in held), PartTime())
+        bare_s, software_s = makespan_s(timed), self.problem.stack.step_s
+        outside_s = self.time_s - self.pipeline_s - self.optimizer_s - software_s
+        return StepParts(
+            compute=count * work.compute_s,
+            recompute=count * sum(time.recompute_s for time in held),
+            ends=count * sum(time.ends_s for time in held),
+            tensor=count * work.tensor_s,
+            context=count * work.context_s,
+            bubble=bare_s - count * sum(time.total_s for time in held),
+            transfers=self.pipeline_s - bare_s,
+            data=count * sum(time.data_s for time in held) + outside_s,
+            optimizer=self.optimizer_s,
+            software=software_s,
+        )
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Return the layers of each stage."""
+        return self.stages.layers
 
     @property
     def num_micro_batches(self) -> int:
         """Return the micro-batches that go through each pipeline."""
-        return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
+        return self.stages.micro_batches
 
     @property
     def tokens_per_second_per_chip(self) -> float:

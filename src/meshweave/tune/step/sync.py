@@ -9,6 +9,9 @@ al., VLDB '20; Rajbhandari et al., SC '20; Zhao et al., PyTorch FSDP, VLDB '23):
     zero 2    reduced and scattered in each micro-batch; weights as in 1
     zero 3    as 2; weights gathered for each forward and backward part of each micro-batch
 
+Where only a group of them shards, the shards of gradients are then summed over the groups. An embedding table that
+is the head's as well has its gradient summed over the first and the last pipeline rank besides.
+
 Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
 after c + n r: the recurrence that a skeleton of these tasks has.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshweave.tune.step.memory import layer_parameters, table_parameters
-from meshweave.tune.step.placement import collective_s, replica_groups
+from meshweave.tune.step.placement import collective_s, message_s, replica_groups, sharding_groups
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
 
@@ -39,19 +42,27 @@ class LayerSync:
 
 def layer_sync(problem: StepProblem, parallelism: Parallelism) -> LayerSync:
     """Return what the collectives of a layer take."""
-    groups = replica_groups(parallelism)
-    if not groups:
-        return LayerSync(0.0, 0.0, 0.0)
     weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
-    kind = "reduce_scatter" if parallelism.zero else "all_reduce"
-    reversed_groups = groups[::-1]
-    return LayerSync(
-        collective_s(problem, kind, groups, weights * problem.gradient_bytes),
-        collective_s(problem, "all_gather", reversed_groups, weights * problem.item_bytes)
-        if parallelism.zero
-        else 0.0,
-        collective_s(problem, kind, groups, table * problem.gradient_bytes) if table else 0.0,
-    )
+    table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
+    if problem.model.tied_embeddings and parallelism.pipeline > 1 and table:
+        axis = parallelism.pipeline, parallelism.stride("pipeline")
+        table_s += message_s(problem, *axis, table * problem.gradient_bytes)
+    gather_s = 0.0
+    if parallelism.zero:
+        shards, _ = sharding_groups(parallelism)
+        gather_s = collective_s(problem, "all_gather", shards, weights * problem.item_bytes)
+    return LayerSync(_reduce_s(problem, parallelism, weights * problem.gradient_bytes), gather_s, table_s)
+
+
+def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
+    """Return the seconds in which gradients of so many bytes are summed, and scattered under ZeRO."""
+    if not num_bytes:
+        return 0.0
+    if not parallelism.zero:
+        return collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
+    shards, copies = sharding_groups(parallelism)
+    scattered_s = collective_s(problem, "reduce_scatter", shards, num_bytes)
+    return scattered_s + collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
 
 
 def exposed_after(layers: int, compute_s: float, communication_s: float, overlap: float) -> float:
