@@ -1,8 +1,8 @@
 """What a published run asks of a prediction: model, cluster, batch, degrees and software stack.
 
 A row states some of that in columns and some in words. Where it leaves the micro-batch or the number of virtual
-stages open, all choices are priced and the fastest that fits is taken, as the authors would have; what else is open
-is a reason not to predict.
+stages open, all choices are priced and the fastest that fits is taken, as the authors would have. What else is
+open is a reason not to predict.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import product
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
-from meshweave.reproduce.training_runs.clusters import cluster_of, with_attention_rate
+from meshweave.reproduce.training_runs.clusters import cluster_of
 from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_stated
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, constants_of, stack_of
@@ -50,7 +50,9 @@ class RunCase:
         return *shape, of.cluster.name, of.cluster.num_chips, of.batch, of.seq, self.choices
 
 
-def case_of(run: PublishedRun, constants: SoftwareStack | None = None, attention: float | None = None) -> RunCase:
+def case_of(
+    run: PublishedRun, constants: SoftwareStack | None = None, attention: float | None = None
+) -> RunCase:
     """Return what a run asks of a prediction.
 
     Args:
@@ -63,7 +65,9 @@ def case_of(run: PublishedRun, constants: SoftwareStack | None = None, attention
     run = with_stated(run)
     model, stack = model_of(run), stack_of(run)
     if _NARROW.search(run.config) or _NARROW.search(run.source.rpartition(":")[2]):
-        raise NoPredictionError("products in eight or four bits: rates of such training kernels are not known")
+        raise NoPredictionError(
+            "products in eight or four bits: rates of such training kernels are not known"
+        )
     if stack.states_precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
         raise NoPredictionError("the precision is not stated")
     cluster, words = cluster_of(run), _Words(run)
@@ -75,20 +79,23 @@ def case_of(run: PublishedRun, constants: SoftwareStack | None = None, attention
     recompute = words.recompute or stack.recompute
     choices = tuple(
         replace(degrees, micro_batch=size, virtual_stages=virtual, recompute=recompute)
-        for size, virtual in product((micro,) if micro else _OPEN_MICRO_BATCHES, _virtual(run, words, model, stack, degrees))
+        for size, virtual in product(
+            (micro,) if micro else _OPEN_MICRO_BATCHES, _virtual(run, words, model, stack, degrees)
+        )
         if batch % (size * degrees.data) == 0
     )
     if not choices:
-        raise NoPredictionError(f"{degrees.data} replicas of whole micro-batches do not divide {batch} sequences")
+        raise NoPredictionError(
+            f"{degrees.data} replicas of whole micro-batches do not divide {batch} sequences"
+        )
     if not words.is_sequence_parallel(stack.is_sequence_parallel):
         choices = tuple(replace(choice, strategy="megatron") for choice in choices)
     if attention is None:
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
-    cluster = with_attention_rate(cluster, attention)
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, stack.gradient_dtype, attention=stack.attention,
-            stack=constants_of(stack.constants) if constants is None else constants,
+            attention_share=attention, stack=constants_of(stack.constants) if constants is None else constants,
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None

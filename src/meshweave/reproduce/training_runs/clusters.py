@@ -1,4 +1,4 @@
-"""The clusters on which published runs ran: an entry of the catalog, by the chips that a row states and its source."""
+"""The clusters on which published runs ran: entries of the catalog, by chips and source of a row."""
 
 from __future__ import annotations
 
@@ -61,16 +61,3 @@ def _sized(cluster: Cluster, count: int) -> Cluster:
         )
         return replace(cluster, network=network)
     return cluster.with_chips(count)
-
-
-def with_attention_rate(cluster: Cluster, share: float) -> Cluster:
-    """Return a cluster whose kernels of attention compute at a share of the measured rate: another kernel's."""
-    kernels = cluster.chip.kernels
-    if kernels is None or share == 1.0:
-        return cluster
-    attention = tuple(
-        (dtype, replace(of, flops_per_s=share * of.flops_per_s, tile_s=of.tile_s / share))
-        for dtype, of in kernels.attention
-    )
-    chip = replace(cluster.chip, kernels=replace(kernels, attention=attention))
-    return replace(cluster, chip=chip)

@@ -1,4 +1,4 @@
-"""The figures of published runs as seconds of a step and bytes of memory: the FLOP formula and peak of each source.
+"""The figures of published runs as seconds of a step and bytes of memory: each source's FLOP formula and peak.
 
 Every source counts in its own way:
 
@@ -11,8 +11,8 @@ Every source counts in its own way:
     "MFU %"                      FLOPs of the model over the peak of the chips; llm-foundry's README has
                                  3 (2 N s + 4 L h s^2) for a sequence, with all N parameters
 
-FLOPs of the model are otherwise those of Korthikanti et al. (MLSys '23, equation 7), which count attention without a
-mask and logits once, as nanotron does too.
+FLOPs of the model are otherwise those of Korthikanti et al. (MLSys '23, equation 7), which count attention without
+a mask and logits once, as nanotron does too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The models of published training runs, and what their sources state of runs elsewhere than in a row.
 
-Both stand in `reproduce/published/training_models.toml`, with their source; Llama 3 stands in the catalog. A row may state sizes
-itself, as `h12288 l96 a96`.
+Both stand in `reproduce/published/training_models.toml`, with their source; Llama 3 stands in the catalog. A row
+may state sizes itself, as `h12288 l96 a96`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def with_stated(run: PublishedRun) -> PublishedRun:
     """Return a run with the columns that its source states elsewhere, where the row leaves them empty."""
     chips, config, counts = run.chips, run.config, dict(run.counts)
     for stated in _tables()["stated"]:
-        if any(word in run.source for word in stated["sources"]) and stated.get("model") in (None, size_of(run)):
+        if any(word in run.source for word in stated["sources"]) and stated.get("model") in (
+            None,
+            size_of(run),
+        ):
             columns = stated["columns"]
             counts = {name: columns[name] for name in COUNTS if name in columns} | counts
             chips = chips if chips[:1].isdigit() else columns.get("chips", chips)

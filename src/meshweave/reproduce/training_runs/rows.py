@@ -2,9 +2,9 @@
 
     source,model,chips,tp,pp,cp,dp,vp,ep,mbs,gbs,seq,config,metric,value,second
 
-`chips` is a number and a kind ("128 A100"), `vp` counts stages of a rank that are interleaved, `ep` experts' degree,
-`mbs` and `gbs` the sequences of a micro-batch and of a step, `config` says the rest in words, `value` is in the
-unit that `metric` names, and `second` may hold another figure of the run. Empty is not stated; "n/a" is as
+`chips` is a number and a kind ("128 A100"), `vp` counts stages of a rank that are interleaved, `ep` is the degree
+of experts, `mbs` and `gbs` are the sequences of a micro-batch and of a step, `config` says the rest in words,
+`value` is in the unit that `metric` names, and `second` may hold another figure of the run. Empty is not stated; "n/a" is as
 empty. The order of columns does not matter, and further columns are left alone.
 """
 
@@ -57,7 +57,7 @@ class PublishedRun:
 
 
 def read_runs(path: str | Path) -> tuple[PublishedRun, ...]:
-    """Return the runs of a file. Raises DescriptionError: one line for each bad row, with file, line and column."""
+    """Return the runs of a file. Raises DescriptionError with one line, with line and column, for each bad row."""
     return parse_runs(read_text(path), path)
 
 

@@ -13,10 +13,11 @@ from meshweave.reproduce.training_runs.cases import RunCase, case_of
 from meshweave.reproduce.training_runs.figures import published_bytes, published_seconds
 from meshweave.reproduce.training_runs.models import NoPredictionError
 from meshweave.reproduce.training_runs.rows import PublishedRun
+from meshweave.reproduce.training_runs.split import is_fitted
 from meshweave.tune.step import SoftwareStack, Step, step_of
 
 TIME_GOAL, ROW_GOAL, ROWS_GOAL, MEMORY_GOAL = 0.08, 0.20, 0.90, 0.08
-"""The median over sources of each source's median error; a row's error, and the share of rows within it; memory."""
+"""Goals: the median over sources of each one's median error; a row's error, and the share of rows within it."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,10 @@ class ScoredRun:
     """A row beside its prediction.
 
     Attributes:
-        published, predicted: the row's figure in the unit of `metric`; predicted is None where there is a `reason`.
+        published, predicted: the figure in the unit of `metric`; predicted is None where there is a `reason`.
         published_gb, predicted_gb: memory of a chip in GB of 1e9, where the row states it.
         counts: whether the row counts; False for the second figure of a run that counts elsewhere.
+        fitted: whether constants were fitted on the run's family.
         choice: the parallelism of the prediction, in short.
         parts: seconds of the predicted step by part.
     """
@@ -42,6 +44,7 @@ class ScoredRun:
     predicted_gb: float | None = None
     counts: bool = True
     reason: str = ""
+    fitted: bool = False
     choice: str = ""
     parts: tuple[tuple[str, float], ...] = ()
 
@@ -139,14 +142,19 @@ def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tupl
     is_time = run.metric.lower() == "step time s"
     predicted = run.value * (seconds / published_s if is_time else published_s / seconds)
     num_bytes = published_bytes(case)
-    memory = {} if num_bytes is None else {"published_gb": num_bytes / 1e9, "predicted_gb": step.memory.total / 1e9}
+    memory = (
+        {}
+        if num_bytes is None
+        else {"published_gb": num_bytes / 1e9, "predicted_gb": step.memory.total / 1e9}
+    )
     p = step.parallelism
     choice = (
         f"dp {p.data} pp {p.pipeline} cp {p.context} tp {p.tensor_size} vp {p.virtual_stages} "
         f"mbs {p.micro_batch} zero {p.zero} {p.strategy} {p.schedule} recompute {p.recompute}"
     )
+    fitted = is_fitted(case.problem.model)
     parts = tuple((name, round(seconds, 6)) for name, seconds in asdict(step.parts).items())
-    return replace(scored, predicted=predicted, choice=choice, parts=parts, **memory), case
+    return replace(scored, predicted=predicted, choice=choice, parts=parts, fitted=fitted, **memory), case
 
 
 def score_runs(

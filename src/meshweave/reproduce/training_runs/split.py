@@ -13,7 +13,8 @@ from meshweave.describe.model.transformer import Transformer
 
 def family_of(model: Transformer) -> str:
     """Return the name of the family of a model's runs."""
-    return f"{model.num_layers} layers, hidden {model.hidden}, ffn {model.ffn_hidden}, vocabulary {model.vocab_size}"
+    shape = f"{model.num_layers} layers, hidden {model.hidden}, ffn {model.ffn_hidden}"
+    return f"{shape}, vocabulary {model.vocab_size}"
 
 
 def is_fitted(model: Transformer) -> bool:

@@ -1,8 +1,8 @@
 """The software that ran published training runs: what it does by default, and its few constants.
 
 What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
-interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in `stacks.toml`,
-written by `validation/fit_stacks.py`.
+interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in
+`stacks.toml`, written by `validation/fit_stacks.py`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,18 @@ class RunStack:
 
 
 _STACKS = (
-    RunStack(("2104.04473", ), "megatron-2021", "float16", "float16", "", "full", False, True),
+    RunStack(("2104.04473",), "megatron-2021", "float16", "float16", "", "full", False, True),
     RunStack(("2205.05198", "Megatron-LM README"), "megatron-2021", "float16", "float32", "", "none", False),
     RunStack(("Zero Bubble",), "megatron-2021", "float16", "float32", ""),
     RunStack(("llm-foundry",), "llm-foundry", "bfloat16", "bfloat16", "triton-1"),
     RunStack(("torchtitan",), "torchtitan"),
     RunStack(("nanotron",), "nanotron"),
-    RunStack(("Megatron-Bridge", "Megatron-Core"), "megatron-core", attention_kernel="flash-3", states_precision=True),
+    RunStack(
+        ("Megatron-Bridge", "Megatron-Core"),
+        "megatron-core",
+        attention_kernel="flash-3",
+        states_precision=True,
+    ),
 )
 _ZERO_3 = RunStack((), "", "float16", "float16", "", "full")
 """DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
@@ -79,10 +84,12 @@ def _constants() -> dict[str, Any]:
 
 def constants_of(name: str) -> SoftwareStack:
     """Return the constants of a stack by its name; those of none for "" and for a name without any."""
-    return SoftwareStack(name or "none", **_constants().get("stacks", {}).get(name, {}))
+    return SoftwareStack(
+        name or "none", **_constants().get("stacks", {}).get(name, {}), regathers=name == "llm-foundry"
+    )
 
 
 def attention_rate(kernel: str, chip: str) -> float:
-    """Return the rate of a kernel of attention on a chip over that of the kernel measured there; 1 if not known."""
+    """Return the rate of a kernel of attention on a chip over that of the measured kernel; 1 if not known."""
     shares = _constants().get("attention", {}).get(kernel, {})
     return float(next((share for name, share in shares.items() if chip.startswith(name)), 1.0))
