@@ -4,8 +4,8 @@
 
 `chips` is a number and a kind ("128 A100"), `vp` counts stages of a rank that are interleaved, `ep` is the degree
 of experts, `mbs` and `gbs` are the sequences of a micro-batch and of a step, `config` says the rest in words,
-`value` is in the unit that `metric` names, and `second` may hold another figure of the run. Empty is not stated; "n/a" is as
-empty. The order of columns does not matter, and further columns are left alone.
+`value` is in the unit that `metric` names, and `second` may hold another figure of the run. Empty is not stated,
+and "n/a" neither. The order of columns does not matter, and further columns are left alone.
 """
 
 from __future__ import annotations

@@ -107,7 +107,21 @@ class Summary:
         return asdict(self)
 
 
-def predict(case: RunCase) -> Step:
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted step of a run.
+
+    Attributes:
+        step: at the choice of parallelism that was taken.
+        seconds, num_bytes: of a step, and of a chip's memory, with the run's share of recomputed layers.
+    """
+
+    step: Step
+    seconds: float
+    num_bytes: float
+
+
+def predict(case: RunCase) -> Prediction:
     """Return the predicted step of a run: of open choices the fastest that fits in memory, else the fastest.
 
     Raises:
@@ -121,12 +135,18 @@ def predict(case: RunCase) -> Step:
             reason = reason or str(error)
     if not steps:
         raise NoPredictionError(reason)
-    return min(steps, key=lambda step: (len(steps) > 1 and not step.fits(), step.time_s))
+    step = min(steps, key=lambda step: (len(steps) > 1 and not step.fits(), step.time_s))
+    return prediction_of(case, step)
 
 
-def seconds_of(case: RunCase, step: Step) -> float:
-    """Return the seconds of a predicted step, with the share of layers recomputed that the case has."""
-    return step.time_s - (1 - case.recomputed_share) * step.parts.recompute
+def prediction_of(case: RunCase, step: Step) -> Prediction:
+    """Return the prediction of a run by one of its steps, with the run's share of recomputed layers."""
+    share, seconds, num_bytes = case.recomputed_share, step.time_s, float(step.memory.total)
+    if share < 1:
+        kept = step_of(case.problem, replace(step.parallelism, recompute="none"))
+        seconds = share * seconds + (1 - share) * kept.time_s
+        num_bytes = share * num_bytes + (1 - share) * kept.memory.total
+    return Prediction(step, seconds, num_bytes)
 
 
 def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tuple[ScoredRun, RunCase | None]:
@@ -134,18 +154,18 @@ def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tupl
     scored = ScoredRun(run.line, run.source, run.model, run.chips, run.metric, run.value)
     try:
         case = case_of(run, constants)
-        step = predict(case)
-        published_s = published_seconds(case, step)
+        prediction = predict(case)
+        published_s = published_seconds(case, prediction.step)
     except NoPredictionError as error:
         return replace(scored, reason=str(error)), None
-    seconds = seconds_of(case, step)
+    step, seconds = prediction.step, prediction.seconds
     is_time = run.metric.lower() == "step time s"
     predicted = run.value * (seconds / published_s if is_time else published_s / seconds)
     num_bytes = published_bytes(case)
     memory = (
         {}
         if num_bytes is None
-        else {"published_gb": num_bytes / 1e9, "predicted_gb": step.memory.total / 1e9}
+        else {"published_gb": num_bytes / 1e9, "predicted_gb": prediction.num_bytes / 1e9}
     )
     p = step.parallelism
     choice = (
