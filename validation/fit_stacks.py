@@ -3,9 +3,9 @@
 python validation/fit_stacks.py
 
 writes src/meshweave/reproduce/training_runs/stacks.toml. Which families are fitted, a hash of the model's shape
-decides (`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the mean
-over rows of the absolute logarithm of predicted over published seconds. Constants are searched one after the other
-with ever smaller steps; the rates of kernels of attention, which are constants of a chip, over a grid.
+decides (`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the
+mean over rows of the absolute logarithm of predicted over published seconds. Constants are searched one after the
+other with ever smaller steps; the rates of kernels of attention, constants of a chip, over a grid.
 """
 
 from __future__ import annotations
