@@ -23,6 +23,7 @@ from meshweave.reproduce.training_runs.models import NoPredictionError, model_of
 from meshweave.reproduce.training_runs.rows import COLUMNS, PublishedRun, parse_runs, shipped_runs
 from meshweave.reproduce.training_runs.score import ScoredRun, score_runs, source_scores, summary_of
 from meshweave.reproduce.training_runs.split import family_of, is_fitted
+from meshweave.reproduce.training_runs.sweeps import Sweep, sweep_table, sweeps_of
 from meshweave.reproduce.training_runs.tables import runs_page, runs_table
 from meshweave.tune.step import Step, step_of
 
@@ -278,3 +279,25 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run_app(["reproduce", "published", "--cases", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "runs.csv: line 2, column value: '-1' is no number" in line
+
+
+def test_rank_correlations_of_sweeps() -> None:
+    lines = [
+        ROW.replace("2048", seq).replace("1.42", value)
+        for seq, value in (("512", "1"), ("1024", "2"), ("2048", "3"))
+    ]
+    runs = parse_runs(HEADER + "".join(lines), "f")
+    row = ScoredRun(2, "S", "GPT 22B", "8 A100", "step time s", 1.0)
+
+    def correlation(*predicted: float) -> float:
+        rows = [
+            replace(row, published=run.value, predicted=x) for run, x in zip(runs, predicted, strict=True)
+        ]
+        (sweep,) = sweeps_of(runs, rows)
+        assert (sweep.varies, sweep.rows) == ("sequence", 3)
+        return sweep.correlation
+
+    assert correlation(0.1, 0.2, 0.3) == 1 and correlation(3, 2, 1) == -1
+    assert correlation(1, 3, 2) == 0.5 and correlation(1, 2, 2) == pytest.approx(0.866, abs=1e-3)
+    assert sweeps_of(runs, [replace(row, predicted=None)] * 3) == []
+    assert "| S | sequence | 1 | 3 | 1.00 | 1.00 |" in sweep_table([Sweep("S", "22b", "sequence", 3, 1.0)])

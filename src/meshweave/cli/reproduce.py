@@ -278,18 +278,25 @@ def published(
     """
     from meshweave.reproduce.training_runs.rows import read_runs, shipped_runs
     from meshweave.reproduce.training_runs.score import score_runs, source_scores, summary_of
+    from meshweave.reproduce.training_runs.sweeps import sweep_table, sweeps_of
     from meshweave.reproduce.training_runs.tables import runs_page, runs_table
 
     runs = read_runs(cases) if cases is not None else shipped_runs()
     check_writable(report)
     with progress_bar("runs") as progress:
         rows = score_runs(runs, progress=progress)
+    sweeps = sweeps_of(runs, rows)
     if report is not None:
-        report.write_text(runs_page(rows), "utf-8")
+        report.write_text(runs_page(rows, sweep_table(sweeps)), "utf-8")
     if json:
         scores = [score.to_json() for score in source_scores(rows)]
         print_json(
-            {"summary": summary_of(rows).to_json(), "sources": scores, "rows": [x.to_json() for x in rows]}
+            {
+                "summary": summary_of(rows).to_json(),
+                "sources": scores,
+                "sweeps": [sweep.to_json() for sweep in sweeps],
+                "rows": [row.to_json() for row in rows],
+            }
         )
         return
     typer.echo(runs_table(rows, worst))

@@ -99,8 +99,8 @@ def _cell(text: str) -> str:
     return text.replace("|", "/")
 
 
-def runs_page(rows: Sequence[ScoredRun]) -> str:
-    """Return a page with the scores of all rows, Markdown."""
+def runs_page(rows: Sequence[ScoredRun], sweeps: str = "") -> str:
+    """Return a page with the scores of all rows, Markdown; `sweeps` is a table of their order."""
     page = [
         "# Published training runs beside predicted steps",
         "",
@@ -117,6 +117,8 @@ def runs_page(rows: Sequence[ScoredRun]) -> str:
     ):
         if chosen:
             page += [f"## {title}", "", summary_line(chosen), "", source_table(chosen)]
+    if sweeps:
+        page += ["## Order within sweeps", "", sweeps]
     page += [
         "## Rows with the largest errors",
         "",
