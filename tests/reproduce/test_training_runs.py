@@ -235,7 +235,7 @@ def test_scores_and_tables() -> None:
         replace(row, line=3, predicted=0.7),
         replace(row, line=4, predicted=1.02, counts=False),
         replace(row, line=5, source="B", predicted=1.0, published_gb=None),
-        replace(row, line=6, source="B", predicted=None, reason="no reason"),
+        replace(row, line=6, source="B", predicted=None, published_gb=None, reason="no reason"),
     ]
     first, second = source_scores(rows)
     assert (first.rows, first.predicted, first.within) == (3, 2, 1)

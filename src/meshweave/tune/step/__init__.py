@@ -6,9 +6,9 @@ step         both together: seconds in parts, bytes in parts
 """
 
 from meshweave.tune.step.checks import check_step
-from meshweave.tune.step.compose import memory_of, step, step_of
+from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of
 from meshweave.tune.step.layers import LayerTime, layer_time
-from meshweave.tune.step.memory import Memory
+from meshweave.tune.step.memory import Memory, StageMemory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
 from meshweave.tune.step.result import Step, StepParts
 
@@ -17,12 +17,15 @@ __all__ = [
     "Memory",
     "Parallelism",
     "SoftwareStack",
+    "StageMemory",
     "Step",
     "StepParts",
     "StepProblem",
     "check_step",
     "layer_time",
+    "least_step_s",
     "memory_of",
+    "peak_memory",
     "step",
     "step_of",
 ]

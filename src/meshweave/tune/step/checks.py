@@ -29,15 +29,13 @@ def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
         raise LayoutError(
             f"a batch of {problem.batch} is not a multiple of data {p.data} x micro-batch {p.micro_batch}"
         )
-    if p.num_stages > model.num_layers:
+    if p.num_stages > model.num_layers + 2:  # embedding and loss may be stages of their own
         raise LayoutError(f"{model.name} has {model.num_layers} layers, too few for {p.num_stages} stages")
     if p.virtual_stages > 1 and p.pipeline == 1:
         raise LayoutError("virtual_stages needs a pipeline of at least 2 ranks; give 1")
     rows = p.tensor_mesh[0]
     if p.strategy in ("megatron", "megatron_sp", "atp") and rows > model.num_kv_heads:
-        raise LayoutError(
-            f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}"
-        )
+        raise LayoutError(f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}")
     if problem.seq % p.context:
         raise LayoutError(f"sequences of {problem.seq} tokens do not divide over context {p.context}")
 

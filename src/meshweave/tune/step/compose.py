@@ -20,7 +20,7 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
-from meshweave.tune.step.memory import Memory, pipeline_memory, rank_parameters
+from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, rank_parameters
 from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.result import Step
@@ -63,6 +63,20 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     )
 
 
+def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return a lower bound of the time of a step, near to it and much cheaper: for searches.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
+    """
+    check_step(problem, parallelism)
+    stages = stages_of(problem, parallelism)
+    update_s = _optimizer_s(problem, parallelism, stages)
+    after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
+    return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
+
+
 def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
     """Return the memory of a step. It prices nothing.
 
@@ -71,11 +85,35 @@ def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_step(problem, parallelism)
+    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism))
+
+
+def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
+    """Return the memory of the pipeline rank that takes the most, as `memory_of` has it, at a part of its cost.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown.
+    """
+    check_step(problem, parallelism)
+    layers, stashes = _on_ranks(problem, parallelism)
+    # Ranks between the ends differ in their layers and in what they keep of them.
+    kept = {(count, held): rank for rank, (count, held) in enumerate(zip(layers, stashes, strict=True))}
+    most: dict[int, int] = {}
+    for count, held in kept:
+        most[count] = max(most.get(count, 0), held)
+    ranks = {0, parallelism.pipeline - 1, *(kept[pair] for pair in most.items())}
+    memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
+    return memory.peak
+
+
+def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[list[int], tuple[int, ...]]:
+    """Return the layers of each pipeline rank, and of how many micro-batches it keeps a stage's activations."""
     p = parallelism
     layers = stage_layers(problem.model.num_layers, p.num_stages)
-    of_ranks = [sum(layers[rank :: p.pipeline]) for rank in range(p.pipeline)]
-    stashes = num_stashes(p.schedule, p.pipeline, p.virtual_stages, problem.batch // (p.data * p.micro_batch))
-    return pipeline_memory(problem, p, of_ranks, stashes)
+    count = problem.batch // (p.data * p.micro_batch)
+    stashes = num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
+    return [sum(layers[rank :: p.pipeline]) for rank in range(p.pipeline)], stashes
 
 
 def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Any) -> Step:
@@ -118,8 +156,7 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
 def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
     layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
-    known: dict[int, float] = {}
-    out = []
+    known, out = problem.prices("optimizer"), []
     for count in rank_parameters(problem, parallelism, layers):
         own = -(-count // (parallelism.shards if parallelism.zero else 1))
         if own not in known:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.layer import GRADIENTS
-from meshweave.algorithms.block.roles import RING, AxisRole
+from meshweave.algorithms.block.roles import IDLE, RING, AxisRole
+from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
@@ -27,6 +28,10 @@ from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work
 from meshweave.tune.step.placement import axis_machine, block_axes
 from meshweave.tune.step.problem import Parallelism, StepProblem
+
+EAGER_LOGIT_BYTES = (10, 10)
+"""Bytes a logit through memory that a loss in steps moves beyond a fused one, forward and backward: a cast to fp32
+(2 + 4) and an output of log-softmax (4); its gradient in fp32 (4) and a cast back (4 + 2)."""
 
 _BY_NAME = {entry.name: entry for entry in ENTRIES}
 
@@ -87,14 +92,13 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
     roles = entry.roles
     if len(roles) != 2:
         raise LayoutError(f"{entry.name} has {len(roles)} mesh axes; a step has strategies of two")
-    is_flat = hasattr(entry, "product_2d")
-    if roles[0].residual == "batch" and not is_flat:
+    if roles[0].residual == "batch" and roles[1] is IDLE:
         raise LayoutError(f"{entry.name} shares the batch; give data= and zero= instead of this strategy")
     if roles[0].operand_in == "sequence":
         raise LayoutError(f"{entry.name} shares sequences; give context= instead of this strategy")
     if parallelism.context == 1:
         return entry
-    if is_flat:
+    if roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
     return _with_rings(entry)
 
@@ -173,7 +177,8 @@ def _parts(
         block = _block(problem, parallelism, True, vocabulary)
         if (reason := entry.refusal(block)) is not None:
             raise LayoutError(f"{entry.name} {reason}")
-        configs = list(entry.candidates(block)) if hasattr(entry, "product_2d") else [BlockConfig()]
+        slices = isinstance(entry, IncludedProducts)
+        configs = list(entry.candidates(block)) if slices else [BlockConfig()]
         timed = [(_timed(entry, block, config, machine, product_dtype), config) for config in configs]
         (whole, count), config = min(timed, key=lambda pair: pair[0][0].total_s)
         forward, first = _timed(entry, replace(block, training=False), config, machine, product_dtype)
@@ -318,6 +323,16 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     return fused_s, plain_s + call_s(problem, softmax) - fused_s
 
 
+def _eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
+    """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
+    if problem.loss == "fused":
+        return 0.0
+    tokens = parallelism.micro_batch * problem.seq
+    logits = -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
+    work = Compute("call", logits, num_bytes * logits, dtype=problem.dtype, call="elementwise")
+    return call_s(problem, work)
+
+
 def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
     vocabulary = problem.model.vocab_size
     if not vocabulary:
@@ -325,7 +340,9 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
         return none, none
     forward, whole, _ = _parts(problem, parallelism, vocabulary)
     plain, all_plain, _ = _parts(problem, parallelism)
-    ends_forward, ends_backward = forward - plain, (whole - forward) - (all_plain - plain)
+    logits_s = [_eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
+    ends_forward = forward - plain + PartTime(logits_s[0])
+    ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])
     elements = -(-parallelism.micro_batch * problem.seq * problem.model.hidden // parallelism.context)
     moved = 2 * elements * problem.item_bytes
     embedded_s = call_s(problem, Compute("call", elements, moved, dtype=problem.dtype, call="elementwise"))

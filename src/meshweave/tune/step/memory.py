@@ -19,15 +19,17 @@ held when the backward part of a micro-batch begins; buffers are what lives then
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.roles import AxisRole
 from meshweave.tune.step.layers import strategy_of
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
-LOGIT_BYTES = 4
-"""The loss is computed in fp32 (Korthikanti et al., section 4.3: 4 s b v); its gradient is as large."""
+LOGIT_BYTES = {"fused": (4, 0), "eager": (10, 6)}
+"""Bytes of a logit that are kept, and that its gradient takes besides. Fused: in fp32 (Korthikanti et al., section
+4.3: 4 s b v), overwritten by the gradient. Eager: 2 of the product, 4 of its copy in fp32 and 4 of log-softmax; a
+gradient in fp32, and its copy in 16 bits."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 
@@ -80,8 +82,11 @@ class Memory:
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the weights of a layer on one rank of its tensor-parallel group."""
-    weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
-    return -(-weights // parallelism.tensor_size)
+    known = problem.prices("weights")
+    if not known:
+        layers = problem.model.fc_layers()
+        known[""] = sum(layer.in_features * layer.out_features for layer in layers)
+    return -(-int(known[""]) // parallelism.tensor_size)
 
 
 def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
@@ -151,29 +156,106 @@ def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
 
 
 def pipeline_memory(
-    problem: StepProblem, parallelism: Parallelism, layers: list[int], stashes: tuple[int, ...]
+    problem: StepProblem,
+    parallelism: Parallelism,
+    layers: list[int],
+    stashes: tuple[int, ...],
+    ranks: Sequence[int] | None = None,
 ) -> Memory:
     """Return the bytes on a chip of each pipeline rank; `memory_of` finds out the layers and stashes.
 
     Args:
         layers: the layers of each pipeline rank.
         stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
+        ranks: the ranks to count; None for all.
     """
     counts = rank_parameters(problem, parallelism, layers)
-    ranks = zip(counts, layers, stashes, strict=True)
-    return Memory(tuple(_on_rank(problem, parallelism, rank, *each) for rank, each in enumerate(ranks)))
+    sizes = _micro_batch_bytes(problem, parallelism)
+    counted = range(len(layers)) if ranks is None else ranks
+    return Memory(
+        tuple(
+            _on_rank(problem, parallelism, sizes, rank, counts[rank], layers[rank], stashes[rank])
+            for rank in counted
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _MicroBatchBytes:
+    """Bytes of one micro-batch on a rank.
+
+    Attributes:
+        layer: kept of a layer.
+        again: kept besides while a layer is computed again.
+        residual: of the residual.
+        logits: of the logits that are kept.
+        logit_gradients: of their gradient.
+        working: of gradients and gathered operands inside the backward part of a layer.
+    """
+
+    layer: int
+    again: int
+    residual: int
+    logits: int
+    logit_gradients: int
+    working: int
+
+
+def _micro_batch_bytes(problem: StepProblem, parallelism: Parallelism) -> _MicroBatchBytes:
+    known = problem.prices("bytes")
+    p = parallelism
+    key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, p.recompute
+    if key not in known:
+        layer = layer_activations(problem, p, p.recompute)
+        whole = layer_activations(problem, p, "none")
+        again = {"none": 0, "selective": whole - layer, "full": whole}[p.recompute]
+        logits, gradients = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
+        known[key] = _MicroBatchBytes(
+            layer, again, boundary_bytes(problem, p), logits, gradients, _working_bytes(problem, p)
+        )
+    sizes: _MicroBatchBytes = known[key]
+    return sizes
+
+
+def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
+    """Return the bytes of gradients of both sides of the activation, and of an operand that is gathered."""
+    model, e, tokens = problem.model, problem.item_bytes, parallelism.micro_batch * problem.seq
+    share = _shares(problem, parallelism)
+    inner = model.ffn_hidden * (3 if model.gated_ffn else 2)
+    working = -(-tokens * e * inner // share("feed_forward"))
+    if share("operand_in") < share("residual"):
+        working += -(-tokens * e * model.hidden // share("operand_in"))
+    return working
 
 
 def _on_rank(
-    problem: StepProblem, parallelism: Parallelism, rank: int, parameters: int, layers: int, stashes: int
+    problem: StepProblem,
+    parallelism: Parallelism,
+    sizes: _MicroBatchBytes,
+    rank: int,
+    parameters: int,
+    layers: int,
+    stashes: int,
 ) -> StageMemory:
-    zero, shards = parallelism.zero, parallelism.shards
+    p, zero, shards = parallelism, parallelism.zero, parallelism.shards
 
     def states(num_bytes: int, from_stage: int) -> int:
         return -(-parameters * num_bytes // (shards if zero >= from_stage else 1))
 
-    activations = _activations(problem, parallelism, rank, layers, stashes)
-    buffers = _buffers(problem, parallelism, rank)
+    activations = -(-stashes * layers * sizes.layer // p.virtual_stages) + sizes.again
+    buffers = sizes.working
+    if rank == 0 and problem.has_dropout:
+        activations += stashes * sizes.residual // (problem.item_bytes * p.virtual_stages)
+    if rank == p.pipeline - 1 and problem.model.vocab_size:
+        in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
+        activations += in_flight * (2 * sizes.residual + sizes.logits)
+        buffers = max(buffers, sizes.logit_gradients)
+    if p.pipeline > 1:
+        buffers += 2 * sizes.residual
+    if shards > 1 and zero >= 2:
+        whole = layer_parameters(problem, p)
+        buffers += whole * problem.gradient_bytes
+        buffers += GATHERED_LAYERS * whole * problem.item_bytes if zero == 3 else 0
     return StageMemory(
         states(problem.item_bytes, 3),
         states(problem.gradient_bytes, 2),
@@ -182,39 +264,3 @@ def _on_rank(
         buffers,
         round(problem.stack.fragmentation * (activations + buffers)),
     )
-
-
-def _activations(problem: StepProblem, parallelism: Parallelism, rank: int, layers: int, stashes: int) -> int:
-    recompute = parallelism.recompute
-    layer = layer_activations(problem, parallelism, recompute)
-    total = -(-stashes * layers * layer // parallelism.virtual_stages)
-    if recompute == "full":  # the layer that is being computed again
-        total += layer_activations(problem, parallelism, "none")
-    elif recompute == "selective":
-        total += layer_activations(problem, parallelism, "none") - layer
-    residual = boundary_bytes(problem, parallelism)
-    if rank == 0 and problem.has_dropout:
-        total += stashes * residual // (problem.item_bytes * parallelism.virtual_stages)
-    if rank == parallelism.pipeline - 1 and problem.model.vocab_size:
-        in_flight = stashes // parallelism.virtual_stages if parallelism.schedule == "gpipe" else 1
-        total += in_flight * (2 * residual + LOGIT_BYTES * logit_elements(problem, parallelism))
-    return total
-
-
-def _buffers(problem: StepProblem, parallelism: Parallelism, rank: int) -> int:
-    model, e, tokens = problem.model, problem.item_bytes, parallelism.micro_batch * problem.seq
-    share = _shares(problem, parallelism)
-    inner = model.ffn_hidden * (3 if model.gated_ffn else 2)  # gradients of both sides of the activation
-    working = -(-tokens * e * inner // share("feed_forward"))
-    if share("operand_in") < share("residual"):
-        working += -(-tokens * e * model.hidden // share("operand_in"))
-    if rank == parallelism.pipeline - 1:
-        working = max(working, LOGIT_BYTES * logit_elements(problem, parallelism))
-    total = working
-    if parallelism.pipeline > 1:
-        total += 2 * boundary_bytes(problem, parallelism)
-    if parallelism.shards > 1 and parallelism.zero >= 2:
-        whole = layer_parameters(problem, parallelism)
-        total += whole * problem.gradient_bytes
-        total += GATHERED_LAYERS * whole * e if parallelism.zero == 3 else 0
-    return total

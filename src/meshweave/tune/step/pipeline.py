@@ -7,6 +7,11 @@ the times of any stages: what `time_schedule` gives, without making actions agai
 A 1F1B schedule of many micro-batches repeats itself: past a few rounds of as many micro-batches as ranks, each
 further round takes as long as the one before. Those rounds are counted, not timed. Where stages differ little, the
 one that holds up the others may change later than that, which is then off by less than what they differ by.
+
+`least_makespan_ps` is a closed form that is never more than that: a few paths through the actions. In 1F1B rank j
+of P has w = P - j micro-batches in flight. With C its forward and backward, and R what a micro-batch takes from
+its forward there through later ranks and back, M micro-batches take M C, with R in place of w - 1 of the C for
+each round trip, and what the ranks before take once.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime, build_graph
-from meshweave.algorithms.pipeline.action_table import tabulate
+from meshweave.algorithms.pipeline.action_table import IntArray, tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
 from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
@@ -25,6 +30,7 @@ from meshweave.algorithms.pipeline.interleaved import round_sizes
 
 _TIMED_ROUNDS = 4
 _TIMED_MICRO_BATCHES = 24
+_MANY_RANKS = 16
 _REPEATS = ("1f1b", "interleaved-1f1b", "gpipe")
 _BY_TIMES = ("zb-1p", "zb-2p")
 """Schedules that depend on the times of their stages."""
@@ -56,7 +62,6 @@ class _Graph:
         overlaps: for each pair that runs beside each other the places of the two times.
         waits: for each action those that it waits for, with the edge that carries its value, or ABSENT.
         last: for each rank the place of its last action.
-        stashes: for each rank the most micro-batches, over its stages, whose activations it keeps.
     """
 
     schedule: Schedule
@@ -64,7 +69,6 @@ class _Graph:
     overlaps: list[tuple[int, ...]]
     waits: list[tuple[tuple[int, int], ...]]
     last: list[int]
-    stashes: tuple[int, ...]
 
     def time(self, times: ActionTimes) -> PipelineTime:
         """Return when the ranks are done."""
@@ -101,9 +105,9 @@ def time_pipeline(
     repeats = name in _REPEATS and (rest == 0 or name != "interleaved-1f1b")
     timed = max(_TIMED_ROUNDS, -(-_TIMED_MICRO_BATCHES // num_ranks))
     if not repeats or rounds <= timed + 1:
-        return _graph(*request, micro_batches).time(times)
-    shorter = _graph(*request, timed * num_ranks + rest).time(times)
-    longer = _graph(*request, (timed + 1) * num_ranks + rest).time(times)
+        return _time(*request, micro_batches, times)
+    shorter = _time(*request, timed * num_ranks + rest, times)
+    longer = _time(*request, (timed + 1) * num_ranks + rest, times)
     more = rounds - timed
     round_ps = longer.makespan_ps - shorter.makespan_ps
     return PipelineTime(
@@ -113,6 +117,91 @@ def time_pipeline(
         ),
         shorter.stage_ranks,
     )
+
+
+def _time(
+    name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
+) -> PipelineTime:
+    if name == "1f1b" and num_ranks >= _MANY_RANKS:
+        return time_in_slots(micro_batches, times)
+    return _graph(name, num_ranks, virtual_stages, micro_batches).time(times)
+
+
+def time_in_slots(micro_batches: int, times: ActionTimes) -> PipelineTime:
+    """Return when the ranks of 1F1B with one stage each are done, without a graph.
+
+    If all actions took one slot, rank i of P would run the forward of micro-batch m in slot i + m as long as that
+    is before P, else in slot i + 2 m, and the backward in slot 2 P - 1 - i + 2 m. Whatever actions take, each
+    waits for the one before it on its rank, and for what the rank before (forward) or after (backward) did last.
+    """
+    size, most = len(times.forward), 2 * (micro_batches - 1)
+    forward, input_grad, weight_grad = (
+        np.array(each, np.int64) for each in (times.forward, times.input_grad, times.weight_grad)
+    )
+    backward, delay = input_grad + weight_grad, np.array((*times.transfer, 0), np.int64)
+    ends = np.zeros(size + 2, np.int64)  # of each rank, between two that are always done
+    sends = np.zeros(size + 1, np.int64)  # what each rank waits for a value from the one before
+    sends[1:-1] = delay[:-1]
+    for slot in range(most + 2 * size):
+        before = ends.copy()
+        if slot < size:
+            ranks = slice(max(0, slot - micro_batches + 1), slot + 1)
+        else:
+            least = max(2 * size - slot, slot - most, 0)
+            ranks = slice(least + (least - slot) % 2, size, 2)
+        _advance(ends, before, ranks, -1, sends[:-1], forward)
+        least, limit = 2 * size - 1 - slot, most + 2 * size - slot
+        least = max(least, (slot + 1) % 2)
+        _advance(ends, before, slice(least, min(limit, size), 2), 1, sends[1:], backward)
+    of_ranks = tuple(ends[1:-1].tolist())
+    return PipelineTime(max(of_ranks), of_ranks, tuple(range(size)))
+
+
+def _advance(
+    ends: IntArray, before: IntArray, ranks: slice, towards: int, delays: IntArray, ticks: IntArray
+) -> None:
+    """Let ranks run one action each, which waits for their neighbour on one side."""
+    if ranks.start >= ranks.stop:
+        return
+    own = slice(ranks.start + 1, ranks.stop + 1, ranks.step)
+    other = slice(own.start + towards, own.stop + towards, ranks.step)
+    ends[own] = np.maximum(before[own], before[other] + delays[ranks]) + ticks[ranks]
+
+
+def least_makespan_ps(
+    name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
+) -> int:
+    """Return a lower bound of the makespan of a schedule, in a closed form; the module docstring has it."""
+    one_piece = name in _REPEATS
+    whole = [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
+    if name == "1f1b" and virtual_stages == 1:
+        return _longest_of_paths(whole, times, micro_batches)
+    before = best = 0
+    for rank in range(num_ranks):
+        busy = micro_batches * sum(whole[rank::num_ranks]) if one_piece else 0
+        best = max(best, before + busy)
+        before += whole[rank] + 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
+    return best if one_piece else micro_batches * sum(whole) // num_ranks
+
+
+def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) -> int:
+    """Return the longest of the paths through 1F1B that stay at one rank, with as many round trips as pay."""
+    before, best, size = 0, 0, len(whole)
+    after = sum(whole) + 2 * sum(times.transfer)
+    for rank, cycle in enumerate(whole):
+        after -= cycle  # through later ranks and back
+        window = min(size - rank, micro_batches)
+        forward, backward = times.forward[rank], cycle - times.forward[rank]
+        if micro_batches <= window:
+            gain = max(0, after - (micro_batches - 1) * min(forward, backward))
+        else:
+            first, last = after - (window - 1) * forward, after - (window - 1) * backward
+            others = ((micro_batches - 1) // window - 1) * (after - (window - 1) * cycle)
+            gain = max(0, first, last, first + last, first + last + others)
+        best = max(best, before + micro_batches * cycle + gain)
+        hop = 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
+        before, after = before + cycle + hop, after - hop
+    return best
 
 
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
@@ -132,7 +221,7 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
         ahead = (virtual_stages - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
         return tuple(min(all_of_rank, ahead + 2 * (num_ranks - 1 - rank)) for rank in ranks)
     few = min(micro_batches, 4 * num_ranks)
-    return _graph(name, num_ranks, virtual_stages, few).stashes
+    return peak_stashes(_graph(name, num_ranks, virtual_stages, few).schedule)
 
 
 @lru_cache(maxsize=512)
@@ -169,7 +258,6 @@ def _build(name: str, num_ranks: int, virtual_stages: int, micro_batches: int, t
         overlaps,
         [tuple((place[source], edge) for source, edge in waits[node]) for node in order],
         [place[start - 1] for start in starts[1:]],
-        peak_stashes(schedule),
     )
 
 

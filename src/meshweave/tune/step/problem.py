@@ -135,6 +135,8 @@ class SoftwareStack:
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers.
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
+        blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
+            it overlapped them. It is no constant either.
     """
 
     name: str = "none"
@@ -144,6 +146,7 @@ class SoftwareStack:
     step_s: float = 0.0
     fragmentation: float = 0.0
     regathers: bool = False
+    blocks_transfers: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
@@ -166,6 +169,8 @@ class StepProblem:
         attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
         attention_share: the speed of the attention kernel relative to that of the chip's constants: an older
             kernel has less than 1.
+        loss: "fused": logits are kept in fp32 and become their own gradient; "eager": as PyTorch's cross entropy
+            of logits in 16 bits does it, with a cast, an output of log-softmax that is kept, and a cast back.
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
         stack: constants of the software.
@@ -184,6 +189,7 @@ class StepProblem:
     product_dtype: str | None = None
     attention: Literal["flash", "plain"] = "flash"
     attention_share: float = 1.0
+    loss: Literal["fused", "eager"] = "fused"
     dropout: bool | None = None
     stack: SoftwareStack = field(default_factory=SoftwareStack)
 
@@ -194,6 +200,7 @@ class StepProblem:
             ("product_dtype", (None, "fp8", *DTYPES)),
             ("optimizer", tuple(_OPTIMIZER_BYTES)),
             ("attention", _ATTENTIONS),
+            ("loss", ("fused", "eager")),
         ):
             word = getattr(self, name)
             if word not in known:
@@ -237,6 +244,10 @@ class StepProblem:
             kept[""] = _with_attention(self.cluster, self.attention_share)
         cluster: Cluster = kept[""]
         return cluster
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without prices, which are found again."""
+        return {name: value for name, value in vars(self).items() if name != "_prices"}
 
     def prices(self, kind: str) -> dict[Any, Any]:
         """Return what has been priced so far, to be kept with the problem: a dictionary for each kind of price."""

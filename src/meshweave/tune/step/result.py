@@ -42,7 +42,7 @@ class StepParts:
     @property
     def total(self) -> float:
         """Return the sum."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        return float(sum(getattr(self, each.name) for each in fields(self)))
 
     @property
     def exposed(self) -> float:

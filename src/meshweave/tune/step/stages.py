@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
 from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
 from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
-from meshweave.tune.step.pipeline import PipelineTime, time_pipeline
+from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, time_pipeline
 from meshweave.tune.step.placement import boundary_s
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.sync import LayerSync, exposed_after, exposed_before, layer_sync
@@ -64,10 +64,11 @@ class Stages:
         """Return how many micro-batches go through a pipeline."""
         return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
 
-    def action_times(self) -> ActionTimes:
+    def action_times(self, with_transfers: bool = True) -> ActionTimes:
         """Return the times of the stages and of the transfers between them, in picoseconds.
 
-        The gradient of inputs has recomputation and half of the rest, the gradient of weights the other half.
+        The gradient of inputs has recomputation and half of the rest, the gradient of weights the other half. A
+        stack that waits for what it sends has transfers in the times of stages.
         """
         inputs, weights = [], []
         for time in self.times:
@@ -75,20 +76,31 @@ class Stages:
             half = max(whole - again, 0) // 2
             inputs.append(whole - half)
             weights.append(half)
-        forward = tuple(to_ps(time.forward_s) for time in self.times)
-        transfers = (to_ps(self.transfer_s),) * (len(self.times) - 1)
-        return ActionTimes(forward, tuple(inputs), tuple(weights), transfers)
+        forward = [to_ps(time.forward_s) for time in self.times]
+        hop = to_ps(self.transfer_s)
+        if with_transfers and self.problem.stack.blocks_transfers:
+            forward = [ticks + hop for ticks in forward[:-1]] + forward[-1:]
+            inputs = inputs[:1] + [ticks + hop for ticks in inputs[1:]]
+        waits = with_transfers and not self.problem.stack.blocks_transfers
+        transfers = (hop if waits else 0,) * (len(self.times) - 1)
+        return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers)
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
         """Return when the pipeline ranks are done; without the time of transfers if so wanted."""
-        times, p = self.action_times(), self.parallelism
+        times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)
             total += self.micro_batches * (sum(times.input_grad) + sum(times.weight_grad))
             return PipelineTime(total, (total,), (0,) * len(self.times))
-        if not with_transfers:
-            times = replace(times, transfer=(0,) * len(times.transfer))
         return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
+
+    def least_pipeline_ps(self) -> int:
+        """Return a lower bound of what the pipeline takes, at a small part of the cost."""
+        p = self.parallelism
+        if p.pipeline == 1:
+            return self.pipeline().makespan_ps
+        numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
+        return least_makespan_ps(*numbers, self.action_times())
 
     def layers_of_rank(self, rank: int) -> int:
         """Return the layers of a pipeline rank, whose stages are dealt out in turn."""
@@ -157,12 +169,12 @@ def _stage_time(
     overlap, forward_s = problem.stack.overlap, layer.forward.total_s
     back_s = layer.backward.total_s + layer.recompute.total_s
     gathers_s = reduces_s = 0.0
+    ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
     if parallelism.zero == 3 or (parallelism.zero == 2 and problem.stack.regathers):
         gathers_s = exposed_before(count, forward_s, sync.gather_s, overlap)
     if parallelism.zero >= 2:
         again_s = sync.gather_s if parallelism.zero == 3 else 0.0
         reduces_s = exposed_after(count, back_s, sync.reduce_s + again_s, overlap)
-    ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
     return StageTime(
         count * forward_s + ends_s[0] + gathers_s,
         count * back_s + ends_s[1] + reduces_s,
