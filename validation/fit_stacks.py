@@ -23,7 +23,7 @@ from meshweave.reproduce.training_runs.models import NoPredictionError
 from meshweave.reproduce.training_runs.rows import PublishedRun, shipped_runs
 from meshweave.reproduce.training_runs.score import predict, prediction_of
 from meshweave.reproduce.training_runs.split import is_fitted
-from meshweave.reproduce.training_runs.stacks import constants_of, stack_of
+from meshweave.reproduce.training_runs.stacks import software_of, stack_of
 from meshweave.tune.step import Parallelism, SoftwareStack, step_of
 
 FILE = Path(__file__).parents[1] / "src/meshweave/reproduce/training_runs/stacks.toml"
@@ -68,7 +68,7 @@ def fitted_rows(runs: Sequence[PublishedRun], attention: float) -> list[FittedRo
     out = []
     for run in runs:
         try:
-            case = case_of(run, replace(constants_of(stack_of(run).constants), **NEUTRAL), attention)
+            case = case_of(run, replace(software_of(stack_of(run)), **NEUTRAL), attention)
             if not is_fitted(case.problem.model):
                 continue
             step = predict(case).step
@@ -109,10 +109,10 @@ def search(
 
 def fit_stack(name: str, runs: Sequence[PublishedRun]) -> tuple[SoftwareStack, dict[str, float]]:
     """Return the constants of a stack, and the rates of its kernel of attention by chip."""
-    own = [run for run in runs if stack_of(run).constants == name]
+    own = [run for run in runs if stack_of(run).name == name]
     kernel = stack_of(own[0]).attention_kernel
     chips = ATTENTION.get(kernel, ())
-    start = replace(constants_of(name), **{**NEUTRAL, **FIXED.get(name, {})})
+    start = replace(software_of(stack_of(own[0])), **{**NEUTRAL, **FIXED.get(name, {})})
     by_chip: dict[str, dict[float, list[FittedRow]]] = {}
     for chip in chips or ("",):
         rates = RATES if chip else (1.0,)
@@ -174,7 +174,7 @@ def main() -> None:
         stacks[name], rates = fit_stack(name, shipped_runs())
         if rates:
             kernel = stack_of(
-                next(run for run in shipped_runs() if stack_of(run).constants == name)
+                next(run for run in shipped_runs() if stack_of(run).name == name)
             ).attention_kernel
             attention.setdefault(kernel, {}).update(rates)
     FILE.write_text(toml_of(stacks, attention), "utf-8")

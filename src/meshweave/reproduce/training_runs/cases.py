@@ -17,7 +17,7 @@ from meshweave.describe.model.transformer import Transformer
 from meshweave.reproduce.training_runs.clusters import cluster_of
 from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_stated
 from meshweave.reproduce.training_runs.rows import PublishedRun
-from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, constants_of, stack_of
+from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
 from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
@@ -92,10 +92,13 @@ def case_of(
         choices = tuple(replace(choice, strategy="megatron") for choice in choices)
     if attention is None:
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
+    software = software_of(stack) if constants is None else constants
+    if words.is_compiled:
+        software = replace(software, extra_passes=0.0)
     try:
         problem = StepProblem(
             model, cluster, batch, seq, stack.dtype, stack.gradient_dtype, attention=stack.attention,
-            attention_share=attention, stack=constants_of(stack.constants) if constants is None else constants,
+            attention_share=attention, loss="fused" if words.is_compiled else stack.loss, stack=software,
         )  # fmt: skip
     except MeshweaveError as error:
         raise NoPredictionError(str(error)) from None
@@ -140,6 +143,11 @@ class _Words:
     def recomputed_share(self) -> float:
         """Return the share of layers that are recomputed: half where every other product is kept (torchtitan)."""
         return 0.5 if re.search(r"\bsac\b", self.text) else 1.0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether a compiler fused element-wise operations: nothing is left of the stack's own."""
+        return bool(re.search(r"\bcompiled?\b", self.text))
 
     @property
     def schedule(self) -> str:

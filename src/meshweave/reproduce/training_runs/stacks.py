@@ -7,7 +7,7 @@ interleaved. What remains are constants with a name (`tune.step.SoftwareStack`),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any, Literal
@@ -26,22 +26,28 @@ class RunStack:
 
     Attributes:
         words: words of a source, any of which names this stack.
-        constants: the name of its constants in `stacks.toml`; "" for none.
-        attention_kernel: which fused kernel computes attention; "" for scores in memory.
+        name: the name of its constants in `stacks.toml`; "" for none.
         gradient_dtype: of gradients that are accumulated and reduced.
+        attention_kernel: which fused kernel computes attention; "" for scores in memory.
+        loss: as of `StepProblem`.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
         interleaves: whether the number of virtual stages is open where a pipeline's row states none.
+        regathers, blocks_transfers, accumulates: as of `SoftwareStack`.
         states_precision: whether a row without a precision leaves it open.
     """
 
     words: tuple[str, ...]
-    constants: str = ""
+    name: str = ""
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     attention_kernel: str = "flash-2"
+    loss: Literal["fused", "eager"] = "eager"
     recompute: Recompute = "none"
     is_sequence_parallel: bool = True
     interleaves: bool = False
+    regathers: bool = False
+    blocks_transfers: bool = False
+    accumulates: bool = False
     states_precision: bool = False
 
     @property
@@ -50,21 +56,38 @@ class RunStack:
         return "flash" if self.attention_kernel else "plain"
 
 
+_MEGATRON = RunStack(
+    ("2205.05198", "Megatron-LM README", "Zero Bubble"),
+    "megatron-2021",
+    "float16",
+    attention_kernel="",
+    loss="fused",
+    is_sequence_parallel=False,
+    blocks_transfers=True,
+    accumulates=True,
+)
+"""Megatron-LM before fused attention and overlapped transfers."""
 _STACKS = (
-    RunStack(("2104.04473",), "megatron-2021", "float16", "float16", "", "full", False, True),
-    RunStack(("2205.05198", "Megatron-LM README"), "megatron-2021", "float16", "float32", "", "none", False),
-    RunStack(("Zero Bubble",), "megatron-2021", "float16", "float32", ""),
-    RunStack(("llm-foundry",), "llm-foundry", "bfloat16", "bfloat16", "triton-1"),
+    _MEGATRON,
+    replace(_MEGATRON, words=("2104.04473",), gradient_dtype="float16", recompute="full", interleaves=True),
+    RunStack(
+        ("llm-foundry",),
+        "llm-foundry",
+        gradient_dtype="bfloat16",
+        attention_kernel="triton-1",
+        regathers=True,
+    ),
     RunStack(("torchtitan",), "torchtitan"),
-    RunStack(("nanotron",), "nanotron"),
+    RunStack(("nanotron",), "nanotron", accumulates=True),
     RunStack(
         ("Megatron-Bridge", "Megatron-Core"),
         "megatron-core",
+        loss="fused",
         attention_kernel="flash-3",
         states_precision=True,
     ),
 )
-_ZERO_3 = RunStack((), "", "float16", "float16", "", "full")
+_ZERO_3 = RunStack((), "", "float16", "float16", "", recompute="full")
 """DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
 _UNKNOWN = RunStack(())
 
@@ -82,10 +105,15 @@ def _constants() -> dict[str, Any]:
     return parse_table(text, _FILE, "toml")
 
 
-def constants_of(name: str) -> SoftwareStack:
-    """Return the constants of a stack by its name; those of none for "" and for a name without any."""
+def software_of(stack: RunStack) -> SoftwareStack:
+    """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
+    constants = _constants().get("stacks", {}).get(stack.name, {})
     return SoftwareStack(
-        name or "none", **_constants().get("stacks", {}).get(name, {}), regathers=name == "llm-foundry"
+        stack.name or "none",
+        **constants,
+        regathers=stack.regathers,
+        blocks_transfers=stack.blocks_transfers,
+        accumulates=stack.accumulates,
     )
 
 
