@@ -284,7 +284,7 @@ def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int
 
 
 def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return what the pass takes that adds a layer's gradients to those of earlier micro-batches, if there is one."""
+    """Return what the pass takes that adds gradients of a layer to earlier ones, if there is one."""
     if not problem.stack.accumulates:
         return 0.0
     weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
