@@ -173,6 +173,8 @@ def least_makespan_ps(
 ) -> int:
     """Return a lower bound of the makespan of a schedule, in a closed form; the module docstring has it."""
     one_piece = name in _REPEATS
+    if name in ("zb-h1", "zbv"):
+        return _least_zero_bubble_ps(name == "zbv", num_ranks, micro_batches, times)
     whole = [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
     if name == "1f1b" and virtual_stages == 1:
         return _longest_of_paths(whole, times, micro_batches)
@@ -182,6 +184,25 @@ def least_makespan_ps(
         best = max(best, before + busy)
         before += whole[rank] + 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
     return best if one_piece else micro_batches * sum(whole) // num_ranks
+
+
+def _least_zero_bubble_ps(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
+    """Return a lower bound of the makespan of ZB-H1, or ZB-V, whose stages go there and back (`is_folded`).
+
+    A rank begins when the ranks before it have sent it the first micro-batch, and works all of its time at best.
+    Before its last gradient of inputs goes back through the ranks before it, it has made all of them.
+    """
+    last = len(times.forward) - 1
+    best = before = after = 0
+    for rank in range(num_ranks):
+        own = (rank, last - rank) if is_folded else (rank,)
+        urgent = sum(times.forward[stage] + times.input_grad[stage] for stage in own)
+        weights = sum(times.weight_grad[stage] for stage in own)
+        busy, back = micro_batches * (urgent + weights), micro_batches * urgent + after + times.weight_grad[0]
+        best = max(best, before + busy, before + back)
+        hop = times.transfer[rank] if rank < len(times.transfer) else 0
+        before, after = before + times.forward[rank] + hop, after + times.input_grad[rank] + hop
+    return best
 
 
 def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) -> int:
@@ -204,6 +225,7 @@ def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) 
     return best
 
 
+@lru_cache(maxsize=4096)
 def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: int) -> tuple[int, ...]:
     """Return for each rank the most micro-batches, over its stages, whose activations it keeps (`peak_stashes`).
 
