@@ -13,9 +13,9 @@ dims are padded to 128 and one to 8; of m and n the one that is padded to 8 is t
 
 Results and memory traffic take turns at the memory on the chip; multiplications run beside both. A size that may
 grow to a bound turns into it smoothly, x / sqrt(1 + (x / bound)^2). The windows through which a compiler streams
-operands are not chosen here: `first_bytes`, `last_bytes` and `window` are their typical sizes. Cf. Jouppi et al.
-(ISCA '17, section 2) for arrays that hold weights while rows pass, and (ISCA '23) for TPU v4. Every term grows with
-m, n and k.
+operands are not chosen here: `first_bytes`, `last_bytes` and `window` are their typical sizes. Cf. Jouppi et
+al. (ISCA '17, section 2) for arrays that hold weights while rows pass, and (ISCA '23) for TPU v4. Every term grows
+with m, n and k.
 """
 
 from __future__ import annotations
