@@ -8,8 +8,8 @@ validation/results/tpu_kernels.md.
 
 Shapes are drawn by a seed, and those are added that a chip of the 4x4 mesh multiplies in the readings
 `fixed-batch` and `public-defaults` of MeshSlice. Of each device, 60 products are scored by constants that are
-fitted on the others, beside those of the same (n, k) with C in float32. All products of one (n, k) are on one side,
-by a hash. The committed constants are those of all rows.
+fitted on the others, beside those of the same (n, k) with C in float32. All products of one (n, k) are on one
+side, by a hash. The committed constants are those of all rows.
 """
 
 from __future__ import annotations
