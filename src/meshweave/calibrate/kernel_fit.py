@@ -174,8 +174,10 @@ def fit_systolic(
         "overlap": Free(3.0, 16.0, least=1.0),
     }
 
+    m, n, k = sizes.T
+
     def seconds_of(constants: Mapping[str, float]) -> Array:
-        return systolic_seconds(SystolicConstants(**constants), *sizes.T, item_bytes, out_bytes)
+        return systolic_seconds(SystolicConstants(**constants), m, n, k, item_bytes, out_bytes)
 
     return SystolicConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
 
