@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.options import print_json, progress_bar
+from meshweave.cli.options import check_writable, print_json, progress_bar
 from meshweave.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
 from meshweave.describe.machine.cluster import load_cluster
 
@@ -97,6 +97,12 @@ def slicing(
     h100: Annotated[
         str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
     ] = "h100-node",
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="Which replication factors are tried, by name: all-factors, or cut (every matrix stays cut)."
+        ),
+    ] = "all-factors",
     rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
@@ -119,12 +125,18 @@ def slicing(
     Example: meshweave reproduce slicing --report slicing.html
     """
     from meshweave.reproduce.papers import SLICING, reproduce_slicing, select
+    from meshweave.reproduce.slicing.readings import reading_named
 
     outputs = Outputs(out, png, report, json)
     selection = select(SLICING, split_names(rows), split_names(figures))
     machines = load_cluster(pvc), load_cluster(h100)
+    reading_named(reading)
     outputs.check()
-    outputs.write(reproduce_slicing(*machines, selection, all_partitionings=every, progress_bar=progress_bar))
+    outputs.write(
+        reproduce_slicing(
+            *machines, selection, reading=reading, all_partitionings=every, progress_bar=progress_bar
+        )
+    )
 
 
 @reproduce.command()
@@ -133,9 +145,16 @@ def alpacomm(
         str,
         typer.Option(
             help="A cluster of hosts with four chips or more and one NIC: a catalog cluster or a TOML file. "
-            "Five hosts are taken."
+            "Five hosts are taken. By default that of the reading."
         ),
-    ] = "p3.8xlarge",
+    ] = "",
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="What the paper leaves open, by name: bandwidth, messages (launches and packing cost time), alpa "
+            "(rivals by their public code) or alpa-messages."
+        ),
+    ] = "bandwidth",
     rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
@@ -155,13 +174,15 @@ def alpacomm(
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
+    from meshweave.reproduce.alpacomm.readings import reading_named
     from meshweave.reproduce.papers import ALPACOMM, reproduce_alpacomm, select
 
     outputs = Outputs(out, png, report, json)
     selection = select(ALPACOMM, split_names(rows), split_names(figures))
-    hosts = load_cluster(cluster)
+    hosts = load_cluster(cluster) if cluster else None
+    reading_named(reading)
     outputs.check()
-    outputs.write(reproduce_alpacomm(hosts, selection, progress_bar=progress_bar))
+    outputs.write(reproduce_alpacomm(hosts, selection, reading=reading, progress_bar=progress_bar))
 
 
 @reproduce.command()
@@ -259,6 +280,53 @@ def nccl(report: Report = None, json: Json = False) -> None:
         print_json([row.to_json() for row in rows])
         return
     typer.echo(f"{bandwidth_table(rows)}\n{summary_line(rows)}")
+
+
+@reproduce.command()
+def published(
+    cases: Annotated[
+        Path | None,
+        typer.Option(
+            help="Published training runs (CSV), one a row. Default: those that ship with the package."
+        ),
+    ] = None,
+    worst: Annotated[
+        int, typer.Option(help="How many of the rows with the largest errors to list.", min=0)
+    ] = 10,
+    report: Annotated[Path | None, typer.Option(help="Write the tables as a Markdown page here.")] = None,
+    json: Json = False,
+) -> None:
+    """Predict published training runs, and score step time (or MFU, tokens/s) and memory by source.
+
+    Each row states model, chips, degrees and a figure, with its source. What cannot be predicted is listed with
+    the reason. Software stacks have at most five named constants each, fitted on half of the families of models.
+
+    Example: meshweave reproduce published --cases runs.csv
+    """
+    from meshweave.reproduce.training_runs.rows import read_runs, shipped_runs
+    from meshweave.reproduce.training_runs.score import score_runs, source_scores, summary_of
+    from meshweave.reproduce.training_runs.sweeps import sweep_table, sweeps_of
+    from meshweave.reproduce.training_runs.tables import runs_page, runs_table
+
+    runs = read_runs(cases) if cases is not None else shipped_runs()
+    check_writable(report)
+    with progress_bar("runs") as progress:
+        rows = score_runs(runs, progress=progress)
+    sweeps = sweeps_of(runs, rows)
+    if report is not None:
+        report.write_text(runs_page(rows, sweep_table(sweeps)), "utf-8")
+    if json:
+        scores = [score.to_json() for score in source_scores(rows)]
+        print_json(
+            {
+                "summary": summary_of(rows).to_json(),
+                "sources": scores,
+                "sweeps": [sweep.to_json() for sweep in sweeps],
+                "rows": [row.to_json() for row in rows],
+            }
+        )
+        return
+    typer.echo(runs_table(rows, worst))
 
 
 @reproduce.command(name="zero-bubble")
