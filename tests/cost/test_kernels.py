@@ -246,6 +246,18 @@ def test_chips_of_the_catalog() -> None:
     assert products.memory_bytes_per_s <= chip.memory_bytes_per_s
 
 
+def test_a_chip_of_systolic_arrays_is_priced_by_shape() -> None:
+    kernels = load_kernels("tpu-v5e")
+    chip = replace(load_cluster("tpu-v4-pod").chip, kernels=kernels)
+    constants = kernels.product("bfloat16")
+    assert isinstance(constants, SystolicConstants)
+    full, thin = matmul_work(4096, 4096, 4096, "bfloat16"), matmul_work(4096, 4096, 8, "bfloat16")
+    for work in (full, thin):
+        assert shape_s(work, chip) == product_s(constants, *work.dims, 2)
+    rates = [work.flops / (shape_s(work, chip) or 1) / constants.flops_per_s for work in (full, thin)]
+    assert rates[0] > 0.8 and rates[1] < 0.05
+
+
 def test_one_place_prices_by_shape_and_else_by_rate() -> None:
     chip = load_cluster("dgx-h100").chip
     large, thin = matmul_work(8192, 8192, 8192, "bfloat16"), matmul_work(8192, 64, 8192, "bfloat16")
