@@ -154,8 +154,7 @@ class AxisFile(FileModel):
     )
     launch_s: Duration = Field(0.0, description="seconds to launch a collective, from 0 to 1e6")
     burst_bytes: _BufferSize = Field(
-        0,
-        description="bytes that a link passes at once after idling, as a token bucket does, a whole number of at least 0",
+        0, description="bytes that a link passes at once after idling, a whole number of at least 0"
     )
     constants: CommTable = Field(
         default_factory=lambda: CommTable.model_validate({}),
