@@ -11,7 +11,6 @@ namespace meshweave {
 
 constexpr i64 MAX_PACKETS = 1 << 16;
 constexpr u64 MAX_SIZES = u64{1} << 26;  // of the parts of all collectives of a rank
-constexpr i64 LARGEST = i64{1} << 48;  // beyond any index or size; keeps sums and differences within 64 bits
 
 inline i64 bounded(i64 value, const char* what) {
   if (value < -LARGEST || value > LARGEST) throw ProgramFault(std::string(what) + " is out of any range");
