@@ -107,14 +107,14 @@ def _groups(p: Parallelism) -> tuple[tuple[int, int], ...]:
 def _stages(step: Step) -> tuple[tuple[Stage, ...], list[int]]:
     """Return a stage for each layer, or for an end without layers, and the first of each stage of the step."""
     problem, p = step.problem, step.parallelism
-    meshes, layer = _meshes(p), step.stages.layer
+    meshes, ranks, layer = _meshes(p), step.stages.stage_ranks, step.stages.layer
     first, last = ends_time(problem, p)
     rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
     weights, table = layer_parameters(problem, p), table_parameters(problem, p)
     stages: list[Stage] = []
     starts: list[int] = []
     for number, count in enumerate(step.stage_layers):
-        mesh = meshes[number % p.pipeline]
+        mesh = meshes[ranks[number]]
         starts.append(len(stages))
         for place in range(max(count, 1)):
             times = [layer.forward.total_s, layer.backward.total_s] if count else [0.0, 0.0]

@@ -8,7 +8,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
 from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
 from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
-from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, time_pipeline
+from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
 from meshweave.tune.step.placement import boundary_s
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.sync import LayerSync, exposed_after, exposed_before, layer_sync
@@ -102,9 +102,15 @@ class Stages:
         numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
         return least_makespan_ps(*numbers, self.action_times())
 
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Return for each stage the pipeline rank that has it."""
+        p = self.parallelism
+        return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)
+
     def layers_of_rank(self, rank: int) -> int:
-        """Return the layers of a pipeline rank, whose stages are dealt out in turn."""
-        return sum(self.layers[rank :: self.parallelism.pipeline])
+        """Return the layers of a pipeline rank."""
+        return sum(layers for layers, held in zip(self.layers, self.stage_ranks, strict=True) if held == rank)
 
     def gathers_s(self) -> float:
         """Return by how much gathers of updated weights delay the step (ZeRO-1 and 2): those of the first rank."""
@@ -119,10 +125,11 @@ class Stages:
     def reductions_s(self, rank: int) -> float:
         """Return what reductions add after the last backward part of a pipeline rank."""
         p, overlap = self.parallelism, self.problem.stack.overlap
-        has_head = rank == p.pipeline - 1 and (p.pipeline > 1 or not self.problem.model.tied_embeddings)
+        head = self.stage_ranks[-1]
+        has_head = rank == head and (head > 0 or not self.problem.model.tied_embeddings)
         head_s = self.sync.table_s if has_head else 0.0
         after_all_s = self.sync.table_s if rank == 0 else 0.0
-        after_all_s += self.sync.tied_s if rank in (0, p.pipeline - 1) else 0.0
+        after_all_s += self.sync.tied_s if rank in (0, head) else 0.0
         if p.zero >= 2:
             return head_s + after_all_s
         back_s = self.layer.backward.total_s + self.layer.recompute.total_s
