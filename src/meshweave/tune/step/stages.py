@@ -49,6 +49,7 @@ class Stages:
         layer: of one layer.
         sync: collectives of one layer's weights.
         transfer_s: from one stage to the next.
+        sends_parts: whether what tensor-parallel ranks have whole is sent in parts and gathered.
     """
 
     problem: StepProblem
@@ -58,6 +59,7 @@ class Stages:
     layer: LayerTime
     sync: LayerSync
     transfer_s: float
+    sends_parts: bool
 
     @property
     def micro_batches(self) -> int:
@@ -161,11 +163,12 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
             known[key] = _stage_time(problem, parallelism, count, layer, at_ends, sync)
         times.append(known[key])
-    transfer_s = 0.0
+    transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
         sent = boundary_bytes(problem, parallelism)
-        transfer_s = boundary_s(problem, parallelism, sent, residual_is_whole(problem, parallelism))
-    return Stages(problem, parallelism, layers, tuple(times), layer, sync, transfer_s)
+        is_whole = residual_is_whole(problem, parallelism)
+        transfer_s, sends_parts = boundary_s(problem, parallelism, sent, is_whole)
+    return Stages(problem, parallelism, layers, tuple(times), layer, sync, transfer_s, sends_parts)
 
 
 def _stage_time(
