@@ -100,7 +100,7 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         return entry
     if roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
-    return _with_rings(entry)
+    return _RingsAround(entry)
 
 
 class _RingsAround(BlockAlgorithm):
@@ -112,10 +112,6 @@ class _RingsAround(BlockAlgorithm):
         self.name = f"{inner.name} with context"  # type: ignore[misc]
         self.title = f"{inner.title} with ring attention"  # type: ignore[misc]
         self.roles: tuple[AxisRole, ...] = (RING, *inner.roles)  # type: ignore[misc]
-
-
-def _with_rings(entry: BlockAlgorithm) -> BlockAlgorithm:
-    return _RingsAround(entry)
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
@@ -248,7 +244,8 @@ def _as_run(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
 
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Part):
-            return replace(task, skeleton=_as_run(task.skeleton, product_dtype))
+            inner = task.skeleton if product_dtype is None else _as_run(task.skeleton, product_dtype)
+            return replace(task, skeleton=inner)
         work = task.work
         if not isinstance(work, Compute):
             return task
@@ -304,13 +301,9 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     keys = problem.seq // 2 + 1
     operands = item * batch * heads * width * (2 * queries + 2 * problem.seq)
     shape = (batch, heads, queries, keys, width)
-    fused_s = call_s(
-        problem,
-        Compute(
-            "call", 0, operands * (1 if not part else 2), dtype=problem.dtype, call="attention", shape=shape,
-            part=part,
-        ),
-    )  # fmt: skip
+    moved = operands * (2 if part else 1)
+    fused = Compute("call", 0, moved, dtype=problem.dtype, call="attention", shape=shape, part=part)
+    fused_s = call_s(problem, fused)
     if problem.attention == "flash":
         return fused_s, 0.0
     scores = batch * heads * queries * problem.seq
