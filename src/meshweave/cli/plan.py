@@ -77,9 +77,9 @@ def plan(
 ) -> None:
     """Choose the degrees of parallelism of a training step, within the memory of a chip.
 
-    The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches, schedules,
-    ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the best, the
-    runner-up and why, and what to do next. Ctrl-C prints the best so far.
+    The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches,
+    schedules, ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the
+    best, the runner-up and why, and what to do next. Ctrl-C prints the best so far.
 
     Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
     """
