@@ -129,15 +129,20 @@ def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelis
 
 
 @examples(60)
-@given(st.integers(1, 12), st.integers(0, 50), st.integers(0, 50))
-def test_collectives_beside_layers_are_two_lanes(layers: int, compute: int, communication: int) -> None:
-    """Against the recurrence of a skeleton with a task of each kind for each layer."""
-    works: dict[Work, int] = {Compute("layer", 1): compute, Compute("sync", 1): communication}
-    layer, sync = works
+@given(st.integers(0, 12), *[st.integers(0, 50)] * 3)
+def test_collectives_beside_layers_are_two_lanes(
+    layers: int, compute: int, communication: int, queued: int
+) -> None:
+    """Against the recurrence of a skeleton with a task of each kind for each layer, and one before them."""
+    works: dict[Work, int] = {
+        Compute("layer", 1): compute, Compute("sync", 1): communication, Compute("head", 1): queued
+    }  # fmt: skip
+    layer, sync, head = works
     turn = (Task("layer", "a", layer), Task("sync", "b", sync, (("layer", 0),)))
-    total = TimedSkeleton(Skeleton((Phase(layers, turn),)), works.__getitem__).total_ps()
-    assert exposed_after(layers, compute, communication, 1.0) == total - layers * compute
-    assert exposed_after(layers, compute, communication, 0.0) == layers * communication
+    skeleton = Skeleton((Phase(1, (Task("head", "b", head),)), Phase(layers, turn)))
+    total = TimedSkeleton(skeleton, works.__getitem__).total_ps()
+    assert exposed_after(layers, compute, communication, 1.0, queued) == total - layers * compute
+    assert exposed_after(layers, compute, communication, 0.0, queued) == layers * communication + queued
 
 
 @pytest.mark.parametrize(

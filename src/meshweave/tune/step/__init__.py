@@ -10,12 +10,14 @@ from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, st
 from meshweave.tune.step.layers import LayerTime, layer_time
 from meshweave.tune.step.memory import Memory, StageMemory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
+from meshweave.tune.step.program import SimulatedStep, simulate_step, step_program
 from meshweave.tune.step.result import Step, StepParts
 
 __all__ = [
     "LayerTime",
     "Memory",
     "Parallelism",
+    "SimulatedStep",
     "SoftwareStack",
     "StageMemory",
     "Step",
@@ -26,6 +28,8 @@ __all__ = [
     "least_step_s",
     "memory_of",
     "peak_memory",
+    "simulate_step",
     "step",
     "step_of",
+    "step_program",
 ]

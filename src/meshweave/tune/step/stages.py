@@ -119,13 +119,16 @@ class Stages:
     def reductions_s(self, rank: int) -> float:
         """Return what reductions add after the last backward part of a pipeline rank."""
         p, overlap = self.parallelism, self.problem.stack.overlap
-        table_s = self.sync.table_s if rank in (0, p.pipeline - 1) else 0.0
+        has_head = rank == p.pipeline - 1 and (p.pipeline > 1 or not self.problem.model.tied_embeddings)
+        head_s = self.sync.table_s if has_head else 0.0
+        after_all_s = self.sync.table_s if rank == 0 else 0.0
+        after_all_s += self.sync.tied_s if rank in (0, p.pipeline - 1) else 0.0
         if p.zero >= 2:
-            return table_s
+            return head_s + after_all_s
         back_s = self.layer.backward.total_s + self.layer.recompute.total_s
         last, others = self.layers[rank], self.layers_of_rank(rank) - self.layers[rank]
-        after_s = exposed_after(last, back_s, self.sync.reduce_s, overlap)
-        return after_s + others * self.sync.reduce_s * (1 - overlap) + table_s
+        after_s = exposed_after(last, back_s, self.sync.reduce_s, overlap, head_s)
+        return after_s + others * self.sync.reduce_s * (1 - overlap) + after_all_s
 
 
 def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:

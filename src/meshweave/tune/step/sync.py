@@ -13,7 +13,8 @@ Where only a group of them shards, the shards of gradients are then summed over 
 is the head's as well has its gradient summed over the first and the last pipeline rank besides.
 
 Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
-after c + n r: the recurrence that a skeleton of these tasks has.
+after c + n r: the recurrence that a skeleton of these tasks has. The gradient of the head is before all layers in
+its lane, that of the embedding after them.
 """
 
 from __future__ import annotations
@@ -33,25 +34,29 @@ class LayerSync:
         reduce_s: of the gradient of a layer.
         gather_s: of its weights.
         table_s: of the gradient of a table.
+        tied_s: of the sum of that of a table that the first and the last pipeline rank share.
     """
 
     reduce_s: float
     gather_s: float
     table_s: float
+    tied_s: float
 
 
 def layer_sync(problem: StepProblem, parallelism: Parallelism) -> LayerSync:
     """Return what the collectives of a layer take."""
     weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
+    tied_s = gather_s = 0.0
     if problem.model.tied_embeddings and parallelism.pipeline > 1 and table:
         axis = parallelism.pipeline, parallelism.stride("pipeline")
-        table_s += message_s(problem, *axis, table * problem.gradient_bytes)
-    gather_s = 0.0
+        tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
         gather_s = collective_s(problem, "all_gather", shards, weights * problem.item_bytes)
-    return LayerSync(_reduce_s(problem, parallelism, weights * problem.gradient_bytes), gather_s, table_s)
+    return LayerSync(
+        _reduce_s(problem, parallelism, weights * problem.gradient_bytes), gather_s, table_s, tied_s
+    )
 
 
 def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
@@ -65,17 +70,21 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
     return scattered_s + collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
 
 
-def exposed_after(layers: int, compute_s: float, communication_s: float, overlap: float) -> float:
+def exposed_after(
+    layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
+) -> float:
     """Return what communication of each layer adds, where it follows the layer's computing.
 
     Args:
         overlap: the share of the communication that may run beside the computing.
+        queued_s: communication that is before all of it in its lane.
     """
-    if not layers:
-        return 0.0
-    hidden = overlap * communication_s
-    tail = hidden if compute_s >= hidden else compute_s + layers * hidden - layers * compute_s
-    return tail + layers * (communication_s - hidden)
+    waits_s = (1 - overlap) * (layers * communication_s + queued_s)
+    hidden, before = overlap * communication_s, overlap * queued_s
+    tail = before + layers * (hidden - compute_s)
+    if layers:
+        tail = max(tail, hidden, compute_s + layers * (hidden - compute_s))
+    return max(tail, 0.0) + waits_s
 
 
 def exposed_before(layers: int, compute_s: float, communication_s: float, overlap: float) -> float:
