@@ -33,7 +33,11 @@ def test_the_text_is_the_best_the_runner_up_and_what_next(capsys: pytest.Capture
     status, out, err = called(capsys, *SMALL, "--fix", QUICK)
     assert (status, err) == (0, "")
     lines = [line for line in out.splitlines() if line.strip()]
-    assert [line.split()[0] for line in lines if not line.startswith(" ")][1:4] == ["best", "runner-up", "next"]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")][1:4] == [
+        "best",
+        "runner-up",
+        "next",
+    ]
     assert "% MFU" in out and "% slower" in out and "--table" in out
     assert len(lines) <= 8
 
