@@ -26,7 +26,7 @@ from meshweave.describe.layout.mesh import Mesh
 from meshweave.ir.program import Program
 from meshweave.simulate import Simulation, simulate
 from meshweave.tune.step.layers import ends_time
-from meshweave.tune.step.memory import layer_parameters, residual_is_whole, table_parameters
+from meshweave.tune.step.memory import boundary_bytes, layer_parameters, table_parameters
 from meshweave.tune.step.placement import replica_groups, sharding_groups
 from meshweave.tune.step.problem import Parallelism
 from meshweave.tune.step.result import Step
@@ -107,14 +107,14 @@ def _groups(p: Parallelism) -> tuple[tuple[int, int], ...]:
 def _stages(step: Step) -> tuple[tuple[Stage, ...], list[int]]:
     """Return a stage for each layer, or for an end without layers, and the first of each stage of the step."""
     problem, p = step.problem, step.parallelism
-    meshes, layer = _meshes(p), step.stages.layer
+    meshes, ranks, layer = _meshes(p), step.stages.stage_ranks, step.stages.layer
     first, last = ends_time(problem, p)
     rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
     weights, table = layer_parameters(problem, p), table_parameters(problem, p)
     stages: list[Stage] = []
     starts: list[int] = []
     for number, count in enumerate(step.stage_layers):
-        mesh = meshes[number % p.pipeline]
+        mesh = meshes[ranks[number]]
         starts.append(len(stages))
         for place in range(max(count, 1)):
             times = [layer.forward.total_s, layer.backward.total_s] if count else [0.0, 0.0]
@@ -145,11 +145,15 @@ def _divided(parameters: int, p: Parallelism) -> int:
 
 
 def _edge(step: Step, source: int) -> Edge:
-    """Return the residual from a layer to the next, of each replica a row."""
+    """Return the residual from a layer to the next, of each replica a row.
+
+    What tensor-parallel ranks have of it is alike in size: each sends its own, or a part of what all of them have.
+    """
     problem, p = step.problem, step.parallelism
-    elements = p.micro_batch * (problem.seq // p.context) * problem.model.hidden
-    elements = -(-elements // p.tensor_size) * p.tensor_size
-    own: Placement = Replicate() if residual_is_whole(problem, p) else Shard(1)
+    elements = -(-boundary_bytes(problem, p) // problem.item_bytes)
+    own: Placement = Replicate()
+    if step.stages.sends_parts:
+        elements, own = -(-elements // p.tensor_size) * p.tensor_size, Shard(1)
     placements = tuple(own if axis == "tensor" else Shard(0) for axis in _meshes(p)[0].axes)
     return Edge(source, source + 1, (elements,), placements, placements, problem.dtype)
 
@@ -165,8 +169,10 @@ def _schedule(step: Step, problem: PipelineProblem, starts: list[int]) -> Schedu
     orders = []
     for order in whole.actions:
         actions = [each for action in order for each in _of_layers(action, starts, stops)]
-        overlapped = step.problem.stack.overlap and p.replicas > 1
-        orders.append(tuple(_with_reductions(actions) if overlapped else actions))
+        if p.replicas > 1:
+            beside = step.problem.stack.overlap == 1
+            actions = list(_with_reductions(actions)) if beside else _gathered_first(actions)
+        orders.append(tuple(actions))
     return Schedule(problem.stage_ranks, whole.num_micro_batches, tuple(orders))
 
 
@@ -177,6 +183,12 @@ def _of_layers(action: Action, starts: list[int], stops: list[int]) -> Iterator[
     layers = range(starts[action.stage], stops[action.stage])
     for layer in layers if action.kind is ActionKind.FORWARD else reversed(layers):
         yield replace(action, stage=layer)
+
+
+def _gathered_first(actions: list[Action]) -> list[Action]:
+    """Return actions after gathers of all weights, the first layer's last, so that all are waited for."""
+    layers = sorted({action.stage for action in actions}, reverse=True)
+    return [*(Action(ActionKind.UNSHARD, layer) for layer in layers), *actions]
 
 
 def _with_reductions(actions: list[Action]) -> Iterator[Action]:
