@@ -314,8 +314,6 @@ if TYPE_CHECKING:
     from meshweave.tune.ranking import rank_configs as rank_configs
     from meshweave.tune.ranking import simulate_best as simulate_best
     from meshweave.tune.schedules import search_schedule as search_schedule
-    from meshweave.tune.step_search import SpaceOptions as SpaceOptions
-    from meshweave.tune.step_search import plan as plan
     from meshweave.tune.step import Memory as Memory
     from meshweave.tune.step import Parallelism as Parallelism
     from meshweave.tune.step import SimulatedStep as SimulatedStep
@@ -327,6 +325,8 @@ if TYPE_CHECKING:
     from meshweave.tune.step import step as step
     from meshweave.tune.step import step_of as step_of
     from meshweave.tune.step import step_program as step_program
+    from meshweave.tune.step_search import SpaceOptions as SpaceOptions
+    from meshweave.tune.step_search import plan as plan
     from meshweave.tune.universal import tune_universal as tune_universal
 
 _HOME = {
