@@ -57,7 +57,7 @@ _GROUPS = {
         "algorithms.contract": "Algorithm Gradient",
         "algorithms.table": "ALGORITHMS algorithm algorithms_for",
         "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
-        "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
+        "algorithms.universal": "StageLimits UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "Action ActionKind Edge PartCost PipelineAlgorithm PipelineConfig PipelineProblem "
         "Recompute Schedule Stage Stash pipeline_program read_schedule",
@@ -168,6 +168,7 @@ if TYPE_CHECKING:
     from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
     from meshweave.algorithms.table import algorithm as algorithm
     from meshweave.algorithms.table import algorithms_for as algorithms_for
+    from meshweave.algorithms.universal import StageLimits as StageLimits
     from meshweave.algorithms.universal import UniversalConfig as UniversalConfig
     from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
     from meshweave.algorithms.universal import universal_program as universal_program

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.describe.machine.kernels import ChipKernels, SystolicConstants
 
 
 def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
@@ -24,7 +24,8 @@ def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
         for dtype, constants in entries:
             dtypes.setdefault(constants, []).append(dtype)
         for constants, names in dtypes.items():
-            lines += ["", f"[[{section}]]", f"dtypes = {json.dumps(names)}", *_values(asdict(constants))]
+            name = "systolic" if isinstance(constants, SystolicConstants) else section
+            lines += ["", f"[[{name}]]", f"dtypes = {json.dumps(names)}", *_values(asdict(constants))]
     for kind, collective in kernels.collectives:
         lines += ["", "[[collectives]]", f'kind = "{kind}"', *_values(asdict(collective))]
     if kernels.elementwise is not None:

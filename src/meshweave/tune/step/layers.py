@@ -152,7 +152,8 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     extra = _software_s(problem, parallelism, kernels[0]), _software_s(problem, parallelism, kernels[1])
     attention = _attention_s(problem, parallelism, "forward"), _attention_s(problem, parallelism, "backward")
     forward = bare + PartTime(extra[0] + attention[0][1])
-    backward = whole - bare + PartTime(extra[1] + attention[1][1])
+    added_s = _accumulation_s(problem, parallelism)
+    backward = whole - bare + PartTime(extra[1] + attention[1][1] + added_s)
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
@@ -277,6 +278,16 @@ def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int
         moved = 2 * elements * problem.item_bytes
         one_pass = call_s(problem, Compute("call", elements, moved, dtype=problem.dtype, call="elementwise"))
     return num_kernels * stack.launch_s + stack.extra_passes * one_pass
+
+
+def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return what the pass takes that adds gradients of a layer to earlier ones, if there is one."""
+    if not problem.stack.accumulates:
+        return 0.0
+    weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
+    own = -(-weights // parallelism.tensor_size)
+    moved = own * (problem.item_bytes + 2 * problem.gradient_bytes)
+    return call_s(problem, Compute("call", own, moved, dtype=problem.dtype, call="elementwise"))
 
 
 def call_s(problem: StepProblem, work: Compute) -> float:
