@@ -79,8 +79,8 @@ _GROUPS = {
         "tune.layouts": "tune_layouts",
         "tune.schedules": "search_schedule",
         "tune.step": (
-            "Memory Parallelism SimulatedStep SoftwareStack Step StepParts StepProblem simulate_step step step_of "
-            "step_program"
+            "Memory Parallelism SoftwareStack Step StepParts StepProblem StepSimulation simulate_step step "
+            "step_of step_program"
         ),
     },
     "readings": {
@@ -317,11 +317,11 @@ if TYPE_CHECKING:
     from meshweave.tune.schedules import search_schedule as search_schedule
     from meshweave.tune.step import Memory as Memory
     from meshweave.tune.step import Parallelism as Parallelism
-    from meshweave.tune.step import SimulatedStep as SimulatedStep
     from meshweave.tune.step import SoftwareStack as SoftwareStack
     from meshweave.tune.step import Step as Step
     from meshweave.tune.step import StepParts as StepParts
     from meshweave.tune.step import StepProblem as StepProblem
+    from meshweave.tune.step import StepSimulation as StepSimulation
     from meshweave.tune.step import simulate_step as simulate_step
     from meshweave.tune.step import step as step
     from meshweave.tune.step import step_of as step_of

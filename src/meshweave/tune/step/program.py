@@ -35,7 +35,7 @@ _LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
+class StepSimulation:
     """A step and the simulation of its program.
 
     Attributes:
@@ -48,7 +48,7 @@ class SimulatedStep:
     time_s: float
 
 
-def simulate_step(step: Step) -> SimulatedStep:
+def simulate_step(step: Step) -> StepSimulation:
     """Return a step simulated with contention between messages of the pipeline and collectives of replicas.
 
     Raises:
@@ -57,7 +57,7 @@ def simulate_step(step: Step) -> SimulatedStep:
     program = step_program(step)
     simulation = simulate(program, Machine.of(step.problem.cluster, program, logical=True))
     outside_s = step.optimizer_s + step.problem.stack.step_s + step.stages.sync.tied_s
-    return SimulatedStep(step, simulation, simulation.duration_s + outside_s)
+    return StepSimulation(step, simulation, simulation.duration_s + outside_s)
 
 
 def step_program(step: Step) -> Program:
