@@ -20,7 +20,7 @@ from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.step.layers import layer_time
+from meshweave.tune.step.layers import layer_time, least_layer_s
 from meshweave.tune.step.problem import DEGREES, Degree
 from meshweave.tune.step_search.space import (
     StepLayout,
@@ -124,7 +124,7 @@ class LayerBounds:
                     continue
                 if bound >= enough_s:
                     return bound
-            seconds = self.layer_s(place.layout, micro_batch)
+            seconds = least_layer_s(self._problem, place.layout.choice(micro_batch, "1f1b", 1, 0, "none"))
             self._known[key] = seconds / micro_batch * place.num_chips
         return self._known[key]
 
