@@ -103,7 +103,7 @@ def test_a_contradictory_plan_is_one_line(
     assert "\n" not in str(caught.value) and str(file) in str(caught.value)
 
 
-@pytest.mark.parametrize("verb", [["simulate"], ["run"], ["verify"]])
+@pytest.mark.parametrize("verb", [["run"], ["verify"]])
 def test_verbs_of_products_say_what_a_step_is_not(
     capsys: pytest.CaptureFixture[str], path: Path, verb: list[str]
 ) -> None:

@@ -20,7 +20,7 @@ from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.step.layers import layer_time
+from meshweave.tune.step.layers import layer_time, least_layer_s
 from meshweave.tune.step.problem import DEGREES, Degree
 from meshweave.tune.step_search.space import (
     StepLayout,
@@ -75,6 +75,8 @@ class LayerBounds:
         self._peak = max(*rates, chip.effective_flops_per_s)
         self._levels = level_sizes(self._problem.cluster.network)
         self._known: dict[tuple[object, int], float] = {}
+        self._least: dict[tuple[object, int], float] = {}
+        self._easier_than: dict[tuple[object, int], tuple[tuple[LayerPlace, int], ...]] = {}
         self._places: dict[StepLayout, LayerPlace] = {}
         self.largest: dict[tuple[object, ...], int] = {}
 
@@ -116,16 +118,22 @@ class LayerBounds:
     def _chip_s(self, place: LayerPlace, micro_batch: int, enough_s: float) -> float:
         """Return the seconds of all chips for a sequence, or a bound of at least `enough_s`."""
         key = place.key, micro_batch
-        if key not in self._known:
-            for easier, size in self._easier(place, micro_batch):
-                try:
-                    bound = SLACK * self._chip_s(easier, size, enough_s / SLACK)
-                except MeshweaveError:
-                    continue
-                if bound >= enough_s:
-                    return bound
-            seconds = self.layer_s(place.layout, micro_batch)
-            self._known[key] = seconds / micro_batch * place.num_chips
+        if key in self._known:
+            return self._known[key]
+        if self._least.get(key, 0.0) >= enough_s:
+            return self._least[key]
+        if key not in self._easier_than:
+            self._easier_than[key] = tuple(self._easier(place, micro_batch))
+        for easier, size in self._easier_than[key]:
+            try:
+                bound = SLACK * self._chip_s(easier, size, enough_s / SLACK)
+            except MeshweaveError:
+                continue
+            if bound >= enough_s:
+                self._least[key] = bound
+                return bound
+        choice = place.layout.choice(micro_batch, "1f1b", 1, 0, "none")
+        self._known[key] = least_layer_s(self._problem, choice) / micro_batch * place.num_chips
         return self._known[key]
 
     def _easier(self, place: LayerPlace, micro_batch: int) -> Iterator[tuple[LayerPlace, int]]:
