@@ -34,6 +34,7 @@ from meshweave.describe.machine.cluster_file import (
 from meshweave.describe.machine.kernels_file import (
     AttentionFile,
     CollectivesFile,
+    CpuProductsFile,
     ElementwiseFile,
     KernelsFile,
     ProductsFile,
@@ -85,6 +86,7 @@ TITLES: dict[type[BaseModel], str] = {
     ModelFile: "Top level of a model file",
     KernelsFile: "Top level of a kernels file",
     ProductsFile: "products",
+    CpuProductsFile: "cpu_products",
     AttentionFile: "attention",
     CollectivesFile: "collectives",
     ElementwiseFile: "elementwise",
@@ -112,7 +114,7 @@ def page() -> str:
         "A cluster file names it by `chip.kernels`. `meshweave calibrate --device` writes one. Dtypes are those "
         "above, and `fp8` with the cast of A from bfloat16."
     )
-    parts = (ProductsFile, AttentionFile, CollectivesFile, ElementwiseFile, TableFile)
+    parts = (ProductsFile, CpuProductsFile, AttentionFile, CollectivesFile, ElementwiseFile, TableFile)
     sections += ["## Kernels files\n", _section(KernelsFile, kernels), *map(_section, parts)]
     config = (
         "A Hugging Face `config.json` of a dense decoder-only model is read too, under the names that its family "

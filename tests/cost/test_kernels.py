@@ -69,7 +69,7 @@ def test_a_product_never_beats_the_rate_or_the_memory(
 
 
 @examples(60)
-@given(products(("gpu", "cpu", "systolic")), shapes, shapes, st.integers(1, 4))
+@given(products(("gpu", "systolic")), shapes, shapes, st.integers(1, 4))
 def test_a_larger_product_takes_no_less(
     constants: ProductConstants, shape: tuple[int, int, int], more: tuple[int, int, int], batch: int
 ) -> None:

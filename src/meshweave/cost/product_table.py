@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.products import product_seconds
-from meshweave.describe.machine.kernels import ProductConstants, ProductTable
+from meshweave.describe.machine.kernels import ProductModel, ProductTable
 
 Array = NDArray[np.float64]
 _OCTAVES = 2.0
@@ -30,7 +30,7 @@ def item_bytes(dtype: str) -> int:
 class TableInterpolation:
     """A table of measured products with its base, ready to be asked."""
 
-    def __init__(self, table: ProductTable, constants: ProductConstants | None, dtype: str) -> None:
+    def __init__(self, table: ProductTable, constants: ProductModel | None, dtype: str) -> None:
         self.table, self.constants, self.dtype = table, constants, dtype
         points = np.array(table.points, dtype=np.float64)
         self._sizes, seconds = points[:, :3], points[:, 3]
@@ -70,14 +70,14 @@ def _covariance(a: Array, b: Array) -> Array:
 
 
 @lru_cache(maxsize=8)
-def interpolation(table: ProductTable, constants: ProductConstants | None, dtype: str) -> TableInterpolation:
+def interpolation(table: ProductTable, constants: ProductModel | None, dtype: str) -> TableInterpolation:
     """Return the interpolation of a table, made once."""
     return TableInterpolation(table, constants, dtype)
 
 
 @lru_cache(maxsize=1 << 16)
 def table_s(
-    table: ProductTable, constants: ProductConstants | None, dtype: str, m: int, n: int, k: int, outside: str
+    table: ProductTable, constants: ProductModel | None, dtype: str, m: int, n: int, k: int, outside: str
 ) -> float | None:
     """Return the seconds of a product by a table; None outside its ranges where `outside` is "model".
 

@@ -13,7 +13,8 @@ products run at a lower clock: t (1 + slowdown ln(1 + t / 0.1 ms)). Cf. CUTLASS,
 waves, split-k), and Jouppi et al. (ISCA '17) for systolic arrays, whose fill is `tile_s` and whose padding is the
 tile's.
 
-Every term grows with m, n and k; so does the result, but where a menu chooses by m.
+Every term grows with m, n and k; so does the result, but where a menu chooses by m. A thread of a CPU has a
+formula of its own, `cost.cpu_products`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshweave.describe.machine.kernels import TILE_MENUS, ProductConstants
+from meshweave.cost.cpu_products import cpu_product_seconds
+from meshweave.describe.machine.kernels import TILE_MENUS, CpuProductConstants, ProductModel
 
 Array = NDArray[np.float64]
 _SLOW_AFTER_S = 1e-4
@@ -45,7 +47,7 @@ def _choices(name: str) -> tuple[Array, ...]:
 
 
 def product_seconds(
-    constants: ProductConstants,
+    constants: ProductModel,
     m: ArrayLike,
     n: ArrayLike,
     k: ArrayLike,
@@ -57,6 +59,8 @@ def product_seconds(
     `batch` counts equal products that run as one kernel. C has the item size of A, of at least 2 bytes.
     """
     sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
+    if isinstance(constants, CpuProductConstants):
+        return cpu_product_seconds(constants, *sizes[:3], item_bytes, sizes[3])
     rows, columns, depth, count = (size[..., None] for size in sizes)
     of, menu = constants, TILE_MENUS[constants.tiles]
     tile_m, tile_n, cluster, splits, above, up_to = _choices(of.tiles)
@@ -93,7 +97,7 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 
 @lru_cache(maxsize=1 << 16)
 def product_s(
-    constants: ProductConstants, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
+    constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
     """Return the seconds of one product, or of a batch of equal ones; the launch of an empty one."""
     if not m * n * k * num_products:
