@@ -112,7 +112,7 @@ class ProductConstants:
 
 @dataclass(frozen=True, slots=True)
 class CpuProductConstants:
-    """What the time of a product in one dtype on one thread of a CPU depends on; `cost.cpu_products` has the formula.
+    """What the time of a product in one dtype on one thread of a CPU depends on; see `cost.cpu_products`.
 
     Attributes:
         flops_per_s: FLOP/s of products that stay in the caches.
@@ -120,8 +120,8 @@ class CpuProductConstants:
         memory_bytes_per_s: bytes per second of what does not fit into the caches.
         cache_bytes: how much fits; what a thread has of a shared cache.
         copy_s, store_s: seconds for each byte of B that is copied, and of C that is stored.
-        unaligned_s, unaligned_far_s: seconds more for each byte of C whose rows begin within a cache line, and more
-            still for a C beyond `near_cache_bytes`.
+        unaligned_s: seconds more for each byte of a C whose rows begin within a cache line.
+        unaligned_far_s: seconds more still where that C is beyond `near_cache_bytes`.
         strided_s: seconds more for each byte of a C beyond half the cache, for k from 48 to 112.
         near_cache_bytes: the cache of a core. A size of the hardware, not fitted.
     """
