@@ -233,6 +233,10 @@ class ProductTable:
         if any(min(point) <= 0 for point in self.points):
             raise DescriptionError("a table of products has a size or time that is not positive")
 
+    def __hash__(self) -> int:
+        """Return a hash of a few points: prices are kept by their table, which may have thousands."""
+        return hash((len(self.points), self.points[0], self.points[-1], self.source))
+
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the least and the greatest m, n and k."""
