@@ -332,8 +332,8 @@ class Engine {
                                             : machine_.route(from, to, 0);
       begin(terms.after_ps, sent.a, terms.cap, path(from, to, route, false), {terms.role, sender, receiver, 0});
     };
-    const i64 from = (place + count - of.b) % count;
-    sends(place, (place + of.b) % count);
+    const i64 from = wrapped(place + count - of.b, count);
+    sends(place, wrapped(place + of.b, count));
     if (from != place) sends(from, place);
   }
 

@@ -61,4 +61,7 @@ inline i64 floor_mod(i64 a, i64 b) {
   return rest != 0 && ((rest < 0) != (b < 0)) ? rest + b : rest;
 }
 
+// A place in a ring of `count`, given one that is less than `count` beyond it. Divisions are slow.
+inline i64 wrapped(i64 place, i64 count) { return place >= count ? place - count : place; }
+
 }  // namespace meshweave

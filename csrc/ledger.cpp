@@ -50,8 +50,8 @@ u32 Ledger::came_last(u32 op, i64 rank, const OpRow& row, const ClassOp& of, u32
     if (ops_[other].issued_ps > ops_[last].issued_ps) last = other;
   };
   if (!chains) {
-    consider((place + of.b) % count);
-    consider((place + count - of.b) % count);
+    consider(wrapped(place + of.b, count));
+    consider(wrapped(place + count - of.b, count));
     return last;
   }
   // In a chain it is who comes before, and who is next.

@@ -83,6 +83,17 @@ class Collectives {
     }
     const auto joint = static_cast<size_t>(known[number]);
     const First& first = firsts_[joint];
+    const bool is_same = first.index == index && &program_.of(first.rank) == &program_.of(rank);
+    if (!is_same) compare(first, rank, index, mine);
+    ++joined_[joint];
+    const u32 op = numbering_.of(rank, index);
+    const i64 place = program_.code.place(mine.axis, rank);
+    out_.members[static_cast<size_t>(out_.joints[joint].first + place)] = op;
+    out_.joint_of[op] = static_cast<i32>(joint);
+  }
+
+  // Throws where an op is not what the first member of its collective issues.
+  void compare(const First& first, i64 rank, i64 index, const OpRow& mine) const {
     const OpRow& theirs = program_.row(first.rank, first.index);
     const ClassOp &my = program_.op(rank, index), &their = program_.op(first.rank, first.index);
     const bool chains = mine.kind == Kind::BROADCAST || mine.kind == Kind::REDUCE;
@@ -92,11 +103,6 @@ class Collectives {
       mismatch(program_, rank, index,
                "collectives in another order than on rank " +
                    std::to_string(program_.code.ranks[static_cast<size_t>(first.rank)]));
-    ++joined_[joint];
-    const u32 op = numbering_.of(rank, index);
-    const i64 place = program_.code.place(mine.axis, rank);
-    out_.members[static_cast<size_t>(out_.joints[joint].first + place)] = op;
-    out_.joint_of[op] = static_cast<i32>(joint);
   }
 
   const Expanded& program_;
