@@ -34,7 +34,7 @@ MODULE = '... backend_config={"window_config":{"estimated_cycles":"1200"}}\n "es
 
 
 def test_scores_on_products_that_were_not_fitted() -> None:
-    """Mean error of at most 8 %, worst of at most 20 %, over 60 products of every device (fewer with C in float32)."""
+    """Mean error of at most 8 %, worst of at most 20 %: 60 products of a device, fewer with C in float32."""
     assert {row["device"] for row in RESULTS["held_out"]} >= {"TPU v4 core", "TPU v5e"}
     for row in RESULTS["held_out"]:
         assert row["rows"] >= (60 if row["group"] == "bfloat16" else 15), row
