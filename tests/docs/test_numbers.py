@@ -288,6 +288,20 @@ def test_kernels_in_the_guide() -> None:
         if (row["method"], row["subset"]) == ("table", "m >= 256")
     ]
     assert f"median error is {100 * min(medians):.1f} to {100 * max(medians):.1f} %" in page
+    thirds = [
+        row["median"] for row in saved["thirds"] if (row["method"], row["subset"]) == ("table", "m >= 256")
+    ]
+    assert f"Of thirds of the rows it is {100 * min(thirds):.1f} to {100 * max(thirds):.1f} %." in page
+
+
+def test_products_of_a_cpu_in_the_guide() -> None:
+    row = MEASURED["load"]("cpu_products")["rows"]["float32"]
+    full, quick = row["calibrated"], row["calibrated quickly"]
+    assert (
+        f"over {full['products']} products that were not fitted the mean error is {100 * full['mean']:.1f} % "
+        f"and the worst {100 * full['worst']:.0f} %; after the {quick['seconds']:.0f} s of a quick calibration, "
+        f"{100 * quick['mean']:.1f} and {100 * quick['worst']:.0f} %"
+    ) in guide("kernels")
 
 
 def test_tpu_kernels_in_the_guide() -> None:

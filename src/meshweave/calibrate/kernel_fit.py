@@ -23,6 +23,7 @@ from meshweave.cost.systolic import systolic_seconds
 from meshweave.describe.machine.kernels import (
     AttentionConstants,
     CollectiveConstants,
+    CpuProductConstants,
     ProductConstants,
     SystolicConstants,
 )
@@ -180,6 +181,24 @@ def fit_systolic(
         return systolic_seconds(SystolicConstants(**constants), m, n, k, item_bytes, out_bytes)
 
     return SystolicConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
+
+
+def fit_cpu_products(sizes: Array, seconds: Array, item_bytes: int) -> CpuProductConstants:
+    """Return the constants of products on a thread of a CPU; `sizes` is (m, n, k) of each, shape (samples, 3)."""
+    m, n, k = sizes.T
+    free = {
+        "flops_per_s": Free(float((2 * m * n * k / seconds).max())),
+        "launch_s": Free(max(float(seconds.min()), 1e-7)),
+        "memory_bytes_per_s": Free(1e10),
+        "cache_bytes": Free(8e6, most=1e9, least=1e5),
+        **{name: Free(1e-11) for name in ("copy_s", "store_s", "unaligned_s", "unaligned_far_s")},
+        "strided_s": Free(1e-10),
+    }
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return product_seconds(CpuProductConstants(**constants), m, n, k, item_bytes)
+
+    return CpuProductConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
 
 
 def fit_attention(sizes: Array, seconds: Array, hardware: Hardware, block: int = 64) -> AttentionConstants:

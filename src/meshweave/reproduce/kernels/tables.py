@@ -40,6 +40,11 @@ def results_page(results: Mapping[str, Any]) -> str:
         both = [*scores, *results["overall"][kind]]
         lines += [f"## {kind}", "", score_table([Score(**score) for score in both])]
     lines += [
+        "## Thirds of the rows",
+        "",
+        "Each third of the products, drawn by a hash of m, n and k, predicted by the others.",
+        "",
+        score_table([Score(**score) for score in results["thirds"]]),
         "## Extrapolation in m",
         "",
         f"Products of m >= 256: fitted up to m = {middle}, scored above; and back.",
