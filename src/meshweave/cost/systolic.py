@@ -12,7 +12,7 @@ dims are padded to 128 and one to 8; of m and n the one that is padded to 8 is t
     time     = launch_s + (first + last) / memory_bytes_per_s + (multiply^p + (round + memory)^p)^(1/p)
 
 Rounding and memory traffic take turns at the memory on the chip; multiplications run beside both. A size that may
-grow to a bound turns into it smoothly, x / sqrt(1 + (x / bound)^2). The windows through which a compiler streams
+grow to a bound turns into it smoothly, x bound / sqrt(x^2 + bound^2). The windows through which a compiler streams
 operands are not chosen here: `first_bytes`, `last_bytes` and `window` are their typical sizes. Cf. Jouppi et
 al. (ISCA '17, section 2) for arrays that hold weights while rows pass, and (ISCA '23) for TPU v4. Every term grows
 with m, n and k.
@@ -70,7 +70,7 @@ def _padded(size: Array, step: int) -> Array:
 
 
 def _at_most(size: Array, bound: float) -> Array:
-    result: Array = size / np.hypot(1.0, size / bound) if bound else np.zeros_like(size)
+    result: Array = size * bound / np.hypot(size, bound)
     return result
 
 
