@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules $(TOOLS) | $(B
 
 demo: $(STAMP)
 	mkdir -p demo-out
-	$(BIN)/meshweave plan gpt3 --cluster tpu-v4-pod:256 --out demo-out/plan.json
+	$(BIN)/meshweave plan gpt3 --products --cluster tpu-v4-pod:256 --out demo-out/plan.json
 	$(BIN)/meshweave run demo-out/plan.json --layer ff1 --pass forward --ranks 4 \
 		--algorithm meshslice,collective \
 		--trace demo-out/trace.json --svg demo-out/timeline.svg

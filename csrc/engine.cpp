@@ -263,7 +263,9 @@ class Engine {
     if (row.comm < 0) {  // a message of its own costs what lies between its ends
       const Machine::Span route = machine_.route(source, target, false);
       const Machine::OneSided known = machine_.one_sided(route, false);
-      begin(known.fixed_ps, of.a, known.rate, path(source, target, route, adds), {pair(of), sender, receiver, 0});
+      const i64 packing = checked_add(machine_.pack_ps(of), machine_.pack_ps(class_op(receiver)));
+      begin(checked_add(known.fixed_ps, packing), of.a, known.rate, path(source, target, route, adds),
+            {pair(of), sender, receiver, 0});
       return;
     }
     const Constants& constants = machine_.constants(row.price, comm_of(row));

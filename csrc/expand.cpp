@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 
+#include "alike.hpp"
 #include "binder.hpp"
 #include "edges.hpp"
 #include "walk.hpp"
@@ -50,10 +52,7 @@ class Keys {
     for (i64 slot = 0; slot < code_.num_coords; ++slot)
       if (reads_ & variable_bit(2 + slot)) key.push_back(code_.coordinate(rank, slot));
     for (const i64 set : sets_) key.push_back(code_.in_set(set, rank));
-    for (const i64 axis : axes_) {
-      const i64 group = code_.group(axis, rank);
-      key.push_back(group < 0 ? 0 : code_.group_size(group));
-    }
+    add_groups(rank, key);
     for (const BufferRow& row : code_.buffers)
       if (row.table)
         for (i64 dim = 0; dim < row.dims; ++dim)
@@ -61,7 +60,22 @@ class Keys {
     return key;
   }
 
+  // What `ranks_alike` asks of ranks that it compares.
+  std::vector<i64> coarse(i64 rank) const {
+    std::vector<i64> key;
+    for (const i64 set : sets_) key.push_back(code_.in_set(set, rank));
+    add_groups(rank, key);
+    return key;
+  }
+
  private:
+  void add_groups(i64 rank, std::vector<i64>& key) const {
+    for (const i64 axis : axes_) {
+      const i64 group = code_.group(axis, rank);
+      key.push_back(group < 0 ? 0 : code_.group_size(group));
+    }
+  }
+
   void add(i64 expr) {
     if (expr >= 0) reads_ |= code_.expressions.reads(expr);
   }
@@ -93,6 +107,35 @@ void order(const Template& code, const std::vector<std::vector<i64>>& edges, Cla
   }
 }
 
+// Finds ranks that run as one that is expanded already, though they read other coordinates.
+class Likeness {
+ public:
+  Likeness(const Template& code, const Keys& keys) : code_(code), keys_(keys) {
+    for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
+      const auto [found, is_new] = firsts_.try_emplace(keys.of(rank), rank);
+      if (is_new) open_[keys.coarse(rank)].push_back(rank);
+    }
+  }
+
+  // Returns the ranks, the first of each key, that run as this one. It gives up where ranks turn out to be all different.
+  std::vector<i64> of(i64 leader) {
+    std::vector<i64>& open = open_[keys_.coarse(leader)];
+    std::erase_if(open, [&](i64 rank) { return rank <= leader; });
+    if (open.empty() || tries_left_ == 0) return {};
+    const std::vector<i64> out = ranks_alike(code_, leader, open);
+    if (out.empty()) --tries_left_;
+    std::erase_if(open, [&](i64 rank) { return std::binary_search(out.begin(), out.end(), rank); });
+    return out;
+  }
+
+ private:
+  const Template& code_;
+  const Keys& keys_;
+  std::map<std::vector<i64>, i64> firsts_;                // by key, the first rank that has it
+  std::map<std::vector<i64>, std::vector<i64>> open_;     // by coarse key, those of no class yet, ascending
+  i64 tries_left_ = 2;
+};
+
 constexpr size_t MAX_KEPT = size_t{1} << 21;  // accesses and ops of all classes, some hundred bytes each
 
 // Released remote writes: whoever reads or overwrites what arrives waits for it (`ir.edges.tracked_edges`).
@@ -121,6 +164,10 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
   std::vector<std::vector<Release>> arriving(has_tracked ? static_cast<size_t>(code.num_ranks()) : 0);
   const bool keeps = keeps_accesses || has_tracked;
   size_t num_kept = 0;
+  const bool reaches = std::any_of(code.views.begin(), code.views.end(), [](const ViewRow& view) { return view.rank >= 0; });
+  // Who keeps accesses wants those of each rank, not of one like it.
+  std::unique_ptr<Likeness> likeness;
+  if (!keeps && !reaches) likeness = std::make_unique<Likeness>(code, keys);
   std::vector<std::vector<std::vector<i64>>> kept_keys;  // of every rank, where writes are tracked
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     const i64 global = code.ranks[static_cast<size_t>(rank)];
@@ -148,6 +195,8 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
         throw;
       }
       if (has_tracked) kept_keys.push_back(std::move(op_keys));
+      if (likeness)
+        for (const i64 other : likeness->of(rank)) known.emplace(keys.of(other), found->second);
     }
     ranks.push_back({found->second, num_ops});
     num_ops += static_cast<i64>(classes[static_cast<size_t>(found->second)].ops.size());

@@ -14,7 +14,7 @@ namespace meshweave {
 //   all_reduce      bytes
 //   broadcast, reduce                        bytes, root, packets
 //   permute         bytes, shift (0: a copy of so many bytes read and written), hops
-//   send, recv      bytes
+//   send, recv      bytes; b is 1 where the view is strided in its memory
 //   get, put, accumulate                     bytes, position of the other rank
 struct ClassOp {
   i64 row = 0;         // in the template's ops

@@ -31,8 +31,8 @@ from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.measured_file import (
     ATTENTION,
     COLLECTIVES,
+    MEASURED,
     PRODUCTS,
-    SHIPPED,
     MeasuredKernel,
     shipped_measured,
 )
@@ -99,7 +99,7 @@ class Group:
 def groups() -> list[Group]:
     """Return the groups of all files."""
     out = []
-    for name in SHIPPED:
+    for name in MEASURED:
         measured = shipped_measured(name)
         for device, group in sorted({(row.device, row.group) for row in measured.rows}):
             rows = tuple(row for row in measured.rows if (row.device, row.group) == (device, group))

@@ -109,7 +109,7 @@ def kinds(folder: Path) -> dict[str, Kind]:
     model, cluster, program = paths["model.toml"], paths["cluster.toml"], paths["program.txt"]
     plan_args = ("--batch", "2", "--seq", "64", "--json", "--algorithms")
     plans = tuple(
-        _said("plan", model, "--cluster", cluster, *plan_args, names)
+        _said("plan", model, "--products", "--cluster", cluster, *plan_args, names)
         for names in ("all", "collective", "meshslice,summa")
     )
     clusters = (CLUSTER, CLUSTER, HOSTS, HOSTS, TREE, RING, FULL_MESH, RING.replace('"ring"', '"switch"'))
@@ -142,6 +142,7 @@ def _cluster_verbs(model: str, program: str) -> tuple[Verb, ...]:
             *(
                 "plan",
                 model,
+                "--products",
                 "--cluster",
                 path + rng.choice(("", "", ":4", ":64", ":99999999")),
                 "--batch",
@@ -197,6 +198,7 @@ def _model_verbs(cluster: str) -> tuple[Verb, ...]:
             *(
                 "plan",
                 path,
+                "--products",
                 "--cluster",
                 rng.choice((cluster, "tpu-v4-pod:16")),
                 "--batch",

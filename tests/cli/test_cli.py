@@ -42,12 +42,12 @@ def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(path),
         "--json",
     ]
-    assert run_app(["plan", "gpt3", *args]) == 0
+    assert run_app(["plan", "gpt3", "--products", *args]) == 0
     return path
 
 
 def test_plan_prints_a_ranked_table(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = called(capsys, "plan", "gpt3", "--cluster", "tpu-v4-pod:16")
+    status, out, _ = called(capsys, "plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16")
     assert status == 0
     assert out.index("meshslice") < out.index("collective")
     assert "is the largest matrix" in out
@@ -55,7 +55,15 @@ def test_plan_prints_a_ranked_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = called(
-        capsys, "plan", "gpt3", "--cluster", "tpu-v4-pod:16", "--json", "--algorithms", "collective"
+        capsys,
+        "plan",
+        "gpt3",
+        "--products",
+        "--cluster",
+        "tpu-v4-pod:16",
+        "--json",
+        "--algorithms",
+        "collective",
     )
     assert status == 0
     assert [c["algorithm"] for c in json.loads(out)["candidates"]] == ["collective"]
@@ -88,7 +96,7 @@ def test_show_reads_a_file_and_one_rank(capsys: pytest.CaptureFixture[str], tmp_
         (["plan", "gpt33", "--cluster", "tpu-v4-pod"], "did you mean 'gpt3'"),
         (["plan", "gpt3", "--cluster", "tpu-v5-pod"], "did you mean 'tpu-v4-pod'"),
         (
-            ["plan", "gpt3", "--cluster", "tpu-v4-pod:256", "--algorithms", "meshslise"],
+            ["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:256", "--algorithms", "meshslise"],
             "did you mean 'meshslice'",
         ),
         (["plan", "gpt3"], "cluster"),

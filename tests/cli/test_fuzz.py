@@ -92,7 +92,8 @@ def case(tmp_path: Path) -> Case:
 
 
 def plan_args(model: str, cluster: str) -> list[str]:
-    return ["plan", model, "--cluster", cluster, "--algorithms", "collective", "--batch", "2", "--seq", "64"]
+    sizes = "--batch", "2", "--seq", "64"
+    return ["plan", model, "--products", "--cluster", cluster, "--algorithms", "collective", *sizes]
 
 
 @pytest.mark.parametrize("text", [CLUSTER, HOSTS, TREE], ids=["torus", "hosts", "tree"])
@@ -140,7 +141,19 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damaged_plans(case: Case, no_processes: None) -> None:
     good = case.folder / "good.json"
     files = case.file("model.toml", MODEL), case.file("cluster.toml", CLUSTER)
-    args = ["plan", files[0], "--cluster", files[1], "--batch", "2", "--seq", "64", "--out", str(good)]
+    args = [
+        "plan",
+        files[0],
+        "--products",
+        "--cluster",
+        files[1],
+        "--batch",
+        "2",
+        "--seq",
+        "64",
+        "--out",
+        str(good),
+    ]
     assert run_app([*args, "--algorithms", "meshslice,collective", "--json"]) == 0
     data, rng = json.loads(good.read_text()), random.Random(4)
     few = ["--layer", "out", "--algorithm", "collective", "--max-dim", "16", "--json"]
@@ -176,7 +189,10 @@ def test_damaged_programs(case: Case) -> None:
 
 
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "plan": ("--cluster", "--batch", "--seq", "--dtype", "--algorithms", "--out", "--report", "--json"),
+    "plan": (
+        *("--cluster", "--batch", "--seq", "--dtype", "--algorithms", "--out", "--report", "--json"),
+        *("--products", "--fix", "--memory", "--price", "--table"),
+    ),
     "run": ("--layer", "--pass", "--algorithm", "--ranks", "--max-dim", "--repeat", "--rings", "--machine"),
     "verify": ("--layer", "--algorithm", "--ranks", "--max-dim", "--rings", "--seed", "--timeout", "--json"),
     "show": (
@@ -260,11 +276,14 @@ def test_damaged_command_lines(case: Case, no_processes: None, monkeypatch: pyte
         args = [rng.choice(first[verb])] if rng.random() < 0.9 else []
         for _ in range(rng.randrange(1, 4)):
             option = rng.choice((*OPTIONS[verb], "--bogus"))
-            args += [option] if option == "--json" else [option, rng.choice(VALUES)]
+            args += (
+                [option] if option in ("--json", "--products", "--table") else [option, rng.choice(VALUES)]
+            )
         if verb == "plan" and "--cluster" not in args:
             args += ["--cluster", "tpu-v4-pod:4"]
         if verb == "plan":
-            args = [a for a in args if a != "all"] + ["--algorithms", "collective"]
+            args = [a for a in args if a != "all"]
+            args += rng.choice((["--algorithms", "collective", "--products"], ["--fix", "tp=1,pp=4,zero=1"]))
         if verb == "reshard":
             args = ["--from", "2x2", "--to", "1x2", "--cluster", "p3.8xlarge", *args]
         if verb == "show":  # without proving what is right, which takes its time

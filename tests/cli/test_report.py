@@ -1,4 +1,4 @@
-"""The page that `meshweave plan --report` writes: complete, self-contained, well-formed."""
+"""The page that `meshweave plan --products --report` writes: complete, self-contained, well-formed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan() -> Plan:
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("report") / "report.html"
     args = ["--algorithms", "meshslice,collective", "--report", str(path)]
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", *args]) == 0
+    assert run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", *args]) == 0
     return path.read_text()
 
 
@@ -84,7 +84,7 @@ def test_the_page_says_all_there_is(page: str) -> None:
 
 def test_a_plan_in_text_shows_the_split_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--algorithms", "meshslice,collective"]
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", *args]) == 0
+    assert run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", *args]) == 0
     out = capsys.readouterr().out
     for word in ("launch", "transfer", "sync", "memory per chip: weights", "recomputation"):
         assert word in out
@@ -97,7 +97,7 @@ def test_what_cannot_be_written_is_said_before_the_work(
 ) -> None:
     other = {"--report": "--out", "--out": "--report"}[option]
     args = [option, str(tmp_path / name), other, str(tmp_path / "other")]
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", *args]) == 2
+    assert run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", *args]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

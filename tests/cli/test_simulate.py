@@ -37,7 +37,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan and a program."""
     folder = tmp_path_factory.mktemp("simulate")
     args = ["--cluster", "tpu-v4-pod:16", "--out", str(folder / "plan.json"), "--json"]
-    assert run_app(["plan", "gpt3", *args, "--algorithms", "meshslice,wang,collective,cannon"]) == 0
+    assert (
+        run_app(["plan", "gpt3", "--products", *args, "--algorithms", "meshslice,wang,collective,cannon"])
+        == 0
+    )
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         assert run_app(["show", "meshslice", "--mesh", "2x4", "--slices", "2"]) == 0

@@ -31,7 +31,10 @@ QUICK = ("--max-dim", "64", "--layer", "ff1")
 def plan_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """GPT-3 with every algorithm of the table that can use 16 chips."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", "--out", str(path), "--json"]) == 0
+    assert (
+        run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", "--out", str(path), "--json"])
+        == 0
+    )
     return path
 
 

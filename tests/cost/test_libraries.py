@@ -126,3 +126,24 @@ def test_small_and_large_all_reduces_take_different_algorithms() -> None:
     machine = Machine.of(cluster, program)
     chosen = [sized_price(machine, "all.x", "all_reduce", 64, size) for size in (1 << 16, 1 << 36)]
     assert [known.algorithm for known in chosen if known] == ["tree", "ring"]
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_an_all_to_all_goes_straight_to_each_member_of_other_hosts(num_hosts: int, groups: int) -> None:
+    """Equal parts of 1 MB; `groups` of the axis share each host. A ring would carry P / 2 times as many bytes."""
+    cluster = hosts(H100, num_hosts, 8)
+    count = 8 * num_hosts // groups
+    program = parse(f"""
+program("exchange")
+all = mesh(({count}, {groups}), ("x", "y"))
+s = scratch(({count}, 500000), "bfloat16", on=all)
+o = scratch((1, {count * 500000}), "bfloat16", on=all)
+net = lane()
+with all:
+    zero(s, lane=net)
+    all_to_all(o, s, over="all.x", split_dim=0, concat_dim=1, lane=net)
+""")
+    machine = Machine.of(cluster, program)
+    simulated = engine.simulate(program, machine).duration_s
+    assert estimate(program, machine).total_s == pytest.approx(simulated, rel=0.12)

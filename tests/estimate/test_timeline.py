@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -99,10 +101,12 @@ def chained(draw: st.DrawFn, depth: int = 1) -> Skeleton:
 SIZES = {"row": 4, "col": 3}
 
 
+@pytest.mark.parametrize("send_buffer_bytes", [0, 300_000])
 @examples(100, suppress_health_check=[HealthCheck.too_slow])
-@given(chained())
-def test_the_core_follows_chains_as_the_timeline_does(skeleton: Skeleton) -> None:
+@given(skeleton=chained())
+def test_the_core_follows_chains_as_the_timeline_does(skeleton: Skeleton, send_buffer_bytes: int) -> None:
     machine = machine_of((4, 3))
+    machine = replace(machine, cluster=replace(machine.cluster, send_buffer_bytes=send_buffer_bytes))
     assert timeline(skeleton, machine).duration_s == estimate_skeleton(skeleton, machine).total_s
 
 

@@ -86,7 +86,10 @@ def test_the_sweep_of_signals():
 @pytest.fixture(scope="module")
 def plan_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", "--out", str(path), "--json"]) == 0
+    assert (
+        run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", "--out", str(path), "--json"])
+        == 0
+    )
     return path
 
 

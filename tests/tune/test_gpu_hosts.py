@@ -13,7 +13,7 @@ MOST_SLICES = 32
 def test_no_product_is_cut_finer_than_pays(tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     names = ["--algorithms", "meshslice,collective", "--out", str(out)]
-    assert run_app(["plan", "llama-2-70b", "--cluster", "dgx-h100:32", *names]) == 0
+    assert run_app(["plan", "llama-2-70b", "--products", "--cluster", "dgx-h100:32", *names]) == 0
     plan = json.loads(out.read_text())
     layers = [layer for candidate in plan["candidates"] for layer in candidate["layers"]]
     assert max(len(item["slices"]) for layer in layers for item in layer["passes"]) <= MOST_SLICES

@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from meshweave.cost.attention import attention_seconds
 from meshweave.cost.collectives import collective_seconds
 from meshweave.cost.products import product_seconds
+from meshweave.cost.systolic import systolic_seconds
 from meshweave.describe.machine.kernels import (
     AttentionConstants,
     CollectiveConstants,
     CpuProductConstants,
     ProductConstants,
+    SystolicConstants,
 )
 
 Array = NDArray[np.float64]
@@ -170,6 +172,28 @@ def fit_cpu_products(sizes: Array, seconds: Array, item_bytes: int) -> CpuProduc
         return product_seconds(CpuProductConstants(**constants), m, n, k, item_bytes)
 
     return CpuProductConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
+
+
+def fit_systolic(
+    sizes: Array, seconds: Array, hardware: Hardware, item_bytes: int = 2, out_bytes: int = 2
+) -> SystolicConstants:
+    """Return the constants of products on systolic arrays; `sizes` is (m, n, k), shape (samples, 3)."""
+    free = {
+        "flops_per_s": Free(0.9 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
+        "load_rows": Free(64.0),
+        "results_per_s": Free(hardware.peak_flops_per_s / 1200),
+        "launch_s": Free(2e-6),
+        "memory_bytes_per_s": Free(0.6 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
+        "first_bytes": Free(4e6),
+        "last_bytes": Free(1e6),
+        "window": Free(2048.0, least=1.0),
+        "overlap": Free(3.0, 16.0, least=1.0),
+    }
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return systolic_seconds(SystolicConstants(**constants), *sizes.T, item_bytes, out_bytes)
+
+    return SystolicConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
 
 
 def fit_attention(sizes: Array, seconds: Array, hardware: Hardware, block: int = 64) -> AttentionConstants:

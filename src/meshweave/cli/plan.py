@@ -1,4 +1,4 @@
-"""`meshweave plan`: choose mesh shape, dataflow and slice counts, and say why."""
+"""`meshweave plan`: the degrees of parallelism of a training step; with --products, the products of one block."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshweave.base.units import format_bytes, format_s
-from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_algorithms
+from meshweave.base.errors import DescriptionError
+from meshweave.cli.options import JSON_HELP, check_writable, print_json, progress_bar, read_bytes
 from meshweave.describe.machine.cluster import load_cluster
-from meshweave.describe.machine.left_out import costs_left_out
 from meshweave.describe.model import load_model
-from meshweave.describe.model.memory import chip_memory
 from meshweave.describe.model.workload import Workload
-from meshweave.report.timeline import write_text
-from meshweave.tune import Plan, plan_model
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from meshweave.tune.step import StepProblem
 
 ModelArgument = Annotated[
     str,
@@ -27,13 +22,23 @@ ModelArgument = Annotated[
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips (tpu-v4-pod:256)."),
+    typer.Option(help="A catalog cluster or a TOML file; ':N' sets the number of chips (dgx-h100:512)."),
 ]
 BatchOption = Annotated[
     int | None,
-    typer.Option(help="Sequences per step. Default: half the number of chips, as in MeshSlice."),
+    typer.Option(help="Sequences of a step. With --products, half the number of chips if left out."),
 ]
-OutOption = Annotated[Path | None, typer.Option(help="Write the plan here as JSON, for `meshweave run`.")]
+FixOption = Annotated[
+    str,
+    typer.Option(
+        help="Fix what the search would choose: dp, pp, cp, tp (8 or 2x4), vp, strategy, zero, schedule, "
+        "micro_batch, recompute, order; 'tp=8,pp=16', alternatives with colons, 'zero=0:1'."
+    ),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
+]
 ReportOption = Annotated[
     Path | None,
     typer.Option(help="Write a page here: tables, timelines and curves, self-contained HTML."),
@@ -46,126 +51,148 @@ def plan(
     batch: BatchOption = None,
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16",
-    algorithms: Annotated[str, typer.Option(help="Names separated by commas, or 'all'.")] = "all",
+    fix: FixOption = "",
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes that a chip may hold, such as 76GB. Default: what it has.")
+    ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the ranking, and time against memory.")
+    ] = False,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
+    ] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
+    ] = None,
+    products: Annotated[
+        bool,
+        typer.Option("--products", help="Plan the products of one block on all chips, and nothing else."),
+    ] = False,
+    algorithms: Annotated[
+        str, typer.Option(help="With --products: names separated by commas, or 'all'.")
+    ] = "all",
     out: OutOption = None,
     report: ReportOption = None,
     json: Annotated[bool, typer.Option("--json", help=JSON_HELP)] = False,
 ) -> None:
-    """Choose mesh shape, dataflow and slice counts for a model's fully connected layers.
+    """Choose the degrees of parallelism of a training step, within the memory of a chip.
 
-    Each algorithm is tuned to its own best over all mesh shapes of the cluster. Times are estimates of one
-    transformer block, forward and both backward products of every layer.
+    The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches, schedules,
+    ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the best, the
+    runner-up and why, and what to do next. Ctrl-C prints the best so far.
 
-    Example: meshweave plan gpt3 --cluster tpu-v4-pod:256 --out plan.json
+    Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
     """
-    target = load_cluster(cluster)
-    architecture = load_model(model)
-    workload = Workload(batch if batch is not None else max(target.num_chips // 2, 1), seq, dtype)
-    names = read_algorithms(algorithms)
-    memory = chip_memory(architecture, workload, target.num_chips)
+    target, architecture = load_cluster(cluster), load_model(model)
     for path in (out, report):
         check_writable(path)
-    with progress_bar("tuning") as progress:
-        chosen = plan_model(architecture, target, workload, names, progress)
-    if report is not None:
-        from meshweave.report.plan_page import plan_page
-        from meshweave.tune.explain import explain
+    if products:
+        from meshweave.cli.plan_products import plan_products
 
-        with progress_bar("report") as progress:
-            explanation = explain(chosen, target, progress)
-        write_text(report, plan_page(explanation, memory))
+        _refuse_with_products(fix=fix, memory=memory, table=table, sensitivity=sensitivity, price=price)
+        workload = Workload(max(target.num_chips // 2, 1) if batch is None else batch, seq, dtype)
+        plan_products(architecture, target, workload, algorithms, (out, report, json))
+        return
+    if algorithms != "all":
+        raise DescriptionError("--algorithms is for products; add --products, or give --fix strategy=...")
+    if batch is None:
+        raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
+    from meshweave.tune.step import StepProblem
+
+    _plan_step(
+        StepProblem(architecture, target, batch, seq, dtype),
+        fix,
+        None if memory is None else read_bytes("--memory", memory),
+        (table, sensitivity, price),
+        (out, report, json),
+    )
+
+
+def _refuse_with_products(**options: object) -> None:
+    for name, value in options.items():
+        if value:
+            raise DescriptionError(f"--{name} is for the plan of a step; leave out --products")
+
+
+def _plan_step(
+    problem: StepProblem,
+    fix: str,
+    memory_bytes: int | None,
+    shown: tuple[bool, bool, float | None],
+    written: tuple[Path | None, Path | None, bool],
+) -> None:
+    from meshweave.cli.plan_tables import print_plan
+    from meshweave.describe.machine.left_out import costs_left_out
+    from meshweave.tune.step_search.planner import plan_step, space_options
+
+    table, sensitivity, price = shown
+    out, report, json = written
+    options = space_options(read_fixed(fix))
+    with progress_bar("planning", plain_lines=True) as progress:
+        chosen = plan_step(
+            problem,
+            options,
+            memory_bytes=memory_bytes,
+            sensitivity=sensitivity,
+            progress=progress,
+        )
+    if report is not None:
+        from meshweave.report.step_page import step_page
+        from meshweave.report.timeline import write_text
+
+        write_text(report, step_page(chosen, problem))
     if out is not None:
         chosen.save(out)
     if json:
         print_json(chosen.model_dump(mode="json"))
-        return
-    _print(chosen, memory.summary(target.chip.memory_bytes), costs_left_out(target))
-    if out is not None:
-        typer.echo(
-            f"written to {out}; check it with: meshweave verify {out}; execute a layer with: meshweave run {out}"
-        )
-    if report is not None:
-        typer.echo(f"written to {report}; open it in a browser")
+    else:
+        print_plan(chosen, costs_left_out(problem.cluster), table=table, price=price)
+        for path in (out, report):
+            if path is not None:
+                typer.echo(f"written to {path}")
+    if not chosen.step.is_complete:
+        raise typer.Exit(130)
 
 
-def _print(plan: Plan, memory: str, left_out: str) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=max(Console().width, 124) if not Console().is_terminal else None, highlight=False)
-    console.print(
-        f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: batch {plan.batch} x {plan.sequence} "
-        f"tokens, {plan.dtype}"
-    )
-    table = Table(
-        title="one block, all products", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    axes = [a for a in ("row", "col", "depth") if any(f"tp.{a}" in c.traffic_bytes for c in plan.candidates)]
-    columns = ["algorithm", "mesh", "time", "of peak", "exposed", "launch", "transfer", "sync"]
-    for column in (*columns, *(f"by {axis}" for axis in axes), "memory"):
-        # Under some 110 columns numbers break; names and numbers must not.
-        table.add_column(column, justify="left" if column == "algorithm" else "right", no_wrap=True)
-    for candidate in plan.candidates:
-        passes = [item for layer in candidate.layers for item in layer.passes]
-        exposed = sum(item.exposed_s for item in passes)
-        table.add_row(
-            candidate.algorithm,
-            "x".join(map(str, candidate.mesh_shape)),
-            format_s(candidate.block_s),
-            f"{100 * candidate.utilisation:.1f} %",
-            f"{100 * exposed / candidate.block_s:.1f} %",
-            format_s(sum(item.launch_s for item in passes)),
-            format_s(sum(item.transfer_s for item in passes)),
-            format_s(sum(item.sync_s for item in passes)),
-            *(format_bytes(candidate.traffic_bytes.get(f"tp.{axis}", 0)) for axis in axes),
-            format_bytes(max(item.peak_bytes for item in passes)),
-        )
-    console.print(table)
-    console.print(
-        "launch, transfer and sync: of all communication, hidden or not; 'by' an axis: bytes that a chip moves "
-        "along it; memory: peak of a product."
-    )
-    if left_out:
-        console.print(left_out)
-    second_best = [f"{c.algorithm}: {c.runner_up}" for c in plan.candidates if c.runner_up]
-    if second_best:
-        console.print(f"next best meshes: {'; '.join(second_best)}")
-    _print_layers(console, plan)
-    best, second = plan.candidates[0], plan.candidates[1] if len(plan.candidates) > 1 else None
-    if second is not None:
-        gain = 100 * (second.block_s / best.block_s - 1)
-        console.print(
-            f"{best.algorithm} is estimated {gain:.1f} % faster than {second.algorithm}. {plan.note}"
-        )
-    console.print(memory)
-
-
-def _print_layers(console: Console, plan: Plan) -> None:
-    from rich.table import Table
-
-    best = plan.best
-    table = Table(title=f"layers with {best.algorithm}", title_justify="left")
-    for column in ("layer", "pass", "dataflow", "M x N x K", "slices", "time", "exposed", "peak memory"):
-        table.add_column(column, justify="left" if column in ("layer", "pass", "dataflow") else "right")
-    for layer in best.layers:
-        for number, item in enumerate(layer.passes):
-            table.add_row(
-                layer.name if number == 0 else "",
-                item.name.replace("_", " "),
-                item.dataflow,
-                f"{item.m} x {item.n} x {item.k}",
-                str(item.config).removeprefix("S="),
-                format_s(item.total_s),
-                format_s(item.exposed_s),
-                format_bytes(item.peak_bytes),
+def read_fixed(text: str) -> dict[str, list[object]]:
+    """Return what "tp=8,pp=16,zero=0:1" fixes: lists of values by name. Raises DescriptionError."""
+    fixed: dict[str, list[object]] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, values = part.partition("=")
+        if not equals or not values or name not in _READERS:
+            raise DescriptionError(
+                f"--fix '{part}' is not a name and a value, such as tp=8; names are {', '.join(_READERS)}"
             )
-    console.print(table)
-    for layer in best.layers:
-        console.print(
-            f"{layer.name}: {layer.stationary.upper()} stays put, {layer.reason}{_stored(layer.transposed)}."
-        )
+        if name in fixed:
+            raise DescriptionError(f"--fix gives {name} twice; give alternatives with colons: {name}=1:2")
+        fixed[name] = [_READERS[name](name, value) for value in values.split(":")]
+    return fixed
 
 
-def _stored(transposed: bool) -> str:
-    return "; its matrices are stored transposed, so that no activation is turned" if transposed else ""
+def _number(name: str, value: str) -> int:
+    if not value.isdecimal() or not value.isascii() or len(value) > 9:
+        raise DescriptionError(f"--fix {name}={value}: give a whole number, such as {name}=2")
+    return int(value)
+
+
+def _tensor(name: str, value: str) -> int | tuple[int, int]:
+    if "x" not in value:
+        return _number(name, value)
+    rows, _, columns = value.partition("x")
+    return _number(name, rows), _number(name, columns)
+
+
+def _word(name: str, value: str) -> str:
+    return value
+
+
+def _order(name: str, value: str) -> tuple[str, ...]:
+    return tuple(value.split("-"))
+
+
+_READERS = {
+    **dict.fromkeys(("dp", "pp", "cp", "vp", "zero", "micro_batch"), _number),
+    "tp": _tensor,
+    **dict.fromkeys(("strategy", "schedule", "recompute"), _word),
+    "order": _order,
+}

@@ -8,7 +8,6 @@ a placement says otherwise.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -371,14 +370,15 @@ class Machine:
 
 def _span(hosts: NDArray[np.int64]) -> HostSpan | None:
     """Return how groups lie on hosts, given the host of each member, shape (groups, members)."""
-    members: Counter[tuple[int, int]] = Counter()
-    for group, row in enumerate(hosts):
-        members.update((group, int(host)) for host in row)
-    per_host = set(members.values())
-    num_hosts = set(Counter(group for group, _ in members).values())
-    if len(per_host) != 1 or len(num_hosts) != 1:
+    groups, size = hosts.shape
+    most = int(hosts.max()) + 1
+    pairs, members = np.unique(
+        np.repeat(np.arange(groups), size) * most + hosts.reshape(-1), return_counts=True
+    )
+    spanned = np.bincount(pairs // most)
+    if members.min() != members.max() or spanned.min() != spanned.max():
         return None
-    return HostSpan(num_hosts.pop(), per_host.pop(), max(Counter(host for _, host in members).values()))
+    return HostSpan(int(spanned[0]), int(members[0]), int(np.bincount(pairs % most).max()))
 
 
 def _tree_hops(tree: TreeNetwork, src: int, dst: int) -> Iterator[Link]:

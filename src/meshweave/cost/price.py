@@ -23,17 +23,18 @@ from meshweave.cost.compute import engine_amount, tile_traffic
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.links import NetworkAxis
-from meshweave.describe.machine.network import RingNetwork, TorusNetwork
+from meshweave.describe.machine.network import HostsNetwork, RingNetwork, SwitchNetwork, TorusNetwork
 from meshweave.ir.program.ops import CollectiveStep
 from meshweave.ir.work import Compute, Transfer, Work
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The cost of one op: `launch_ps` and `sync_ps` pass first, then `amount` flows at most at `rate_per_s`.
+    """The cost of one op: launch, synchronisation and packing pass, then `amount` flows at up to `rate_per_s`.
 
     The amount is in bytes or FLOPs. The memory traffic of a product takes `stream_ps` concurrent with its
     FLOPs, and `fill_drain_ps` before and after them, when the first tiles are loaded and the last is stored.
+    `pack_ps` is of messages (`cost.packing`).
     """
 
     launch_ps: int
@@ -42,11 +43,12 @@ class Price:
     rate_per_s: int
     stream_ps: int = 0
     fill_drain_ps: int = 0
+    pack_ps: int = 0
 
     @property
     def fixed_ps(self) -> int:
         """Return the picoseconds before anything flows."""
-        return self.launch_ps + self.sync_ps
+        return self.launch_ps + self.sync_ps + self.pack_ps
 
     @property
     def flow_ps(self) -> int:
@@ -130,10 +132,10 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
             amount = max(amount, part * rate // int(axis.link_bytes_per_s))
         else:
             rate = _one_direction_rate(rate, machine.axis(work.axis, shared))
-    elif work.kind == "all_to_all":  # parts travel P / 2 hops on a ring of one direction, P / 4 on one of two
-        one_direction = machine.num_directions(work.axis) == 1
-        steps = count - 1
-        amount = part * (count * (count - 1) // 2 if one_direction else count * count // 4)
+    elif work.kind == "all_to_all":
+        steps, amount = count - 1, _all_to_all_bytes(work, machine, shared)
+        if isinstance(machine.cluster.network, HostsNetwork):
+            rate = machine.rate(work.axis, kind)  # the bytes say already who shares a NIC
     elif work.kind == "fence":
         steps, amount = count - 1, 0
     else:
@@ -145,6 +147,24 @@ def _transfer(work: Transfer, machine: Machine, shares_links: bool) -> Price:
             return Price(launch, steps * sync, part, max(rate // steps, 1))
         rate = _one_direction_rate(rate, machine.axis(work.axis, shared))
     return Price(launch, steps * sync, amount, rate)
+
+
+def _all_to_all_bytes(work: Transfer, machine: Machine, shared: bool) -> int:
+    """Return the bytes that pass the busiest link of a chip in an all-to-all, in units of its rate.
+
+    Parts travel P / 2 hops on a ring of one direction and P / 4 on one of two. On a switch and among hosts each
+    goes straight to its member. What leaves a host takes the NIC of its chip, which others may use too.
+    """
+    count, part, network = work.num_ranks, work.part_bytes, machine.cluster.network
+    if isinstance(network, SwitchNetwork):
+        return (count - 1) * part
+    span = machine.host_span(work.axis) if isinstance(network, HostsNetwork) else None
+    if span is None or not isinstance(network, HostsNetwork):
+        one_direction = machine.num_directions(work.axis) == 1
+        return part * (count * (count - 1) // 2 if one_direction else count * count // 4)
+    sharing = span.per_host * (span.groups_per_host if shared else 1)
+    per_nic = -(-sharing // network.nics_per_host)
+    return part * (span.per_host - 1 + (count - span.per_host) * per_nic)
 
 
 def _num_shares(step: CollectiveStep, axis_directions: int) -> int:

@@ -12,6 +12,10 @@ root that is free while the packets of this one are still on their way to others
 other after D + 1 packets, and those from roots in turn after D + 2, which is what van de Geijn and Watts (1997,
 section 3) rely on. A reduction is the same chain from the member after the root to the root.
 
+Where the machine's send buffer takes a packet, a member is free when its last packet begins to flow, at E(h) - t.
+The link of a hop is not yet free then and holds up the next chain instead: A(h) is when the link is free, if that
+is later. Chains from roots in turn then follow each other after D + 1 packets.
+
 The recurrence is exact where links are not shared. It needs the times of all members, because who is late delays
 those after it: every rank along the axes that have chains is followed, the others are alike. Other collectives
 wait for all of their members, as a ring of P - 1 exchanges does, and permutes for neighbours.
@@ -46,6 +50,18 @@ def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
     return launch_ps, cost_ps(work.hop) - launch_ps
 
 
+def is_buffered(work: Transfer, send_buffer_bytes: int) -> bool:
+    """Return whether a send buffer takes the packets of a chain, so that senders end early."""
+    return 0 < work.hop.part_bytes <= send_buffer_bytes
+
+
+def chain_period(members: int, packets: int, buffered: bool) -> int:
+    """Return after how many packets a chain follows the one before it, in a loop with roots in turn."""
+    if members <= 2:
+        return packets
+    return packets + (1 if buffered else 2)
+
+
 def grid_of(skeleton: Skeleton) -> dict[str, int]:
     """Return the sizes of the mesh axes that have chains."""
     return {
@@ -55,21 +71,23 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
     }
 
 
-def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> int:
-    """Return the picoseconds until the last rank ends."""
-    return skeleton_ps(skeleton_code(skeleton, cost_ps))
+def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], send_buffer_bytes: int = 0) -> int:
+    """Return the picoseconds until the last rank ends, where a send buffer takes packets of so many bytes."""
+    return skeleton_ps(skeleton_code(skeleton, cost_ps, send_buffer_bytes))
 
 
-def skeleton_code(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> NDArray[np.int64]:
+def skeleton_code(
+    skeleton: Skeleton, cost_ps: Callable[[Work], int], send_buffer_bytes: int = 0
+) -> NDArray[np.int64]:
     """Return a skeleton as the integers that the core reads."""
-    return np.array(_CodeWriter(skeleton, cost_ps).code(), dtype=np.int64)
+    return np.array(_CodeWriter(skeleton, cost_ps, send_buffer_bytes).code(), dtype=np.int64)
 
 
 class _CodeWriter:
     """A skeleton as the integers that the core reads."""
 
-    def __init__(self, skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> None:
-        self.skeleton, self.cost_ps = skeleton, cost_ps
+    def __init__(self, skeleton: Skeleton, cost_ps: Callable[[Work], int], send_buffer_bytes: int) -> None:
+        self.skeleton, self.cost_ps, self.send_buffer_bytes = skeleton, cost_ps, send_buffer_bytes
         grid = grid_of(skeleton)
         self.extents = list(grid.values())
         self.axes = {axis: number for number, axis in enumerate(grid)}
@@ -140,7 +158,8 @@ class _CodeWriter:
         if task.roots:
             launch_ps, packet_ps = hop_ps(work, cost_ps)
             kind = _REDUCE if work.kind == "reduce" else _BROADCAST
-            chain = [self.axes[work.axis], launch_ps, work.packets, len(task.roots), *task.roots]
+            buffered = int(is_buffered(work, self.send_buffer_bytes))
+            chain = [self.axes[work.axis], launch_ps, work.packets, buffered, len(task.roots), *task.roots]
             return [kind, *head, packet_ps, task.times, *chain]
         axis = self.axes.get(work.axis)
         if work.kind == "permute" and axis is not None:

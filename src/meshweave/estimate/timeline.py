@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate.chains import grid_of, hop_ps
+from meshweave.estimate.chains import grid_of, hop_ps, is_buffered
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 from meshweave.trace import Span, Trace
@@ -66,6 +66,8 @@ class _Follower:
         self.lanes: dict[str, _Times] = {}
         self.spans: list[tuple[Task, str, _Times, _Times]] = []
         self.known: dict[Work, int] = {}
+        self.links: dict[int, _Times] = {}
+        """By axis with buffered chains: when the link from each rank to the next one is free."""
 
     def cost_ps(self, work: Work) -> int:
         """Return the picoseconds of an op."""
@@ -145,8 +147,20 @@ class _Follower:
         first = root + (work.kind == "reduce")
         places = np.roll(np.moveaxis(begun, axis, 0), -first, axis=0)
         ends = np.empty_like(places)
+        if not is_buffered(work, self.machine.cluster.send_buffer_bytes):
+            for hop in range(work.num_ranks - 1):
+                ends[hop] = np.maximum(places[hop], places[hop + 1]) + work.packets * packet_ps
+                ends[hop] = np.maximum(ends[hop], ends[hop - 1] + packet_ps) if hop else ends[hop] + launch_ps
+            ends[-1] = ends[-2]
+            return np.moveaxis(np.roll(ends, first, axis=0), 0, axis)
+        links = self.links.setdefault(axis, np.zeros_like(begun))
+        free = np.roll(np.moveaxis(links, axis, 0), -first, axis=0)
         for hop in range(work.num_ranks - 1):
-            ends[hop] = np.maximum(places[hop], places[hop + 1]) + work.packets * packet_ps
-            ends[hop] = np.maximum(ends[hop], ends[hop - 1] + packet_ps) if hop else ends[hop] + launch_ps
+            met = np.maximum(places[hop], places[hop + 1]) + (0 if hop else launch_ps)
+            ends[hop] = np.maximum(met, free[hop]) + work.packets * packet_ps
+            ends[hop] = np.maximum(ends[hop], ends[hop - 1] + packet_ps) if hop else ends[hop]
+            free[hop] = ends[hop]
         ends[-1] = ends[-2]
+        ends[:-1] -= packet_ps
+        self.links[axis] = np.moveaxis(np.roll(free, first, axis=0), 0, axis)
         return np.moveaxis(np.roll(ends, first, axis=0), 0, axis)

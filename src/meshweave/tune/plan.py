@@ -1,31 +1,26 @@
-"""A plan: what the tuner chose for a model on a cluster, in a form that saves, loads and explains itself."""
+"""A plan: what a search chose for a model on a cluster, in a form that saves, loads and explains itself.
+
+A plan of products has the algorithms for the layers of one block on all chips. A plan of steps has configurations of a
+whole training step: degrees of parallelism with time and memory. Both are one JSON file with one loader.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from meshweave.algorithms.matmul2d.common.passes import PASSES, PassName, Stationary, pass_rule
 from meshweave.algorithms.matmul2d.common.problem import Matmul2dConfig
 from meshweave.base.errors import DescriptionError
 from meshweave.describe import files
-
-# Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
-Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]
-Width = Annotated[int, Field(gt=0, le=2**31)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite number of seconds")]
-Bytes = Annotated[int, Field(ge=0, le=2**128, description="a whole number of bytes")]
+from meshweave.tune.plan_records import Bytes, Dim, Record, Seconds, StepsRecord, Width
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class PassPlan(_Record):
+class PassPlan(Record):
     """One product: its sizes, slices, and estimated times in seconds per layer and step.
 
     `runner_up` names the next best config on the same mesh and how much slower it is, in words.
@@ -57,7 +52,7 @@ class PassPlan(_Record):
         return Matmul2dConfig(self.slices, self.block, self.packets, self.overlap)
 
 
-class LayerPlan(_Record):
+class LayerPlan(Record):
     """The plan of one fully connected layer.
 
     Attributes:
@@ -77,7 +72,7 @@ class LayerPlan(_Record):
     passes: tuple[PassPlan, ...]
 
 
-class Candidate(_Record):
+class Candidate(Record):
     """One algorithm with its best mesh shape and configs.
 
     Attributes:
@@ -105,27 +100,44 @@ class Candidate(_Record):
         return self.base or self.algorithm
 
 
-class Plan(_Record):
-    """The algorithms for the fully connected layers of a model on a cluster, ranked, as a JSON file.
+class Plan(Record):
+    """What was chosen for a model on a cluster, ranked, as a JSON file.
 
     Attributes:
-        candidates: all algorithms at their best, the fastest first.
+        kind: "products": algorithms for the fully connected layers of one block; "step": configurations of a whole
+            training step. Files of format 1 are of products.
+        candidates: of a plan of products, all algorithms at their best, the fastest first.
+        steps: of a plan of a step, the ranked configurations.
         note: what the estimated times leave out.
     """
 
-    format: Literal["meshweave-plan-1"] = "meshweave-plan-1"
+    format: Literal["meshweave-plan-1", "meshweave-plan-2"] = "meshweave-plan-2"
+    kind: Literal["products", "step"] = "products"
     model: str
     cluster: str
     num_chips: Width
     batch: Dim
     sequence: Dim
     dtype: str
-    candidates: tuple[Candidate, ...] = Field(min_length=1)
+    candidates: tuple[Candidate, ...] = ()
+    steps: StepsRecord | None = None
     note: str = ""
 
     @property
     def best(self) -> Candidate:
+        """Return the fastest algorithm. Raises DescriptionError where this is no plan of products."""
+        if not self.candidates:
+            raise DescriptionError(
+                "this is the plan of a step, and has no products; plan those with: meshweave plan --products"
+            )
         return self.candidates[0]
+
+    @property
+    def step(self) -> StepsRecord:
+        """Return the ranked configurations of a step. Raises DescriptionError where this is a plan of products."""
+        if self.steps is None:
+            raise DescriptionError("this is a plan of products; plan a step with: meshweave plan")
+        return self.steps
 
     def candidate(self, algorithm: str) -> Candidate:
         """Return the candidate of one algorithm. Raises DescriptionError where the plan has none."""
@@ -150,6 +162,10 @@ def load_plan(path: Path) -> Plan:
         DescriptionError: the file is no plan or contradicts itself; the message names file and key.
     """
     plan = files.check_table(Plan, files.parse_table(files.read_text(path), path, "json"), path)
+    _check_kind(plan, path)
+    if plan.kind == "step":
+        _check_steps(plan, path)
+        return plan
     names = [layer.name for layer in plan.best.layers]
     for i, candidate in enumerate(plan.candidates):
         at = f"candidates.{i}"
@@ -165,6 +181,33 @@ def load_plan(path: Path) -> Plan:
         for j, layer in enumerate(candidate.layers):
             _check_layer(layer, path, f"{at}.layers.{j}")
     return plan
+
+
+def _check_kind(plan: Plan, path: Path) -> None:
+    if plan.format == "meshweave-plan-1" and plan.kind != "products":
+        files.fail(path, "format", "plans of a step are of format meshweave-plan-2")
+    wanted, other = ("steps", "candidates") if plan.kind == "step" else ("candidates", "steps")
+    if not getattr(plan, wanted):
+        files.fail(path, wanted, f"a plan of kind '{plan.kind}' has at least one of them")
+    if getattr(plan, other):
+        files.fail(path, other, f"a plan of kind '{plan.kind}' has none")
+
+
+def _check_steps(plan: Plan, path: Path) -> None:
+    for key in ("ranked", "front"):
+        for i, record in enumerate(getattr(plan.step, key)):
+            if record.degrees.num_chips != plan.num_chips:
+                files.fail(
+                    path,
+                    f"steps.{key}.{i}.degrees",
+                    f"they make {record.degrees.num_chips} chips, not the {plan.num_chips} planned",
+                )
+    times = [record.step_s for record in plan.step.ranked]
+    if times != sorted(times):
+        files.fail(path, "steps.ranked", "list the fastest first")
+    for i, record in enumerate(plan.step.sensitivity):
+        if record.best >= len(times):
+            files.fail(path, f"steps.sensitivity.{i}.best", f"give a position from 0 to {len(times) - 1}")
 
 
 def _check_layer(layer: LayerPlan, path: Path, at: str) -> None:

@@ -226,12 +226,16 @@ class SkeletonWriter(BlockWriter):
     ) -> None:
         """Add a call of a function on the chunk."""
         flops = call_flops(work, part, shape)
-        assert isinstance(flops, int)
-        per_sequence = flops // max(self.chunk, 1)
+        assert isinstance(flops, int) and all(isinstance(size, int) for size in shape)
+        per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
+        first, *others = (int(size) for size in shape)  # type: ignore[arg-type]
 
         def work_of(size: int) -> Work:
             moved = sum(self._bytes(stored, size) for stored in (*ins, *outs))
-            return Compute("call", per_sequence * size, moved, dtype=outs[0].dtype, call=work, part=part)
+            sizes = (first * size // chunk, *others)  # the first one grows with the number of sequences
+            return Compute(
+                "call", per_sequence * size, moved, dtype=outs[0].dtype, call=work, shape=sizes, part=part
+            )
 
         self._do(COMPUTE, work_of, ins, outs)
 

@@ -80,6 +80,16 @@ class ChipFile(FileModel):
         le=1,
     )
 
+    pack_launch_s: Duration = Field(
+        0.0, description="seconds to start packing or unpacking a strided view of a message, from 0 to 1e6"
+    )
+    pack_bytes_per_s: float = Field(
+        0.0,
+        description="bytes per second at which strided views of messages are packed and unpacked (left out: for "
+        "nothing)",
+        ge=0,
+        le=1e18,
+    )
     kernels: str | None = Field(
         None,
         description="the constants of its kernels: an entry of the catalog or a file, found from this one's "
@@ -107,6 +117,8 @@ class ChipFile(FileModel):
             tuple((by_dtype | self.dtype_flops_per_s).items()),
             tuple(self.call_flops_per_s.items()),
             load_kernels(self.kernels, folder) if self.kernels else None,
+            self.pack_launch_s,
+            self.pack_bytes_per_s,
         )
 
 

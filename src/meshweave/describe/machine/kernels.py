@@ -6,6 +6,7 @@ constant's place in the formula stands. A chip without them is priced by its one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -59,10 +60,9 @@ TILE_MENUS = {
             ProductTile(128, 128, cluster=2, above_m=128),
         )
     ),
-    "systolic": TileMenu((ProductTile(128, 128),), k_step=128),
 }
 """The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on
-sm90, by rows alone; `systolic`: arrays of 128 x 128 (TPU)."""
+sm90, by rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class ProductConstants:
         units: processors that compute a tile each (SMs, arrays). A count of the hardware, not fitted.
         flops_per_s: FLOP/s of all units at full tiles.
         unit_bytes_per_s: bytes per second of operands into one unit.
-        tile_s: seconds a tile takes besides its passes over k: prologue, epilogue; the fill of a systolic array.
+        tile_s: seconds a tile takes besides its passes over k: prologue, epilogue.
         launch_s: seconds of a product of nothing.
         memory_bytes_per_s: bytes per second of A, B and C.
         wave_share: from 0 (units take tiles evenly, as if these were divisible) to 1 (whole waves).
@@ -145,8 +145,42 @@ class CpuProductConstants:
             raise DescriptionError("durations of products are at least 0")
 
 
-ProductModel = ProductConstants | CpuProductConstants
-"""The constants of products, of either formula."""
+@dataclass(frozen=True, slots=True)
+class SystolicConstants:
+    """What the time of a product on systolic arrays depends on; `cost.systolic` has the formula.
+
+    Attributes:
+        flops_per_s: FLOP/s of all arrays while rows pass.
+        load_rows: rows that could pass while one part of an operand is loaded into an array.
+        results_per_s: elements of C per second that leave the arrays, are rounded and stored.
+        launch_s: seconds of a product of nothing.
+        memory_bytes_per_s: bytes per second of A, B and C.
+        first_bytes: the most of the operands that is read before the first multiplication.
+        last_bytes: the most of C that is written after the last one.
+        window: the rows and columns of C for which operands are read once; for more they are read again.
+        overlap: the power in which the time of multiplying adds up with that of results and memory.
+    """
+
+    flops_per_s: float
+    load_rows: float
+    results_per_s: float
+    launch_s: float
+    memory_bytes_per_s: float
+    first_bytes: float
+    last_bytes: float
+    window: float = math.inf
+    overlap: float = 4.0
+
+    def __post_init__(self) -> None:
+        rates = self.flops_per_s, self.results_per_s, self.memory_bytes_per_s
+        if min(*rates, self.window, self.overlap) < 1:
+            raise DescriptionError("rates, window and overlap of systolic products are each at least 1")
+        if min(self.load_rows, self.launch_s, self.first_bytes, self.last_bytes) < 0:
+            raise DescriptionError("durations and sizes of systolic products are at least 0")
+
+
+ProductModel = ProductConstants | SystolicConstants | CpuProductConstants
+"""The constants of products, of any formula."""
 
 
 @dataclass(frozen=True, slots=True)

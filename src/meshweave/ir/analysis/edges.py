@@ -45,7 +45,7 @@ _FEW = 24
 """Up to so many accesses are looked at one by one; boxes of more are compared all at once."""
 
 
-class _Memory:
+class _BufferAccesses:
     """Accesses to one buffer slot that a later op may still conflict with."""
 
     def __init__(self) -> None:
@@ -155,9 +155,9 @@ def access_conflicts(ops: Sequence[BoundOp]) -> Conflicts:
     conflicts: Conflicts = []
     # What nobody writes orders nothing; keeping its readers would make this quadratic.
     written = {view.buffer for bound in ops for mode, view in bound.op.accesses() if mode != READ}
-    memory: dict[tuple[str, int], _Memory] = defaultdict(_Memory)
+    memory: dict[tuple[str, int], _BufferAccesses] = defaultdict(_BufferAccesses)
     for index, bound in enumerate(ops):
-        own: list[tuple[Mode, View, _Memory]] = []
+        own: list[tuple[Mode, View, _BufferAccesses]] = []
         for mode, view in bound.op.accesses():
             if view.rank is None and view.buffer in written:
                 assert isinstance(view.slot, int)

@@ -1,0 +1,121 @@
+"""What `meshweave plan` prints: the best, the runner-up and why, what to do next; the ranking on request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from meshweave.base.units import format_bytes, format_s
+from meshweave.cli.options import print_table
+from meshweave.tune.plan import Plan
+from meshweave.tune.plan_records import StepRecord, StepsRecord
+from meshweave.tune.step_search.reasons import advice, choice_text, difference_text
+
+_EXPOSED = ("tensor", "context", "transfers", "data")
+
+
+def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -> None:
+    """Print the plan of a step; with `table` its ranking and its time against memory."""
+    steps = plan.step
+    typer.echo(
+        f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: {plan.batch} sequences of {plan.sequence} tokens, "
+        f"{plan.dtype}"
+    )
+    typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
+    typer.echo(f"           {_numbers(steps.best, steps, price)}")
+    if steps.runner_up is None:
+        typer.echo("runner-up  there is no other that fits")
+    else:
+        typer.echo(f"runner-up  {choice_text(steps.runner_up.degrees)}")
+        typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
+    typer.echo(f"next       {advice(steps)}; {_more(table, bool(steps.sensitivity))}")
+    if not steps.is_complete:
+        typer.echo("\nThe search was stopped: these are the best so far.")
+    for record in steps.sensitivity:
+        typer.echo(f"\n{_change(record.change, record.same_s, record.best_s, record.best, steps)}")
+    if table or price is not None:
+        _print_ranking(steps, price)
+        _print_front(steps)
+    if left_out:
+        typer.echo(f"\n{left_out}")
+
+
+def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str:
+    text = (
+        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU, {record.tokens_per_s_per_chip:.0f} tokens/s "
+        f"per chip, {format_bytes(record.memory_bytes)} of {format_bytes(steps.memory_limit_bytes)}"
+    )
+    return text if price is None else f"{text}, {record.usd_per_million_tokens(price):.3g} per million tokens"
+
+
+def _more(table: bool, sensitivity: bool) -> str:
+    flags = [
+        words
+        for words, is_shown in (
+            ("the ranking with --table", table),
+            ("other links with --sensitivity", sensitivity),
+        )
+        if not is_shown
+    ]
+    return f"see {' and '.join(flags)}" if flags else "keep the plan with --out plan.json"
+
+
+def _change(change: str, same_s: float, best_s: float, best: int, steps: StepsRecord) -> str:
+    percent = 100 * (same_s / steps.best.step_s - 1)
+    text = f"with {change}: {format_s(same_s)} a step ({percent:+.1f} %)"
+    if best == 0:
+        return f"{text}, and the best stays the best"
+    return f"{text}; {choice_text(steps.ranked[best].degrees)} would then win with {format_s(best_s)}"
+
+
+def _print_ranking(steps: StepsRecord, price: float | None) -> None:
+    head = ["", "configuration", "step", "tokens/s/chip", "MFU", "HFU", "memory", *_EXPOSED, "bubble"]
+    if price is not None:
+        head.append("price/Mtok")
+    rows = []
+    for number, record in enumerate(steps.ranked, 1):
+        cells = [
+            str(number),
+            choice_text(record.degrees),
+            format_s(record.step_s),
+            f"{record.tokens_per_s_per_chip:.0f}",
+            f"{100 * record.mfu:.1f} %",
+            f"{100 * record.hfu:.1f} %",
+            format_bytes(record.memory_bytes),
+            *(_share(record, name) for name in (*_EXPOSED, "bubble")),
+        ]
+        rows.append(cells if price is None else [*cells, f"{record.usd_per_million_tokens(price):.3g}"])
+    typer.echo()
+    print_table(head, rows, 2)
+    typer.echo(
+        "tensor, context, transfers, data: exposed communication of each kind, as a share of the step; bubble: waiting "
+        "for other pipeline ranks."
+    )
+    typer.echo(_searched(steps))
+
+
+def _share(record: StepRecord, name: str) -> str:
+    return f"{100 * record.parts_s.get(name, 0.0) / record.step_s:.1f} %"
+
+
+def _searched(steps: StepsRecord) -> str:
+    count = steps.searched
+    exact = (
+        f"no other is faster than the first {steps.num_exact}" if steps.num_exact else "search not finished"
+    )
+    return (
+        f"{count.get('nodes', 0)} layouts with a micro-batch; {count.get('priced', 0)} configurations priced, the others "
+        f"ruled out by bounds, {count.get('over_memory', 0)} by memory; {exact}."
+    )
+
+
+def _print_front(steps: StepsRecord) -> None:
+    if len(steps.front) < 2:
+        return
+    rows: list[Sequence[str]] = [
+        [choice_text(record.degrees), format_s(record.step_s), format_bytes(record.memory_bytes)]
+        for record in steps.front
+    ]
+    typer.echo("\nless memory for more time, of those priced:")
+    print_table(["configuration", "step", "memory"], rows, 1)

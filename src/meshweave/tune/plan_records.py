@@ -1,0 +1,123 @@
+"""The records of a plan's JSON that are of whole steps, and the types that all of its records share."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Bounds keep a damaged file from asking for sizes that overflow, or take for ever to look at.
+Dim = Annotated[int, Field(gt=0, le=2**64, description="a whole number from 1 to 2**64")]
+Width = Annotated[int, Field(gt=0, le=2**31)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite number of seconds")]
+Bytes = Annotated[int, Field(ge=0, le=2**128, description="a whole number of bytes")]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite fraction of at least 0")]
+
+
+class Record(BaseModel):
+    """A frozen table of a plan file, without keys that it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DegreesRecord(Record):
+    """One configuration of a step: the fields of `mw.Parallelism`."""
+
+    data: Width
+    pipeline: Width
+    context: Width
+    tensor: Width | Annotated[tuple[Width, ...], Field(min_length=2, max_length=2)]
+    strategy: str
+    zero: int = Field(ge=0, le=3, description="a ZeRO level from 0 to 3")
+    schedule: str
+    virtual_stages: Width
+    micro_batch: Width
+    recompute: Literal["none", "selective", "full"]
+    order: tuple[Literal["tensor", "context", "data", "pipeline"], ...] = Field(min_length=4, max_length=4)
+
+    @property
+    def num_chips(self) -> int:
+        """Return the product of the degrees."""
+        tensor = self.tensor if isinstance(self.tensor, int) else math.prod(self.tensor)
+        return self.data * self.pipeline * self.context * tensor
+
+
+class StepRecord(Record):
+    """A configuration with its step.
+
+    Attributes:
+        step_s: seconds of a step.
+        parts_s: those seconds by what takes them; communication is what is exposed.
+        memory_bytes: bytes of the fullest chip.
+        memory_parts: those bytes by kind.
+        tokens_per_s_per_chip: tokens of the batch over seconds and chips.
+        mfu, hfu: FLOPs of the model, and those with recomputation, over the peak.
+    """
+
+    degrees: DegreesRecord
+    step_s: Seconds
+    parts_s: dict[str, Seconds]
+    memory_bytes: Bytes
+    memory_parts: dict[str, Bytes]
+    tokens_per_s_per_chip: Share
+    mfu: Share
+    hfu: Share
+
+    def usd_per_million_tokens(self, usd_per_chip_hour: float) -> float:
+        """Return what a million tokens cost at a price of an hour of one chip."""
+        return usd_per_chip_hour / 3600 / self.tokens_per_s_per_chip * 1e6
+
+
+class SensitivityRecord(Record):
+    """What a change of the machine makes of a plan.
+
+    Attributes:
+        change: the change, in words.
+        same_s: seconds of a step of the same configuration.
+        best_s: least seconds of a step among the ranked configurations.
+        best: the position of that configuration in the ranking, from 0.
+    """
+
+    change: str
+    same_s: Seconds
+    best_s: Seconds
+    best: int = Field(ge=0)
+
+
+class StepsRecord(Record):
+    """The steps of a plan: what was searched, and the ranking.
+
+    Attributes:
+        memory_limit_bytes: the most bytes that a chip may hold.
+        ranked: the best configuration of each set of degrees and strategy, the fastest first.
+        front: configurations of which none is both faster and smaller, the fastest first.
+        searched: numbers of what was looked at: `nodes` (layouts with a micro-batch), `priced`, `over_memory`,
+            `refused`.
+        is_complete: whether the search ran to its end.
+        num_exact: the first rows that no configuration of the space is faster than; the others are the best of
+            those that were priced.
+    """
+
+    memory_limit_bytes: Bytes
+    ranked: tuple[StepRecord, ...] = Field(min_length=1, description="a list of at least one configuration")
+    front: tuple[StepRecord, ...] = ()
+    searched: dict[str, int] = Field(default_factory=dict)
+    is_complete: bool = True
+    num_exact: int = Field(default=0, ge=0)
+    sensitivity: tuple[SensitivityRecord, ...] = ()
+
+    @property
+    def best(self) -> StepRecord:
+        """Return the fastest configuration."""
+        return self.ranked[0]
+
+    @property
+    def runner_up(self) -> StepRecord | None:
+        """Return the next configuration, or None."""
+        return self.ranked[1] if len(self.ranked) > 1 else None
+
+
+def degrees_of(fields: Any) -> DegreesRecord:
+    """Return the record of anything with the fields of a configuration."""
+    return DegreesRecord(**{name: getattr(fields, name) for name in DegreesRecord.model_fields})

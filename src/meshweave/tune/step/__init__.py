@@ -1,0 +1,35 @@
+"""The time and memory of a whole training step: degrees of parallelism laid on a cluster.
+
+problem      what is trained on what: model, cluster, batch, and what the software stack does
+parallelism  one choice of degrees, strategy, schedule and recomputation
+step         both together: seconds in parts, bytes in parts
+"""
+
+from meshweave.tune.step.checks import check_step
+from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of
+from meshweave.tune.step.layers import LayerTime, layer_time
+from meshweave.tune.step.memory import Memory, StageMemory
+from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
+from meshweave.tune.step.program import SimulatedStep, simulate_step, step_program
+from meshweave.tune.step.result import Step, StepParts
+
+__all__ = [
+    "LayerTime",
+    "Memory",
+    "Parallelism",
+    "SimulatedStep",
+    "SoftwareStack",
+    "StageMemory",
+    "Step",
+    "StepParts",
+    "StepProblem",
+    "check_step",
+    "layer_time",
+    "least_step_s",
+    "memory_of",
+    "peak_memory",
+    "simulate_step",
+    "step",
+    "step_of",
+    "step_program",
+]

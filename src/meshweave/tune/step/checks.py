@@ -1,0 +1,53 @@
+"""What a step cannot be: checks that price nothing."""
+
+from __future__ import annotations
+
+import math
+
+from meshweave.algorithms.pipeline.by_name import schedule_names
+from meshweave.base.errors import LayoutError, UnsupportedError, did_you_mean
+from meshweave.tune.step.layers import strategy_of
+from meshweave.tune.step.problem import Parallelism, StepProblem
+
+
+def check_step(problem: StepProblem, parallelism: Parallelism) -> None:
+    """Raise an error of one line where a step cannot be laid out.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown.
+    """
+    model, p = problem.model, parallelism
+    _check_chips(problem, p)
+    strategy_of(problem, p)
+    if p.schedule not in schedule_names():
+        raise UnsupportedError(
+            f"there is no schedule '{p.schedule}'{did_you_mean(p.schedule, schedule_names())}; there are "
+            f"{', '.join(schedule_names())}"
+        )
+    if problem.batch % (p.data * p.micro_batch):
+        raise LayoutError(
+            f"a batch of {problem.batch} is not a multiple of data {p.data} x micro-batch {p.micro_batch}"
+        )
+    if p.num_stages > model.num_layers + 2:  # embedding and loss may be stages of their own
+        raise LayoutError(f"{model.name} has {model.num_layers} layers, too few for {p.num_stages} stages")
+    if p.virtual_stages > 1 and p.pipeline == 1:
+        raise LayoutError("virtual_stages needs a pipeline of at least 2 ranks; give 1")
+    rows = p.tensor_mesh[0]
+    if p.strategy in ("megatron", "megatron_sp", "atp") and rows > model.num_kv_heads:
+        raise LayoutError(f"{model.name} has {model.num_kv_heads} groups of heads, too few for tensor {rows}")
+    if problem.seq % p.context:
+        raise LayoutError(f"sequences of {problem.seq} tokens do not divide over context {p.context}")
+
+
+def _check_chips(problem: StepProblem, parallelism: Parallelism) -> None:
+    """Raise LayoutError where the degrees do not make up the cluster."""
+    p, chips = parallelism, problem.cluster.num_chips
+    if p.num_ranks == chips:
+        return
+    parts = [f"{degree} {p.size(degree)}" for degree in ("data", "pipeline", "context", "tensor")]
+    replicas, rest = divmod(chips, math.prod(p.size(degree) for degree in ("pipeline", "context", "tensor")))
+    hint = "no number of replicas fills it" if rest else f"data={replicas} would fill it"
+    raise LayoutError(
+        f"{' x '.join(parts)} is {p.num_ranks} ranks, and {problem.cluster.name} has {chips} chips; {hint}"
+    )

@@ -1,0 +1,166 @@
+"""Composes a step: layers to stages, stages to a pipeline, and what data parallelism and the optimizer add.
+
+    micro-batch of a stage = its layers, forward and backward with recomputation, and embedding or loss at the ends
+    pipeline = the longest path through the actions of the schedule, with transfers between stages
+    step = gathers of weights that the first forward parts wait for + pipeline + reductions of the last gradients
+           that nothing hides + the optimizer, through memory
+
+Every rank of a degree does the same, so that one stands for all; only pipeline ranks differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from meshweave.base.errors import LayoutError, did_you_mean
+from meshweave.base.units import to_s
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.model import Transformer, load_model
+from meshweave.ir.work import Compute
+from meshweave.tune.step.checks import check_step
+from meshweave.tune.step.layers import call_s
+from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, rank_parameters
+from meshweave.tune.step.pipeline import num_stashes
+from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.result import Step
+from meshweave.tune.step.stages import Stages, stage_layers, stages_of
+
+ADAM_STEP_BYTES = 34
+"""Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
+three and the 16-bit weight (Kingma and Ba, 2015, algorithm 1); the norm of gradients reads these once more."""
+
+_SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "vp": "virtual_stages"}
+
+
+def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
+    """Return the time and memory of a step.
+
+    What has been priced stays with the problem: a search keeps one problem for all that it tries.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
+    """
+    memory = memory_of(problem, parallelism)
+    stages = stages_of(problem, parallelism)
+    pipeline = stages.pipeline()
+    update_s = _optimizer_s(problem, parallelism, stages)
+    ends = [
+        (to_s(end) + stages.reductions_s(rank) + update_s[rank], update_s[rank])
+        for rank, end in enumerate(pipeline.ends_ps)
+    ]
+    end_s, optimizer_s = max(ends)
+    before_s, makespan_s = stages.gathers_s(), to_s(pipeline.makespan_ps)
+    return Step(
+        problem,
+        parallelism,
+        before_s + end_s + problem.stack.step_s,
+        memory,
+        stages,
+        makespan_s,
+        min(optimizer_s, end_s - makespan_s),
+    )
+
+
+def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return a lower bound of the time of a step, near to it and much cheaper: for searches.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown, or the machine cannot place its groups.
+    """
+    check_step(problem, parallelism)
+    stages = stages_of(problem, parallelism)
+    update_s = _optimizer_s(problem, parallelism, stages)
+    after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
+    return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
+
+
+def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
+    """Return the memory of a step. It prices nothing.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown.
+    """
+    check_step(problem, parallelism)
+    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism))
+
+
+def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
+    """Return the memory of the pipeline rank that takes the most, as `memory_of` has it, at a part of its cost.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model.
+        UnsupportedError: a strategy or schedule is unknown.
+    """
+    check_step(problem, parallelism)
+    layers, stashes = _on_ranks(problem, parallelism)
+    # Ranks between the ends differ in their layers and in what they keep of them.
+    kept = {(count, held): rank for rank, (count, held) in enumerate(zip(layers, stashes, strict=True))}
+    most: dict[int, int] = {}
+    for count, held in kept:
+        most[count] = max(most.get(count, 0), held)
+    ranks = {0, parallelism.pipeline - 1, *(kept[pair] for pair in most.items())}
+    memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
+    return memory.peak
+
+
+def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[list[int], tuple[int, ...]]:
+    """Return the layers of each pipeline rank, and of how many micro-batches it keeps a stage's activations."""
+    p = parallelism
+    layers = stage_layers(problem.model.num_layers, p.num_stages)
+    count = problem.batch // (p.data * p.micro_batch)
+    stashes = num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
+    return [sum(layers[rank :: p.pipeline]) for rank in range(p.pipeline)], stashes
+
+
+def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Any) -> Step:
+    """Return the time and memory of a step of one configuration.
+
+    Args:
+        model: a model, or a name of the catalog, or a file.
+        cluster: a cluster, or a name of the catalog such as "dgx-a100:512", or a file.
+        batch: sequences of a step.
+        seq: tokens of a sequence.
+        options: `tp`, `pp`, `dp`, `cp` and `vp` for the degrees tensor, pipeline, data, context and for virtual
+            stages; other attributes of `Parallelism` and of `StepProblem` by their names. Without `dp` there are
+            as many replicas as the chips allow.
+
+    Raises:
+        LayoutError: the degrees do not fit the chips, the batch or the model, or an option is unknown.
+        DescriptionError: a model or cluster is unknown.
+    """
+    chosen = {_SHORT.get(name, name): value for name, value in options.items()}
+    of_problem = {each.name for each in fields(StepProblem)}
+    of_parallelism = {each.name for each in fields(Parallelism)}
+    for name in chosen:
+        if name not in of_problem | of_parallelism:
+            known = sorted(of_problem | of_parallelism | set(_SHORT))
+            raise LayoutError(f"a step has no option '{name}'{did_you_mean(name, known)}")
+    problem = StepProblem(
+        load_model(model) if isinstance(model, str) else model,
+        load_cluster(cluster) if isinstance(cluster, str) else cluster,
+        batch,
+        seq,
+        **{name: value for name, value in chosen.items() if name in of_problem},
+    )
+    degrees = {name: value for name, value in chosen.items() if name in of_parallelism}
+    if "data" not in degrees:
+        size = Parallelism(**{**degrees, "zero_group": None}).num_ranks
+        degrees["data"] = max(problem.cluster.num_chips // size, 1)
+    return step_of(problem, Parallelism(**degrees))
+
+
+def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
+    """Return the seconds of the update of weights on each pipeline rank."""
+    layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
+    known, out = problem.prices("optimizer"), []
+    for count in rank_parameters(problem, parallelism, layers):
+        own = -(-count // (parallelism.shards if parallelism.zero else 1))
+        if own not in known:
+            work = Compute("call", own, own * ADAM_STEP_BYTES, dtype="float32", call="elementwise")
+            known[own] = call_s(problem, work)
+        out.append(known[own])
+    return out

@@ -1,0 +1,275 @@
+"""What a training step is made of: the problem, and one choice of degrees of parallelism for it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from meshweave.base.errors import DescriptionError, LayoutError, did_you_mean
+from meshweave.base.units import DTYPES, dtype_bytes
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.model.memory import RECOMPUTES, Recompute
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+
+Degree = Literal["tensor", "context", "data", "pipeline"]
+DEGREES: tuple[Degree, ...] = ("tensor", "context", "data", "pipeline")
+"""The degrees, innermost first: neighbouring chips are of one tensor-parallel group."""
+
+_ATTENTIONS = ("flash", "plain")
+_OPTIMIZER_BYTES = {"adam": 8, "sgd": 0, "momentum": 4}
+"""Bytes of states per parameter, besides the fp32 copy of narrower weights (ZeRO, SC '20, section 3.1)."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a step is laid on chips. The product of the degrees is the number of chips.
+
+    Attributes:
+        data: replicas of the model, each with its share of the batch.
+        pipeline: pipeline ranks.
+        context: ranks that share sequences, by ring attention.
+        tensor: ranks that share each layer, or a mesh (d1, d2) of them.
+        strategy: how these share it: a name of `algorithms.block`, such as "megatron_sp", "megatron", "atp" or
+            "meshslice_block".
+        zero: what data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights.
+        zero_group: how many of the ranks with equal weights shard among themselves, neighbours first; others have
+            copies (hybrid sharding); None for all.
+        schedule: a name of `algorithms.pipeline.by_name`; "1f1b" with several virtual stages is interleaved.
+        virtual_stages: stages on each pipeline rank.
+        micro_batch: sequences that go through the pipeline together, on each replica.
+        recompute: what the backward part computes again (Korthikanti et al., MLSys '23): "none", "selective" for
+            attention, "full" for layers.
+        order: the degrees, innermost first: chips next to each other differ in the first one.
+
+    Raises:
+        LayoutError: a degree is below 1, or a word is unknown.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    context: int = 1
+    tensor: int | tuple[int, int] = 1
+    strategy: str = "megatron_sp"
+    zero: int = 0
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    micro_batch: int = 1
+    recompute: Recompute = "none"
+    order: tuple[Degree, ...] = DEGREES
+    zero_group: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("data", "pipeline", "context", "virtual_stages", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"parallelism: {name} is {getattr(self, name)}; give at least 1")
+        if min(self.tensor_mesh) < 1:
+            raise LayoutError(f"parallelism: tensor is {self.tensor}; give at least 1")
+        if self.zero not in range(4):
+            raise LayoutError(f"parallelism: zero is {self.zero}; give 0, 1, 2 or 3")
+        if self.recompute not in RECOMPUTES:
+            raise LayoutError(
+                f"parallelism: recompute is '{self.recompute}'; give one of {', '.join(RECOMPUTES)}"
+            )
+        if self.zero_group is not None and (self.zero_group < 1 or self.replicas % self.zero_group):
+            raise LayoutError(
+                f"parallelism: zero_group is {self.zero_group}; give a divisor of the {self.replicas} ranks with "
+                "equal weights"
+            )
+        if sorted(self.order) != sorted(DEGREES):
+            raise LayoutError(f"parallelism: order is {self.order}; give {', '.join(DEGREES)}, each once")
+
+    @property
+    def tensor_mesh(self) -> tuple[int, int]:
+        """Return the sizes (d1, d2) of the mesh of tensor parallelism."""
+        return self.tensor if isinstance(self.tensor, tuple) else (self.tensor, 1)
+
+    @property
+    def tensor_size(self) -> int:
+        """Return the number of ranks that share each layer."""
+        return math.prod(self.tensor_mesh)
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the product of the degrees."""
+        return self.data * self.pipeline * self.context * self.tensor_size
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages of the pipeline."""
+        return self.pipeline * self.virtual_stages
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that work with equal weights: data times context."""
+        return self.data * self.context
+
+    @property
+    def shards(self) -> int:
+        """Return the number of ranks over which ZeRO shards."""
+        return self.zero_group or self.replicas
+
+    def size(self, degree: Degree) -> int:
+        """Return the size of a degree."""
+        return self.tensor_size if degree == "tensor" else int(getattr(self, degree))
+
+    def stride(self, degree: Degree) -> int:
+        """Return how many chips lie between neighbours of a degree: the product of the degrees inside it."""
+        inside = self.order[: self.order.index(degree)]
+        return math.prod(self.size(each) for each in inside)
+
+
+@dataclass(frozen=True)
+class SoftwareStack:
+    """What a software stack adds to the physics, in named constants. The default adds nothing.
+
+    Attributes:
+        name: the name of the stack.
+        overlap: the share, from 0 to 1, of data-parallel communication that may run beside the backward part (for
+            gradients) or the forward part (for weights); 0 where the stack waits for it.
+        extra_passes: element-wise passes over the residual of a layer, forward, that the stack makes and the block
+            does not count: kernels that are not fused, casts, dropout. Backward counts twice as many.
+        launch_s: seconds that pass between two kernels of a layer.
+        step_s: seconds of a step outside the model: data, logging, norms of gradients.
+        fragmentation: bytes that the allocator cannot use, as a share of activations and buffers.
+        regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
+            a step. It says what the stack does; it is no constant.
+        blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
+            it overlapped them. It is no constant either.
+        accumulates: whether a pass of its own adds the gradients of each micro-batch to those of the ones before,
+            rather than the products that make them. It is no constant either.
+    """
+
+    name: str = "none"
+    overlap: float = 1.0
+    extra_passes: float = 0.0
+    launch_s: float = 0.0
+    step_s: float = 0.0
+    fragmentation: float = 0.0
+    regathers: bool = False
+    blocks_transfers: bool = False
+    accumulates: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlap <= 1:
+            raise DescriptionError(f"stack {self.name}: overlap is {self.overlap}; give a share from 0 to 1")
+        if min(self.extra_passes, self.launch_s, self.step_s, self.fragmentation) < 0:
+            raise DescriptionError(f"stack {self.name}: a constant is negative; give at least 0")
+
+
+@dataclass(frozen=True)
+class StepProblem:
+    """What is trained on what.
+
+    Attributes:
+        batch: sequences of a step, of all replicas together.
+        seq: tokens of a sequence.
+        dtype: of weights and activations.
+        gradient_dtype: of accumulated gradients and of their reduction.
+        optimizer: "adam", "momentum" or "sgd".
+        product_dtype: of products of layers where it is another, such as "fp8".
+        attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
+        attention_share: the speed of the attention kernel relative to that of the chip's constants: an older
+            kernel has less than 1.
+        loss: "fused": logits are kept in fp32 and become their own gradient; "eager": as PyTorch's cross entropy
+            of logits in 16 bits does it, with a cast, an output of log-softmax that is kept, and a cast back.
+        dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
+            feed-forward part is not gated.
+        stack: constants of the software.
+
+    Raises:
+        DescriptionError: a size or a word is wrong.
+    """
+
+    model: Transformer
+    cluster: Cluster
+    batch: int
+    seq: int
+    dtype: str = "bfloat16"
+    gradient_dtype: str = "float32"
+    optimizer: str = "adam"
+    product_dtype: str | None = None
+    attention: Literal["flash", "plain"] = "flash"
+    attention_share: float = 1.0
+    loss: Literal["fused", "eager"] = "fused"
+    dropout: bool | None = None
+    stack: SoftwareStack = field(default_factory=SoftwareStack)
+
+    def __post_init__(self) -> None:
+        Workload(self.batch, self.seq, self.dtype)
+        for name, known in (
+            ("gradient_dtype", tuple(DTYPES)),
+            ("product_dtype", (None, "fp8", *DTYPES)),
+            ("optimizer", tuple(_OPTIMIZER_BYTES)),
+            ("attention", _ATTENTIONS),
+            ("loss", ("fused", "eager")),
+        ):
+            word = getattr(self, name)
+            if word not in known:
+                raise DescriptionError(
+                    f"step: unknown {name} '{word}'{did_you_mean(word, filter(None, known))}; known: "
+                    f"{', '.join(filter(None, known))}"
+                )
+        if not self.attention_share > 0:
+            raise DescriptionError(f"step: attention_share is {self.attention_share}; give a positive number")
+
+    @property
+    def workload(self) -> Workload:
+        """Return batch, sequence and dtype."""
+        return Workload(self.batch, self.seq, self.dtype)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Return whether masks of dropout are kept."""
+        return not self.model.gated_ffn if self.dropout is None else self.dropout
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of a weight or an activation."""
+        return dtype_bytes(self.dtype)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes of an accumulated gradient."""
+        return dtype_bytes(self.gradient_dtype)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of optimizer states per parameter, with the fp32 copy of narrower weights."""
+        return _OPTIMIZER_BYTES[self.optimizer] + (4 if self.item_bytes < 4 else 0)
+
+    @property
+    def priced_cluster(self) -> Cluster:
+        """Return the cluster with the attention kernel of the stack."""
+        kept = self.prices("cluster")
+        if not kept:
+            kept[""] = _with_attention(self.cluster, self.attention_share)
+        cluster: Cluster = kept[""]
+        return cluster
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without prices, which are found again."""
+        return {name: value for name, value in vars(self).items() if name != "_prices"}
+
+    def prices(self, kind: str) -> dict[Any, Any]:
+        """Return what has been priced so far, to be kept with the problem: a dictionary for each kind of price."""
+        kept: dict[str, dict[Any, Any]] | None = self.__dict__.get("_prices")
+        if kept is None:
+            kept = {}
+            object.__setattr__(self, "_prices", kept)
+        return kept.setdefault(kind, {})
+
+
+def _with_attention(cluster: Cluster, share: float) -> Cluster:
+    """Return a cluster whose chips run attention at a share of their speed."""
+    chip = cluster.chip
+    if share == 1:
+        return cluster
+    rates = dict(chip.call_flops_per_s)
+    rates["attention"] = share * rates.get("attention", chip.effective_flops_per_s)
+    kernels = chip.kernels
+    if kernels is not None:
+        scaled = ((name, replace(of, flops_per_s=share * of.flops_per_s)) for name, of in kernels.attention)
+        kernels = replace(kernels, attention=tuple(scaled))
+    return replace(cluster, chip=replace(chip, call_flops_per_s=tuple(rates.items()), kernels=kernels))

@@ -1,0 +1,151 @@
+"""A step with its time and memory, in parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from meshweave.describe.model.memory import step_flops
+from meshweave.tune.step.layers import PartTime
+from meshweave.tune.step.memory import Memory
+from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.stages import Stages, makespan_s
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Seconds of a step on the pipeline rank that works longest; they add up to its time.
+
+    Attributes:
+        compute: products, attention and element-wise work of layers, forward and backward.
+        recompute: what the backward part computes again, its communication included.
+        ends: embedding, last norm, logits and loss.
+        tensor, context: exposed communication inside layers.
+        bubble: the rank waits for others, transfers left out.
+        transfers: what transfers between stages add to the step.
+        data: exposed reductions of gradients and gathers of weights.
+        optimizer: the update of weights.
+        software: seconds outside the model, by the constants of the stack.
+    """
+
+    compute: float
+    recompute: float
+    ends: float
+    tensor: float
+    context: float
+    bubble: float
+    transfers: float
+    data: float
+    optimizer: float
+    software: float
+
+    @property
+    def total(self) -> float:
+        """Return the sum."""
+        return float(sum(getattr(self, each.name) for each in fields(self)))
+
+    @property
+    def exposed(self) -> float:
+        """Return the seconds of communication that nothing hides."""
+        return self.tensor + self.context + self.transfers + self.data
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step laid on a cluster.
+
+    Attributes:
+        time_s: seconds of a step.
+        stages: what a micro-batch takes on each stage.
+        pipeline_s: seconds from the begin of the first micro-batch to the end of the last.
+        optimizer_s: seconds of the update of weights.
+    """
+
+    problem: StepProblem
+    parallelism: Parallelism
+    time_s: float
+    memory: Memory
+    stages: Stages
+    pipeline_s: float
+    optimizer_s: float
+
+    @cached_property
+    def parts(self) -> StepParts:
+        """Return the parts of the time, on the pipeline rank that works longest."""
+        timed = self.stages.pipeline(with_transfers=False)
+        ranks: dict[int, list[int]] = {}
+        for stage, rank in enumerate(timed.stage_ranks):
+            ranks.setdefault(rank, []).append(stage)
+        times, count = self.stages.times, self.num_micro_batches
+        busiest = max(ranks.values(), key=lambda held: sum(times[stage].total_s for stage in held))
+        held = [times[stage] for stage in busiest]
+        work = sum((time.work for time in held), PartTime())
+        bare_s, software_s = makespan_s(timed), self.problem.stack.step_s
+        outside_s = self.time_s - self.pipeline_s - self.optimizer_s - software_s
+        return StepParts(
+            compute=count * work.compute_s,
+            recompute=count * sum(time.recompute_s for time in held),
+            ends=count * sum(time.ends_s for time in held),
+            tensor=count * work.tensor_s,
+            context=count * work.context_s,
+            bubble=bare_s - count * sum(time.total_s for time in held),
+            transfers=self.pipeline_s - bare_s,
+            data=count * sum(time.data_s for time in held) + outside_s,
+            optimizer=self.optimizer_s,
+            software=software_s,
+        )
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Return the layers of each stage."""
+        return self.stages.layers
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Return the micro-batches that go through each pipeline."""
+        return self.stages.micro_batches
+
+    @property
+    def tokens_per_second_per_chip(self) -> float:
+        """Return the tokens of a step over its time and the number of chips."""
+        return self.problem.workload.tokens / self.time_s / self.parallelism.num_ranks
+
+    @property
+    def model_flops(self) -> int:
+        """Return the FLOPs of the model, as Korthikanti et al. count them (MLSys '23, equation 7).
+
+        The formula is also that of PaLM's MFU (Chowdhery et al., 2022, appendix B), with logits.
+        """
+        return step_flops(self.problem.model, self.problem.workload)
+
+    @property
+    def hardware_flops(self) -> int:
+        """Return the FLOPs with recomputation (equation 8 there; Narayanan et al., SC '21, equation 3 if full)."""
+        model, workload = self.problem.model, self.problem.workload
+        attention = 4 * workload.tokens * workload.sequence * model.num_heads * model.head_dim
+        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
+        again = {
+            "none": 0,
+            "selective": model.num_layers * attention,
+            "full": model.num_layers * (2 * workload.tokens * weights + attention),
+        }
+        return self.model_flops + again[self.parallelism.recompute]
+
+    @property
+    def mfu(self) -> float:
+        """Return model FLOPs per second over the peak of all chips, from 0 to 1."""
+        return self._utilization(self.model_flops)
+
+    @property
+    def hfu(self) -> float:
+        """Return hardware FLOPs per second over the peak of all chips, from 0 to 1."""
+        return self._utilization(self.hardware_flops)
+
+    def _utilization(self, flops: int) -> float:
+        peak = self.problem.cluster.chip.peak(self.problem.dtype)
+        return flops / self.time_s / (peak * self.parallelism.num_ranks)
+
+    def fits(self, limit_bytes: float | None = None) -> bool:
+        """Return whether the chips' memory, or so many bytes of it, is enough."""
+        limit = self.problem.cluster.chip.memory_bytes if limit_bytes is None else limit_bytes
+        return self.memory.total <= limit

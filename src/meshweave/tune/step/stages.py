@@ -1,0 +1,193 @@
+"""What one micro-batch takes on each stage of the pipeline, and the pipeline of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.algorithms.pipeline.action_times import ActionTimes
+from meshweave.base.units import to_ps, to_s
+from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
+from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
+from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, time_pipeline
+from meshweave.tune.step.placement import boundary_s
+from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.sync import LayerSync, exposed_after, exposed_before, layer_sync
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One micro-batch of a stage in seconds.
+
+    Attributes:
+        forward_s, backward_s: of all that it does.
+        work: what its layers take of them, without recomputation.
+        recompute_s: of recomputation.
+        ends_s: of embedding and loss.
+        data_s: of gathers of weights and reductions of gradients that nothing hides.
+    """
+
+    forward_s: float
+    backward_s: float
+    work: PartTime
+    recompute_s: float
+    ends_s: float
+    data_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Return forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a step with their times, and what composes them.
+
+    Attributes:
+        layers: of each stage.
+        times: of each stage.
+        layer: of one layer.
+        sync: collectives of one layer's weights.
+        transfer_s: from one stage to the next.
+    """
+
+    problem: StepProblem
+    parallelism: Parallelism
+    layers: tuple[int, ...]
+    times: tuple[StageTime, ...]
+    layer: LayerTime
+    sync: LayerSync
+    transfer_s: float
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many micro-batches go through a pipeline."""
+        return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
+
+    def action_times(self, with_transfers: bool = True) -> ActionTimes:
+        """Return the times of the stages and of the transfers between them, in picoseconds.
+
+        The gradient of inputs has recomputation and half of the rest, the gradient of weights the other half. A
+        stack that waits for what it sends has transfers in the times of stages.
+        """
+        inputs, weights = [], []
+        for time in self.times:
+            whole, again = to_ps(time.backward_s), to_ps(time.recompute_s)
+            half = max(whole - again, 0) // 2
+            inputs.append(whole - half)
+            weights.append(half)
+        forward = [to_ps(time.forward_s) for time in self.times]
+        hop = to_ps(self.transfer_s)
+        if with_transfers and self.problem.stack.blocks_transfers:
+            forward = [ticks + hop for ticks in forward[:-1]] + forward[-1:]
+            inputs = inputs[:1] + [ticks + hop for ticks in inputs[1:]]
+        waits = with_transfers and not self.problem.stack.blocks_transfers
+        transfers = (hop if waits else 0,) * (len(self.times) - 1)
+        return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers)
+
+    def pipeline(self, with_transfers: bool = True) -> PipelineTime:
+        """Return when the pipeline ranks are done; without the time of transfers if so wanted."""
+        times, p = self.action_times(with_transfers), self.parallelism
+        if p.pipeline == 1:
+            total = self.micro_batches * sum(times.forward)
+            total += self.micro_batches * (sum(times.input_grad) + sum(times.weight_grad))
+            return PipelineTime(total, (total,), (0,) * len(self.times))
+        return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
+
+    def least_pipeline_ps(self) -> int:
+        """Return a lower bound of what the pipeline takes, at a small part of the cost."""
+        p = self.parallelism
+        if p.pipeline == 1:
+            return self.pipeline().makespan_ps
+        numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
+        return least_makespan_ps(*numbers, self.action_times())
+
+    def layers_of_rank(self, rank: int) -> int:
+        """Return the layers of a pipeline rank, whose stages are dealt out in turn."""
+        return sum(self.layers[rank :: self.parallelism.pipeline])
+
+    def gathers_s(self) -> float:
+        """Return by how much gathers of updated weights delay the step (ZeRO-1 and 2): those of the first rank."""
+        p, overlap = self.parallelism, self.problem.stack.overlap
+        once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)
+        if not once:
+            return 0.0
+        first, others = self.layers[0], self.layers_of_rank(0) - self.layers[0]
+        ahead_s = exposed_before(first, self.layer.forward.total_s, self.sync.gather_s, overlap)
+        return ahead_s + others * self.sync.gather_s * (1 - overlap)
+
+    def reductions_s(self, rank: int) -> float:
+        """Return what reductions add after the last backward part of a pipeline rank."""
+        p, overlap = self.parallelism, self.problem.stack.overlap
+        has_head = rank == p.pipeline - 1 and (p.pipeline > 1 or not self.problem.model.tied_embeddings)
+        head_s = self.sync.table_s if has_head else 0.0
+        after_all_s = self.sync.table_s if rank == 0 else 0.0
+        after_all_s += self.sync.tied_s if rank in (0, p.pipeline - 1) else 0.0
+        if p.zero >= 2:
+            return head_s + after_all_s
+        back_s = self.layer.backward.total_s + self.layer.recompute.total_s
+        last, others = self.layers[rank], self.layers_of_rank(rank) - self.layers[rank]
+        after_s = exposed_after(last, back_s, self.sync.reduce_s, overlap, head_s)
+        return after_s + others * self.sync.reduce_s * (1 - overlap) + after_all_s
+
+
+def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage: as equal as can be, and where some have one more, those in the middle.
+
+    So the stages of embedding and loss have one less where the layers do not divide (Qi et al., Zero Bubble).
+    """
+    each, more = divmod(num_layers, num_stages)
+    begin = (num_stages - more) // 2
+    return tuple(each + (begin <= stage < begin + more) for stage in range(num_stages))
+
+
+def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
+    """Return the stages of a step. Raises LayoutError where a strategy does not fit."""
+    layers = stage_layers(problem.model.num_layers, parallelism.num_stages)
+    layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
+    sync = layer_sync(problem, parallelism)
+    known: dict[tuple[int, bool, bool], StageTime] = {}
+    times = []
+    for stage, count in enumerate(layers):
+        key = count, stage == 0, stage == len(layers) - 1
+        if key not in known:
+            at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
+            known[key] = _stage_time(problem, parallelism, count, layer, at_ends, sync)
+        times.append(known[key])
+    transfer_s = 0.0
+    if parallelism.pipeline > 1:
+        sent = boundary_bytes(problem, parallelism)
+        transfer_s = boundary_s(problem, parallelism, sent, residual_is_whole(problem, parallelism))
+    return Stages(problem, parallelism, layers, tuple(times), layer, sync, transfer_s)
+
+
+def _stage_time(
+    problem: StepProblem,
+    parallelism: Parallelism,
+    count: int,
+    layer: LayerTime,
+    ends: list[LayerTime],
+    sync: LayerSync,
+) -> StageTime:
+    overlap, forward_s = problem.stack.overlap, layer.forward.total_s
+    back_s = layer.backward.total_s + layer.recompute.total_s
+    gathers_s = reduces_s = 0.0
+    ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
+    if parallelism.zero == 3 or (parallelism.zero == 2 and problem.stack.regathers):
+        gathers_s = exposed_before(count, forward_s, sync.gather_s, overlap)
+    if parallelism.zero >= 2:
+        again_s = sync.gather_s if parallelism.zero == 3 else 0.0
+        reduces_s = exposed_after(count, back_s, sync.reduce_s + again_s, overlap)
+    return StageTime(
+        count * forward_s + ends_s[0] + gathers_s,
+        count * back_s + ends_s[1] + reduces_s,
+        count * (layer.forward + layer.backward),
+        count * layer.recompute.total_s,
+        sum(ends_s),
+        gathers_s + reduces_s,
+    )
+
+
+def makespan_s(time: PipelineTime) -> float:
+    """Return the seconds of a pipeline."""
+    return to_s(time.makespan_ps)

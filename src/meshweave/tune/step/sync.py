@@ -1,0 +1,92 @@
+"""What data parallelism adds to a step: gradients reduced, weights gathered, beside the layers or after them.
+
+Ranks that have equal weights (data and context) reduce gradients of each layer as it ends, in a lane of their own
+beside the backward part of the layers before it; weights are gathered likewise ahead of the forward part (Li et
+al., VLDB '20; Rajbhandari et al., SC '20; Zhao et al., PyTorch FSDP, VLDB '23):
+
+    zero 0    gradients summed in the last micro-batch
+    zero 1    reduced and scattered in the last micro-batch; weights gathered once, ahead of the first forward part
+    zero 2    reduced and scattered in each micro-batch; weights as in 1
+    zero 3    as 2; weights gathered for each forward and backward part of each micro-batch
+
+Where only a group of them shards, the shards of gradients are then summed over the groups. An embedding table that
+is the head's as well has its gradient summed over the first and the last pipeline rank besides.
+
+Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
+after c + n r: the recurrence that a skeleton of these tasks has. The gradient of the head is before all layers in
+its lane, that of the embedding after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshweave.tune.step.memory import layer_parameters, table_parameters
+from meshweave.tune.step.placement import collective_s, message_s, replica_groups, sharding_groups
+from meshweave.tune.step.problem import Parallelism, StepProblem
+
+
+@dataclass(frozen=True)
+class LayerSync:
+    """Seconds of the collectives of one layer's weights, and of an embedding table's gradient.
+
+    Attributes:
+        reduce_s: of the gradient of a layer.
+        gather_s: of its weights.
+        table_s: of the gradient of a table.
+        tied_s: of the sum of that of a table that the first and the last pipeline rank share.
+    """
+
+    reduce_s: float
+    gather_s: float
+    table_s: float
+    tied_s: float
+
+
+def layer_sync(problem: StepProblem, parallelism: Parallelism) -> LayerSync:
+    """Return what the collectives of a layer take."""
+    weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
+    table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
+    tied_s = gather_s = 0.0
+    if problem.model.tied_embeddings and parallelism.pipeline > 1 and table:
+        axis = parallelism.pipeline, parallelism.stride("pipeline")
+        tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
+    if parallelism.zero:
+        shards, _ = sharding_groups(parallelism)
+        gather_s = collective_s(problem, "all_gather", shards, weights * problem.item_bytes)
+    return LayerSync(
+        _reduce_s(problem, parallelism, weights * problem.gradient_bytes), gather_s, table_s, tied_s
+    )
+
+
+def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
+    """Return the seconds in which gradients of so many bytes are summed, and scattered under ZeRO."""
+    if not num_bytes:
+        return 0.0
+    if not parallelism.zero:
+        return collective_s(problem, "all_reduce", replica_groups(parallelism), num_bytes)
+    shards, copies = sharding_groups(parallelism)
+    scattered_s = collective_s(problem, "reduce_scatter", shards, num_bytes)
+    return scattered_s + collective_s(problem, "all_reduce", copies, -(-num_bytes // parallelism.shards))
+
+
+def exposed_after(
+    layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
+) -> float:
+    """Return what communication of each layer adds, where it follows the layer's computing.
+
+    Args:
+        overlap: the share of the communication that may run beside the computing.
+        queued_s: communication that is before all of it in its lane.
+    """
+    waits_s = (1 - overlap) * (layers * communication_s + queued_s)
+    hidden, before = overlap * communication_s, overlap * queued_s
+    tail = before + layers * (hidden - compute_s)
+    if layers:
+        tail = max(tail, hidden, compute_s + layers * (hidden - compute_s))
+    return max(tail, 0.0) + waits_s
+
+
+def exposed_before(layers: int, compute_s: float, communication_s: float, overlap: float) -> float:
+    """Return what communication adds that comes before each layer's computing: the same, turned round."""
+    return exposed_after(layers, compute_s, communication_s, overlap)

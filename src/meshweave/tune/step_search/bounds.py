@@ -1,0 +1,177 @@
+"""Lower bounds of the time of a step, with which the search leaves out what cannot win.
+
+Each bound says what no step with some choices can go under:
+
+    compute     the FLOPs of the busiest pipeline rank at the highest rate of a chip
+    layers      the layers of the busiest rank, as laid, for every micro-batch, and those of the other ranks once
+    easier      as layers, from a layer that is known and easier: with more sequences, shorter links, or fewer chips
+
+The first two follow from the model of a step. The last assumes that a layer gets no better by being harder, but for
+`SLACK`; tests compare it with prices, and the search with the whole enumeration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.describe.machine.levels import level_sizes
+from meshweave.describe.model.memory import Recompute
+from meshweave.describe.model.transformer import Transformer
+from meshweave.describe.model.workload import Workload
+from meshweave.tune.step.layers import layer_time
+from meshweave.tune.step.problem import DEGREES
+from meshweave.tune.step_search.space import (
+    StepLayout,
+    StepSpace,
+    Tensor,
+    divisors_of,
+    place_on_levels,
+    ranks_of,
+)
+
+SLACK = 0.97
+"""What a layer takes with fewer sequences, longer links or more chips is at least so much of what it takes without, in
+seconds of all its chips for each sequence. Kernels in whole tiles and curves of collectives leave that much room."""
+
+
+def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int:
+    """Return the FLOPs of a layer, forward and backward, whose attention skips what a causal mask hides."""
+    work = Workload(sequences, seq, dtype)
+    weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
+    return 6 * work.tokens * weights + 6 * work.tokens * seq * model.num_heads * model.head_dim
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """A strategy with its tensor and context ranks where they lie: what the seconds of a layer depend on.
+
+    Attributes:
+        layout: one with these ranks there.
+        key: equal for layouts whose layers take as long.
+        num_chips: chips that share a layer.
+    """
+
+    layout: StepLayout
+    key: tuple[object, ...]
+    num_chips: int
+
+
+class LayerBounds:
+    """Least seconds of a layer, forward and backward, of the layouts of a space.
+
+    Attributes:
+        largest: for each strategy, tensor and context degree the largest micro-batch that may fit.
+    """
+
+    def __init__(self, space: StepSpace) -> None:
+        self._problem = space.problem
+        chip = self._problem.cluster.chip
+        rates = [
+            rate for _, rate in (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)
+        ]
+        self._peak = max(*rates, chip.effective_flops_per_s)
+        self._levels = level_sizes(self._problem.cluster.network)
+        self._known: dict[tuple[object, int], float] = {}
+        self._places: dict[StepLayout, LayerPlace] = {}
+        self.largest: dict[tuple[object, ...], int] = {}
+
+    def compute_s(self, quad: Sequence[int], micro_batch: int, recompute: Recompute = "none") -> float:
+        """Return the seconds of its FLOPs at the highest rate of a chip, for degrees and a micro-batch."""
+        problem = self._problem
+        flops = layer_flops(problem.model, micro_batch, problem.seq, problem.dtype)
+        if recompute == "full":  # forward is a third
+            flops += flops // 3
+        return flops / (quad[2] * quad[3]) / self._peak
+
+    def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
+        """Return what it takes as it is laid, with what is recomputed."""
+        layer = layer_time(self._problem, layout.choice(micro_batch, "1f1b", 1, 0, recompute))
+        return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
+
+    def least_s(self, place: LayerPlace, micro_batch: int, recompute: Recompute, enough_s: float) -> float:
+        """Return what it takes there, or a bound of that which is at least `enough_s`."""
+        scale = micro_batch / place.num_chips
+        bound = scale * self._chip_s(place, micro_batch, enough_s / scale)
+        if bound >= enough_s or recompute == "none":
+            return bound
+        return max(bound, self.layer_s(place.layout, micro_batch, recompute))
+
+    def place(self, layout: StepLayout) -> LayerPlace:
+        """Return where the layers of a layout are."""
+        if layout not in self._places:
+            ranks = ranks_of(layout.tensor)
+            places = (
+                place_on_levels(self._levels, size, layout.stride(degree))
+                for degree, size in (("tensor", ranks), ("context", layout.context))
+                if size > 1
+            )
+            key = layout.strategy, layout.tensor, layout.context, *places
+            self._places[layout] = LayerPlace(layout, key, ranks * layout.context)
+        return self._places[layout]
+
+    def _chip_s(self, place: LayerPlace, micro_batch: int, enough_s: float) -> float:
+        """Return the seconds of all chips for a sequence, or a bound of at least `enough_s`."""
+        key = place.key, micro_batch
+        if key not in self._known:
+            for easier, size in self._easier(place, micro_batch):
+                try:
+                    bound = SLACK * self._chip_s(easier, size, enough_s / SLACK)
+                except MeshweaveError:
+                    continue
+                if bound >= enough_s:
+                    return bound
+            seconds = self.layer_s(place.layout, micro_batch)
+            self._known[key] = seconds / micro_batch * place.num_chips
+        return self._known[key]
+
+    def _easier(self, place: LayerPlace, micro_batch: int) -> Iterator[tuple[LayerPlace, int]]:
+        """Yield what takes at most as many chip-seconds a sequence: fewer chips, shorter links, more sequences."""
+        layout = place.layout
+        inner = replace(layout, order=DEGREES)
+        if self.place(inner).key != place.key:
+            yield self.place(inner), micro_batch
+        else:
+            for tensor, context in _smaller(layout.tensor, layout.context):
+                size = self.largest.get((layout.strategy, tensor, context), 1)
+                yield self.place(replace(inner, tensor=tensor, context=context)), size
+        largest = self.largest.get((layout.strategy, layout.tensor, layout.context), 1)
+        if micro_batch < largest:
+            yield place, min(2 * micro_batch, largest)
+
+
+def _smaller(tensor: Tensor, context: int) -> Iterator[tuple[Tensor, int]]:
+    """Yield tensor and context degrees with half (or a third, ...) of the chips along one axis, still of two or more."""
+    if context > 1:
+        yield tensor, context // _least_factor(context)
+    if isinstance(tensor, int):
+        if tensor // _least_factor(tensor) > 1:
+            yield tensor // _least_factor(tensor), context
+        return
+    rows, columns = tensor
+    if rows > 1:
+        yield (rows // _least_factor(rows), columns), context
+    if columns // _least_factor(columns) > 1:
+        yield (rows, columns // _least_factor(columns)), context
+
+
+def _least_factor(number: int) -> int:
+    return divisors_of(number)[1] if number > 1 else 1
+
+
+def step_bound_s(
+    num_layers: int, pipeline: int, schedule: str, virtual: int, num_micro_batches: int, layer_s: float
+) -> float:
+    """Return the least seconds of a step whose layers take `layer_s` a micro-batch, forward and backward.
+
+    The busiest rank has a p-th of the layers at least. With 1F1B the last rank, which may have a layer less than its
+    share for the loss, also waits for the others before its first micro-batch, and they for it after the last:
+    `(L - l) / v` layers (Narayanan et al. 2021, section 2.2). Zero-bubble schedules fill that time.
+    """
+    busiest = -(-num_layers // pipeline)
+    if pipeline == 1 or schedule != "1f1b":
+        return num_micro_batches * busiest * layer_s
+    last = max(num_layers // pipeline - 1, 1)
+    waits = (num_layers - last) / virtual
+    return max(num_micro_batches * busiest, num_micro_batches * last + waits) * layer_s

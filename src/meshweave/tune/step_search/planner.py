@@ -1,0 +1,180 @@
+"""The plan of a training step: the search, its ranking as a `Plan`, and how it changes with the machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean
+from meshweave.base.progress import Progress, no_progress
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.levels import outer_link_names, with_outer_links
+from meshweave.describe.model import Transformer, load_model
+from meshweave.tune.plan import Plan
+from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
+from meshweave.tune.step import Parallelism, Step, StepProblem, step_of
+from meshweave.tune.step_search.reasons import refusal_text
+from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
+from meshweave.tune.step_search.space import SpaceOptions, StepSpace
+
+NOTE = (
+    "Estimated without contention between kinds of traffic. Kernels, collectives and links are those of the "
+    "cluster's description; the software stack adds nothing unless it is given."
+)
+_DEGREES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "vp": "virtual_stages"}
+_CHOICES = {
+    "strategy": "strategies",
+    "schedule": "schedules",
+    "order": "orders",
+    "micro_batch": "micro_batches",
+}
+
+
+def plan(
+    model: str | Path | Transformer,
+    cluster: str | Path | Cluster,
+    *,
+    batch: int,
+    seq: int,
+    memory_bytes: int | None = None,
+    num_exact: int = NUM_EXACT,
+    sensitivity: bool = False,
+    progress: Progress = no_progress,
+    **options: Any,
+) -> Plan:
+    """Return the fastest configurations of a training step of a model on a cluster, ranked.
+
+    `mw.plan_model` plans the products of one block instead.
+
+    Args:
+        model: a model, a name of the catalog, or a file.
+        cluster: a cluster, a name of the catalog with ":N" chips, or a file.
+        batch: sequences of a step.
+        seq: tokens of a sequence.
+        memory_bytes: the most bytes that a chip may hold; None for what it has.
+        num_exact: rows of the ranking that no other configuration is faster than.
+        sensitivity: whether to price the ranking with faster links too.
+        progress: called with the numbers of layouts looked at so far, and of all.
+        options: what is fixed: `tp`, `pp`, `dp`, `cp`, `vp`, `strategy`, `zero`, `schedule`, `micro_batch`,
+            `recompute` and `order`, each a value or a list of values to choose among; and attributes of
+            `StepProblem`, such as `attention`.
+
+    Raises:
+        DescriptionError: a name, size or option is wrong.
+        UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
+    """
+    names = {item.name for item in fields(StepProblem)}
+    known = names | set(_DEGREES) | set(_DEGREES.values()) | set(_CHOICES) | {"zero", "recompute"}
+    for name in options:
+        if name not in known:
+            raise DescriptionError(f"a plan has no option '{name}'{did_you_mean(name, sorted(known))}")
+    problem = StepProblem(
+        model if isinstance(model, Transformer) else load_model(model),
+        cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
+        batch,
+        seq,
+        **{name: options.pop(name) for name in list(options) if name in names},
+    )
+    return plan_step(
+        problem,
+        space_options(options),
+        memory_bytes=memory_bytes,
+        num_exact=num_exact,
+        sensitivity=sensitivity,
+        progress=progress,
+    )
+
+
+def space_options(fixed: dict[str, Any]) -> SpaceOptions:
+    """Return the options of a space from values, or lists of values, by short names. Raises as `SpaceOptions`."""
+    chosen: dict[str, Any] = {}
+    for name, value in fixed.items():
+        field = _CHOICES.get(name, _DEGREES.get(name, name))
+        values = tuple(value) if isinstance(value, list) else (value,)
+        if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
+            chosen.setdefault("schedules", ("1f1b", "zbv") if 2 in values else ("1f1b",))
+        chosen[field] = values
+    return SpaceOptions(**chosen)
+
+
+def plan_step(
+    problem: StepProblem,
+    options: SpaceOptions | None = None,
+    *,
+    memory_bytes: int | None = None,
+    num_exact: int = NUM_EXACT,
+    sensitivity: bool = False,
+    progress: Progress = no_progress,
+) -> Plan:
+    """Return the plan of a step problem; see `plan`. Raises as it does."""
+    limit = problem.cluster.chip.memory_bytes if memory_bytes is None else memory_bytes
+    space = StepSpace(problem, options or SpaceOptions())
+    ranking = StepSearch(space, limit, num_exact, progress).run()
+    if not ranking.rows:
+        raise UnsupportedError(refusal_text(ranking))
+    model, cluster = problem.model, problem.cluster
+    return Plan(
+        kind="step",
+        model=model.name,
+        cluster=cluster.name,
+        num_chips=cluster.num_chips,
+        batch=problem.batch,
+        sequence=problem.seq,
+        dtype=problem.dtype,
+        steps=_steps_record(ranking, link_sensitivity(ranking) if sensitivity else ()),
+        note=NOTE,
+    )
+
+
+def _steps_record(ranking: StepRanking, sensitivity: tuple[SensitivityRecord, ...]) -> StepsRecord:
+    count = ranking.count
+    return StepsRecord(
+        memory_limit_bytes=ranking.memory_bytes,
+        ranked=tuple(step_record(row.step) for row in ranking.rows),
+        front=tuple(step_record(row.step) for row in ranking.front),
+        searched={
+            "nodes": count.nodes,
+            "priced": count.priced,
+            "over_memory": count.over_memory,
+            "refused": count.refused,
+        },
+        is_complete=ranking.is_complete,
+        num_exact=ranking.num_exact if ranking.is_complete else 0,
+        sensitivity=sensitivity,
+    )
+
+
+def step_record(step: Step) -> StepRecord:
+    """Return the record of a step."""
+    peak = asdict(step.memory.peak)
+    return StepRecord(
+        degrees=degrees_of(step.parallelism),
+        step_s=step.time_s,
+        parts_s={name: max(float(value), 0.0) for name, value in asdict(step.parts).items()},
+        memory_bytes=step.memory.total,
+        memory_parts=peak,
+        tokens_per_s_per_chip=step.tokens_per_second_per_chip,
+        mfu=step.mfu,
+        hfu=step.hfu,
+    )
+
+
+def parallelism_of(record: StepRecord) -> Parallelism:
+    """Return the configuration of a record."""
+    return Parallelism(**dict(record.degrees))
+
+
+def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
+    """Return what outer links (NICs, the top of a tree) of twice and of half the rate make of a ranking."""
+    problem = ranking.space.problem
+    network = problem.cluster.network
+    records = []
+    for factor, words in ((2.0, "twice as fast"), (0.5, "half as fast")):
+        cluster = replace(problem.cluster, network=with_outer_links(network, factor))
+        changed = replace(problem, cluster=cluster)
+        times = [step_of(changed, row.parallelism).time_s for row in ranking.rows]
+        best = min(range(len(times)), key=times.__getitem__)
+        change = f"{outer_link_names(network)} {words}"
+        records.append(SensitivityRecord(change=change, same_s=times[0], best_s=times[best], best=best))
+    return tuple(records)

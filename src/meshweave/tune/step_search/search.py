@@ -1,0 +1,347 @@
+"""The search for the fastest configuration of a step that fits in memory: best first, with lower bounds, anytime.
+
+Nodes are layouts with a micro-batch. A node's bound begins as that of its FLOPs, is raised to what a layer takes as it
+is laid, and at last the choices within it (schedule, ZeRO level, recomputation) are weighed one by one: what exceeds the
+memory is dropped, and what its bound rules out is not priced. The search ends when the least bound is over the time of
+the last row of the ranking. That is exact as far as the bounds are; see `bounds`.
+
+A row of the ranking is a set of degrees with a strategy, in the order and with the choices that suit it best.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshweave.base.errors import MeshweaveError
+from meshweave.base.progress import Progress, no_progress
+from meshweave.describe.model.memory import RECOMPUTES, Recompute
+from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
+from meshweave.tune.step.problem import DEGREES
+from meshweave.tune.step_search.bounds import LayerBounds, LayerPlace, step_bound_s
+from meshweave.tune.step_search.space import StepLayout, StepSpace
+
+NUM_EXACT = 2
+"""Rows of the ranking that no other configuration is faster than."""
+NUM_ROWS = 12
+"""Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
+
+
+@dataclass(frozen=True)
+class PricedStep:
+    """A configuration that fits, with its step."""
+
+    parallelism: Parallelism
+    step: Step
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the step."""
+        return self.step.time_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the bytes of the fullest chip."""
+        return self.step.memory.total
+
+    @property
+    def row_key(self) -> tuple[object, ...]:
+        """Return what makes it a row of its own: degrees and strategy."""
+        return _row_key(self.parallelism)
+
+
+def _row_key(layout: Parallelism | StepLayout) -> tuple[object, ...]:
+    return layout.data, layout.pipeline, layout.context, layout.tensor, layout.strategy
+
+
+def _rank_key(priced: PricedStep) -> tuple[float, int, str]:
+    return priced.seconds, priced.memory_bytes, str(priced.parallelism)
+
+
+@dataclass
+class SearchCount:
+    """What a search has looked at.
+
+    Attributes:
+        nodes: layouts with a micro-batch, in all.
+        priced: configurations whose step was computed.
+        over_memory: nodes and configurations that do not fit.
+        refused: nodes that the model of a step refuses, with the reason of the first.
+    """
+
+    nodes: int = 0
+    priced: int = 0
+    over_memory: int = 0
+    refused: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepRanking:
+    """What a search gives.
+
+    Attributes:
+        rows: the best configuration of each set of degrees and strategy, the fastest first.
+        front: priced configurations of which none is both faster and smaller, the fastest first.
+        is_complete: whether the search ran to its end; otherwise these are the best so far.
+        num_exact: the first rows that no configuration is faster than, if it did.
+        smallest: of what does not fit, the configuration with the least memory, and its bytes.
+    """
+
+    space: StepSpace
+    memory_bytes: int
+    rows: tuple[PricedStep, ...]
+    front: tuple[PricedStep, ...]
+    count: SearchCount
+    is_complete: bool
+    num_exact: int
+    smallest: tuple[Parallelism, int] | None = None
+
+
+@dataclass(order=True)
+class _Node:
+    """Something to look at, by its bound.
+
+    Attributes:
+        place: of the layers of a layout, with the least recomputation that may fit, `recompute`.
+        is_raised: whether the bound is that of the layers.
+        choice: a configuration that fits, which is all that is left to price; None for a layout.
+    """
+
+    bound_s: float
+    number: int
+    place: LayerPlace = field(compare=False)
+    quad: tuple[int, int, int, int] = field(compare=False)
+    layout: StepLayout = field(compare=False)
+    micro_batch: int = field(compare=False)
+    recompute: Recompute = field(compare=False)
+    is_raised: bool = field(compare=False, default=False)
+    choice: Parallelism | None = field(compare=False, default=None)
+
+
+class StepSearch:
+    """A search, to be run once.
+
+    Args:
+        space: what to choose among.
+        memory_bytes: the most bytes that a chip may hold.
+        num_exact: rows of the ranking that must be exact; the others are the best that were priced.
+        progress: called with (nodes done, nodes).
+    """
+
+    def __init__(
+        self,
+        space: StepSpace,
+        memory_bytes: int,
+        num_exact: int = NUM_EXACT,
+        progress: Progress = no_progress,
+    ) -> None:
+        self._space, self._problem, self._memory_bytes = space, space.problem, memory_bytes
+        self._num_exact, self.progress = num_exact, progress
+        self._bounds = LayerBounds(space)
+        self.rows: dict[tuple[object, ...], PricedStep] = {}
+        self._priced: dict[Parallelism, PricedStep] = {}
+        self._count = SearchCount()
+        self._smallest: tuple[Parallelism, int] | None = None
+        self._limit_s = math.inf
+        self._per_s: dict[tuple[int, int, int], float] = {}
+        self._heap: list[_Node] = []
+        self._num_put = 0
+
+    def run(self) -> StepRanking:
+        """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
+        is_complete = True
+        try:
+            self._search()
+        except KeyboardInterrupt:
+            if not self.rows:
+                raise
+            is_complete = False
+        rows = sorted(self.rows.values(), key=_rank_key)[: max(NUM_ROWS, self._num_exact)]
+        front = pareto_front(self._priced.values())
+        return StepRanking(
+            self._space,
+            self._memory_bytes,
+            tuple(rows),
+            front,
+            self._count,
+            is_complete,
+            min(self._num_exact, len(rows)),
+            self._smallest,
+        )
+
+    def _search(self) -> None:
+        nodes = list(self._nodes())
+        self._count.nodes = total = len(nodes)
+        usual = [node for node in nodes if self._is_usual(node.layout)]
+        others = [node for node in nodes if not self._is_usual(node.layout)]
+        done = 0
+        for begun in (usual, others):  # the first find early what rules out most of the others
+            self._heap = begun
+            heapq.heapify(begun)
+            left = len(begun)
+            while begun and begun[0].bound_s < self._limit_s:
+                left -= self._closes(heapq.heappop(begun))
+                self.progress(total - left - (len(others) if begun is usual else 0), total)
+            done += len(begun)
+        self.progress(total, total)
+
+    def _is_usual(self, layout: StepLayout) -> bool:
+        return (
+            layout.context == 1
+            and layout.strategy == self._space.options.strategies[0]
+            and layout.order == DEGREES
+        )
+
+    def _nodes(self) -> Iterator[_Node]:
+        """Yield the layouts with each micro-batch that may fit: all orders of some degrees keep as much."""
+        number = 0
+        for quad in self._space.degrees:
+            sizes = self._space.micro_batches(quad[0])
+            per_s = [self._node_bound_s(quad, size) for size in sizes]
+            fitting: dict[tuple[object, ...], list[Recompute]] = {}
+            for layout in self._space.layouts(quad):
+                key = layout.strategy, layout.tensor
+                if key not in fitting:
+                    fitting[key] = self._fitting_recomputes(layout, sizes)
+                    family = layout.strategy, layout.tensor, layout.context
+                    largest = sizes[len(fitting[key]) - 1] if fitting[key] else 1
+                    self._bounds.largest[family] = max(self._bounds.largest.get(family, 1), largest)
+                if not fitting[key]:
+                    continue
+                place = self._bounds.place(layout)
+                for size, recompute, seconds in zip(sizes, fitting[key], per_s, strict=False):
+                    bound = seconds * self._bounds.compute_s(quad, size, recompute)
+                    yield _Node(bound, number, place, quad, layout, size, recompute)
+                    number += 1
+
+    def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
+        """Return for each micro-batch, ascending, the least recomputation that may fit, up to the last that fits."""
+        level = max(self._space.zero_levels(layout.data, layout.context))
+        kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
+        least: list[Recompute] = []
+        try:
+            for size in sizes:
+                count = self._problem.batch // layout.data // size
+                pairs = self._space.schedules(layout.pipeline, count)
+                plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
+                for kind in tuple(kinds):
+                    choices = (layout.choice(size, *pair, level, kind) for pair in plain)
+                    if any(self._fitting_bytes(choice) is not None for choice in choices):
+                        least.append(kind)
+                        break
+                    kinds.remove(kind)
+                else:
+                    break
+        except MeshweaveError as error:
+            self._refuse(error)
+            return []
+        return least
+
+    def _refuse(self, error: MeshweaveError) -> None:
+        self._count.refused += 1
+        self._count.reason = self._count.reason or str(error)
+
+    def _node_bound_s(self, quad: tuple[int, int, int, int], size: int) -> float:
+        """Return the least seconds of a step with any schedule, for layers of a second a micro-batch."""
+        key = quad[0], quad[1], size
+        if key not in self._per_s:
+            count = self._problem.batch // quad[0] // size
+            layers = self._problem.model.num_layers
+            self._per_s[key] = min(
+                (
+                    step_bound_s(layers, quad[1], schedule, virtual, count, 1.0)
+                    for schedule, virtual in self._space.schedules(quad[1], count)
+                ),
+                default=math.inf,
+            )
+        return self._per_s[key]
+
+    def _closes(self, node: _Node) -> bool:
+        """Look at a node, and put back what is left of it; return whether it was the last look at a layout."""
+        row = self.rows.get(_row_key(node.layout))
+        try:
+            if row is not None and row.seconds <= node.bound_s:
+                return node.choice is None
+            if node.choice is not None:
+                self._price(node.choice)
+                return False
+            if not node.is_raised:
+                self._raise_bound(node)
+                return False
+            self._weigh_choices(node)
+        except MeshweaveError as error:
+            self._refuse(error)
+        return True
+
+    def _raise_bound(self, node: _Node) -> None:
+        per_s = self._node_bound_s(node.quad, node.micro_batch)
+        enough_s = self._limit_s / per_s
+        layer_s = self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s)
+        node.bound_s, node.is_raised = max(node.bound_s, per_s * layer_s), True
+        heapq.heappush(self._heap, node)
+
+    def _fitting_bytes(self, choice: Parallelism) -> int | None:
+        """Return the bytes of the fullest chip, or None where they do not fit."""
+        size = peak_memory(self._problem, choice).total
+        if size <= self._memory_bytes:
+            return size
+        self._count.over_memory += 1
+        if self._smallest is None or size < self._smallest[1]:
+            self._smallest = choice, size
+        return None
+
+    def _weigh_choices(self, node: _Node) -> None:
+        """Put the choices of a node whose bounds leave them a chance among the nodes."""
+        layout = node.layout
+        count = self._problem.batch // layout.data // node.micro_batch
+        kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
+        for recompute in kinds[kinds.index(node.recompute) :]:
+            layer_s = self._bounds.layer_s(layout, node.micro_batch, recompute)
+            for schedule, virtual in self._space.schedules(layout.pipeline, count):
+                bound = step_bound_s(
+                    self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
+                )
+                for zero in sorted(self._space.zero_levels(layout.data, layout.context), reverse=True):
+                    choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
+                    if bound >= self._limit_for(choice) or self._fitting_bytes(choice) is None:
+                        break  # lower levels shard less
+                    least = least_step_s(self._problem, choice)
+                    if least < self._limit_for(choice):
+                        self._put(node, choice, least)
+
+    def _put(self, node: _Node, choice: Parallelism, bound: float) -> None:
+        if not self.rows:
+            self._price(choice)
+            return
+        self._num_put += 1
+        number = self._count.nodes + self._num_put
+        heapq.heappush(self._heap, replace(node, bound_s=bound, number=number, choice=choice))
+
+    def _limit_for(self, choice: Parallelism) -> float:
+        """Return the seconds from which on a choice changes no row of the ranking."""
+        row = self.rows.get(_row_key(choice))
+        return self._limit_s if row is None else min(self._limit_s, row.seconds)
+
+    def _price(self, choice: Parallelism) -> None:
+        priced = PricedStep(choice, step_of(self._problem, choice))
+        self._count.priced += 1
+        self._priced[choice] = priced
+        row = self.rows.get(priced.row_key)
+        if row is None or _rank_key(priced) < _rank_key(row):
+            self.rows[priced.row_key] = priced
+            if len(self.rows) >= self._num_exact:
+                self._limit_s = heapq.nsmallest(self._num_exact, (row.seconds for row in self.rows.values()))[
+                    -1
+                ]
+
+
+def pareto_front(priced: Iterable[PricedStep]) -> tuple[PricedStep, ...]:
+    """Return those of which no other is both as fast and as small, the fastest first."""
+    front: list[PricedStep] = []
+    for each in sorted(priced, key=_rank_key):
+        if not front or each.memory_bytes < front[-1].memory_bytes:
+            front.append(each)
+    return tuple(front)

@@ -1,0 +1,312 @@
+"""The space of configurations of a training step: degrees, strategies, micro-batches, ZeRO, recomputation, order.
+
+A *layout* says where the chips go: the four degrees, the strategy within a layer and its mesh, and the order in which
+the degrees are laid on the levels of the cluster. A *choice* adds what a layout leaves open: sequences per micro-batch,
+schedule, stages per pipeline rank, ZeRO level, recomputation.
+
+Divisibility rules, each of a training stack: the data degree divides the batch, and a micro-batch divides a replica's
+share of it (Megatron-LM, `arguments.py`); a one-dimensional tensor degree divides the heads; the context degree cuts a
+sequence into equal parts of at least `MIN_CONTEXT_TOKENS` tokens; a pipeline has a layer for every stage at least,
+evenly or not. `step.check` refuses what else cannot be laid out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations
+
+from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.levels import level_sizes
+from meshweave.describe.model.memory import RECOMPUTES, Recompute
+from meshweave.tune.step.problem import DEGREES, Degree, Parallelism, StepProblem
+
+Tensor = int | tuple[int, int]
+"""A tensor degree: the ranks of a one-dimensional strategy, or the mesh (d1, d2) of another."""
+Order = tuple[Degree, ...]
+"""Names of degrees, the innermost first."""
+
+ONE_DIMENSIONAL = ("megatron_sp", "megatron")
+ON_MESHES = ("atp", "collective_block", "meshslice_block", "wang_block", "summa_block")
+STRATEGIES = (*ONE_DIMENSIONAL, *ON_MESHES)
+"""Strategies for the tensor ranks of a layer; the others of `algorithms.block` are the data and context degrees."""
+SEARCHED = (*ONE_DIMENSIONAL, "atp", "collective_block", "meshslice_block")
+"""Strategies that a search chooses among by itself. MeshSlice has Wang's and SUMMA's products as rivals, and their
+estimates take as long as those of all others together."""
+SCHEDULES = ("1f1b", "zb-h1", "zbv")
+"""Schedules that a search chooses among; 1F1B also interleaved. GPipe is never faster, and keeps more."""
+ZERO_LEVELS = (0, 1, 2, 3)
+VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
+MIN_CONTEXT_TOKENS = 128
+MAX_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True)
+class SpaceOptions:
+    """What a search may choose among. A tuple of one value fixes it; None leaves a degree open.
+
+    Attributes:
+        data, pipeline, context: degrees to choose among.
+        tensor: tensor degrees to choose among: numbers of ranks, or meshes (d1, d2).
+        orders: orders of the degrees, the innermost first; None for all that differ on the cluster.
+        micro_batches: sequences of a micro-batch.
+
+    Raises:
+        UnsupportedError: a name is unknown.
+        DescriptionError: a number is out of range, or an option has no value.
+    """
+
+    data: tuple[int, ...] | None = None
+    pipeline: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = None
+    tensor: tuple[Tensor, ...] | None = None
+    strategies: tuple[str, ...] = SEARCHED
+    zero: tuple[int, ...] = ZERO_LEVELS
+    schedules: tuple[str, ...] = SCHEDULES
+    virtual_stages: tuple[int, ...] | None = None
+    micro_batches: tuple[int, ...] | None = None
+    recompute: tuple[Recompute, ...] = RECOMPUTES
+    orders: tuple[Order, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("strategies", STRATEGIES),
+            ("schedules", (*SCHEDULES, "gpipe")),
+            ("recompute", RECOMPUTES),
+        ):
+            for word in getattr(self, name):
+                if word not in known:
+                    raise UnsupportedError(
+                        f"{name}: there is no '{word}'{did_you_mean(word, known)}; there are {listed(known)}"
+                    )
+        for name in ("data", "pipeline", "context", "virtual_stages", "micro_batches"):
+            for number in getattr(self, name) or ():
+                if number < 1:
+                    raise DescriptionError(f"{name} is {number}; give at least 1")
+        for tensor in self.tensor or ():
+            if ranks_of(tensor) < 1:
+                raise DescriptionError(f"tensor is {tensor}; give at least 1")
+        for level in self.zero:
+            if level not in ZERO_LEVELS:
+                raise DescriptionError(f"zero is {level}; give a level from 0 to 3")
+        for order in self.orders or ():
+            if sorted(order) != sorted(DEGREES):
+                raise DescriptionError(
+                    f"order is {'-'.join(order)}; give each of {', '.join(DEGREES)} once, the innermost first"
+                )
+
+
+def ranks_of(tensor: Tensor) -> int:
+    """Return the ranks of a tensor degree."""
+    return tensor if isinstance(tensor, int) else tensor[0] * tensor[1]
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Where the chips go: the degrees, the strategy within a layer, and the order of the degrees."""
+
+    data: int
+    pipeline: int
+    context: int
+    tensor: Tensor
+    strategy: str
+    order: Order
+
+    def stride(self, degree: Degree) -> int:
+        """Return how many chips lie between neighbours of a degree."""
+        sizes = {"data": self.data, "pipeline": self.pipeline, "context": self.context}
+        sizes["tensor"] = ranks_of(self.tensor)
+        return math.prod(sizes[inner] for inner in self.order[: self.order.index(degree)])
+
+    @property
+    def quad(self) -> tuple[int, int, int, int]:
+        """Return (data, pipeline, context, tensor ranks)."""
+        return self.data, self.pipeline, self.context, ranks_of(self.tensor)
+
+    def choice(
+        self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
+    ) -> Parallelism:
+        """Return the layout with all that it leaves open."""
+        return Parallelism(
+            data=self.data,
+            pipeline=self.pipeline,
+            context=self.context,
+            tensor=self.tensor,
+            strategy=self.strategy,
+            zero=zero,
+            schedule=schedule,
+            virtual_stages=virtual,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            order=self.order,
+        )
+
+
+@dataclass(frozen=True)
+class StepSpace:
+    """All configurations of a problem that obey the options and the rules of divisibility."""
+
+    problem: StepProblem
+    options: SpaceOptions = field(default_factory=SpaceOptions)
+
+    @cached_property
+    def degrees(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Return (data, pipeline, context, tensor ranks), those with few tensor and pipeline ranks first."""
+        chips = self.problem.cluster.num_chips
+        divisors = divisors_of(chips)
+        quads = []
+        for tensor in divisors:
+            for pipeline in (n for n in divisors if chips % (tensor * n) == 0):
+                for context in (n for n in divisors if chips % (tensor * pipeline * n) == 0):
+                    quad = (chips // (tensor * pipeline * context), pipeline, context, tensor)
+                    if self._allows(quad):
+                        quads.append(quad)
+        return tuple(sorted(quads, key=lambda quad: (quad[3] * quad[1] * quad[2], quad[2], quad[1])))
+
+    def _allows(self, quad: tuple[int, int, int, int]) -> bool:
+        problem, options = self.problem, self.options
+        data, pipeline, context, tensor = quad
+        given = ((options.data, data), (options.pipeline, pipeline), (options.context, context))
+        return (
+            all(allowed is None or number in allowed for allowed, number in given)
+            and (options.tensor is None or tensor in {ranks_of(item) for item in options.tensor})
+            and problem.batch % data == 0
+            and pipeline <= problem.model.num_layers
+            and (context == 1 or problem.seq % context == 0)
+            and (context == 1 or problem.seq // context >= MIN_CONTEXT_TOKENS)
+        )
+
+    def tensors(self, ranks: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield (strategy, tensor degree) of so many tensor ranks; a single rank has one strategy."""
+        options, heads = self.options, self.problem.model.num_heads
+        if ranks == 1:
+            yield options.strategies[0], 1
+            return
+        given = options.tensor
+        for strategy in options.strategies:
+            if strategy in ONE_DIMENSIONAL:
+                if heads % ranks == 0 and (given is None or ranks in given):
+                    yield strategy, ranks
+                continue
+            for columns in divisors_of(ranks)[1:]:
+                mesh = (ranks // columns, columns)
+                if given is None or mesh in given or ranks in given:
+                    yield strategy, mesh
+
+    def layouts(self, quad: tuple[int, int, int, int]) -> Iterator[StepLayout]:
+        """Yield the layouts of (data, pipeline, context, tensor ranks)."""
+        data, pipeline, context, tensor = quad
+        for strategy, mesh in self.tensors(tensor):
+            for order in self.orders(quad):
+                yield StepLayout(data, pipeline, context, mesh, strategy, order)
+
+    def orders(self, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
+        """Return the orders of the degrees that differ on the levels of the cluster, "tensor" innermost first."""
+        if self.options.orders is not None:
+            return self.options.orders
+        return distinct_orders(self.problem.cluster, quad)
+
+    def micro_batches(self, data: int) -> tuple[int, ...]:
+        """Return the sequences that a micro-batch may have, ascending: divisors, each twice the one before or more."""
+        share, given = self.problem.batch // data, self.options.micro_batches
+        if given is not None:
+            return tuple(size for size in divisors_of(share) if size in given)
+        sizes = [1]
+        for size in divisors_of(share):
+            if 2 * sizes[-1] <= size <= MAX_MICRO_BATCH:
+                sizes.append(size)
+        return tuple(sizes)
+
+    def schedules(self, pipeline: int, num_micro_batches: int) -> tuple[tuple[str, int], ...]:
+        """Return (schedule, stages per pipeline rank) for so many ranks and micro-batches.
+
+        Interleaving has two stages a rank at least, and micro-batches in whole groups of ranks (Narayanan et al.
+        2021, section 2.2); ZB-V has two.
+        """
+        options = self.options
+        if pipeline == 1:
+            first = "1f1b" if "1f1b" in options.schedules else options.schedules[0]
+            return ((first, 1),)
+        pairs = []
+        for name in options.schedules:
+            for virtual in _stages_per_rank(name):
+                if options.virtual_stages is not None and virtual not in options.virtual_stages:
+                    continue
+                if pipeline * virtual > self.problem.model.num_layers:
+                    continue
+                if name == "1f1b" and virtual > 1 and num_micro_batches % pipeline:
+                    continue
+                pairs.append((name, virtual))
+        return tuple(pairs)
+
+    def choices(self) -> Iterator[Parallelism]:
+        """Yield every configuration, also those that do not fit or that the model of a step refuses."""
+        for quad in self.degrees:
+            for layout in self.layouts(quad):
+                for size in self.micro_batches(quad[0]):
+                    count = self.problem.batch // quad[0] // size
+                    for schedule, virtual in self.schedules(quad[1], count):
+                        for recompute in self.options.recompute:
+                            for zero in self.zero_levels(quad[0], quad[2]):
+                                yield layout.choice(size, schedule, virtual, zero, recompute)
+
+    def zero_levels(self, data: int, context: int) -> tuple[int, ...]:
+        """Return the ZeRO levels of so many replicas; a single one has nothing to shard."""
+        levels = self.options.zero
+        return levels[:1] if data * context == 1 else levels
+
+
+def _stages_per_rank(schedule: str) -> tuple[int, ...]:
+    if schedule == "1f1b":
+        return VIRTUAL_STAGES
+    return (2,) if schedule == "zbv" else (1,)
+
+
+def divisors_of(number: int) -> tuple[int, ...]:
+    """Return the divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def distinct_orders(cluster: Cluster, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
+    """Return the orders of degrees that lay some degree on other links than every order before them."""
+    sizes = dict(zip(("data", "pipeline", "context", "tensor"), quad, strict=True))
+    levels = level_sizes(cluster.network)
+    orders: dict[tuple[object, ...], Order] = {}
+    for order in permutations(DEGREES):
+        stride, strides, places = 1, {}, []
+        for name in order:
+            if sizes[name] > 1:
+                strides[name] = stride
+                places.append((name, place_on_levels(levels, sizes[name], stride)))
+            stride *= sizes[name]
+        inner, outer = sorted(("context", "data"), key=lambda name: strides.get(name, 0))
+        if inner in strides and strides[outer] == strides[inner] * sizes[inner]:  # they sum gradients as one
+            both = place_on_levels(levels, sizes["context"] * sizes["data"], strides[inner])
+            places.append(("replicas", both))
+        orders.setdefault(tuple(sorted(places)), order)
+    return tuple(orders.values())
+
+
+def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> tuple[object, ...]:
+    """Return what decides on which links groups of `size` ranks, `stride` chips apart, communicate.
+
+    That is how many of a group lie in a block of chips of each level (a host, a subtree). Where groups straddle
+    blocks, and on a torus, which has none (`levels` is None), the stride decides.
+    """
+    if levels is None:
+        return size, stride
+    return size, *(_members(size, stride, block) for block in levels)
+
+
+def _members(size: int, stride: int, block: int) -> tuple[int, int]:
+    """Return how many of a group lie in a block of consecutive chips, and the stride where groups straddle blocks."""
+    span = size * stride
+    if stride % block == 0:
+        return 1, 0
+    if block % stride == 0 and (block % span == 0 or span % block == 0):
+        return min(size, block // stride), 0
+    return max(1, min(size, block // stride)), stride

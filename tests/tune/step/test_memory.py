@@ -1,0 +1,111 @@
+"""Memory of a step: the closed forms of the papers, and what sharding divides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshweave as mw
+from meshweave.describe.model.memory import activation_bytes
+from meshweave.tune.step import memory_of
+from meshweave.tune.step.memory import layer_activations
+from sampling import examples
+
+CLUSTER = mw.load_cluster("dgx-a100:64")
+SIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def gpt(heads: int, width: int, layers: int = 8) -> mw.Transformer:
+    """Return a GPT whose feed-forward part is four times as wide as its residual."""
+    return mw.Transformer(
+        "gpt", layers, heads * width, heads, heads, width, 4 * heads * width, 51200, False, "-"
+    )
+
+
+@examples(40)
+@given(SIZES, st.sampled_from([8, 16, 64]), st.sampled_from([64, 128]), st.integers(1, 4))
+def test_activations_are_those_of_korthikanti(size: int, heads: int, width: int, micro_batch: int) -> None:
+    """Equations 1, 2 and 4 and table 2 of Reducing Activation Recomputation, with s = 1024."""
+    model, s, b, t = gpt(heads, width), 1024, micro_batch, size
+    h, a = model.hidden, heads
+    problem = mw.StepProblem(model, CLUSTER, 64, s, attention="plain", dropout=True)
+
+    def bytes_of(strategy: str, recompute: str) -> int:
+        p = mw.Parallelism(tensor=t, strategy=strategy, micro_batch=b)
+        return layer_activations(problem, p, recompute)
+
+    whole = s * b * h
+    assert bytes_of("megatron", "none") == whole * 10 + whole * 24 // t + 5 * a * s * s * b // t
+    assert bytes_of("megatron_sp", "none") == whole * 34 // t + 5 * a * s * s * b // t
+    assert bytes_of("megatron_sp", "selective") == whole * 34 // t
+    assert bytes_of("megatron", "full") == 2 * whole
+    assert bytes_of("megatron_sp", "full") == 2 * whole // t
+    flash = replace(problem, attention="flash")
+    kept = layer_activations(flash, mw.Parallelism(tensor=t, micro_batch=b), "none")
+    assert kept == whole * 34 // t + 4 * a * s * b // t
+
+
+@examples(20)
+@given(st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from(["none", "selective", "full"]))
+def test_one_chip_keeps_what_the_model_does(gated: bool, groups: int, recompute: str) -> None:
+    model = replace(gpt(8, 64), num_kv_heads=groups, gated_ffn=gated)
+    problem = mw.StepProblem(model, CLUSTER, 64, 512, attention="plain", dropout=True)
+    whole = activation_bytes(model, mw.Workload(2, 512), recompute)  # type: ignore[arg-type]
+    assert layer_activations(problem, mw.Parallelism(micro_batch=2), recompute) == whole
+
+
+@examples(30)
+@given(st.integers(0, 3), SIZES, SIZES, st.sampled_from([None, 2]))
+def test_states_are_those_of_zero(zero: int, tensor: int, pipeline: int, group: int | None) -> None:
+    """2, 4 (in fp32) and 12 bytes a parameter of weights, gradients and Adam, divided from their stage on."""
+    model = gpt(16, 64)
+    data = 64 // (tensor * pipeline)
+    group = group if data % 2 == 0 else None
+    problem = mw.StepProblem(model, CLUSTER, 64, 512)
+    p = mw.Parallelism(data, pipeline, tensor=tensor, zero=zero, zero_group=group)
+    memory = memory_of(problem, p)
+    layers = sum(x.in_features * x.out_features for x in model.fc_layers()) * model.num_layers
+    table = 51200 * model.hidden
+    counts = [layers // (pipeline * tensor)] * pipeline
+    counts[0] += table // tensor
+    if pipeline > 1:
+        counts[-1] += table // tensor
+    shards = group or data
+    for stage, count in zip(memory.stages, counts, strict=True):
+        assert stage.weights == 2 * count // (shards if zero == 3 else 1)
+        assert stage.gradients == 4 * count // (shards if zero >= 2 else 1)
+        assert stage.optimizer == 12 * count // (shards if zero >= 1 else 1)
+        assert stage.total == sum(vars(stage).values())
+
+
+@examples(20)
+@given(SIZES, st.sampled_from([1, 2]), st.integers(1, 4))
+def test_a_rank_keeps_what_is_in_flight(pipeline: int, virtual: int, rounds: int) -> None:
+    """Of a rank that is no end: stashes times the layers of a stage times what a layer keeps."""
+    model = gpt(16, 64, layers=16)
+    virtual = virtual if pipeline > 1 else 1
+    problem = mw.StepProblem(model, CLUSTER, 64 // pipeline * pipeline * rounds, 512, dropout=False)
+    p = mw.Parallelism(64 // pipeline, pipeline, virtual_stages=virtual)
+    memory, micro_batches = memory_of(problem, p), problem.batch // p.data
+    layer = layer_activations(problem, p, "none")
+    for rank in range(pipeline - 1):
+        ahead = 2 * (pipeline - rank) - 1 + (virtual - 1) * pipeline if virtual > 1 else pipeline - rank
+        kept = min(micro_batches * virtual, ahead)
+        assert memory.stages[rank].activations == kept * 16 // (pipeline * virtual) * layer
+
+
+def test_fragmentation_is_a_named_share() -> None:
+    problem = mw.StepProblem(gpt(16, 64), CLUSTER, 64, 512, stack=mw.SoftwareStack(fragmentation=0.1))
+    peak = memory_of(problem, mw.Parallelism(64)).peak
+    assert peak.fragmentation == pytest.approx(0.1 * (peak.activations + peak.buffers), abs=1)
+
+
+def test_zero_3_has_whole_layers_in_buffers() -> None:
+    problem = mw.StepProblem(gpt(16, 64), CLUSTER, 64, 512)
+    plain, sharded = (memory_of(problem, mw.Parallelism(64, zero=zero)).peak for zero in (0, 3))
+    layer = sum(x.in_features * x.out_features for x in problem.model.fc_layers())
+    assert sharded.buffers - plain.buffers == layer * (4 + 2 * 2)
+    assert sharded.total < plain.total

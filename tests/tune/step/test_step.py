@@ -1,0 +1,235 @@
+"""A step is its parts: blocks, the actions of a pipeline, collectives beside layers; and faster is not slower."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshweave as mw
+from meshweave.algorithms.block import BlockConfig, BlockProblem
+from meshweave.algorithms.pipeline.action_times import time_schedule
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.base.errors import MeshweaveError
+from meshweave.cost.machine import mesh_machine
+from meshweave.describe.machine.network import HostsNetwork, NetworkAxis, with_axes
+from meshweave.estimate.skeletons import TimedSkeleton
+from meshweave.ir.skeleton import Phase, Skeleton, Task
+from meshweave.ir.work import Compute, Work
+from meshweave.tune.step import check_step, least_step_s, memory_of, peak_memory
+from meshweave.tune.step.placement import axis_machine, replica_groups, sharding_groups
+from meshweave.tune.step.sync import exposed_after
+from sampling import examples
+
+GPT = mw.Transformer("gpt", 8, 1024, 16, 16, 64, 4096, 51200, False, "made up")
+LLAMA = mw.Transformer("llama", 8, 1024, 16, 8, 64, 2816, 32000, True, "made up", tied_embeddings=False)
+HOSTS = mw.load_cluster("dgx-a100:32")
+SQUARES = (1, 2, 4, 8)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> tuple[mw.StepProblem, mw.Parallelism]:
+    """Draw a model on 32 chips, and degrees that fill them."""
+    tensor, pipeline, context = (draw(st.sampled_from(SQUARES)) for _ in range(3))
+    if tensor * pipeline * context > 32:
+        tensor, context = 2, 1
+    data = 32 // (tensor * pipeline * context)
+    micro_batch, count = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 4, 8]))
+    problem = mw.StepProblem(
+        draw(st.sampled_from([GPT, LLAMA])),
+        HOSTS,
+        data * micro_batch * count,
+        1024,
+        attention=draw(st.sampled_from(["flash", "plain"])),
+        stack=mw.SoftwareStack(overlap=draw(st.sampled_from([0.0, 0.5, 1.0]))),
+    )
+    parallelism = mw.Parallelism(
+        data,
+        pipeline,
+        context,
+        tensor,
+        draw(st.sampled_from(["megatron", "megatron_sp", "atp"])),
+        draw(st.integers(0, 3)),
+        draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
+        1,
+        micro_batch,
+        draw(st.sampled_from(["none", "selective", "full"])),
+        tuple(draw(st.permutations(mw.Parallelism().order))),
+    )
+    return problem, parallelism
+
+
+@examples(50)
+@given(configurations())
+def test_parts_add_up_and_bounds_hold(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
+    problem, parallelism = drawn
+    step = mw.step_of(problem, parallelism)
+    assert step.parts.total == pytest.approx(step.time_s)
+    assert min(vars(step.parts).values()) >= -1e-9
+    assert least_step_s(problem, parallelism) <= step.time_s * (1 + 1e-9)
+    assert 0 < step.mfu <= step.hfu < 1
+    assert step.memory == memory_of(problem, parallelism)
+    assert step.memory.peak == peak_memory(problem, parallelism)
+    assert step.fits(step.memory.total) and not step.fits(step.memory.total - 1)
+
+
+@examples(25)
+@given(configurations())
+def test_the_pipeline_is_the_one_of_its_actions(drawn: tuple[mw.StepProblem, mw.Parallelism]) -> None:
+    step = mw.step_of(*drawn)
+    p, times = step.parallelism, step.stages.action_times()
+    if p.pipeline == 1:
+        one = sum((*times.forward, *times.input_grad, *times.weight_grad))
+        assert step.pipeline_s == pytest.approx(one * step.num_micro_batches * 1e-12)
+        return
+    request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
+    timed = time_schedule(schedule_by_name(p.schedule, request, times), times)
+    assert step.pipeline_s == pytest.approx(timed.duration * 1e-12)
+
+
+@examples(6)
+@given(st.sampled_from([GPT, LLAMA]), st.integers(1, 3), st.integers(1, 4))
+def test_one_chip_runs_one_block_after_another(model: mw.Transformer, micro_batch: int, count: int) -> None:
+    bare = replace(model, vocab_size=None)
+    chip = HOSTS.with_chips(1)
+    step = mw.step(bare, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
+    block = BlockProblem.of(bare, mw.Workload(micro_batch, 512), (1, 1))
+    entry = mw.ALGORITHMS["megatron_sp"]
+    layer_s = entry.estimate(block, BlockConfig(), mesh_machine(chip, (1, 1), ("row", "col"))).total_s
+    assert step.time_s - step.parts.optimizer == pytest.approx(count * model.num_layers * layer_s)
+    whole = mw.step(model, chip, batch=micro_batch * count, seq=512, micro_batch=micro_batch)
+    table = BlockProblem.of(model, mw.Workload(micro_batch, 512), (1, 1))
+    ends = replace(table, vocabulary=model.vocab_size or 0)
+    with_ends_s = entry.estimate(ends, BlockConfig(), mesh_machine(chip, (1, 1), ("row", "col"))).total_s
+    assert whole.parts.ends == pytest.approx(count * (with_ends_s - layer_s))
+
+
+@examples(12)
+@given(configurations(), st.sampled_from(["chips", "nic", "intra"]))
+def test_what_is_faster_is_not_slower(drawn: tuple[mw.StepProblem, mw.Parallelism], faster: str) -> None:
+    """With one rate for all products: by shape, libraries choose other kernels and protocols."""
+    problem, parallelism = drawn
+    slow = replace(HOSTS, chip=HOSTS.chip.with_flops_per_s(1e14))
+    if faster == "chips":
+        fast = replace(slow, chip=slow.chip.with_flops_per_s(2e14))
+    else:
+        assert isinstance(slow.network, HostsNetwork)
+        chosen = getattr(slow.network, faster)
+
+        def doubled(axis: NetworkAxis) -> NetworkAxis:
+            return replace(axis, link_bytes_per_s=2 * axis.link_bytes_per_s) if axis is chosen else axis
+
+        fast = replace(slow, network=with_axes(slow.network, doubled))
+    times = [mw.step_of(replace(problem, cluster=each), parallelism).time_s for each in (slow, fast)]
+    assert times[1] <= times[0] * (1 + 1e-9)
+    assert faster != "chips" or times[1] < times[0]
+
+
+@examples(60)
+@given(st.integers(0, 12), *[st.integers(0, 50)] * 3)
+def test_collectives_beside_layers_are_two_lanes(
+    layers: int, compute: int, communication: int, queued: int
+) -> None:
+    """Against the recurrence of a skeleton with a task of each kind for each layer, and one before them."""
+    works: dict[Work, int] = {
+        Compute("layer", 1): compute, Compute("sync", 1): communication, Compute("head", 1): queued
+    }  # fmt: skip
+    layer, sync, head = works
+    turn = (Task("layer", "a", layer), Task("sync", "b", sync, (("layer", 0),)))
+    skeleton = Skeleton((Phase(1, (Task("head", "b", head),)), Phase(layers, turn)))
+    total = TimedSkeleton(skeleton, works.__getitem__).total_ps()
+    assert exposed_after(layers, compute, communication, 1.0, queued) == total - layers * compute
+    assert exposed_after(layers, compute, communication, 0.0, queued) == layers * communication + queued
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tp": 3}, "no number of replicas fills it"),
+        ({"tp": 8, "dp": 2}, "data=4 would fill it"),
+        ({"tp": 32}, "too few for tensor 32"),
+        ({"pp": 16}, "8 layers, too few for 16 stages"),
+        ({"tp": 8, "micro_batch": 5}, "not a multiple of data 4 x micro-batch 5"),
+        ({"tp": 8, "vp": 2}, "needs a pipeline"),
+        ({"strategy": "zero3"}, "give data= and zero="),
+        ({"strategy": "ring_attention"}, "give context="),
+        ({"strategy": "megatrom"}, "did you mean 'megatron'"),
+        ({"tp": (4, 2), "strategy": "meshslice_block", "cp": 2}, "give context=1"),
+        ({"tp": (4, 2)}, "one mesh axis"),
+        ({"schedule": "2f2b"}, "there is no schedule '2f2b'"),
+        ({"recompute": "some"}, "give one of none, selective, full"),
+        ({"zero": 4}, "give 0, 1, 2 or 3"),
+        ({"zero": 1, "zero_group": 3}, "give a divisor of the 32 ranks"),
+        ({"order": ("data",)}, "each once"),
+        ({"zeros": 1}, "no option 'zeros'"),
+        ({"attention": "flashy"}, "unknown attention 'flashy'"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_said_in_a_line(options: dict[str, object], words: str) -> None:
+    with pytest.raises(MeshweaveError) as caught:
+        mw.step(GPT, HOSTS, batch=64, seq=1024, **options)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_cluster_of_odd_hosts_and_a_slow_tree() -> None:
+    odd = replace(HOSTS, network=replace(HOSTS.network, num_hosts=3, chips_per_host=5))
+    step = mw.step(GPT, odd, batch=15, seq=512, tp=5, zero=1)
+    assert step.parallelism.data == 3 and step.time_s > 0
+    tree = mw.load_cluster("atp-ic1")
+    assert mw.step(GPT, tree, batch=16, seq=512, dtype="float16", tp=2, pp=2).time_s > 0
+
+
+def test_embedding_and_loss_may_be_stages_of_their_own() -> None:
+    model = replace(GPT, num_layers=14)
+    step = mw.step(model, HOSTS, batch=64, seq=512, pp=8, vp=2)
+    assert step.stage_layers == (0, *[1] * 14, 0)
+
+
+def test_what_a_stack_does_costs_time() -> None:
+    """Waiting for transfers and a loss in steps take longer, and keep more."""
+    options = {"batch": 64, "seq": 512, "pp": 4, "tp": 2}
+    plain = mw.step(GPT, HOSTS, **options)
+    blocking = mw.step(GPT, HOSTS, **options, stack=mw.SoftwareStack(blocks_transfers=True))
+    assert plain.parts.transfers < blocking.parts.transfers
+    hops = 2 * plain.num_micro_batches * plain.stages.transfer_s
+    assert blocking.parts.transfers == pytest.approx(hops + 6 * plain.stages.transfer_s, rel=0.5)
+    eager = mw.step(GPT, HOSTS, **options, loss="eager")
+    assert eager.time_s > plain.time_s and eager.memory.stages[-1].total > plain.memory.stages[-1].total
+    assert pickle.loads(pickle.dumps(eager.problem)) == eager.problem
+
+
+def test_degrees_lie_where_the_order_puts_them() -> None:
+    """Eight neighbours are in one host; groups that take every eighth chip have a NIC each."""
+    parallelism = mw.Parallelism(data=4, tensor=8)
+    assert [parallelism.stride(degree) for degree in parallelism.order] == [1, 8, 8, 32]
+    inside = axis_machine(HOSTS, (("row", 8, 1),)).host_span("tp.row")
+    across = axis_machine(HOSTS, (("row", 4, 8),)).host_span("tp.row")
+    assert inside is not None and across is not None
+    assert (inside.num_hosts, across.num_hosts, across.groups_per_host) == (1, 4, 8)
+    problem = mw.StepProblem(GPT, HOSTS, 64, 1024)
+    outside = mw.Parallelism(data=4, tensor=8, order=("data", "context", "tensor", "pipeline"))
+    assert mw.step_of(problem, outside).parts.tensor > 2 * mw.step_of(problem, parallelism).parts.tensor
+
+
+def test_groups_with_equal_weights() -> None:
+    order = ("tensor", "context", "data", "pipeline")
+    p = mw.Parallelism(data=4, context=2, tensor=2, zero=3, zero_group=4, order=order)
+    assert replica_groups(p) == ((8, 2),)
+    assert sharding_groups(p) == (((4, 2),), ((2, 8),))
+    apart = replace(p, order=("context", "tensor", "data", "pipeline"), zero_group=None)
+    assert replica_groups(apart) == ((2, 1), (4, 4))
+    check_step(mw.StepProblem(GPT, HOSTS.with_chips(16), 16, 1024), p)
+
+
+def test_attention_of_a_block_is_priced_by_its_shape() -> None:
+    """The estimate of a block on chips with constants of attention is the uncontended time of its program."""
+    problem = BlockProblem.of(LLAMA, mw.Workload(2, 512), (2, 1))
+    entry = mw.ALGORITHMS["megatron_sp"]
+    machine = mesh_machine(HOSTS.with_chips(2), (2, 1), ("row", "col"))
+    uncontended = mw.estimate(entry.program(problem, BlockConfig()), machine)
+    assert entry.estimate(problem, BlockConfig(), machine).total_s == pytest.approx(
+        uncontended.total_s, rel=1e-9
+    )

@@ -1,0 +1,88 @@
+"""A step as one program: its simulation with contention is near to its estimate."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshweave as mw
+from meshweave.base.errors import UnsupportedError
+from sampling import examples
+
+GPT = mw.Transformer("gpt", 8, 2048, 16, 16, 128, 8192, 51200, False, "made up", tied_embeddings=False)
+LLAMA = mw.Transformer("llama", 16, 4096, 32, 8, 128, 14336, 128256, True, "made up", tied_embeddings=False)
+CLUSTERS = [mw.load_cluster(name) for name in ("dgx-a100:32", "dgx-h100:32", "dgx-a100:16", "tpu-v4-pod:16")]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> mw.Step:
+    """Draw a step of a kind that a program is written for."""
+    cluster, model = draw(st.sampled_from(CLUSTERS)), draw(st.sampled_from([GPT, LLAMA]))
+    degrees = st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 2, st.sampled_from([1, 1, 2]))
+    tp, pp, cp = draw(degrees.filter(lambda three: cluster.num_chips % (three[0] * three[1] * three[2]) == 0))
+    zero, dp = draw(st.sampled_from([0, 0, 1])), cluster.num_chips // (tp * pp * cp)
+    return mw.step(
+        model,
+        cluster,
+        batch=dp * draw(st.sampled_from([4, 8, 16])),
+        seq=2048,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        vp=draw(st.sampled_from([1, 1, 2])) if 1 < pp < 8 else 1,
+        zero=zero,
+        schedule=draw(st.sampled_from(["1f1b", "1f1b", "gpipe"])),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        strategy=draw(st.sampled_from(["megatron", "megatron_sp"])),
+        stack=mw.SoftwareStack(overlap=draw(st.sampled_from([0, 1]))),
+    )
+
+
+@examples(30)
+@given(steps())
+def test_the_simulation_is_near_to_the_estimate(step: mw.Step) -> None:
+    simulated = mw.simulate_step(step)
+    assert step.time_s == pytest.approx(simulated.time_s, rel=0.1)
+
+
+def test_the_mean_error_is_small() -> None:
+    """Of configurations that use each degree."""
+    errors = []
+    for options in (
+        {"tp": 2, "pp": 4},
+        {"tp": 8, "pp": 2, "zero": 1},
+        {"tp": 4, "cp": 2, "recompute": "full"},
+        {"tp": 2, "pp": 4, "vp": 2},
+        {"tp": 1, "pp": 2, "strategy": "megatron"},
+    ):
+        step = mw.step(GPT, CLUSTERS[0], batch=256, seq=2048, **options)
+        errors.append(abs(step.time_s / mw.simulate_step(step).time_s - 1))
+    assert statistics.mean(errors) < 0.04
+
+
+def test_a_program_has_every_chip_and_is_valid() -> None:
+    tiny = mw.Transformer("tiny", 4, 16, 4, 4, 4, 64, 32, False, "made up", tied_embeddings=False)
+    step = mw.step(tiny, CLUSTERS[2], batch=16, seq=4, tp=4, pp=2)
+    program = mw.step_program(step)
+    assert len(program.ranks) == 16
+    text = mw.to_text(program)
+    assert all(f"{op}(" in text for op in ("call", "all_reduce", "send", "recv"))
+    assert not mw.validate(program).skipped
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"zero": 3}, "zero 0 or 1"),
+        ({"zero": 1, "cp": 2, "tp": 2, "order": ("context", "tensor", "data", "pipeline")}, "beside data"),
+        ({"stack": mw.SoftwareStack(overlap=0.5)}, "all of its reductions or none"),
+        ({"pp": 2, "vp": 2, "schedule": "dualpipev"}, "beside each other"),
+    ],
+)
+def test_what_has_no_program_is_said(options: dict[str, object], words: str) -> None:
+    step = mw.step(GPT, CLUSTERS[2], batch=64, seq=128, **options)
+    with pytest.raises(UnsupportedError, match=words):
+        mw.step_program(step)

@@ -1,0 +1,231 @@
+"""The search of a step against the enumeration of its space, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import meshweave as mw
+from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import HostsNetwork
+from meshweave.tune.step import Parallelism, StepProblem, memory_of, step_of
+from meshweave.tune.step.problem import DEGREES
+from meshweave.tune.step_search import SpaceOptions, StepRanking, StepSearch, StepSpace
+from meshweave.tune.step_search.bounds import SLACK, LayerBounds
+from meshweave.tune.step_search.space import StepLayout
+from sampling import examples
+
+SMALL = mw.Transformer("small", 4, 1024, 8, 8, 128, 4096, 32000, False, "a test")
+GATED = mw.Transformer("gated", 3, 1024, 8, 2, 128, 2816, 32000, True, "a test", tied_embeddings=False)
+
+
+def hosts(num_hosts: int, chips_per_host: int) -> Cluster:
+    """Return H100 hosts of any size."""
+    cluster = mw.load_cluster("dgx-h100:16")
+    network = cluster.network
+    assert isinstance(network, HostsNetwork)
+    shape = {"num_hosts": num_hosts, "chips_per_host": chips_per_host, "nics_per_host": 2}
+    fields = {name: getattr(network, name) for name in ("intra", "nic")}
+    return Cluster(f"{num_hosts}x{chips_per_host}", cluster.chip, HostsNetwork(**shape, **fields), "a test")
+
+
+def searched(problem: StepProblem, options: SpaceOptions, memory_bytes: int) -> StepRanking:
+    return StepSearch(StepSpace(problem, options), memory_bytes).run()
+
+
+def enumerated(
+    problem: StepProblem, options: SpaceOptions, memory_bytes: int
+) -> dict[tuple[object, ...], float]:
+    """Return the least time of each set of degrees and strategy, of all configurations that fit."""
+    rows: dict[tuple[object, ...], float] = {}
+    for choice in StepSpace(problem, options).choices():
+        try:
+            if memory_of(problem, choice).total > memory_bytes:
+                continue
+            seconds = step_of(problem, choice).time_s
+        except MeshweaveError:
+            continue
+        key = choice.data, choice.pipeline, choice.context, choice.tensor, choice.strategy
+        rows[key] = min(seconds, rows.get(key, seconds))
+    return rows
+
+
+@examples(10)
+@given(
+    model=st.sampled_from((SMALL, GATED)),
+    shape=st.sampled_from(((1, 4), (2, 2), (1, 3))),
+    batch=st.sampled_from((4, 6)),
+    strategies=st.sampled_from((("megatron_sp",), ("collective_block", "megatron"))),
+    zero=st.sampled_from(((0,), (0, 1), (1, 3))),
+    recompute=st.sampled_from((("none",), ("none", "full"), ("selective", "full"))),
+    memory=st.sampled_from((1e9, 2e9, 3e9, 80e9)),
+)
+def test_the_search_loses_nothing(
+    model: mw.Transformer,
+    shape: tuple[int, int],
+    batch: int,
+    strategies: tuple[str, ...],
+    zero: tuple[int, ...],
+    recompute: tuple[str, ...],
+    memory: float,
+) -> None:
+    problem = StepProblem(model, hosts(*shape), batch, 1024)
+    options = SpaceOptions(
+        strategies=strategies,
+        zero=zero,
+        recompute=recompute,  # type: ignore[arg-type]
+        schedules=("1f1b", "zbv"),
+        virtual_stages=(1, 2),
+    )
+    ranking = searched(problem, options, int(memory))
+    rows = enumerated(problem, options, int(memory))
+    assert bool(ranking.rows) == bool(rows)
+    for row, seconds in zip(ranking.rows[: ranking.num_exact], sorted(rows.values()), strict=False):
+        assert row.seconds == pytest.approx(seconds, rel=1e-12)
+    for row in ranking.rows:
+        assert row.memory_bytes <= memory
+        assert row.seconds >= rows[row.row_key] * (1 - 1e-12)
+
+
+@examples(20)
+@given(
+    degrees=st.permutations((1, 2, 4, 2)),
+    order=st.permutations(DEGREES),
+    shape=st.sampled_from(((4, 4), (2, 8), (1, 16), (8, 2))),
+)
+def test_orders_that_are_left_out_equal_one_that_is_not(
+    degrees: list[int], order: list[str], shape: tuple[int, int]
+) -> None:
+    data, pipeline, context, tensor = degrees
+    problem = StepProblem(SMALL, hosts(*shape), 16, 2048)
+    fixed = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+    time_s = step_of(problem, Parallelism(**fixed, order=tuple(order))).time_s  # type: ignore[arg-type]
+    kept = StepSpace(problem).orders((data, pipeline, context, tensor))
+    assert (
+        min(abs(step_of(problem, Parallelism(**fixed, order=each)).time_s / time_s - 1) for each in kept)
+        < 1e-9
+    )
+
+
+@examples(20)
+@given(
+    strategy=st.sampled_from(("megatron", "megatron_sp", "atp", "collective_block", "meshslice_block")),
+    ranks=st.sampled_from((2, 4, 8)),
+    size=st.sampled_from((1, 2, 4)),
+    context=st.sampled_from((1, 2)),
+)
+def test_a_harder_layer_is_not_faster(strategy: str, ranks: int, size: int, context: int) -> None:
+    """More sequences, shorter links and fewer chips take as much, but for the slack, of all chips' seconds."""
+    if context > 1 and strategy.endswith("block"):
+        context = 1
+    problem = StepProblem(mw.load_model("llama-2-7b"), mw.load_cluster("dgx-h100:64"), 256, 4096)
+    bounds = LayerBounds(StepSpace(problem))
+    tensor = ranks if strategy.startswith("megatron") else (ranks // 2, 2)
+    chips = ranks * context
+
+    def chip_s(
+        tensor: int | tuple[int, int], chips: int, size: int, order: tuple[str, ...] = DEGREES
+    ) -> float:
+        layout = StepLayout(1, 1, context, tensor, strategy, order)  # type: ignore[arg-type]
+        return bounds.layer_s(layout, size) * chips / size
+
+    seconds = chip_s(tensor, chips, size)
+    assert seconds >= SLACK * chip_s(tensor, chips, 2 * size)
+    if ranks > 2:
+        fewer = ranks // 2 if isinstance(tensor, int) else (tensor[0] // 2, 2)
+        assert seconds >= SLACK * chip_s(fewer, chips // 2, size)
+
+
+def test_fixed_degrees_are_kept() -> None:
+    plan = mw.plan(
+        SMALL,
+        hosts(2, 4),
+        batch=8,
+        seq=1024,
+        tp=2,
+        pp=[2, 4],
+        cp=1,
+        zero=[0, 1],
+        recompute="none",
+        vp=1,
+        dtype="bfloat16",
+    )
+    degrees = [record.degrees for record in plan.step.ranked]
+    assert {each.tensor for each in degrees if isinstance(each.tensor, int)} <= {2}
+    assert {each.pipeline for each in degrees} == {2, 4}
+    assert {(each.recompute, each.virtual_stages) for each in degrees} == {("none", 1)}
+    assert {each.zero for each in degrees} <= {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch"), [((3, 5), 15), ((1, 7), 7), ((17, 1), 17), ((1, 1), 2), ((13, 1), 4)]
+)
+def test_strange_clusters_have_a_plan_or_a_reason(shape: tuple[int, int], batch: int) -> None:
+    try:
+        plan = mw.plan(SMALL, hosts(*shape), batch=batch, seq=1024, strategy="megatron_sp", zero=[0, 1])
+    except UnsupportedError as error:
+        assert "\n" not in str(error) and str(shape[0] * shape[1]) in str(error)
+        assert shape == (13, 1)
+    else:
+        assert plan.step.best.degrees.num_chips == shape[0] * shape[1]
+        assert shape != (13, 1), "13 is no divisor of 4, and more than 4 stages"
+
+
+def test_a_slow_tree_has_a_plan() -> None:
+    slow = mw.load_cluster("atp-ic6")
+    fixed = {"strategy": "megatron_sp", "zero": 1, "recompute": "none", "vp": 1, "cp": 1, "micro_batch": 1}
+    plan = mw.plan(SMALL, slow, batch=slow.num_chips, seq=1024, **fixed)
+    assert plan.step.best.degrees.num_chips == slow.num_chips
+
+
+def test_what_does_not_fit_says_what_is_least() -> None:
+    with pytest.raises(UnsupportedError, match=r"fits in 1 MB a chip: the smallest takes [0-9.]+ MB \(dp"):
+        mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, memory_bytes=10**6)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tpp": 2}, DescriptionError, "did you mean"),
+        ({"strategy": "megatrom"}, UnsupportedError, "did you mean 'megatron'"),
+        ({"tp": 0}, DescriptionError, "at least 1"),
+        ({"zero": 4}, DescriptionError, "from 0 to 3"),
+        ({"order": ("data",)}, DescriptionError, "each of"),
+        ({"tp": 3}, UnsupportedError, "tensor 3"),
+    ],
+)
+def test_wrong_options_are_one_line(
+    options: dict[str, object], error: type[MeshweaveError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_interrupted_search_gives_the_best_so_far() -> None:
+    problem = StepProblem(SMALL, hosts(2, 4), 16, 1024)
+    search = StepSearch(StepSpace(problem), problem.cluster.chip.memory_bytes)
+
+    def interrupt(done: int, total: int) -> None:
+        if search.rows:
+            raise KeyboardInterrupt
+
+    search.progress = interrupt
+    ranking = search.run()
+    assert ranking.rows and not ranking.is_complete
+
+    def interrupt_at_once(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    nothing = StepSearch(StepSpace(problem), 1, progress=interrupt_at_once)
+    with pytest.raises(KeyboardInterrupt):
+        nothing.run()
+
+
+def test_faster_links_are_never_slower() -> None:
+    plan = mw.plan(SMALL, hosts(2, 2), batch=8, seq=1024, sensitivity=True, strategy="megatron_sp", cp=1)
+    faster, slower = plan.step.sensitivity
+    assert faster.same_s <= plan.step.best.step_s <= slower.same_s
+    assert faster.best_s <= faster.same_s and slower.best_s <= slower.same_s
