@@ -256,13 +256,25 @@ def test_constants_out_of_range_are_refused() -> None:
 def test_chips_of_the_catalog() -> None:
     for name in kernels_names():
         kernels = load_kernels(name)
-        assert kernels.source and kernels.collectives
-        assert len({kind for kind, _ in kernels.collectives}) == 4
+        assert kernels.source and (kernels.products or kernels.collectives)
+        assert len({kind for kind, _ in kernels.collectives}) == (0 if name.startswith("tpu") else 4)
     chip = load_cluster("dgx-h100").chip
     assert chip.kernels == load_kernels("h100-sxm5-80gb")
     products = chip.kernels.product("bfloat16")
     assert products is not None and products.flops_per_s <= chip.peak("bfloat16")
     assert products.memory_bytes_per_s <= chip.memory_bytes_per_s
+
+
+def test_a_chip_of_systolic_arrays_is_priced_by_shape() -> None:
+    kernels = load_kernels("tpu-v5e")
+    chip = replace(load_cluster("tpu-v4-pod").chip, kernels=kernels, gemm_tile=None)
+    constants = kernels.product("bfloat16")
+    assert isinstance(constants, SystolicConstants)
+    full, thin = matmul_work(4096, 4096, 4096, "bfloat16"), matmul_work(4096, 4096, 8, "bfloat16")
+    for work in (full, thin):
+        assert shape_s(work, chip) == product_s(constants, *work.dims, 2)
+    rates = [work.flops / (shape_s(work, chip) or 1) / constants.flops_per_s for work in (full, thin)]
+    assert rates[0] > 0.8 and rates[1] < 0.05
 
 
 def test_one_place_prices_by_shape_and_else_by_rate() -> None:

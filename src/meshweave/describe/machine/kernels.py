@@ -152,18 +152,18 @@ class SystolicConstants:
     Attributes:
         flops_per_s: FLOP/s of all arrays while rows pass.
         load_rows: rows that could pass while one part of an operand is loaded into an array.
-        results_per_s: elements of C per second that leave the arrays, are rounded and stored.
+        rounded_per_s: elements of C per second that are rounded from sums in fp32.
         launch_s: seconds of a product of nothing.
         memory_bytes_per_s: bytes per second of A, B and C.
         first_bytes: the most of the operands that is read before the first multiplication.
         last_bytes: the most of C that is written after the last one.
         window: the rows and columns of C for which operands are read once; for more they are read again.
-        overlap: the power in which the time of multiplying adds up with that of results and memory.
+        overlap: the power in which the time of multiplying adds up with that of rounding and memory.
     """
 
     flops_per_s: float
     load_rows: float
-    results_per_s: float
+    rounded_per_s: float
     launch_s: float
     memory_bytes_per_s: float
     first_bytes: float
@@ -172,7 +172,7 @@ class SystolicConstants:
     overlap: float = 4.0
 
     def __post_init__(self) -> None:
-        rates = self.flops_per_s, self.results_per_s, self.memory_bytes_per_s
+        rates = self.flops_per_s, self.rounded_per_s, self.memory_bytes_per_s
         if min(*rates, self.window, self.overlap) < 1:
             raise DescriptionError("rates, window and overlap of systolic products are each at least 1")
         if min(self.load_rows, self.launch_s, self.first_bytes, self.last_bytes) < 0:

@@ -98,14 +98,14 @@ class SystolicFile(FileModel):
     dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
     flops_per_s: Rate = Field(description="FLOP/s of all arrays while rows pass, a number of at least 1")
     load_rows: Amount = Field(description="rows that could pass while a part of an operand is loaded")
-    results_per_s: Rate = Field(description="elements of C per second that leave the arrays and are stored")
+    rounded_per_s: Rate = Field(description="elements of C per second that are rounded from sums in fp32")
     launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
     memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
     first_bytes: Bytes = Field(description="the most that is read before the first multiplication")
     last_bytes: Bytes = Field(description="the most of C that is written after the last multiplication")
     window: Rate = Field(description="rows and columns of C for which operands are read once, at least 1")
     overlap: Power = Field(
-        4.0, description="the power in which multiplying adds up with results and memory, at least 1"
+        4.0, description="the power in which multiplying adds up with rounding and memory, at least 1"
     )
 
 

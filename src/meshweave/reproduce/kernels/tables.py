@@ -61,9 +61,10 @@ def tpu_page(results: Mapping[str, Any]) -> str:
         "# TPU products: predicted times beside the compiler's",
         "",
         f"Cycles that XLA's compiler for TPUs expects ({results['versions']}) of single products, operands and "
-        f"result in the chip's memory. Of each device and dtype of C, {results['scored']} products are scored by "
-        "constants fitted on the others; all products of one (n, k) are on one side. These are expectations of a "
-        "compiler, not measurements. `python validation/fit_tpu.py` writes this page.",
+        f"result in the chip's memory. Of each device, {results['scored']} products are scored by constants "
+        "fitted on the others, beside those of the same (n, k) with C in float32; all products of one (n, k) are "
+        "on one side. These are expectations of a compiler, not measurements. `python validation/fit_tpu.py` "
+        "writes this page.",
         "",
         score_table(scores),
     ]
