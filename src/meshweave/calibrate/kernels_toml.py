@@ -9,6 +9,8 @@ from typing import Any
 
 from meshweave.describe.machine.kernels import ChipKernels, CpuProductConstants, SystolicConstants
 
+_SECTIONS = {SystolicConstants: "systolic", CpuProductConstants: "cpu_products"}
+
 
 def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
     """Return the text of a kernels file, without its tables of measured products.
@@ -19,15 +21,12 @@ def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
     lines += [f"name = {json.dumps(kernels.name)}", f"source = {json.dumps(kernels.source)}"]
     if kernels.switch_reduces:
         lines.append("switch_reduces = true")
-    on_cpu = tuple(entry for entry in kernels.products if isinstance(entry[1], CpuProductConstants))
-    others = tuple(entry for entry in kernels.products if entry not in on_cpu)
-    sections = ("products", others), ("cpu_products", on_cpu), ("attention", kernels.attention)
-    for section, entries in sections:
+    for section, entries in (("products", kernels.products), ("attention", kernels.attention)):
         dtypes: dict[Any, list[str]] = {}
         for dtype, constants in entries:
             dtypes.setdefault(constants, []).append(dtype)
         for constants, names in dtypes.items():
-            name = "systolic" if isinstance(constants, SystolicConstants) else section
+            name = _SECTIONS.get(type(constants), section)
             lines += ["", f"[[{name}]]", f"dtypes = {json.dumps(names)}", *_values(asdict(constants))]
     for kind, collective in kernels.collectives:
         lines += ["", "[[collectives]]", f'kind = "{kind}"', *_values(asdict(collective))]

@@ -70,7 +70,7 @@ def product_seconds(
         return systolic_seconds(constants, m, n, k, item_bytes, out_bytes, batch)
     sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
     if isinstance(constants, CpuProductConstants):
-        return cpu_product_seconds(constants, *sizes[:3], item_bytes, sizes[3])
+        return cpu_product_seconds(constants, sizes[0], sizes[1], sizes[2], item_bytes, sizes[3])
     rows, columns, depth, count = (size[..., None] for size in sizes)
     of, menu = constants, TILE_MENUS[constants.tiles]
     tile_m, tile_n, cluster, splits, above, up_to = _choices(of.tiles)
