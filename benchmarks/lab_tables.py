@@ -101,7 +101,10 @@ def _fidelity() -> Iterator[str]:
         f"--repeat {data['repeat']}`"
     )
     yield ""
-    yield f"{machine_line(data)} Errors are |predicted / measured - 1|."
+    yield (
+        f"{machine_line(data)} Errors are |predicted / measured - 1|, with the models as they are now "
+        "(`lab_fidelity_again.py`)."
+    )
     yield ""
     yield "| | cases | estimate, mean | worst | simulation, mean | worst |"
     yield "|---|---|---|---|---|---|"

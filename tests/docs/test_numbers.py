@@ -191,6 +191,12 @@ def test_fidelity_in_the_guide() -> None:
     estimate, simulation = (mean_and_worst(what, cases) for what in ("estimate", "simulation"))
     assert f"{len(cases)} cases, mean {' and worst '.join(estimate)} for estimates" in page
     assert f"mean {' and worst '.join(simulation)} for simulations" in page
+    limits = " ".join(guide("limits").split())
+    assert f"within {estimate[0]} of measurement on average and {estimate[1]} at worst" in limits
+    chains = [case for case in cases if case["algorithm"] == "summa"]
+    assert f"except SUMMA's ({mean_and_worst('simulation', chains)[0]} on average)" in limits
+    changelog = (pages.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"in the lab are off by {mean_and_worst('estimate', chains)[0]} on average" in changelog
     others = [case for case in cases if case["algorithm"] != "summa"]
     estimate, simulation = (mean_and_worst(what, others) for what in ("estimate", "simulation"))
     assert estimate[0] == simulation[0]

@@ -32,8 +32,6 @@ _MOST_FACTOR = 1e4
 """Measured times are within this factor of those of the description that is adapted."""
 _STEPS = 32
 """Of a bisection: to 1e-8 of the factor."""
-_SLICED = {"os": "k", "ls": "n", "rs": "m"}
-"""The dim that a dataflow cuts into slices."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,13 @@ def part_of_product(
     count = len(config.slices)
     kept = max(3 * count // 4, 1)
     size = problem.sliced_size * kept // count if count > 1 else 3 * problem.sliced_size // 4
-    part = replace(problem, **{_SLICED[problem.dataflow]: size})
+    match problem.dataflow:
+        case "os":
+            part = replace(problem, k=size)
+        case "ls":
+            part = replace(problem, n=size)
+        case "rs":
+            part = replace(problem, m=size)
     return part, replace(config, slices=config.slices[:kept])
 
 
