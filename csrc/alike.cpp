@@ -103,19 +103,19 @@ class Comparison {
     if (!is_message(row.kind))
       for (const i64 expr : {row.first, row.second})
         if (expr >= 0) lanes_.agreed(expr);
-    for (const i64 expr : {row.step_index, row.flops, row.bytes, row.sizes_mode == 1 ? row.sizes : -1})
-      if (expr >= 0) agree_for_all_peers(expr, row);
+    for (const i64 expr : {row.step_index, row.flops, row.bytes})
+      if (expr >= 0) lanes_.agreed(expr);
+    if (row.sizes_mode == 1) agree_on_parts(row.sizes);
     for (i64 at = 0; at < row.num_args + row.num_work_sizes; ++at) lanes_.agreed(code_.args[static_cast<size_t>(row.args + at)]);
   }
 
-  // The sizes of parts are counted by member, `peer`.
-  void agree_for_all_peers(i64 expr, const OpRow& row) {
-    if (expr != row.sizes || row.sizes_mode != 1 || !(code_.expressions.reads(expr) & variable_bit(1))) {
+  // The size of a member's part, an expression that may read its number, `peer`.
+  void agree_on_parts(i64 expr) {
+    const u64 reads = code_.expressions.reads(expr);
+    if (!(reads & variable_bit(1))) {
       lanes_.agreed(expr);
-      return;
-    }
-    if (code_.expressions.reads(expr) & lanes_.varying() & ~variable_bit(1)) {
-      is_too_much_ = true;  // rank by rank is as good
+    } else if (reads & lanes_.varying() & ~variable_bit(1)) {
+      is_too_much_ = true;
     }
   }
 
@@ -266,7 +266,7 @@ class Comparison {
 std::vector<i64> ranks_alike(const Template& code, i64 leader, const std::vector<i64>& others) {
   try {
     return Comparison(code, leader, others).run();
-  } catch (const ProgramFault&) {  // views of too many blocks
+  } catch (const ProgramFault&) {  // views of too many blocks, or what the leader never evaluates
     return {};
   }
 }

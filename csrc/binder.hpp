@@ -19,7 +19,10 @@ inline i64 bounded(i64 value, const char* what) {
 
 class Binder {
  public:
-  Binder(const Template& code, i64 rank) : code_(code), rank_(rank) {}
+  // `spare` lends its memory for the accesses.
+  Binder(const Template& code, i64 rank, Accesses spare) : accesses(std::move(spare)), code_(code), rank_(rank) {
+    accesses.clear();
+  }
 
   void operator()(i64 row_number, const std::vector<i64>& env) {
     const OpRow& row = code_.ops[static_cast<size_t>(row_number)];

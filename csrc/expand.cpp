@@ -85,26 +85,21 @@ class Keys {
   std::vector<i64> sets_, axes_;
 };
 
-void order(const Template& code, const std::vector<std::vector<i64>>& edges, Class& out) {
+void order(const Template& code, Edges edges, Class& out) {
   const size_t count = out.ops.size();
-  out.before_start.assign(count + 1, 0);
+  out.before_start = std::move(edges.start);
+  out.before = std::move(edges.before);
   out.after_start.assign(count + 1, 0);
-  for (size_t op = 0; op < count; ++op) {
-    out.before_start[op + 1] = out.before_start[op] + static_cast<i64>(edges[op].size());
-    out.before.insert(out.before.end(), edges[op].begin(), edges[op].end());
-    for (const i64 other : edges[op]) ++out.after_start[static_cast<size_t>(other) + 1];
-  }
+  for (const i64 other : out.before) ++out.after_start[static_cast<size_t>(other) + 1];
   for (size_t op = 0; op < count; ++op) out.after_start[op + 1] += out.after_start[op];
   out.after.assign(out.before.size(), 0);
   std::vector<i64> filled = out.after_start;
   for (size_t op = 0; op < count; ++op)
-    for (const i64 other : edges[op]) out.after[static_cast<size_t>(filled[static_cast<size_t>(other)]++)] = static_cast<i64>(op);
+    for (i64 at = out.before_start[op]; at < out.before_start[op + 1]; ++at)
+      out.after[static_cast<size_t>(filled[static_cast<size_t>(out.before[static_cast<size_t>(at)])]++)] = static_cast<i64>(op);
   out.lanes.resize(code.lanes.size());
-  for (size_t op = 0; op < count; ++op) {
-    auto& lane = out.lanes[static_cast<size_t>(code.ops[static_cast<size_t>(out.ops[op].row)].lane)];
-    out.in_lane.push_back(static_cast<i64>(lane.size()));
-    lane.push_back(static_cast<i64>(op));
-  }
+  for (size_t op = 0; op < count; ++op)
+    out.lanes[static_cast<size_t>(code.ops[static_cast<size_t>(out.ops[op].row)].lane)].push_back(static_cast<i64>(op));
 }
 
 // Finds ranks that run as one that is expanded already, though they read other coordinates.
@@ -169,11 +164,12 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
   std::unique_ptr<Likeness> likeness;
   if (!keeps && !reaches) likeness = std::make_unique<Likeness>(code, keys);
   std::vector<std::vector<std::vector<i64>>> kept_keys;  // of every rank, where writes are tracked
+  Accesses spare;  // memory of those of a class before
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     const i64 global = code.ranks[static_cast<size_t>(rank)];
     const auto [found, is_new] = known.try_emplace(keys.of(rank), static_cast<i64>(classes.size()));
     if (is_new) {
-      Binder binder(code, rank);
+      Binder binder(code, rank, std::move(spare));
       std::vector<std::vector<i64>> op_keys;
       try {
         walk(code, rank, [&](i64 row, const std::vector<i64>& env, const std::vector<i64>& key) {
@@ -188,7 +184,7 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
         order(code, local_edges(code, binder.accesses, exposed, blocks_left), made);
         num_kept += binder.accesses.all.size() + binder.accesses.row.size();
         if (keeps_accesses && num_kept > MAX_KEPT) throw ProgramFault("the program has too many different accesses");
-        if (keeps) made.accesses = std::move(binder.accesses);
+        (keeps ? made.accesses : spare) = std::move(binder.accesses);
         classes.push_back(std::move(made));
       } catch (ProgramFault& fault) {
         if (fault.rank < 0) throw ProgramFault(fault.what(), global, static_cast<i64>(binder.accesses.row.size()));
@@ -248,6 +244,26 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
       });
     peer_start.push_back(static_cast<i64>(peers.size()));
   }
+}
+
+Numbering Numbering::by_rank(const Expanded& program) {
+  Numbering out;
+  for (const Rank& rank : program.ranks) out.lines_.push_back({rank.base, 1});
+  return out;
+}
+
+Numbering Numbering::by_index(const Expanded& program) {
+  // Also of several classes, where they have as many ops: they differ in sizes and not in what they do.
+  std::map<size_t, i64> num_ranks, first;
+  for (i64 rank = 0; rank < program.code.num_ranks(); ++rank) ++num_ranks[program.of(rank).ops.size()];
+  i64 total = 0;
+  for (const auto& [num_ops, count] : num_ranks) first[num_ops] = total, total += count * static_cast<i64>(num_ops);
+  Numbering out;
+  for (i64 rank = 0; rank < program.code.num_ranks(); ++rank) {
+    const size_t num_ops = program.of(rank).ops.size();
+    out.lines_.push_back({first[num_ops]++, num_ranks[num_ops]});
+  }
+  return out;
 }
 
 }  // namespace meshweave

@@ -21,13 +21,15 @@ Lanes::Lanes(const Template& code, std::vector<i64> ranks_, const std::vector<i6
 }
 
 void Lanes::drop(i64 lane) {
+  if (lane == 0) throw ProgramFault("an expression has no value");
   num_left_ -= left_[static_cast<size_t>(lane)];
   left_[static_cast<size_t>(lane)] = 0;
 }
 
 LaneValues Lanes::evaluate(i64 expr) {
   if (is_same(expr)) return {LaneValues::SAME, code_.expressions.evaluate(expr, env_)};
-  const bool is_fixed = (code_.expressions.reads(expr) & ~varying_) == 0;
+  // The last bit is of several variables, and some of them may be those of loops.
+  const bool is_fixed = (code_.expressions.reads(expr) & (~varying_ | variable_bit(63))) == 0;
   if (is_fixed)
     if (const auto found = known_.find(expr); found != known_.end()) return found->second;
   run(expr, scratch_);

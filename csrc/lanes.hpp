@@ -19,7 +19,7 @@ struct LaneValues {
 };
 
 // Lane 0 is the rank that the others are compared with. A lane whose expression has no value is dropped, and so is one
-// that the caller finds to differ; a dropped lane is never taken in again.
+// that the caller sees to differ; a dropped lane is never taken in again. Where lane 0 has none, ProgramFault is raised.
 class Lanes {
  public:
   // `env` holds the variables of lane 0 and belongs to the caller, who sets loop variables in it.

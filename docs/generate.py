@@ -34,6 +34,7 @@ from meshweave.describe.machine.cluster_file import (
 from meshweave.describe.machine.kernels_file import (
     AttentionFile,
     CollectivesFile,
+    CpuProductsFile,
     ElementwiseFile,
     KernelsFile,
     ProductsFile,
@@ -87,6 +88,7 @@ TITLES: dict[type[BaseModel], str] = {
     KernelsFile: "Top level of a kernels file",
     ProductsFile: "products",
     SystolicFile: "systolic",
+    CpuProductsFile: "cpu_products",
     AttentionFile: "attention",
     CollectivesFile: "collectives",
     ElementwiseFile: "elementwise",
@@ -114,7 +116,15 @@ def page() -> str:
         "A cluster file names it by `chip.kernels`. `meshweave calibrate --device` writes one. Dtypes are those "
         "above, and `fp8` with the cast of A from bfloat16."
     )
-    parts = (ProductsFile, SystolicFile, AttentionFile, CollectivesFile, ElementwiseFile, TableFile)
+    parts = (
+        ProductsFile,
+        SystolicFile,
+        CpuProductsFile,
+        AttentionFile,
+        CollectivesFile,
+        ElementwiseFile,
+        TableFile,
+    )
     sections += ["## Kernels files\n", _section(KernelsFile, kernels), *map(_section, parts)]
     config = (
         "A Hugging Face `config.json` of a dense decoder-only model is read too, under the names that its family "

@@ -7,9 +7,9 @@ writes the catalog's tpu_gemm.csv and tpu-*.toml, benchmarks/results/tpu_kernels
 validation/results/tpu_kernels.md.
 
 Shapes are drawn by a seed, and those are added that a chip of the 4x4 mesh multiplies in the readings
-`fixed-batch` and `public-defaults` of MeshSlice. Of each device and dtype of C, 60 products are scored by
-constants that are fitted on the others. All products of one (n, k) are on one side, by a hash. The committed
-constants are those of all rows.
+`fixed-batch` and `public-defaults` of MeshSlice. Of each device, 60 products are scored by constants that are
+fitted on the others, beside those of the same (n, k) with C in float32. All products of one (n, k) are on one
+side, by a hash. The committed constants are those of all rows.
 """
 
 from __future__ import annotations
@@ -59,42 +59,37 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Group:
-    """The compiled products of one target and dtype of C."""
+    """The compiled products of one target: (m, n, k), dtype of C and cycles of each."""
 
     target: TpuTarget
-    out_dtype: str
-    cycles: dict[Shape, int]
+    products: tuple[tuple[Shape, str, int], ...]
 
     @property
     def sizes(self) -> Any:
         """Return the sizes, shape (rows, 3)."""
-        return np.array(list(self.cycles), dtype=np.float64)
+        return np.array([shape for shape, _, _ in self.products], dtype=np.float64)
 
     @property
     def seconds(self) -> Any:
         """Return the expected seconds."""
-        return np.array(list(self.cycles.values())) / self.target.cycles_per_s
+        return np.array([cycles for _, _, cycles in self.products]) / self.target.cycles_per_s
 
     @property
-    def name(self) -> str:
-        """Return the group of the rows, as files of products name it."""
-        return DTYPE if self.out_dtype == DTYPE else f"{DTYPE} to {self.out_dtype}"
+    def out_dtypes(self) -> Any:
+        """Return the dtype of C of each row."""
+        return np.array([out_dtype for _, out_dtype, _ in self.products])
 
     def is_scored(self) -> Any:
-        """Return which rows are scored: the (n, k) that a hash puts first, until there are `SCORED` rows."""
-        keys = [hashlib.sha256(f"{n},{k}".encode()).hexdigest() for _, n, k in self.cycles]
-        last = sorted(keys)[SCORED - 1]
-        return np.array([key <= last for key in keys])
+        """Return which rows are scored: the (n, k) that a hash puts first, with `SCORED` rows in bfloat16."""
+        keys = [hashlib.sha256(f"{n},{k}".encode()).hexdigest() for (_, n, k), _, _ in self.products]
+        first = sorted(key for key, (_, out, _) in zip(keys, self.products, strict=True) if out == DTYPE)
+        return np.array([key <= first[SCORED - 1] for key in keys])
 
     def kernels(self, chosen: Any) -> ChipKernels:
         """Return kernels with the constants fitted on the chosen rows."""
-        constants = fit_systolic(
-            self.sizes[chosen],
-            self.seconds[chosen],
-            self.target.hardware,
-            item_bytes(DTYPE),
-            item_bytes(self.out_dtype),
-        )
+        out_bytes = np.array([item_bytes(dtype) for dtype in self.out_dtypes[chosen]])
+        hardware, item = self.target.hardware, item_bytes(DTYPE)
+        constants = fit_systolic(self.sizes[chosen], self.seconds[chosen], hardware, item, out_bytes)
         return ChipKernels(self.target.name, "", products=((DTYPE, constants),))
 
 
@@ -151,28 +146,38 @@ def compile_more(seconds: float, say: Callable[[str], None]) -> None:
 
 
 def groups() -> list[tuple[str, Group]]:
-    """Return the groups of which at least twice as many products are kept as are scored, by target."""
-    kept = read_products()
-    return [
-        (name, Group(TPU_TARGETS[name], out_dtype, kept[TPU_TARGETS[name].name, out_dtype]))
-        for name, out_dtype in GROUPS
-        if len(kept.get((TPU_TARGETS[name].name, out_dtype), ())) >= 2 * SCORED
-    ]
+    """Return the products of each target of which twice as many are kept as are scored."""
+    kept, out = read_products(), []
+    for name, target in TPU_TARGETS.items():
+        products = [
+            (shape, out_dtype, cycles)
+            for (device, out_dtype), by_shape in kept.items()
+            if device == target.name
+            for shape, cycles in by_shape.items()
+        ]
+        if len(products) >= 2 * SCORED:
+            out.append((name, Group(target, tuple(products))))
+    return out
 
 
-def score(group: Group) -> Score:
-    """Return the score of the rows that are scored, by constants that are fitted on the others."""
-    scored = group.is_scored()
-    times = predicted(group.kernels(~scored), "products", group.name, group.sizes[scored])
-    assert times is not None
-    errors = np.abs(times / group.seconds[scored] - 1)
-    figures = (round(float(of(errors)), 4) for of in (np.mean, np.median, np.max))
-    return Score(group.target.name, group.name, "model", "not fitted", int(scored.sum()), *figures)
+def score(group: Group) -> list[Score]:
+    """Return the scores of the rows that are scored, by dtype of C, by constants fitted on the others."""
+    scored, out = group.is_scored(), []
+    kernels = group.kernels(~scored)
+    for out_dtype in dict.fromkeys(group.out_dtypes):
+        rows = scored & (group.out_dtypes == out_dtype)
+        name = DTYPE if out_dtype == DTYPE else f"{DTYPE} to {out_dtype}"
+        times = predicted(kernels, "products", name, group.sizes[rows])
+        assert times is not None
+        errors = np.abs(times / group.seconds[rows] - 1)
+        figures = (round(float(of(errors)), 4) for of in (np.mean, np.median, np.max))
+        out.append(Score(group.target.name, name, "model", "not fitted", int(rows.sum()), *figures))
+    return out
 
 
 def catalog_entry(name: str, group: Group) -> ChipKernels:
     """Return the kernels of the catalog: constants of all rows of a group."""
-    kernels = group.kernels(np.ones(len(group.cycles), dtype=bool))
+    kernels = group.kernels(np.ones(len(group.products), dtype=bool))
     source = (
         f"Fitted by validation/fit_tpu.py on cycles that XLA's compiler for TPUs expects ({VERSIONS}), operands "
         "in the chip's memory; errors on products not fitted stand in benchmarks/results/tpu_kernels.json"
@@ -195,12 +200,12 @@ def main(say: Callable[[str], None] = print) -> None:
         return
     results: dict[str, Any] = {"scored": SCORED, "versions": VERSIONS, "held_out": []}
     for name, group in groups():
-        entry = score(group)
-        results["held_out"].append({**entry.to_json(), "fitted": len(group.cycles) - entry.rows})
-        say(str(entry))
-        if group.out_dtype == DTYPE:
-            text = kernels_toml(catalog_entry(name, group))
-            (CATALOG / f"{name}.toml").write_text(text, encoding="utf-8")
+        fitted = int((~group.is_scored()).sum())
+        for entry in score(group):
+            results["held_out"].append({**entry.to_json(), "fitted": fitted})
+            say(str(entry))
+        text = kernels_toml(catalog_entry(name, group))
+        (CATALOG / f"{name}.toml").write_text(text, encoding="utf-8")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(tpu_page(results), encoding="utf-8")
 

@@ -173,7 +173,7 @@ def test_a_send_buffer_lets_chains_follow_each_other_a_packet_sooner(packets: in
         return skeleton_ps(
             Skeleton((Phase(1, (chain,)),)),
             lambda one: price(one, machine).total_ps,
-            cluster.send_buffer_bytes,
+            machine,
         )
 
     alone = (packets + members - 2) * packet_ps
@@ -181,6 +181,24 @@ def test_a_send_buffer_lets_chains_follow_each_other_a_packet_sooner(packets: in
     assert total(tuple(range(count))) == pytest.approx(
         (count - 1) * (packets + 1) * packet_ps + alone, rel=0.01
     )
+
+
+def test_an_idle_link_makes_up_for_its_burst() -> None:
+    """A chain of one packet gains a burst on each of its hops, and never more than the packet takes."""
+    members, packet_bytes = 8, 1 << 20
+    work = Transfer("broadcast", "tp.col", members, packet_bytes)
+    chain = Skeleton((Phase(1, (Task("b", "col", work, roots=(0,)),)),))
+    bare = _buffered(8)
+    took = []
+    for burst_bytes in (0, packet_bytes // 4, packet_bytes // 2, 1 << 30):
+        network = with_axes(bare.network, lambda axis, burst=burst_bytes: replace(axis, burst_bytes=burst))
+        machine = mesh_machine(replace(bare, network=network), (1, members), ("row", "col"))
+        took.append(estimate_skeleton(chain, machine).total_s)
+    hop_s = packet_bytes / bare.network.axis(0).link_bytes_per_s
+    hops = members - 1
+    assert took[0] == pytest.approx(hops * hop_s, rel=0.01)
+    assert took[1:3] == pytest.approx([hops * hop_s * 0.75, hops * hop_s * 0.5], rel=0.01)
+    assert 0 <= took[3] < hop_s * 0.01
 
 
 @pytest.mark.parametrize("seed", range(scaled(4)))

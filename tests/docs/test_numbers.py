@@ -108,9 +108,11 @@ def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
     for row in products:
         if (row.device, row.group) == ("TPU v4 core", "bfloat16") and row.sizes in local:
             shares.append(2 * math.prod(row.sizes) / row.seconds / peak)
-    assert len(shares) == len(local)
-    assert f"expects {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the peak for the" in VALIDATION
-    assert f"{len(local)} local products of this reading" in VALIDATION
+    assert (
+        f"expects {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the peak for {len(shares)} of"
+        in VALIDATION
+    )
+    assert f"of the {len(local)} products that a chip multiplies in this reading" in VALIDATION
     rate = fitted.effective_flops_per_s / fitted.peak("bfloat16")
     assert (
         f"{fitted.effective_flops_per_s / 1e12:.0f} TFLOP/s is {100 * rate:.0f} % of the peak" in VALIDATION
@@ -297,6 +299,20 @@ def test_kernels_in_the_guide() -> None:
         if (row["method"], row["subset"]) == ("table", "m >= 256")
     ]
     assert f"median error is {100 * min(medians):.1f} to {100 * max(medians):.1f} %" in page
+    thirds = [
+        row["median"] for row in saved["thirds"] if (row["method"], row["subset"]) == ("table", "m >= 256")
+    ]
+    assert f"Of thirds of the rows it is {100 * min(thirds):.1f} to {100 * max(thirds):.1f} %." in page
+
+
+def test_products_of_a_cpu_in_the_guide() -> None:
+    row = MEASURED["load"]("cpu_products")["rows"]["float32"]
+    full, quick = row["calibrated"], row["calibrated quickly"]
+    assert (
+        f"over {full['products']} products that were not fitted the mean error is {100 * full['mean']:.1f} % "
+        f"and the worst {100 * full['worst']:.0f} %; after the {quick['seconds']:.0f} s of a quick calibration, "
+        f"{100 * quick['mean']:.1f} and {100 * quick['worst']:.0f} %"
+    ) in guide("kernels")
 
 
 def test_tpu_kernels_in_the_guide() -> None:

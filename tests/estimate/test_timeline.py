@@ -13,6 +13,7 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import with_axes
 from meshweave.estimate import estimate_skeleton
 from meshweave.estimate.timeline import MAX_TASKS, timeline
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
@@ -101,12 +102,15 @@ def chained(draw: st.DrawFn, depth: int = 1) -> Skeleton:
 SIZES = {"row": 4, "col": 3}
 
 
-@pytest.mark.parametrize("send_buffer_bytes", [0, 300_000])
+@pytest.mark.parametrize(("send_buffer_bytes", "burst_bytes"), [(0, 0), (300_000, 0), (300_000, 200_000)])
 @examples(100, suppress_health_check=[HealthCheck.too_slow])
 @given(skeleton=chained())
-def test_the_core_follows_chains_as_the_timeline_does(skeleton: Skeleton, send_buffer_bytes: int) -> None:
-    machine = machine_of((4, 3))
-    machine = replace(machine, cluster=replace(machine.cluster, send_buffer_bytes=send_buffer_bytes))
+def test_the_core_follows_chains_as_the_timeline_does(
+    skeleton: Skeleton, send_buffer_bytes: int, burst_bytes: int
+) -> None:
+    network = with_axes(POD.network, lambda axis: replace(axis, burst_bytes=burst_bytes))
+    cluster = replace(POD, network=network, send_buffer_bytes=send_buffer_bytes)
+    machine = mesh_machine(cluster, (4, 3), AXES[:2])
     assert timeline(skeleton, machine).duration_s == estimate_skeleton(skeleton, machine).total_s
 
 

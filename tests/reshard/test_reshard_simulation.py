@@ -181,15 +181,14 @@ def test_naive_runs_one_task_after_another_also_from_one_sender() -> None:
 # --- packing ---------------------------------------------------------------------------------------------
 
 
-PACKED = [("S0R", "S0R", 0), ("RS0", "S0R", 1), ("RS0", "RS1", 2)]
-
-
-@pytest.mark.parametrize(("src_spec", "dst_spec", "ends"), PACKED)
-def test_plans_count_what_strided_pieces_pack(src_spec: str, dst_spec: str, ends: int) -> None:
+@pytest.mark.parametrize(
+    ("src_spec", "dst_spec", "is_strided"), [("S0R", "S0R", False), ("RS0", "S0R", True)]
+)
+def test_plans_count_what_strided_pieces_pack(src_spec: str, dst_spec: str, is_strided: bool) -> None:
     """One sender and one receiver of each message: the plan is the sum of bytes, launches and packing."""
-    chip = replace(CLUSTER.chip, pack_launch_s=1e-3, pack_bytes_per_s=2.5e8)
+    chip = replace(CLUSTER.chip, pack_launch_s=1e-5, pack_bytes_per_s=2.5e8)
     packs = replace(CLUSTER, chip=chip)
-    src, dst = mesh("p", (2, 1), 0), mesh("q", (1, 2) if ends == 2 else (2, 1), 2)
+    src, dst = mesh("p", (2, 1), 0), mesh("q", (2, 1), 2)
     layouts = layout_of_spec(src_spec, src), layout_of_spec(dst_spec, dst)
     problem = ReshardProblem((TensorMove("a", (1024, 512), "float32", *layouts),))
     plans = [
@@ -198,7 +197,7 @@ def test_plans_count_what_strided_pieces_pack(src_spec: str, dst_spec: str, ends
     program = reshard_program(plans[1])
     simulated = engine.simulate(program, Machine.of(packs, program)).duration_s
     assert plans[1].predicted_s == pytest.approx(simulated, rel=0.1)
-    assert (plans[1].predicted_s > 1.5 * plans[0].predicted_s) == (ends > 0)
+    assert (plans[1].predicted_s > 1.5 * plans[0].predicted_s) == is_strided
 
 
 def test_a_piece_is_strided_by_its_shards() -> None:

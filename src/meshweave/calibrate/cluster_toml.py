@@ -106,6 +106,8 @@ def _axis(head: str, path: str, axis: NetworkAxis) -> Iterator[str]:
     yield f"link_latency_s = {_number(axis.link_latency_s)}"
     yield f"ways = {axis.num_directions}"
     yield f"launch_s = {_number(axis.launch_s)}"
+    if axis.burst_bytes:
+        yield f"burst_bytes = {axis.burst_bytes}"
     if axis.constants:
         yield ""
         yield f"[{path}.constants]"

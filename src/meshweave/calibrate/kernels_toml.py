@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from meshweave.describe.machine.kernels import ChipKernels, SystolicConstants
+from meshweave.describe.machine.kernels import ChipKernels, CpuProductConstants, SystolicConstants
 
 
 def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
@@ -19,7 +19,10 @@ def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
     lines += [f"name = {json.dumps(kernels.name)}", f"source = {json.dumps(kernels.source)}"]
     if kernels.switch_reduces:
         lines.append("switch_reduces = true")
-    for section, entries in (("products", kernels.products), ("attention", kernels.attention)):
+    on_cpu = tuple(entry for entry in kernels.products if isinstance(entry[1], CpuProductConstants))
+    others = tuple(entry for entry in kernels.products if entry not in on_cpu)
+    sections = ("products", others), ("cpu_products", on_cpu), ("attention", kernels.attention)
+    for section, entries in sections:
         dtypes: dict[Any, list[str]] = {}
         for dtype, constants in entries:
             dtypes.setdefault(constants, []).append(dtype)

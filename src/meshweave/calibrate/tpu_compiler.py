@@ -180,8 +180,9 @@ def calibrate_tpu(
         cycles.append(expected)
         say(f"products: {at + 1} of {count} compiled")
     sizes, seconds = np.array(shapes, dtype=np.float64), np.array(cycles) / target.cycles_per_s
-    constants = fit_systolic(sizes, seconds, target.hardware)
-    errors = np.abs(product_seconds(constants, *sizes.T, 2) / seconds - 1)
+    constants = fit_systolic(sizes, seconds, target.hardware, 2, 2)
+    m, n, k = sizes.T
+    errors = np.abs(product_seconds(constants, m, n, k, 2) / seconds - 1)
     used = " ".join(f"{name} {number}" for name, number in compiler_versions().items())
     source = f"meshweave calibrate --device {device}: {count} products in bfloat16, seed {seed}, {used}"
     kernels = ChipKernels(target.name, source, products=(("bfloat16", constants),))

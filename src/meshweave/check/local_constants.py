@@ -1,12 +1,12 @@
 """The constants of local processes, for one planned product at a time: what is run to measure them, and their fit.
 
 Processes that share cores slow each other down, and by how much depends on what they do at once. So constants are
-measured with the same algorithm on half of the product: half of the sliced dim in half as many slices, on the same
-mesh, lanes and processes, in turns with the product itself. Two programs run, each from an instant that all ranks
-share:
+measured with the same algorithm on a part of the product: three quarters of the slices, or of the sliced dim where
+there is one slice, on the same mesh, lanes and processes, in turns with the product itself. Two programs run, each
+from an instant that all ranks share:
 
-- `transfers`: the half product without its multiplications;
-- `work`: the half product.
+- `transfers`: the part of the product without its multiplications;
+- `work`: the part of the product.
 
 Two constants are fitted to their durations: one factor for the times of messages and copies, and the FLOP rate of
 a process, with what transfers take of its core. The duration of the product itself is no part of the fit.
@@ -44,10 +44,10 @@ class ConstantPrograms:
     work: Program
 
     @classmethod
-    def of(cls, half: Program) -> ConstantPrograms:
-        """Return the programs for the program of half the product, see `half_product`."""
-        body = rewrite(half.body, _without_products)
-        return cls(replace(half, name="transfers", body=body, computes=()), half)
+    def of(cls, part: Program) -> ConstantPrograms:
+        """Return the programs for the program of a part of the product, see `part_of_product`."""
+        body = rewrite(part.body, _without_products)
+        return cls(replace(part, name="transfers", body=body, computes=()), part)
 
     @property
     def listed(self) -> tuple[Program, ...]:
@@ -134,10 +134,15 @@ def _slowed(cluster: Cluster, factor: float) -> Cluster:
 # --- programs ---------------------------------------------------------------------------------------------
 
 
-def half_product(problem: Matmul2dProblem, config: Matmul2dConfig) -> tuple[Matmul2dProblem, Matmul2dConfig]:
-    """Return half of a product along its sliced dim, in half as many slices (one stays one)."""
-    half = replace(problem, **{_SLICED[problem.dataflow]: problem.sliced_size // 2})
-    return half, replace(config, slices=config.slices[: max(len(config.slices) // 2, 1)])
+def part_of_product(
+    problem: Matmul2dProblem, config: Matmul2dConfig
+) -> tuple[Matmul2dProblem, Matmul2dConfig]:
+    """Return three quarters of the slices of a product, or of its sliced dim where it has one slice."""
+    count = len(config.slices)
+    kept = max(3 * count // 4, 1)
+    size = problem.sliced_size * kept // count if count > 1 else 3 * problem.sliced_size // 4
+    part = replace(problem, **{_SLICED[problem.dataflow]: size})
+    return part, replace(config, slices=config.slices[:kept])
 
 
 def _without_products(op: Op) -> tuple[Op, ...]:

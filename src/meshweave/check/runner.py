@@ -14,7 +14,7 @@ from meshweave.check.local_constants import (
     ConstantPrograms,
     LocalConstants,
     fit_local_constants,
-    half_product,
+    part_of_product,
 )
 from meshweave.check.processes import run_on_processes
 from meshweave.check.reduced import ReducedProduct, reduce_products
@@ -104,12 +104,12 @@ class PreparedProduct:
 
     @property
     def constant_programs(self) -> ConstantPrograms | None:
-        """Return what measures constants for it; None where half of it cannot run."""
+        """Return what measures constants for it; None where a part of it cannot run."""
         problem = self.product.problem
         assert problem is not None
         try:
             entry = algorithm(self.product.planned.candidate.entry_name)
-            program = entry.program(*half_product(problem, self.product.config))
+            program = entry.program(*part_of_product(problem, self.product.config))
         except LayoutError:
             return None
         return ConstantPrograms.of(_lowered(program, self.num_ring_directions))

@@ -12,7 +12,8 @@ Beside that A, B and C cross the memory once, which takes m. The two overlap imp
 products run at a lower clock: t (1 + slowdown ln(1 + t / 0.1 ms)). Cf. CUTLASS, "Efficient GEMM in CUDA" (tiles,
 waves, split-k). A chip of systolic arrays has constants and a formula of their own (`cost.systolic`).
 
-Every term grows with m, n and k; so does the result, but where a menu chooses by m.
+Every term grows with m, n and k; so does the result, but where a menu chooses by m. A thread of a CPU has a
+formula of its own, `cost.cpu_products`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from meshweave.cost.cpu_products import cpu_product_seconds
 from meshweave.cost.systolic import overlapped, systolic_seconds
-from meshweave.describe.machine.kernels import TILE_MENUS, ProductConstants, SystolicConstants
+from meshweave.describe.machine.kernels import (
+    TILE_MENUS,
+    CpuProductConstants,
+    ProductModel,
+    SystolicConstants,
+)
 
 Array = NDArray[np.float64]
 _SLOW_AFTER_S = 1e-4
@@ -45,7 +52,7 @@ def _choices(name: str) -> tuple[Array, ...]:
 
 
 def product_seconds(
-    constants: ProductConstants | SystolicConstants,
+    constants: ProductModel,
     m: ArrayLike,
     n: ArrayLike,
     k: ArrayLike,
@@ -62,6 +69,8 @@ def product_seconds(
     if isinstance(constants, SystolicConstants):
         return systolic_seconds(constants, m, n, k, item_bytes, out_bytes, batch)
     sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
+    if isinstance(constants, CpuProductConstants):
+        return cpu_product_seconds(constants, *sizes[:3], item_bytes, sizes[3])
     rows, columns, depth, count = (size[..., None] for size in sizes)
     of, menu = constants, TILE_MENUS[constants.tiles]
     tile_m, tile_n, cluster, splits, above, up_to = _choices(of.tiles)
@@ -91,12 +100,7 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 
 @lru_cache(maxsize=1 << 16)
 def product_s(
-    constants: ProductConstants | SystolicConstants,
-    m: int,
-    n: int,
-    k: int,
-    item_bytes: int,
-    num_products: int = 1,
+    constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
     """Return the seconds of one product, or of a batch of equal ones; the launch of an empty one."""
     if not m * n * k * num_products:

@@ -53,23 +53,23 @@ _Step = tuple[int, int, int, list[int], list[tuple[int, int]]]
 class TimedSkeleton:
     """A skeleton with the durations of its tasks."""
 
-    __slots__ = ("_cost_ps", "_has_chains", "_send_buffer_bytes", "_skeleton")
+    __slots__ = ("_cost_ps", "_has_chains", "_machine", "_skeleton")
 
-    def __init__(self, skeleton: Skeleton, cost_ps: CostPs, send_buffer_bytes: int = 0) -> None:
-        self._skeleton, self._cost_ps, self._send_buffer_bytes = skeleton, cost_ps, send_buffer_bytes
+    def __init__(self, skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> None:
+        self._skeleton, self._cost_ps, self._machine = skeleton, cost_ps, machine
         self._has_chains = has_chains(skeleton)
 
     def lower_bound_ps(self) -> int:
         """Return the largest sum of durations in one lane: a cheap lower bound on `total_ps`.
 
-        A chain keeps its members for its launch and its packets at least, less the last one where a send buffer
-        takes it.
+        A chain keeps its members for its launch and its packets at least; for its launch alone where a send buffer
+        takes the packets.
         """
         lanes: dict[str, int] = {}
         for count, task in self._skeleton.counted_tasks():
             if task.roots and isinstance(task.work, Transfer):
                 launch_ps, packet_ps = hop_ps(task.work, self._cost_ps)
-                kept = task.work.packets - is_buffered(task.work, self._send_buffer_bytes)
+                kept = 0 if is_buffered(task.work, self._machine) else task.work.packets
                 duration = launch_ps + packet_ps * kept
             else:
                 duration = self._cost_ps(task.work)
@@ -79,7 +79,7 @@ class TimedSkeleton:
     def total_ps(self) -> int:
         """Return the makespan in picoseconds; exact."""
         if self._has_chains:
-            return chained_ps(self._skeleton, self._cost_ps, self._send_buffer_bytes)
+            return chained_ps(self._skeleton, self._cost_ps, self._machine)
         if not any(task.after for phase in self._skeleton.phases for task in phase.tasks):
             return self.lower_bound_ps()
         compiler = _Compiler(self._cost_ps)
@@ -304,9 +304,9 @@ def _rate(wait: tuple[int, int]) -> int:
     return wait[1]
 
 
-def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, send_buffer_bytes: int = 0) -> int:
+def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> int:
     """Return the makespan in picoseconds where each op of a task takes `cost_ps(work)`; exact."""
-    return TimedSkeleton(skeleton, cost_ps, send_buffer_bytes).total_ps()
+    return TimedSkeleton(skeleton, cost_ps, machine).total_ps()
 
 
 def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
@@ -321,7 +321,7 @@ def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
             known = totals[work] = cost.total_ps
         return known
 
-    total = skeleton_ps(skeleton, cost_ps, machine.cluster.send_buffer_bytes)
+    total = skeleton_ps(skeleton, cost_ps, machine)
     compute = copy = launch = sync = transfer = 0
     counts: dict[Work, int] = {}
     for count, task in skeleton.counted_tasks():

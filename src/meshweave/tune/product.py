@@ -35,7 +35,7 @@ class OpPrices(dict[Work, int]):
 
     def timed(self, skeleton: Skeleton) -> TimedSkeleton:
         """Return a skeleton with these prices."""
-        return TimedSkeleton(skeleton, self.__getitem__, self.machine.cluster.send_buffer_bytes)
+        return TimedSkeleton(skeleton, self.__getitem__, self.machine)
 
     def may_bound(self, floor: Skeleton) -> bool:
         """Return whether an algorithm's lower bound holds: bounds of chains know no send buffers."""

@@ -149,6 +149,9 @@ class CommTable(FileModel):
     accumulate: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
 
 
+_BufferSize = Annotated[int, Field(ge=0, le=2**60)]
+
+
 class AxisFile(FileModel):
     """The links along one axis of a network, a port of a switch, or a NIC."""
 
@@ -162,6 +165,9 @@ class AxisFile(FileModel):
         1, alias="ways", description="the number of directions a ring collective uses, 1 or 2"
     )
     launch_s: Duration = Field(0.0, description="seconds to launch a collective, from 0 to 1e6")
+    burst_bytes: _BufferSize = Field(
+        0, description="bytes that a link passes at once after idling, a whole number of at least 0"
+    )
     constants: CommTable = Field(
         default_factory=lambda: CommTable.model_validate({}),
         description="a table of constants by kind of communication",
@@ -179,6 +185,7 @@ class AxisFile(FileModel):
             constants,
             self.launch_s,
             self.source,
+            self.burst_bytes,
         )
 
 
@@ -310,8 +317,6 @@ NETWORK_FILES: dict[str, type[NetworkFile]] = {
     "full_mesh": FullMeshFile,
 }
 """The model of the table `network` for each value of its key `kind`."""
-
-_BufferSize = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class ClusterFile(FileModel):

@@ -102,7 +102,7 @@ def part_layout(layout: Layout, shape: tuple[int, ...]) -> PartLayout:
 
 
 @dataclass(frozen=True)
-class _Message:
+class _TileMessage:
     """A box that one rank sends another: where it lies in the source shard and in the destination part."""
 
     sender: int
@@ -150,7 +150,7 @@ def alpa_program(problem: ReshardProblem, *, gathers: bool = True) -> Program:
     return Program(name, tuple(meshes), tensors, tuple(buffers), lanes, tuple(body), (Same("Y0", "X0"),))
 
 
-def _messages(move: TensorMove, layout: Layout) -> Iterator[_Message]:
+def _messages(move: TensorMove, layout: Layout) -> Iterator[_TileMessage]:
     """Yield the messages in Alpa's order, each from the sender that its balance chooses."""
     sent: dict[int, int] = defaultdict(int)
     sources = _ranks_of_tiles(move.src, move.shape)
@@ -165,7 +165,7 @@ def _messages(move: TensorMove, layout: Layout) -> Iterator[_Message]:
             for senders, src, dst, size in slices:
                 sender = min(senders, key=lambda rank: sent[rank])
                 sent[sender] += size
-                yield _Message(sender, receiver, src, dst)
+                yield _TileMessage(sender, receiver, src, dst)
 
 
 def _ranks_of_tiles(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Intervals, ...], list[int]]:
