@@ -57,6 +57,17 @@ def test_comparisons_of_the_guide() -> None:
     assert f"geometric mean {MEASURED['geometric_mean'](host):.2f}, least {min(host):.2f}" in COMPARISON
 
 
+def test_estimates_of_steps_beside_simulation() -> None:
+    rows = MEASURED["load"]("step_estimates")["rows"]
+    errors = [abs(row["error"]) for row in rows]
+    chips = max(int(row["cluster"].rpartition(":")[2]) for row in rows)
+    assert (len({row["model"] for row in rows}), len({row["cluster"] for row in rows})) == (4, 4)
+    page = " ".join((pages.ROOT / "docs" / "guide" / "steps.md").read_text().split())
+    assert f"Over {len(rows)} random steps of four models on four clusters of up to {chips} chips" in page
+    mean, most = 100 * statistics.mean(errors), 100 * max(errors)
+    assert f"by {mean:.1f} % on average and by {most:.1f} % at most" in page
+
+
 VALIDATION = " ".join((pages.ROOT / "validation" / "README.md").read_text().split())
 CHANGELOG = " ".join((pages.ROOT / "CHANGELOG.md").read_text().split())
 READINGS = runpy.run_path(str(pages.ROOT / "validation" / "readings_table.py"))

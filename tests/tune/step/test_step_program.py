@@ -41,14 +41,14 @@ def steps(draw: st.DrawFn) -> mw.Step:
     )
 
 
-@examples(30)
+@examples(16)
 @given(steps())
 def test_the_simulation_is_near_to_the_estimate(step: mw.Step) -> None:
     simulated = mw.simulate_step(step)
     assert step.time_s == pytest.approx(simulated.time_s, rel=0.1)
 
 
-@examples(20)
+@examples(8)
 @given(steps())
 def test_a_fold_takes_as_long(step: mw.Step) -> None:
     folded, whole = mw.simulate_step(step), mw.simulate_step(step, folds=False)
