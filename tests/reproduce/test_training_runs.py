@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import replace
+import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,10 @@ from meshweave.reproduce.training_runs.score import ScoredRun, score_runs, sourc
 from meshweave.reproduce.training_runs.split import family_of, is_fitted
 from meshweave.reproduce.training_runs.sweeps import Sweep, sweep_table, sweeps_of
 from meshweave.reproduce.training_runs.tables import runs_page, runs_table
-from meshweave.tune.step import Step, step_of
+from meshweave.tune.step import SoftwareStack, Step, step_of
 
 RUNS = shipped_runs()
+ROOT = Path(__file__).parents[2]
 HEADER = ",".join(COLUMNS) + "\n"
 ROW = "S,GPT 22B,8 A100,8,1,,,,,4,4,2048,full recompute,step time s,1.42,\n"
 
@@ -301,3 +303,19 @@ def test_rank_correlations_of_sweeps() -> None:
     assert correlation(1, 3, 2) == 0.5 and correlation(1, 2, 2) == pytest.approx(0.866, abs=1e-3)
     assert sweeps_of(runs, [replace(row, predicted=None)] * 3) == []
     assert "| S | sequence | 1 | 3 | 1.00 | 1.00 |" in sweep_table([Sweep("S", "22b", "sequence", 3, 1.0)])
+
+
+@pytest.mark.slow
+def test_the_saved_page_is_what_is_computed() -> None:
+    rows = score_runs(RUNS)
+    page = (ROOT / "validation" / "results" / "published.md").read_text("utf-8")
+    assert page == runs_page(rows, sweep_table(sweeps_of(RUNS, rows)))
+    calculon = [row for row in rows if row.source.startswith("calculon")]
+    assert len(calculon) == 8 and all(row.error is not None for row in calculon)
+
+
+def test_constants_of_stacks_are_few_and_named() -> None:
+    stacks = tomllib.loads((ROOT / "src/meshweave/reproduce/training_runs/stacks.toml").read_text("utf-8"))
+    constants = {field.name for field in fields(SoftwareStack) if field.type == "float"}
+    assert len(constants) == 5 and stacks["stacks"]
+    assert all(set(of) <= constants for of in stacks["stacks"].values())
