@@ -247,7 +247,7 @@ def test_scores_and_tables() -> None:
     assert (summary.sources, summary.rows) == (2, 3) and summary.median == pytest.approx(0.1)
     text = runs_table(rows, 1)
     assert "| 3 | A |" in text and "| 2 | A |" not in text and "no reason" in text
-    assert "3 of 5 rows predicted, 2 sources" in text and "# Published" in runs_page(rows)
+    assert "3 of 5 rows scored, 2 sources" in text and "# Published" in runs_page(rows)
 
 
 def test_a_run_counts_once_over_sources() -> None:
@@ -276,7 +276,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert data["rows"][1]["error"] is None and "experts" in data["rows"][1]["reason"]
     assert page.read_text().startswith("# Published training runs")
     assert run_app(["reproduce", "published", "--cases", str(file)]) == 0
-    assert "1 of 2 rows predicted" in capsys.readouterr().out
+    assert "1 of 2 rows scored" in capsys.readouterr().out
     file.write_text(HEADER + ROW.replace("1.42", "-1"))
     assert run_app(["reproduce", "published", "--cases", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -319,3 +319,10 @@ def test_constants_of_stacks_are_few_and_named() -> None:
     constants = {field.name for field in fields(SoftwareStack) if field.type == "float"}
     assert len(constants) == 5 and stacks["stacks"]
     assert all(set(of) <= constants for of in stacks["stacks"].values())
+
+
+def test_the_validation_page_quotes_the_saved_scores() -> None:
+    page = (ROOT / "validation" / "results" / "published.md").read_text("utf-8")
+    saved = [line for line in page.splitlines() if "rows scored" in line]
+    readme = (ROOT / "validation" / "README.md").read_text("utf-8")
+    assert len(saved) == 4 and all(line in readme for line in saved)
