@@ -159,6 +159,9 @@ def test_what_rows_say() -> None:
         ({"gbs": ""}, "the batch is not stated"),
         ({"seq": ""}, "the sequence length is not stated"),
         ({"mbs": "3"}, "do not divide 4 sequences"),
+        ({"mbs": "1", "tp": "1", "pp": "8", "gbs": "99999"}, "99999 micro-batches are more than 16384"),
+        ({"chips": "99999999 A100"}, "chips"),
+        ({"seq": "99999999999"}, "sequence is 99999999999"),
     ],
 )
 def test_reasons(columns: dict[str, str], reason: str) -> None:
