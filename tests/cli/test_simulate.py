@@ -96,6 +96,18 @@ def test_another_mesh_has_slices_of_its_own(capsys: pytest.CaptureFixture[str], 
     )  # no Cannon
 
 
+def test_the_step_of_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = str(tmp_path / "step.json")
+    model = ("llama-2-7b", "--cluster", "dgx-a100:8", "--batch", "16", "--seq", "512")
+    fixed = "tp=4,pp=2,zero=1,micro_batch=1,strategy=megatron_sp,recompute=none,schedule=1f1b"
+    assert run_app(["plan", *model, "--fix", fixed, "--out", path]) == 0
+    code, out, _ = called(capsys, path, "--against", "estimate")
+    assert code == 0
+    assert "llama-2-7b, a step: pipeline 2, data 1, context 1, tensor 4" in out and "closed form" in out
+    code, _, err = called(capsys, path, "--place", "1000")
+    assert code == 2 and "has no place 1000" in err
+
+
 def test_layers_and_passes(capsys: pytest.CaptureFixture[str], plan: str) -> None:
     (run,) = found(capsys, plan, "--layer", "out", "--pass", "backward_weight")
     assert run["title"].startswith("out backward weight, meshslice")

@@ -14,6 +14,7 @@ from meshweave.describe.model import load_model
 from meshweave.describe.model.workload import Workload
 
 if TYPE_CHECKING:
+    from meshweave.tune.plan_records import StepsRecord
     from meshweave.tune.step import StepProblem
 
 ModelArgument = Annotated[
@@ -77,9 +78,9 @@ def plan(
 ) -> None:
     """Choose the degrees of parallelism of a training step, within the memory of a chip.
 
-    The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches, schedules,
-    ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the best, the
-    runner-up and why, and what to do next. Ctrl-C prints the best so far.
+    The search takes data, pipeline, context and tensor degrees, strategies within a layer, micro-batches,
+    schedules, ZeRO levels, recomputation, and the order in which degrees are laid on the cluster. It prints the
+    best, the runner-up and why, and what to do next. Ctrl-C prints the best so far.
 
     Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
     """
@@ -139,8 +140,9 @@ def _plan_step(
     if report is not None:
         from meshweave.report.step_page import step_page
         from meshweave.report.timeline import write_text
+        from meshweave.tune.step_search.reasons import choice_text
 
-        write_text(report, step_page(chosen, problem))
+        write_text(report, step_page(chosen, choice_text, *_reasons(chosen.step)))
     if out is not None:
         chosen.save(out)
     if json:
@@ -152,6 +154,14 @@ def _plan_step(
                 typer.echo(f"written to {path}")
     if not chosen.step.is_complete:
         raise typer.Exit(130)
+
+
+def _reasons(steps: StepsRecord) -> tuple[str, str]:
+    """Return what the runner-up costs, and what to do next."""
+    from meshweave.tune.step_search.reasons import advice, difference_text
+
+    other = steps.runner_up
+    return "" if other is None else difference_text(steps.best, other), advice(steps)
 
 
 def read_fixed(text: str) -> dict[str, list[object]]:

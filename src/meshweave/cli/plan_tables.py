@@ -19,8 +19,8 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
     """Print the plan of a step; with `table` its ranking and its time against memory."""
     steps = plan.step
     typer.echo(
-        f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: {plan.batch} sequences of {plan.sequence} tokens, "
-        f"{plan.dtype}"
+        f"{plan.model} on {plan.num_chips} chips of {plan.cluster}: {plan.batch} sequences of {plan.sequence} "
+        f"tokens, {plan.dtype}"
     )
     typer.echo(f"\nbest       {choice_text(steps.best.degrees)}")
     typer.echo(f"           {_numbers(steps.best, steps, price)}")
@@ -43,8 +43,9 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
 
 def _numbers(record: StepRecord, steps: StepsRecord, price: float | None) -> str:
     text = (
-        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU, {record.tokens_per_s_per_chip:.0f} tokens/s "
-        f"per chip, {format_bytes(record.memory_bytes)} of {format_bytes(steps.memory_limit_bytes)}"
+        f"{format_s(record.step_s)} a step, {100 * record.mfu:.1f} % MFU, "
+        f"{record.tokens_per_s_per_chip:.0f} tokens/s per chip, "
+        f"{format_bytes(record.memory_bytes)} of {format_bytes(steps.memory_limit_bytes)}"
     )
     return text if price is None else f"{text}, {record.usd_per_million_tokens(price):.3g} per million tokens"
 
@@ -89,8 +90,8 @@ def _print_ranking(steps: StepsRecord, price: float | None) -> None:
     typer.echo()
     print_table(head, rows, 2)
     typer.echo(
-        "tensor, context, transfers, data: exposed communication of each kind, as a share of the step; bubble: waiting "
-        "for other pipeline ranks."
+        "tensor, context, transfers, data: exposed communication of each kind, as a share of the step; "
+        "bubble: waiting for other pipeline ranks."
     )
     typer.echo(_searched(steps))
 
@@ -105,8 +106,8 @@ def _searched(steps: StepsRecord) -> str:
         f"no other is faster than the first {steps.num_exact}" if steps.num_exact else "search not finished"
     )
     return (
-        f"{count.get('nodes', 0)} layouts with a micro-batch; {count.get('priced', 0)} configurations priced, the others "
-        f"ruled out by bounds, {count.get('over_memory', 0)} by memory; {exact}."
+        f"{count.get('nodes', 0)} layouts with a micro-batch; {count.get('priced', 0)} configurations priced, "
+        f"the others ruled out by bounds, {count.get('over_memory', 0)} by memory; {exact}."
     )
 
 

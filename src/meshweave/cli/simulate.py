@@ -76,6 +76,9 @@ MeshOption = Annotated[
     str | None,
     typer.Option(help="Of a plan: another mesh for all algorithms, ROWSxCOLS; slices are tuned for it."),
 ]
+PlaceOption = Annotated[
+    int, typer.Option(help="Of a plan of a step: the place of the configuration in its ranking.")
+]
 LowerOption = Annotated[
     Lowering,
     typer.Option(
@@ -112,6 +115,7 @@ def simulate(
     passes: PassesOption = "all",
     algorithms: AlgorithmsOption = "best",
     mesh: MeshOption = None,
+    place: PlaceOption = 1,
     lower: LowerOption = Lowering.none,
     against: AgainstOption = None,
     ranks: RanksOption = "",
@@ -132,6 +136,8 @@ def simulate(
     Example: meshweave simulate plan.json --layer ff1 --pass forward --algorithm wang,meshslice --svg timeline.svg
 
     More:    meshweave simulate 1f1b --set rows=32 --cluster dgx-h100:8
+
+    More:    meshweave simulate step.json --against estimate
     """
     for path in (trace, svg, png, report):
         check_writable(path)
@@ -142,7 +148,7 @@ def simulate(
     shown = read_ranks(ranks)
     if what.endswith(".json"):
         limits = False  # sizes of a plan agree with each other
-        cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh)
+        cases = _plan_cases(what, cluster, logical, lower, layer, passes, algorithms, mesh, place)
     else:
         cases = [_program_case(what, cluster, logical, lower, settings, config, limited=limits)]
     for case in cases:
@@ -173,11 +179,15 @@ def _plan_cases(
     passes: str,
     algorithms: str,
     mesh: str | None,
+    place: int,
 ) -> list[SimulationCase]:
-    """Return the products of a plan, each on its machine."""
+    """Return the products of a plan, each on its machine, or the step of a plan."""
     from meshweave.tune.cases import plan_cases
+    from meshweave.tune.step_cases import step_case
 
     plan = load_plan(Path(what))
+    if plan.kind == "step":
+        return [step_case(plan, cluster, place)]
     best = [plan.best.algorithm]
     return plan_cases(
         plan,

@@ -1,4 +1,4 @@
-"""The frame, style and tables of all HTML pages. Pages load nothing from anywhere and have no scripts."""
+"""The frame, style and tables of all HTML pages. Pages load nothing from anywhere."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ tr.group td { border-top: 2px solid #c6ced8; }
 """
 
 
-def page(title: str, body: str) -> str:
-    """Return a whole page; `title` is text, `body` HTML."""
+def page(title: str, body: str, *, style: str = "", script: str = "") -> str:
+    """Return a whole page; `title` is text, `body` HTML; `style` comes after that of all pages."""
+    scripts = f"<script>{script}</script>" if script else ""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<style>{STYLE}{style}</style></head>\n<body>\n{body}\n{scripts}</body></html>\n"
     )
 
 

@@ -1,7 +1,8 @@
 """A plan: what a search chose for a model on a cluster, in a form that saves, loads and explains itself.
 
-A plan of products has the algorithms for the layers of one block on all chips. A plan of steps has configurations of a
-whole training step: degrees of parallelism with time and memory. Both are one JSON file with one loader.
+A plan of products has the algorithms for the layers of one block on all chips. A plan of steps has
+configurations of a whole training step: degrees of parallelism with time and memory. Both are one JSON file
+with one loader.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def select_passes(names: Iterable[str]) -> tuple[PassName, ...]:
 def select_candidates(plan: Plan, algorithms: Sequence[str] | None) -> list[Candidate]:
     """Return the candidates of these algorithms, or all. Raises DescriptionError that names the nearest one."""
     if algorithms is None:
-        return list(plan.candidates)
+        return [plan.best, *plan.candidates[1:]]
     known = [candidate.algorithm for candidate in plan.candidates]
     for name in algorithms:
         if name not in known:

@@ -97,6 +97,19 @@ def test_a_rank_keeps_what_is_in_flight(pipeline: int, virtual: int, rounds: int
         assert memory.stages[rank].activations == kept * 16 // (pipeline * virtual) * layer
 
 
+def test_a_rank_with_both_ends_has_both_tables() -> None:
+    """In a V the first rank has the last stage too; a table that both ends share is there once."""
+    tied = gpt(16, 64)
+    apart = replace(tied, tied_embeddings=False)
+    p = mw.Parallelism(16, 4, virtual_stages=2, schedule="zbv")
+    once, twice = (memory_of(mw.StepProblem(m, CLUSTER, 64, 512), p).stages for m in (tied, apart))
+    table = 2 * 51200 * tied.hidden
+    assert twice[0].weights - once[0].weights == table == once[0].weights - once[1].weights
+    assert once[1:] == twice[1:]
+    step = mw.step_of(mw.StepProblem(tied, CLUSTER, 128, 512), p)
+    assert step.stages.sync.tied_s == 0 and mw.simulate_step(step).time_s > 0
+
+
 def test_fragmentation_is_a_named_share() -> None:
     problem = mw.StepProblem(gpt(16, 64), CLUSTER, 64, 512, stack=mw.SoftwareStack(fragmentation=0.1))
     peak = memory_of(problem, mw.Parallelism(64)).peak

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes, time_schedule
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
-from meshweave.tune.step.pipeline import least_makespan_ps, num_stashes, time_in_slots, time_pipeline
+from meshweave.tune.step.pipeline import (
+    least_makespan_ps,
+    num_stashes,
+    ranks_of_stages,
+    time_in_slots,
+    time_pipeline,
+)
 from sampling import examples
 
 SCHEDULES = [
@@ -82,6 +88,13 @@ def test_stashes_are_those_of_the_schedule(ranks: int, per_rank: int, micro_batc
     request = ScheduleRequest(ranks * per_rank, micro_batches, per_rank)
     schedule = schedule_by_name(full, request, ActionTimes.uniform(ranks * per_rank))
     assert num_stashes(name, ranks, per_rank, micro_batches) == peak_stashes(schedule)
+
+
+@pytest.mark.parametrize(("name", "per_rank"), SCHEDULES)
+def test_stages_are_where_the_schedule_has_them(name: str, per_rank: int) -> None:
+    times = ActionTimes.uniform(3 * per_rank)
+    schedule = schedule_by_name(name, ScheduleRequest(3 * per_rank, 12, per_rank), times)
+    assert ranks_of_stages(name, 3, per_rank) == schedule.stage_ranks
 
 
 def test_a_long_pipeline_is_in_proportion() -> None:

@@ -84,7 +84,8 @@ class Stage:
         data_axes: mesh axes along which ranks share the rows of a micro-batch.
         is_sharded: whether the parameters lie in shards over the first data axis (FSDP).
         dtype: in which it computes, which says at what rate.
-        parameter_dtype: of the parameters and their gradients.
+        parameter_dtype: of the parameters and, unless `gradient_dtype` says otherwise, of their gradients.
+        gradient_dtype: of the gradients of the parameters.
     """
 
     mesh: Mesh
@@ -98,6 +99,12 @@ class Stage:
     is_sharded: bool = False
     dtype: str = "float32"
     parameter_dtype: str = "float32"
+    gradient_dtype: str = ""
+
+    @property
+    def own_gradient_dtype(self) -> str:
+        """Return the dtype of the gradients of the parameters."""
+        return self.gradient_dtype or self.parameter_dtype
 
     @property
     def row_placements(self) -> tuple[Placement, ...]:
@@ -275,7 +282,7 @@ def _check_stage(number: int, stage: Stage, rows: int) -> None:
     parts = stage.data_parallelism
     if rows % parts:
         raise LayoutError(f"stage {number}: {parts} data-parallel parts do not divide {rows} rows")
-    for dtype in (stage.dtype, stage.parameter_dtype):
+    for dtype in (stage.dtype, stage.parameter_dtype, stage.own_gradient_dtype):
         if dtype not in DTYPES:
             raise LayoutError(f"stage {number}: there is no dtype '{dtype}'")
     if stage.parameters < 1:

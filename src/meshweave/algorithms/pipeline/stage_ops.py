@@ -62,16 +62,18 @@ class StageOps:
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
         """Yield the inputs and outputs of the stage, and scratch for gathered parameters and their gradients."""
         kinds = {"W": "input", "X": "input", "T": "input", "DW": "output", "Y": "output"}
+        dtypes = {"W": self.stage.parameter_dtype, "DW": self.stage.own_gradient_dtype}
         for prefix, kind in kinds.items():
             tensor = f"{prefix}{self.number}"
             if tensor in layouts:
                 layout = Layout(self.mesh, layouts[tensor].placements)
-                dtype = self.stage.parameter_dtype if "W" in prefix else BATCH_DTYPE
+                dtype = dtypes.get(prefix, BATCH_DTYPE)
                 yield Buffer(tensor.lower(), kind, self.mesh.name, dtype, tensor, layout)  # type: ignore[arg-type]
-        scratch = [f"w{self.number}_whole"] if self.is_sharded else []
-        for name in (*scratch, *([f"dw{self.number}_sum"] if self.has_sum else [])):
-            shape, dtype = (self.stage.parameters,), self.stage.parameter_dtype
-            yield Buffer(name, "scratch", self.mesh.name, dtype, shape=shape)
+        scratch = {f"w{self.number}_whole": dtypes["W"]} if self.is_sharded else {}
+        if self.has_sum:
+            scratch[f"dw{self.number}_sum"] = dtypes["DW"]
+        for name, dtype in scratch.items():
+            yield Buffer(name, "scratch", self.mesh.name, dtype, shape=(self.stage.parameters,))
 
     def _vector(self, name: str) -> View:
         return View(name, (FULL,), 0)

@@ -48,7 +48,7 @@ def tensors(problem: PipelineProblem) -> Iterator[Tensor]:
     batch = problem.micro_batches * problem.rows
     for number, stage in enumerate(problem.stages):
         yield Tensor(f"W{number}", (stage.parameters,), stage.parameter_dtype)
-        yield Tensor(f"DW{number}", (stage.parameters,), stage.parameter_dtype)
+        yield Tensor(f"DW{number}", (stage.parameters,), stage.own_gradient_dtype)
         if not problem.edges_into(number):
             yield Tensor(f"X{number}", (batch, *problem.input_shape), BATCH_DTYPE)
         if not problem.edges_out_of(number):

@@ -20,8 +20,8 @@ from meshweave.describe.machine.network import (
 def level_sizes(network: Network) -> tuple[int, ...] | None:
     """Return the chips of a block of each level below the whole network, the smallest first.
 
-    A host of a cluster of hosts, a package of a full mesh and each subtree of a tree are blocks; one switch has none.
-    None for tori and rings, whose links join neighbours.
+    A host of a cluster of hosts, a package of a full mesh and each subtree of a tree are blocks; one switch has
+    none. None for tori and rings, whose links join neighbours.
     """
     match network:
         case HostsNetwork():
@@ -36,7 +36,10 @@ def level_sizes(network: Network) -> tuple[int, ...] | None:
 
 
 def with_outer_links(network: Network, factor: float) -> Network:
-    """Return a network whose outermost links are `factor` times as fast: NICs, the top of a tree, all of a torus."""
+    """Return a network whose outermost links are `factor` times as fast.
+
+    Those are the NICs of hosts, the links between packages, the top of a tree, and all links of other networks.
+    """
 
     def faster(axis: NetworkAxis) -> NetworkAxis:
         constants = tuple(

@@ -20,8 +20,8 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
-from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, rank_parameters
-from meshweave.tune.step.pipeline import num_stashes
+from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, rank_of_head, rank_parameters
+from meshweave.tune.step.pipeline import num_stashes, ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stages import Stages, stage_layers, stages_of
@@ -98,11 +98,11 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
     check_step(problem, parallelism)
     layers, stashes = _on_ranks(problem, parallelism)
     # Ranks between the ends differ in their layers and in what they keep of them.
-    kept = {(count, held): rank for rank, (count, held) in enumerate(zip(layers, stashes, strict=True))}
+    kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
     most: dict[int, int] = {}
-    for count, held in kept:
-        most[count] = max(most.get(count, 0), held)
-    ranks = {0, parallelism.pipeline - 1, *(kept[pair] for pair in most.items())}
+    for count, stash in kept:
+        most[count] = max(most.get(count, 0), stash)
+    ranks = {0, rank_of_head(parallelism), *(kept[pair] for pair in most.items())}
     memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
     return memory.peak
 
@@ -113,7 +113,12 @@ def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[list[int]
     layers = stage_layers(problem.model.num_layers, p.num_stages)
     count = problem.batch // (p.data * p.micro_batch)
     stashes = num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
-    return [sum(layers[rank :: p.pipeline]) for rank in range(p.pipeline)], stashes
+    of_ranks = [0] * p.pipeline
+    for rank, layers_of_stage in zip(
+        ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages), layers, strict=True
+    ):
+        of_ranks[rank] += layers_of_stage
+    return of_ranks, stashes
 
 
 def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Any) -> Step:

@@ -100,7 +100,7 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         return entry
     if roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
-    return _with_rings(entry)
+    return _RingsAround(entry)
 
 
 class _RingsAround(BlockAlgorithm):
@@ -112,10 +112,6 @@ class _RingsAround(BlockAlgorithm):
         self.name = f"{inner.name} with context"  # type: ignore[misc]
         self.title = f"{inner.title} with ring attention"  # type: ignore[misc]
         self.roles: tuple[AxisRole, ...] = (RING, *inner.roles)  # type: ignore[misc]
-
-
-def _with_rings(entry: BlockAlgorithm) -> BlockAlgorithm:
-    return _RingsAround(entry)
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
@@ -166,6 +162,15 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     return LayerTime(forward, backward, again)
 
 
+def least_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return the seconds of one micro-batch in one layer, forward and backward, without what the software adds.
+
+    It takes half as long to find out as `layer_time`, which is no less. Raises LayoutError where the strategy does
+    not fit.
+    """
+    return _whole(problem, parallelism, 0, problem.product_dtype)[0].total_s
+
+
 def _parts(
     problem: StepProblem, parallelism: Parallelism, vocabulary: int = 0, product_dtype: str | None = None
 ) -> tuple[PartTime, PartTime, tuple[int, int]]:
@@ -173,30 +178,43 @@ def _parts(
     known = problem.prices("blocks")
     key = _key(parallelism), vocabulary, product_dtype
     if key not in known:
-        entry = strategy_of(problem, parallelism)
-        machine = axis_machine(problem.priced_cluster, block_axes(parallelism))
-        block = _block(problem, parallelism, True, vocabulary)
-        if (reason := entry.refusal(block)) is not None:
-            raise LayoutError(f"{entry.name} {reason}")
-        slices = isinstance(entry, IncludedProducts)
-        configs = list(entry.candidates(block)) if slices else [BlockConfig()]
-        timed = [(_timed(entry, block, config, machine, product_dtype), config) for config in configs]
-        (whole, count), config = min(timed, key=lambda pair: pair[0][0].total_s)
-        forward, first = _timed(entry, replace(block, training=False), config, machine, product_dtype)
+        whole, count, config = _whole(problem, parallelism, vocabulary, product_dtype)
+        block = _block(problem, parallelism, False, vocabulary)
+        forward, first = _timed(problem, parallelism, block, config, product_dtype)
         known[key] = forward, whole, (first, count - first)
     forward, whole, kernels = known[key]
     return forward, whole, kernels
 
 
+def _whole(
+    problem: StepProblem, parallelism: Parallelism, vocabulary: int, product_dtype: str | None
+) -> tuple[PartTime, int, BlockConfig]:
+    """Return forward and backward part as one, its number of kernels, and the best config."""
+    known = problem.prices("wholes")
+    key = _key(parallelism), vocabulary, product_dtype
+    if key not in known:
+        entry = strategy_of(problem, parallelism)
+        block = _block(problem, parallelism, True, vocabulary)
+        if (reason := entry.refusal(block)) is not None:
+            raise LayoutError(f"{entry.name} {reason}")
+        slices = isinstance(entry, IncludedProducts)
+        configs = list(entry.candidates(block)) if slices else [BlockConfig()]
+        timed = [(*_timed(problem, parallelism, block, config, product_dtype), config) for config in configs]
+        known[key] = min(timed, key=lambda each: each[0].total_s)
+    whole, count, config = known[key]
+    return whole, count, config
+
+
 def _timed(
-    entry: BlockAlgorithm,
+    problem: StepProblem,
+    parallelism: Parallelism,
     block: BlockProblem,
     config: BlockConfig,
-    machine: Machine,
     product_dtype: str | None,
 ) -> tuple[PartTime, int]:
     """Return the estimate of a block without the reductions of gradients of weights, and its number of kernels."""
-    skeleton = _as_run(_without_gradients(entry.skeleton(block, config)), product_dtype)
+    machine = axis_machine(problem.priced_cluster, block_axes(parallelism))
+    skeleton = _skeleton(problem, parallelism, block, config, product_dtype)
     time = estimate_skeleton(skeleton, machine)
     tasks = list(skeleton.counted_tasks())
     context_s = sum(
@@ -206,6 +224,23 @@ def _timed(
     exposed_s = max(_exposed_s(time), 0.0)
     part = PartTime(time.total_s - exposed_s, exposed_s * (1 - share), exposed_s * share)
     return part, sum(count for count, task in tasks if isinstance(task.work, Compute))
+
+
+def _skeleton(
+    problem: StepProblem,
+    parallelism: Parallelism,
+    block: BlockProblem,
+    config: BlockConfig,
+    product_dtype: str | None,
+) -> Skeleton:
+    """Return the skeleton of a block as it runs, which is the same wherever its ranks lie."""
+    known = problem.prices("skeletons")
+    entry = strategy_of(problem, parallelism)
+    key = entry.name, block, config, product_dtype
+    if key not in known:
+        known[key] = _as_run(_without_gradients(entry.skeleton(block, config)), product_dtype)
+    skeleton: Skeleton = known[key]
+    return skeleton
 
 
 def _exposed_s(time: Estimate) -> float:
@@ -249,7 +284,8 @@ def _as_run(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
 
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Part):
-            return replace(task, skeleton=_as_run(task.skeleton, product_dtype))
+            inner = task.skeleton if product_dtype is None else _as_run(task.skeleton, product_dtype)
+            return replace(task, skeleton=inner)
         work = task.work
         if not isinstance(work, Compute):
             return task
@@ -315,13 +351,9 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     keys = problem.seq // 2 + 1
     operands = item * batch * heads * width * (2 * queries + 2 * problem.seq)
     shape = (batch, heads, queries, keys, width)
-    fused_s = call_s(
-        problem,
-        Compute(
-            "call", 0, operands * (1 if not part else 2), dtype=problem.dtype, call="attention", shape=shape,
-            part=part,
-        ),
-    )  # fmt: skip
+    moved = operands * (2 if part else 1)
+    fused = Compute("call", 0, moved, dtype=problem.dtype, call="attention", shape=shape, part=part)
+    fused_s = call_s(problem, fused)
     if problem.attention == "flash":
         return fused_s, 0.0
     scores = batch * heads * queries * problem.seq

@@ -12,8 +12,8 @@ e bytes an element, h hidden, q and g features of queries and of keys, f inner f
     scores and their dropout         a s (2 e + 1)    as attention lies; flash keeps 4 a of sums instead
     inner features                   2 e f, gated 4 e f
 
-A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of the schedule). The most is
-held when the backward part of a micro-batch begins; buffers are what lives then besides.
+A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of the schedule). The most
+lives when the backward part of a micro-batch begins; buffers are what lives then besides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.block.roles import AxisRole
 from meshweave.tune.step.layers import strategy_of
+from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
 LOGIT_BYTES = {"fused": (4, 0), "eager": (10, 6)}
@@ -94,13 +95,20 @@ def table_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
     return -(-(problem.model.vocab_size or 0) * problem.model.hidden // parallelism.tensor_size)
 
 
+def rank_of_head(parallelism: Parallelism) -> int:
+    """Return the pipeline rank that has the last stage."""
+    p = parallelism
+    return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)[-1]
+
+
 def rank_parameters(problem: StepProblem, parallelism: Parallelism, layers: list[int]) -> list[int]:
     """Return the weights on a chip of each pipeline rank, with those of embedding and head at the ends."""
     counts = [count * layer_parameters(problem, parallelism) for count in layers]
     table = table_parameters(problem, parallelism)
     counts[0] += table
-    if len(counts) > 1 or not problem.model.tied_embeddings:
-        counts[-1] += table
+    head = rank_of_head(parallelism)
+    if head or not problem.model.tied_embeddings:
+        counts[head] += table
     return counts
 
 
@@ -246,7 +254,7 @@ def _on_rank(
     buffers = sizes.working
     if rank == 0 and problem.has_dropout:
         activations += stashes * sizes.residual // (problem.item_bytes * p.virtual_stages)
-    if rank == p.pipeline - 1 and problem.model.vocab_size:
+    if rank == rank_of_head(p) and problem.model.vocab_size:
         in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
         activations += in_flight * (2 * sizes.residual + sizes.logits)
         buffers = max(buffers, sizes.logit_gradients)

@@ -24,7 +24,7 @@ import numpy as np
 from meshweave.algorithms.pipeline.action_graph import TransferRuntime, build_graph
 from meshweave.algorithms.pipeline.action_table import IntArray, tabulate
 from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
-from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
+from meshweave.algorithms.pipeline.actions import ActionKind, Schedule, folded, looped
 from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.algorithms.pipeline.interleaved import round_sizes
 
@@ -32,6 +32,7 @@ _TIMED_ROUNDS = 4
 _TIMED_MICRO_BATCHES = 24
 _MANY_RANKS = 16
 _REPEATS = ("1f1b", "interleaved-1f1b", "gpipe")
+_FOLDED = ("zbv", "dualpipev")
 _BY_TIMES = ("zb-1p", "zb-2p")
 """Schedules that depend on the times of their stages."""
 
@@ -223,6 +224,13 @@ def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) 
         hop = 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
         before, after = before + cycle + hop, after - hop
     return best
+
+
+def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """Return for each stage the pipeline rank that has it: dealt out in turn, or for some schedules in a V."""
+    if name in _FOLDED and virtual_stages == 2:
+        return folded(num_ranks)
+    return looped(num_ranks, virtual_stages)
 
 
 @lru_cache(maxsize=4096)

@@ -92,19 +92,22 @@ def sharding_groups(
     return tuple(shards), tuple(copies)
 
 
-def boundary_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool) -> float:
+def boundary_s(
+    problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool
+) -> tuple[float, bool]:
     """Return the seconds in which the residual of a micro-batch gets from one pipeline rank to the next.
 
     What every tensor-parallel rank has whole is sent in parts and gathered there, if that is faster (Narayanan et
-    al., SC '21, section 4.1).
+    al., SC '21, section 4.1): whether it is comes beside the seconds.
     """
     size, stride = parallelism.pipeline, parallelism.stride("pipeline")
     sent_s = message_s(problem, size, stride, num_bytes)
     tensor = parallelism.tensor_size
     if not is_whole or tensor == 1:
-        return sent_s
+        return sent_s, False
     gathered_s = collective_s(problem, "all_gather", ((tensor, parallelism.stride("tensor")),), num_bytes)
-    return min(sent_s, message_s(problem, size, stride, -(-num_bytes // tensor)) + gathered_s)
+    in_parts_s = message_s(problem, size, stride, -(-num_bytes // tensor)) + gathered_s
+    return min(sent_s, in_parts_s), in_parts_s < sent_s
 
 
 def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, int]], num_bytes: int) -> float:

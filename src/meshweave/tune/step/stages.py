@@ -8,7 +8,7 @@ from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
 from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
 from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
-from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, time_pipeline
+from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
 from meshweave.tune.step.placement import boundary_s
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.sync import LayerSync, exposed_after, exposed_before, layer_sync
@@ -49,6 +49,7 @@ class Stages:
         layer: of one layer.
         sync: collectives of one layer's weights.
         transfer_s: from one stage to the next.
+        sends_parts: whether what tensor-parallel ranks have whole is sent in parts and gathered.
     """
 
     problem: StepProblem
@@ -58,6 +59,7 @@ class Stages:
     layer: LayerTime
     sync: LayerSync
     transfer_s: float
+    sends_parts: bool
 
     @property
     def micro_batches(self) -> int:
@@ -102,9 +104,17 @@ class Stages:
         numbers = p.schedule, p.pipeline, p.virtual_stages, self.micro_batches
         return least_makespan_ps(*numbers, self.action_times())
 
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """Return for each stage the pipeline rank that has it."""
+        p = self.parallelism
+        return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)
+
     def layers_of_rank(self, rank: int) -> int:
-        """Return the layers of a pipeline rank, whose stages are dealt out in turn."""
-        return sum(self.layers[rank :: self.parallelism.pipeline])
+        """Return the layers of a pipeline rank."""
+        return sum(
+            layers for layers, owner in zip(self.layers, self.stage_ranks, strict=True) if owner == rank
+        )
 
     def gathers_s(self) -> float:
         """Return by how much gathers of updated weights delay the step (ZeRO-1 and 2): those of the first rank."""
@@ -119,10 +129,11 @@ class Stages:
     def reductions_s(self, rank: int) -> float:
         """Return what reductions add after the last backward part of a pipeline rank."""
         p, overlap = self.parallelism, self.problem.stack.overlap
-        has_head = rank == p.pipeline - 1 and (p.pipeline > 1 or not self.problem.model.tied_embeddings)
+        head = self.stage_ranks[-1]
+        has_head = rank == head and (head > 0 or not self.problem.model.tied_embeddings)
         head_s = self.sync.table_s if has_head else 0.0
         after_all_s = self.sync.table_s if rank == 0 else 0.0
-        after_all_s += self.sync.tied_s if rank in (0, p.pipeline - 1) else 0.0
+        after_all_s += self.sync.tied_s if rank in (0, head) else 0.0
         if p.zero >= 2:
             return head_s + after_all_s
         back_s = self.layer.backward.total_s + self.layer.recompute.total_s
@@ -154,11 +165,12 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
             known[key] = _stage_time(problem, parallelism, count, layer, at_ends, sync)
         times.append(known[key])
-    transfer_s = 0.0
+    transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
         sent = boundary_bytes(problem, parallelism)
-        transfer_s = boundary_s(problem, parallelism, sent, residual_is_whole(problem, parallelism))
-    return Stages(problem, parallelism, layers, tuple(times), layer, sync, transfer_s)
+        is_whole = residual_is_whole(problem, parallelism)
+        transfer_s, sends_parts = boundary_s(problem, parallelism, sent, is_whole)
+    return Stages(problem, parallelism, layers, tuple(times), layer, sync, transfer_s, sends_parts)
 
 
 def _stage_time(

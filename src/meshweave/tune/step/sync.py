@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshweave.tune.step.memory import layer_parameters, table_parameters
+from meshweave.tune.step.memory import layer_parameters, rank_of_head, table_parameters
 from meshweave.tune.step.placement import collective_s, message_s, replica_groups, sharding_groups
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
@@ -48,7 +48,7 @@ def layer_sync(problem: StepProblem, parallelism: Parallelism) -> LayerSync:
     weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
     tied_s = gather_s = 0.0
-    if problem.model.tied_embeddings and parallelism.pipeline > 1 and table:
+    if problem.model.tied_embeddings and rank_of_head(parallelism) and table:
         axis = parallelism.pipeline, parallelism.stride("pipeline")
         tied_s = message_s(problem, *axis, table * problem.gradient_bytes)
     if parallelism.zero:

@@ -4,10 +4,10 @@ Each bound says what no step with some choices can go under:
 
     compute     the FLOPs of the busiest pipeline rank at the highest rate of a chip
     layers      the layers of the busiest rank, as laid, for every micro-batch, and those of the other ranks once
-    easier      as layers, from a layer that is known and easier: with more sequences, shorter links, or fewer chips
+    easier      as layers, from a layer that is known and easier: more sequences, shorter links, or fewer chips
 
-The first two follow from the model of a step. The last assumes that a layer gets no better by being harder, but for
-`SLACK`; tests compare it with prices, and the search with the whole enumeration.
+The first two follow from the model of a step. The last assumes that a layer gets no better by being harder, but
+for `SLACK`; tests compare it with prices, and the search with the whole enumeration.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.step.layers import layer_time
-from meshweave.tune.step.problem import DEGREES
+from meshweave.tune.step.layers import layer_time, least_layer_s
+from meshweave.tune.step.problem import DEGREES, Degree
 from meshweave.tune.step_search.space import (
     StepLayout,
     StepSpace,
@@ -32,8 +32,9 @@ from meshweave.tune.step_search.space import (
 )
 
 SLACK = 0.97
-"""What a layer takes with fewer sequences, longer links or more chips is at least so much of what it takes without, in
-seconds of all its chips for each sequence. Kernels in whole tiles and curves of collectives leave that much room."""
+"""What a layer takes with fewer sequences, longer links or more chips is at least so much of what it takes
+without, in seconds of all its chips for each sequence. Kernels in whole tiles and curves of collectives leave
+that much room."""
 
 
 def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int:
@@ -74,6 +75,8 @@ class LayerBounds:
         self._peak = max(*rates, chip.effective_flops_per_s)
         self._levels = level_sizes(self._problem.cluster.network)
         self._known: dict[tuple[object, int], float] = {}
+        self._least: dict[tuple[object, int], float] = {}
+        self._easier_than: dict[tuple[object, int], tuple[tuple[LayerPlace, int], ...]] = {}
         self._places: dict[StepLayout, LayerPlace] = {}
         self.largest: dict[tuple[object, ...], int] = {}
 
@@ -102,9 +105,10 @@ class LayerBounds:
         """Return where the layers of a layout are."""
         if layout not in self._places:
             ranks = ranks_of(layout.tensor)
+            sizes: dict[Degree, int] = {"tensor": ranks, "context": layout.context}
             places = (
                 place_on_levels(self._levels, size, layout.stride(degree))
-                for degree, size in (("tensor", ranks), ("context", layout.context))
+                for degree, size in sizes.items()
                 if size > 1
             )
             key = layout.strategy, layout.tensor, layout.context, *places
@@ -114,16 +118,22 @@ class LayerBounds:
     def _chip_s(self, place: LayerPlace, micro_batch: int, enough_s: float) -> float:
         """Return the seconds of all chips for a sequence, or a bound of at least `enough_s`."""
         key = place.key, micro_batch
-        if key not in self._known:
-            for easier, size in self._easier(place, micro_batch):
-                try:
-                    bound = SLACK * self._chip_s(easier, size, enough_s / SLACK)
-                except MeshweaveError:
-                    continue
-                if bound >= enough_s:
-                    return bound
-            seconds = self.layer_s(place.layout, micro_batch)
-            self._known[key] = seconds / micro_batch * place.num_chips
+        if key in self._known:
+            return self._known[key]
+        if self._least.get(key, 0.0) >= enough_s:
+            return self._least[key]
+        if key not in self._easier_than:
+            self._easier_than[key] = tuple(self._easier(place, micro_batch))
+        for easier, size in self._easier_than[key]:
+            try:
+                bound = SLACK * self._chip_s(easier, size, enough_s / SLACK)
+            except MeshweaveError:
+                continue
+            if bound >= enough_s:
+                self._least[key] = bound
+                return bound
+        choice = place.layout.choice(micro_batch, "1f1b", 1, 0, "none")
+        self._known[key] = least_layer_s(self._problem, choice) / micro_batch * place.num_chips
         return self._known[key]
 
     def _easier(self, place: LayerPlace, micro_batch: int) -> Iterator[tuple[LayerPlace, int]]:
@@ -142,7 +152,8 @@ class LayerBounds:
 
 
 def _smaller(tensor: Tensor, context: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield tensor and context degrees with half (or a third, ...) of the chips along one axis, still of two or more."""
+    """Yield tensor and context degrees with half (or a third, ...) of the chips along one axis, still of two or
+    more."""
     if context > 1:
         yield tensor, context // _least_factor(context)
     if isinstance(tensor, int):
@@ -165,9 +176,9 @@ def step_bound_s(
 ) -> float:
     """Return the least seconds of a step whose layers take `layer_s` a micro-batch, forward and backward.
 
-    The busiest rank has a p-th of the layers at least. With 1F1B the last rank, which may have a layer less than its
-    share for the loss, also waits for the others before its first micro-batch, and they for it after the last:
-    `(L - l) / v` layers (Narayanan et al. 2021, section 2.2). Zero-bubble schedules fill that time.
+    The busiest rank has a p-th of the layers at least. With 1F1B the last rank, which may have a layer less
+    than its share for the loss, also waits for the others before its first micro-batch, and they for it after
+    the last: `(L - l) / v` layers (Narayanan et al. 2021, section 2.2). Zero-bubble schedules fill that time.
     """
     busiest = -(-num_layers // pipeline)
     if pipeline == 1 or schedule != "1f1b":

@@ -1,9 +1,10 @@
 """The search for the fastest configuration of a step that fits in memory: best first, with lower bounds, anytime.
 
-Nodes are layouts with a micro-batch. A node's bound begins as that of its FLOPs, is raised to what a layer takes as it
-is laid, and at last the choices within it (schedule, ZeRO level, recomputation) are weighed one by one: what exceeds the
-memory is dropped, and what its bound rules out is not priced. The search ends when the least bound is over the time of
-the last row of the ranking. That is exact as far as the bounds are; see `bounds`.
+Nodes are layouts with a micro-batch. A node's bound begins as that of its FLOPs, is raised to what a layer
+takes as it is laid, and at last the choices within it (schedule, ZeRO level, recomputation) are weighed one by
+one: what exceeds the memory is dropped, and what its bound rules out is not priced. The search ends when the
+least bound is over the time of the last row of the ranking. That is exact as far as the bounds are; see
+`bounds`.
 
 A row of the ranking is a set of degrees with a strategy, in the order and with the choices that suit it best.
 """
@@ -218,7 +219,7 @@ class StepSearch:
                     number += 1
 
     def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
-        """Return for each micro-batch, ascending, the least recomputation that may fit, up to the last that fits."""
+        """Return the least recomputation that may fit, for each micro-batch up to the last that does."""
         level = max(self._space.zero_levels(layout.data, layout.context))
         kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
         least: list[Recompute] = []

@@ -1,13 +1,13 @@
 """The space of configurations of a training step: degrees, strategies, micro-batches, ZeRO, recomputation, order.
 
-A *layout* says where the chips go: the four degrees, the strategy within a layer and its mesh, and the order in which
-the degrees are laid on the levels of the cluster. A *choice* adds what a layout leaves open: sequences per micro-batch,
-schedule, stages per pipeline rank, ZeRO level, recomputation.
+A *layout* says where the chips go: the four degrees, the strategy within a layer and its mesh, and the order in
+which the degrees are laid on the levels of the cluster. A *choice* adds what a layout leaves open: sequences
+per micro-batch, schedule, stages per pipeline rank, ZeRO level, recomputation.
 
-Divisibility rules, each of a training stack: the data degree divides the batch, and a micro-batch divides a replica's
-share of it (Megatron-LM, `arguments.py`); a one-dimensional tensor degree divides the heads; the context degree cuts a
-sequence into equal parts of at least `MIN_CONTEXT_TOKENS` tokens; a pipeline has a layer for every stage at least,
-evenly or not. `step.check` refuses what else cannot be laid out.
+Divisibility rules, each of a training stack: the data degree divides the batch, and a micro-batch divides a
+replica's share of it (Megatron-LM, `arguments.py`); a one-dimensional tensor degree divides the heads; the
+context degree cuts a sequence into equal parts of at least `MIN_CONTEXT_TOKENS` tokens; a pipeline has a layer
+for every stage at least, evenly or not. `step.check` refuses what else cannot be laid out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Order = tuple[Degree, ...]
 ONE_DIMENSIONAL = ("megatron_sp", "megatron")
 ON_MESHES = ("atp", "collective_block", "meshslice_block", "wang_block", "summa_block")
 STRATEGIES = (*ONE_DIMENSIONAL, *ON_MESHES)
-"""Strategies for the tensor ranks of a layer; the others of `algorithms.block` are the data and context degrees."""
+"""Strategies for the tensor ranks of a layer; the others of `algorithms.block` are the data and context
+degrees."""
 SEARCHED = (*ONE_DIMENSIONAL, "atp", "collective_block", "meshslice_block")
 """Strategies that a search chooses among by itself. MeshSlice has Wang's and SUMMA's products as rivals, and their
 estimates take as long as those of all others together."""
@@ -210,7 +211,7 @@ class StepSpace:
         return distinct_orders(self.problem.cluster, quad)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
-        """Return the sequences that a micro-batch may have, ascending: divisors, each twice the one before or more."""
+        """Return the sequences that a micro-batch may have: divisors, each at least twice the one before."""
         share, given = self.problem.batch // data, self.options.micro_batches
         if given is not None:
             return tuple(size for size in divisors_of(share) if size in given)
@@ -273,11 +274,14 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 def distinct_orders(cluster: Cluster, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
     """Return the orders of degrees that lay some degree on other links than every order before them."""
-    sizes = dict(zip(("data", "pipeline", "context", "tensor"), quad, strict=True))
+    data, pipeline, context, tensor = quad
+    sizes: dict[str, int] = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
     levels = level_sizes(cluster.network)
     orders: dict[tuple[object, ...], Order] = {}
     for order in permutations(DEGREES):
-        stride, strides, places = 1, {}, []
+        stride = 1
+        strides: dict[str, int] = {}
+        places: list[tuple[str, tuple[object, ...]]] = []
         for name in order:
             if sizes[name] > 1:
                 strides[name] = stride
@@ -303,7 +307,7 @@ def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> t
 
 
 def _members(size: int, stride: int, block: int) -> tuple[int, int]:
-    """Return how many of a group lie in a block of consecutive chips, and the stride where groups straddle blocks."""
+    """Return how many of a group lie in a block of chips, and the stride where groups straddle blocks."""
     span = size * stride
     if stride % block == 0:
         return 1, 0

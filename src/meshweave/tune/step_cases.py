@@ -1,0 +1,58 @@
+"""The step of a plan as a case to simulate."""
+
+from __future__ import annotations
+
+from meshweave.base.errors import DescriptionError
+from meshweave.describe.catalog import cluster_names, model_names
+from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.model import load_model
+from meshweave.tune.cases import SimulationCase
+from meshweave.tune.plan import Plan
+from meshweave.tune.step import Parallelism, Step, StepProblem, step_of
+from meshweave.tune.step.program import lay_step, outside_s
+
+
+def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step:
+    """Return a configuration of the plan of a step, priced anew with what problems have by default.
+
+    Args:
+        cluster: name or file of a cluster; None for the plan's own, with as many chips as it had.
+        place: the place of the configuration in the ranking, from 1.
+
+    Raises:
+        DescriptionError: the catalog has no such model or cluster, or the ranking no such place.
+        LayoutError: the configuration does not fit the cluster.
+    """
+    ranked = plan.step.ranked
+    if not 1 <= place <= len(ranked):
+        raise DescriptionError(f"the plan has no place {place}; give one from 1 to {len(ranked)}")
+    if plan.model not in model_names():
+        raise DescriptionError(f"the plan is for {plan.model}, which the catalog does not have")
+    if cluster is None and plan.cluster not in cluster_names():
+        raise DescriptionError(
+            f"the plan is for {plan.cluster}, which the catalog does not have; give --cluster FILE"
+        )
+    machine = load_cluster(cluster or f"{plan.cluster}:{plan.num_chips}")
+    problem = StepProblem(load_model(plan.model), machine, plan.batch, plan.sequence, plan.dtype)
+    return step_of(problem, Parallelism(**ranked[place - 1].degrees.model_dump()))
+
+
+def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> SimulationCase:
+    """Return a configuration of the plan of a step as a case: pipelines and reductions, without the optimizer.
+
+    Raises:
+        DescriptionError: as `planned_step`.
+        LayoutError: likewise.
+        UnsupportedError: no program is written for steps of this kind.
+    """
+    step = planned_step(plan, cluster, place)
+    program, machine, fold = lay_step(step)
+    p = step.parallelism
+    degrees = ", ".join(f"{name} {p.size(name)}" for name in reversed(p.order))
+    title = f"{plan.model}, a step: {degrees}"
+    subject = (
+        f"{step.num_micro_batches} micro-batches of {p.micro_batch} x {plan.sequence} tokens, {p.strategy}, "
+        f"{p.schedule}, ZeRO-{p.zero}, on {p.num_ranks} chips of {step.problem.cluster.name}"
+        + (f", of which every {fold}th is simulated: the others do the same" if fold > 1 else "")
+    )
+    return SimulationCase(title, title, "", subject, program, machine, lambda: step.time_s - outside_s(step))

@@ -1,0 +1,150 @@
+"""`meshweave plan` of a step: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshweave.base.errors import DescriptionError
+from meshweave.cli.app import run_app
+from meshweave.tune import Plan, load_plan
+
+SMALL = ("llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "16", "--seq", "2048")
+QUICK = "strategy=megatron_sp,cp=1,micro_batch=1,vp=1,schedule=1f1b,zero=1"
+
+
+def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = run_app(["plan", *args])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    assert run_app(["plan", *SMALL, "--fix", QUICK, "--save", str(path), "--sensitivity", "--json"]) == 0
+    return path
+
+
+def test_the_text_is_the_best_the_runner_up_and_what_next(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = called(capsys, *SMALL, "--fix", QUICK)
+    assert (status, err) == (0, "")
+    lines = [line for line in out.splitlines() if line.strip()]
+    assert [line.split()[0] for line in lines if not line.startswith(" ")][1:4] == [
+        "best",
+        "runner-up",
+        "next",
+    ]
+    assert "% MFU" in out and "% slower" in out and "--table" in out
+    assert len(lines) <= 8
+
+
+def test_the_table_has_what_the_plan_has(capsys: pytest.CaptureFixture[str], path: Path) -> None:
+    status, out, _ = called(capsys, *SMALL, "--fix", QUICK, "--table", "--price", "2")
+    steps = load_plan(path).step
+    assert status == 0
+    for word in ("HFU", "tensor", "context", "transfers", "data", "bubble", "memory", "price/Mtok"):
+        assert word in out
+    for record in steps.ranked:
+        assert f"{record.tokens_per_s_per_chip:.0f}" in out
+    assert "less memory for more time" in out
+
+
+def test_a_saved_plan_is_what_was_printed(path: Path) -> None:
+    plan = load_plan(path)
+    assert plan.kind == "step" and plan.format == "meshweave-plan-2"
+    steps = plan.step
+    times = [record.step_s for record in steps.ranked]
+    assert times == sorted(times) and steps.is_complete and steps.num_exact == 2
+    for record in steps.ranked:
+        assert sum(record.parts_s.values()) == pytest.approx(record.step_s, rel=1e-6)
+        assert sum(record.memory_parts.values()) == record.memory_bytes <= steps.memory_limit_bytes
+        assert record.degrees.num_chips == 8 and record.degrees.zero in (0, 1)
+    assert len(steps.sensitivity) == 2
+    memory = [record.memory_bytes for record in steps.front]
+    assert memory == sorted(memory, reverse=True)
+    with pytest.raises(DescriptionError, match="--products"):
+        _ = plan.best
+
+
+def test_plans_of_the_first_format_are_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "old.json"
+    args = ["--products", "--algorithms", "collective", "--out", str(file), "--json"]
+    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:4", "--batch", "2", "--seq", "64", *args]) == 0
+    data = json.loads(file.read_text())
+    new = load_plan(file)
+    for key in ("kind", "steps"):
+        del data[key]
+    file.write_text(json.dumps(data | {"format": "meshweave-plan-1"}))
+    assert load_plan(file).best == new.best
+    with pytest.raises(DescriptionError, match="meshweave plan"):
+        _ = new.step
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "products"}, "candidates"),
+        ({"format": "meshweave-plan-1"}, "meshweave-plan-2"),
+        ({"num_chips": 16}, "8 chips, not the 16"),
+        ({"steps": None}, "steps"),
+    ],
+)
+def test_a_contradictory_plan_is_one_line(
+    path: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(DescriptionError, match=message) as caught:
+        load_plan(file)
+    assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", [["run"], ["verify"]])
+def test_verbs_of_products_say_what_a_step_is_not(
+    capsys: pytest.CaptureFixture[str], path: Path, verb: list[str]
+) -> None:
+    status = run_app([*verb, str(path)])
+    err = capsys.readouterr().err
+    assert status == 2 and err.count("\n") == 1 and "--products" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([*SMALL, "--fix", "tp"], "such as tp=8"),
+        ([*SMALL, "--fix", "pt=8"], "names are dp, pp"),
+        ([*SMALL, "--fix", "tp=eight"], "whole number"),
+        ([*SMALL, "--fix", "tp=2,tp=4"], "twice"),
+        ([*SMALL, "--fix", "tp=3"], "tensor 3"),
+        ([*SMALL, "--fix", "zero=7"], "from 0 to 3"),
+        ([*SMALL, "--fix", "recompute=some"], "there are none, selective, full"),
+        ([*SMALL, "--fix", "order=data"], "innermost first"),
+        ([*SMALL, "--memory", "lots"], "no number of bytes"),
+        ([*SMALL, "--memory", "1MB"], "fits in 1 MB a chip: the smallest takes"),
+        ([*SMALL, "--algorithms", "meshslice"], "--products"),
+        ([*SMALL, "--products", "--table"], "leave out --products"),
+        (["llama-2-7b", "--cluster", "dgx-h100:8"], "--batch"),
+        (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "0"], "batch"),
+        (["llama-2-7b", "--cluster", "dgx-h100:13", "--batch", "8"], "multiple of 8"),
+    ],
+)
+def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    status, out, err = called(capsys, *args)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def test_an_interrupted_plan_prints_the_best_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: Path
+) -> None:
+    plan: Plan = load_plan(path)
+    steps = plan.step.model_copy(update={"is_complete": False, "num_exact": 0})
+    stopped = plan.model_copy(update={"steps": steps})
+    monkeypatch.setattr("meshweave.tune.step_search.planner.plan_step", lambda *args, **options: stopped)
+    status, out, err = called(capsys, *SMALL)
+    assert status == 130 and "best so far" in out and "runner-up" in out
+    assert err.startswith("interrupted")
