@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,13 @@ from meshweave.tune.step import step_of
 Array = NDArray[np.float64]
 
 FILE = Path(__file__).parents[1] / "src/meshweave/reproduce/training_runs/stacks.toml"
-NEUTRAL = {"overlap": 1.0, "extra_passes": 0.0, "launch_s": 0.0, "step_s": 0.0, "fragmentation": 0.0}
+NEUTRAL: dict[str, Any] = {
+    "overlap": 1.0,
+    "extra_passes": 0.0,
+    "launch_s": 0.0,
+    "step_s": 0.0,
+    "fragmentation": 0.0,
+}
 UNITS = {"overlap": 0.0, "extra_passes": 10.0, "launch_s": 1e-5}
 """At which value of a constant each row is priced besides the neutral one."""
 BOUNDS = {"overlap": (0.0, 1.0), "extra_passes": (0.0, 30.0), "launch_s": (0.0, 1e-5)}
@@ -89,7 +96,7 @@ def priced_row(run: PublishedRun, free: Sequence[str], fit_attention: bool) -> P
         if name == "extra_passes" and case.problem.loss != stack_of(run).loss:
             added[name] = 0.0  # compiled: no pass is left
             continue
-        problem = replace(case.problem, stack=replace(neutral, **{name: UNITS[name]}))
+        problem = replace(case.problem, stack=replace(neutral, **dict[str, Any]({name: UNITS[name]})))
         for kind in _KEPT:
             problem.prices(kind).update(case.problem.prices(kind))
         added[name] = seconds(replace(case, problem=problem)) - prediction.seconds

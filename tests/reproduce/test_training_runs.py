@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import replace
+import tomllib
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ from meshweave.reproduce.training_runs.models import NoPredictionError, model_of
 from meshweave.reproduce.training_runs.rows import COLUMNS, PublishedRun, parse_runs, shipped_runs
 from meshweave.reproduce.training_runs.score import ScoredRun, score_runs, source_scores, summary_of
 from meshweave.reproduce.training_runs.split import family_of, is_fitted
-from meshweave.reproduce.training_runs.sweeps import Sweep, sweep_table, sweeps_of
+from meshweave.reproduce.training_runs.sweeps import RunSweep, sweep_table, sweeps_of
 from meshweave.reproduce.training_runs.tables import runs_page, runs_table
-from meshweave.tune.step import Step, step_of
+from meshweave.tune.step import SoftwareStack, Step, step_of
 
 RUNS = shipped_runs()
+ROOT = Path(__file__).parents[2]
 HEADER = ",".join(COLUMNS) + "\n"
 ROW = "S,GPT 22B,8 A100,8,1,,,,,4,4,2048,full recompute,step time s,1.42,\n"
 
@@ -157,6 +159,9 @@ def test_what_rows_say() -> None:
         ({"gbs": ""}, "the batch is not stated"),
         ({"seq": ""}, "the sequence length is not stated"),
         ({"mbs": "3"}, "do not divide 4 sequences"),
+        ({"mbs": "1", "tp": "1", "pp": "8", "gbs": "99999"}, "99999 micro-batches are more than 16384"),
+        ({"chips": "99999999 A100"}, "chips"),
+        ({"seq": "99999999999"}, "sequence is 99999999999"),
     ],
 )
 def test_reasons(columns: dict[str, str], reason: str) -> None:
@@ -245,7 +250,7 @@ def test_scores_and_tables() -> None:
     assert (summary.sources, summary.rows) == (2, 3) and summary.median == pytest.approx(0.1)
     text = runs_table(rows, 1)
     assert "| 3 | A |" in text and "| 2 | A |" not in text and "no reason" in text
-    assert "3 of 5 rows predicted, 2 sources" in text and "# Published" in runs_page(rows)
+    assert "3 of 5 rows scored, 2 sources" in text and "# Published" in runs_page(rows)
 
 
 def test_a_run_counts_once_over_sources() -> None:
@@ -274,7 +279,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert data["rows"][1]["error"] is None and "experts" in data["rows"][1]["reason"]
     assert page.read_text().startswith("# Published training runs")
     assert run_app(["reproduce", "published", "--cases", str(file)]) == 0
-    assert "1 of 2 rows predicted" in capsys.readouterr().out
+    assert "1 of 2 rows scored" in capsys.readouterr().out
     file.write_text(HEADER + ROW.replace("1.42", "-1"))
     assert run_app(["reproduce", "published", "--cases", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -300,4 +305,28 @@ def test_rank_correlations_of_sweeps() -> None:
     assert correlation(0.1, 0.2, 0.3) == 1 and correlation(3, 2, 1) == -1
     assert correlation(1, 3, 2) == 0.5 and correlation(1, 2, 2) == pytest.approx(0.866, abs=1e-3)
     assert sweeps_of(runs, [replace(row, predicted=None)] * 3) == []
-    assert "| S | sequence | 1 | 3 | 1.00 | 1.00 |" in sweep_table([Sweep("S", "22b", "sequence", 3, 1.0)])
+    assert "| S | sequence | 1 | 3 | 1.00 | 1.00 |" in sweep_table([RunSweep("S", "22b", "sequence", 3, 1.0)])
+
+
+@pytest.mark.slow
+def test_the_saved_page_is_what_is_computed() -> None:
+    rows = score_runs(RUNS)
+    page = (ROOT / "validation" / "results" / "published.md").read_text("utf-8")
+    assert page == runs_page(rows, sweep_table(sweeps_of(RUNS, rows)))
+    calculon = [row for row in rows if row.source.startswith("calculon")]
+    assert len(calculon) == 8 and all(row.error is not None for row in calculon)
+
+
+def test_constants_of_stacks_are_few_and_named() -> None:
+    stacks = tomllib.loads((ROOT / "src/meshweave/reproduce/training_runs/stacks.toml").read_text("utf-8"))
+    constants = {field.name for field in fields(SoftwareStack) if field.type == "float"}
+    assert len(constants) == 5 and stacks["stacks"]
+    assert all(set(of) <= constants for of in stacks["stacks"].values())
+
+
+def test_the_validation_page_quotes_the_saved_scores() -> None:
+    page = (ROOT / "validation" / "results" / "published.md").read_text("utf-8")
+    saved = [line for line in page.splitlines() if "rows scored" in line]
+    readme = (ROOT / "validation" / "README.md").read_text("utf-8")
+    of_all, _, of_judges, of_fitted = saved
+    assert all(f": {line}\n" in readme for line in (of_all, of_judges, of_fitted))

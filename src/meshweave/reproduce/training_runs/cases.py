@@ -21,6 +21,8 @@ from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, s
 from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
 
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
+_MOST_MICRO_BATCHES = 2**14
+"""More of them on a pipeline than any run has, and than schedules are made of in a second."""
 _NARROW = re.compile(r"fp8|float8|mxfp|nvfp", re.IGNORECASE)
 _SCHEDULES = (("zb-1p", "zb-1p"), ("zb-2p", "zb-2p"), ("zb-h1", "zb-h1"), ("zb-v", "zbv"))
 
@@ -84,6 +86,10 @@ def case_of(
         )
         if batch % (size * degrees.data) == 0
     )
+    if choices and degrees.pipeline > 1:
+        most = batch // (degrees.data * min(choice.micro_batch for choice in choices))
+        if most > _MOST_MICRO_BATCHES:
+            raise NoPredictionError(f"{most} micro-batches are more than {_MOST_MICRO_BATCHES}")
     if not choices:
         raise NoPredictionError(
             f"{degrees.data} replicas of whole micro-batches do not divide {batch} sequences"

@@ -70,11 +70,15 @@ def shipped_runs() -> tuple[PublishedRun, ...]:
 def parse_runs(text: str, file: str | Path) -> tuple[PublishedRun, ...]:
     """Return the runs of a file with this text. Raises DescriptionError as `read_runs` does."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    runs, problems = [], []
+    runs: list[PublishedRun] = []
+    problems: list[Problem] = []
     try:
         header = _header(next(reader, []), file)
         for row in _rows(reader, header):
-            (runs if isinstance(row, PublishedRun) else problems).append(row)  # type: ignore[arg-type]
+            if isinstance(row, PublishedRun):
+                runs.append(row)
+            else:
+                problems.append(row)
     except csv.Error as error:
         fail(file, f"line {reader.line_num}", f"is no row of comma-separated values ({error})")
     if problems:
@@ -130,8 +134,17 @@ def _row(row: dict[str, str], line: int) -> PublishedRun | Problem:
     if not 0 < value < 1e18:
         shown = printable(row["value"][:60])
         return Problem(f"line {line}, column value", f"'{shown}' is no number above 0 and below 1e18")
-    words = (row[name] for name in ("source", "model", "chips"))
-    return PublishedRun(line, *words, counts, row["config"], row["metric"], value, row["second"])
+    return PublishedRun(
+        line,
+        row["source"],
+        row["model"],
+        row["chips"],
+        counts,
+        row["config"],
+        row["metric"],
+        value,
+        row["second"],
+    )
 
 
 __all__ = ["COLUMNS", "PublishedRun", "parse_runs", "read_runs", "shipped_runs"]

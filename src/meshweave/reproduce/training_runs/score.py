@@ -162,11 +162,8 @@ def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tupl
     is_time = run.metric.lower() == "step time s"
     predicted = run.value * (seconds / published_s if is_time else published_s / seconds)
     num_bytes = published_bytes(case)
-    memory = (
-        {}
-        if num_bytes is None
-        else {"published_gb": num_bytes / 1e9, "predicted_gb": prediction.num_bytes / 1e9}
-    )
+    if num_bytes is not None:
+        scored = replace(scored, published_gb=num_bytes / 1e9, predicted_gb=prediction.num_bytes / 1e9)
     p = step.parallelism
     choice = (
         f"dp {p.data} pp {p.pipeline} cp {p.context} tp {p.tensor_size} vp {p.virtual_stages} "
@@ -174,7 +171,7 @@ def score_run(run: PublishedRun, constants: SoftwareStack | None = None) -> tupl
     )
     fitted = is_fitted(case.problem.model)
     parts = tuple((name, round(seconds, 6)) for name, seconds in asdict(step.parts).items())
-    return replace(scored, predicted=predicted, choice=choice, parts=parts, fitted=fitted, **memory), case
+    return replace(scored, predicted=predicted, choice=choice, parts=parts, fitted=fitted), case
 
 
 def score_runs(

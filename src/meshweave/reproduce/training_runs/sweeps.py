@@ -6,6 +6,7 @@ schedule of a pipeline with as many micro-batches.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ _MICRO_BATCHES = re.compile(r"(\d+) micro-?batches", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Sweep:
+class RunSweep:
     """Rows that differ in one thing, and Spearman's rank correlation of predicted with published figures."""
 
     source: str
@@ -37,7 +38,7 @@ class Sweep:
         return asdict(self)
 
 
-def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[Sweep]:
+def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[RunSweep]:
     """Return the sweeps of runs of at least `LEAST_ROWS` rows, of which `rows` are the predictions in order."""
     groups: dict[tuple[str, str, str, str], list[ScoredRun]] = {}
     for run, row in zip(runs, rows, strict=True):
@@ -51,7 +52,7 @@ def sweeps_of(runs: Sequence[PublishedRun], rows: Sequence[ScoredRun]) -> list[S
             groups.setdefault((run.source, model, "sequence", f"{run.chips} {metric}"), []).append(row)
             groups.setdefault((run.source, model, "chips", f"{run.count('seq')} {metric}"), []).append(row)
     return [
-        Sweep(source, model, varies, len(group), round(correlation, 4))
+        RunSweep(source, model, varies, len(group), round(correlation, 4))
         for (source, model, varies, _), group in groups.items()
         if len(group) >= LEAST_ROWS and (correlation := rank_correlation(group)) is not None
     ]
@@ -66,7 +67,7 @@ def rank_correlation(rows: Sequence[ScoredRun]) -> float | None:
     if not spread[0] or not spread[1]:
         return None
     both = zip(published, predicted, strict=True)
-    return sum((a - center) * (b - center) for a, b in both) / (spread[0] * spread[1]) ** 0.5
+    return sum((a - center) * (b - center) for a, b in both) / math.sqrt(spread[0] * spread[1])
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -75,7 +76,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [order.index(value) + (order.count(value) - 1) / 2 for value in values]
 
 
-def sweep_table(sweeps: Sequence[Sweep]) -> str:
+def sweep_table(sweeps: Sequence[RunSweep]) -> str:
     """Return the mean correlation of sweeps by source and what varies, as a Markdown table."""
     lines = [
         "| source | varies | sweeps | rows | mean rank correlation | least |",

@@ -28,7 +28,7 @@ def runs_table(rows: Sequence[ScoredRun], num_worst: int = 10) -> str:
 def source_table(rows: Sequence[ScoredRun]) -> str:
     """Return the errors by source as a Markdown table."""
     lines = [
-        f"| source | rows | predicted | median error | bias | worst | within {ROW_GOAL:.0%} | memory |",
+        f"| source | rows | scored | median error | bias | worst | within {ROW_GOAL:.0%} | memory |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for score in source_scores(rows):
@@ -82,7 +82,7 @@ def summary_line(rows: Sequence[ScoredRun]) -> str:
     if summary.memory_median is not None:
         memory = f"; memory {summary.memory_median:.1%} of {summary.memory_rows} (goal {MEMORY_GOAL:.0%})"
     return (
-        f"{summary.rows} of {len(rows)} rows predicted, {summary.sources} sources: median of their medians "
+        f"{summary.rows} of {len(rows)} rows scored, {summary.sources} sources: median of their medians "
         f"{summary.median:.1%} (goal {TIME_GOAL:.0%}); {summary.within:.0%} of rows within {ROW_GOAL:.0%} "
         f"(goal {ROWS_GOAL:.0%}){memory}"
     )
