@@ -199,6 +199,11 @@ class StepSearch:
                 continue
             sizes = self._space.micro_batches(quad[0])
             per_s = [self._node_bound_s(quad, size) for size in sizes]
+            least_s = (
+                each * self._bounds.compute_s(quad, size) for size, each in zip(sizes, per_s, strict=True)
+            )
+            if min(least_s, default=math.inf) >= self._limit_s:
+                continue
             fitting: dict[tuple[object, ...], list[Recompute]] = {}
             for layout in self._space.layouts(quad):
                 if self._is_usual(layout) != is_usual:
