@@ -1,6 +1,6 @@
 """Direct execution of the universal product beside schedules by costs, simulated.
 
-    python benchmarks/universal_schedules.py [--states N] [--only TEXT] [--save]
+    python benchmarks/universal_schedules.py [--states N] [--only TEXT] [--rows FILE] [--seconds N] [--save]
 
 Slicing Is All You Need, sections 4.2, 4.3 and 5.2: "direct execution was almost always as efficient as the optimal
 schedule". Every case is simulated in the order of direct execution, two steps ahead, and in the orders of the
@@ -10,15 +10,21 @@ to do computes as long as it communicates.
 
 Beside the simulations stand the staged costs of the schedules, the most of any rank; the exhaustive one with the
 bound that its search proved.
+
+All rows take some minutes. With --rows each is appended to a file as soon as it is known, and those that the
+file has are not computed again, so that a run may be cut (--seconds) and go on.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from machine import save
@@ -209,20 +215,52 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return ratios_by
 
 
+Key = tuple[str, int, str, Operand, int, str]
+"""Case, ranks, sizes, stationary matrix, slices and machine of a row."""
+
+
+def jobs(only: str) -> Iterator[tuple[Key, Case]]:
+    """All rows to be computed, with the cases whose name has `only`."""
+    for case in (case for case in cases() if only in case.name):
+        stationaries: tuple[Operand, ...] = ("c", "a", "b")
+        for stationary, slices, where in itertools.product(stationaries, SLICES, MACHINES):
+            yield (case.name, case.num_ranks, case.sizes, stationary, slices, where), case
+
+
+def known_rows(path: Path | None, states: int) -> dict[Key, dict[str, Any] | None]:
+    """The rows of a file by their keys; None where a machine has no such case."""
+    if path is None or not path.exists():
+        return {}
+    entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {tuple(entry["key"]): entry["row"] for entry in entries if entry["states"] == states}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--states", type=int, default=1000, help="that the exhaustive search weighs per rank")
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument(
+        "--rows", type=Path, help="a file of rows that are known, to which new ones are added"
+    )
+    parser.add_argument("--seconds", type=float, default=0, help="end after this time; needs --rows to go on")
+    parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/universal_schedules.json"
     )
     options = parser.parse_args()
-    rows = []
-    for case in (case for case in cases() if options.only in case.name):
-        for stationary, slices, where in itertools.product(("c", "a", "b"), SLICES, MACHINES):
-            measured = row(case, stationary, slices, where, options.states)  # type: ignore[arg-type]
-            if measured is not None:
-                rows.append(measured)
+    known = known_rows(options.rows, options.states)
+    began, wanted = time.monotonic(), dict(jobs(options.only))
+    for key, case in wanted.items():
+        if key in known:
+            continue
+        if options.seconds and time.monotonic() - began > options.seconds:
+            print(f"{len(wanted.keys() - known.keys())} of {len(wanted)} rows are left")
+            return
+        known[key] = row(case, *key[3:], options.states)
+        if options.rows is not None:
+            entry = {"key": key, "states": options.states, "row": known[key]}
+            with options.rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+    rows = [of for key in wanted if (of := known[key]) is not None]
     total = summary(rows)
     for name, values in total.items():
         print(name, values)

@@ -11,7 +11,6 @@ namespace meshweave {
 
 constexpr i64 MAX_PACKETS = 1 << 16;
 constexpr u64 MAX_SIZES = u64{1} << 26;  // of the parts of all collectives of a rank
-constexpr i64 LARGEST = i64{1} << 48;  // beyond any index or size; keeps sums and differences within 64 bits
 
 inline i64 bounded(i64 value, const char* what) {
   if (value < -LARGEST || value > LARGEST) throw ProgramFault(std::string(what) + " is out of any range");
@@ -20,7 +19,10 @@ inline i64 bounded(i64 value, const char* what) {
 
 class Binder {
  public:
-  Binder(const Template& code, i64 rank) : code_(code), rank_(rank) {}
+  // `spare` lends its memory for the accesses.
+  Binder(const Template& code, i64 rank, Accesses spare) : accesses(std::move(spare)), code_(code), rank_(rank) {
+    accesses.clear();
+  }
 
   void operator()(i64 row_number, const std::vector<i64>& env) {
     const OpRow& row = code_.ops[static_cast<size_t>(row_number)];
@@ -123,6 +125,22 @@ class Binder {
   i64 itemsize(i64 view_number) const {
     const i64 buffer = code_.views[static_cast<size_t>(view_number)].buffer;
     return code_.buffers[static_cast<size_t>(buffer)].itemsize;
+  }
+
+  // Whether a view of the rank's own buffer is not one run of its memory (`View.is_strided`).
+  bool is_strided(const Access& of) const {
+    const BufferRow& buffer = code_.buffers[static_cast<size_t>(of.buffer)];
+    bool inside = false;  // of a dim of which the view has more than one element
+    for (i64 place = buffer.dims - 1; place >= 0; --place) {
+      const i64 dim = buffer.order ? buffer.order >> (4 * place) & 15 : buffer.dims - 1 - place;
+      const Selector& in = of.selectors[static_cast<size_t>(dim)];
+      const i64 size = in.size();
+      if (inside && size != extent(buffer, dim, rank_)) return true;
+      if (size <= 1) continue;
+      inside = true;
+      if (in.blocked() && floor_div(in.start - in.first, in.stride) != floor_div(in.stop - 1 - in.first, in.stride)) return true;
+    }
+    return false;
   }
 
   i64 bytes(i64 view_number) { return checked_mul(view(view_number).elements(), itemsize(view_number)); }
@@ -231,8 +249,13 @@ class Binder {
         break;
       }
       case Kind::FENCE: group_size(row); break;
-      case Kind::SEND: op.a = bytes(row.src); break;
-      case Kind::RECV: op.a = bytes(row.out); break;
+      case Kind::SEND:
+      case Kind::RECV: {
+        const i64 moved = row.kind == Kind::SEND ? row.src : row.out;
+        op.a = bytes(moved);
+        op.b = is_strided(view(moved));
+        break;
+      }
       case Kind::GET:
       case Kind::PUT:
       case Kind::ACCUMULATE: {

@@ -46,6 +46,7 @@ class Core {
   explicit Core(const nb::dict& columns) : program_(columns_of(columns)) {}
 
   i64 num_ops() const { return program_.num_ops; }
+  i64 num_classes() const { return static_cast<i64>(program_.classes.size()); }
 
   nb::object starts() const {
     std::vector<i64> out;
@@ -157,6 +158,7 @@ NB_MODULE(_core, m) {
   nb::class_<Core>(m, "Core")
       .def(nb::init<const nb::dict&>(), "columns"_a)
       .def_prop_ro("num_ops", &Core::num_ops)
+      .def_prop_ro("num_classes", &Core::num_classes)
       .def("starts", &Core::starts)
       .def("rows", &Core::rows)
       .def("edges", &Core::edges, "rank"_a)

@@ -33,6 +33,7 @@ Collective::Collective(const Expanded& program, const Machine& machine, i64 grou
     return;
   }
   const bool widens = kind_ == Kind::ALL_TO_ALL;
+  if (widens) own_.assign(static_cast<size_t>(count_), nullptr);
   if (!widens && constants_.route < 0 && machine.num_directions(price) == 2) {
     num_directions_ = 2;
     cap_ = std::max<i64>(constants_.rate / 2, 1);
@@ -62,9 +63,8 @@ Message Collective::step_message(i64 direction, i64 step, i64 member) const {
   out.adds = kind_ == Kind::REDUCE_SCATTER || (kind_ == Kind::ALL_REDUCE && step < count_ - 1);
   if (direction_bytes_[direction] >= 0) {
     out.bytes = direction_bytes_[direction];
-  } else if (kind_ == Kind::ALL_TO_ALL) {  // each member cuts its own
-    const i64 index = ops_[static_cast<size_t>(member)] - program_.ranks[static_cast<size_t>(out.source)].base;
-    out.bytes = part_bytes(program_.op(out.source, index), program_.of(out.source), target, 0);
+  } else if (kind_ == Kind::ALL_TO_ALL) {
+    out.bytes = part_bytes(*own_[static_cast<size_t>(member)], program_.of(out.source), target, 0);
   } else {
     const i64 passed = kind_ == Kind::REDUCE_SCATTER ? step + 1 : step;
     out.bytes = part_bytes(of_, in_, floor_mod(direction == 0 ? member - passed : member + passed, count_), direction);

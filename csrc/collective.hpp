@@ -34,8 +34,9 @@ class Collective {
 
   // A member issues its op. begin(Message, direction, member or hop) is called for each message that may begin.
   template <class Begin>
-  void arrive(i64 place, u32 op, Begin begin) {
+  void arrive(i64 place, u32 op, const ClassOp& of, Begin begin) {
     ops_[static_cast<size_t>(place)] = op;
+    if (!own_.empty()) own_[static_cast<size_t>(place)] = &of;
     if (chain_) {
       chain_->arrive(floor_mod(place - first_, count_), [&](i64 hop, i64 packet) { begin(hop_message(hop, packet), 0, hop); });
     } else {
@@ -77,6 +78,7 @@ class Collective {
   i64 direction_bytes_[2] = {-1, -1};  // if all parts have the same size
   i64 cap_ = 1;
   std::vector<u32> ops_;  // by place in the group
+  std::vector<const ClassOp*> own_;  // likewise, of an all-to-all: each member cuts its own
   std::unique_ptr<RingSteps> ring_;
   std::unique_ptr<ChainSteps> chain_;
 };

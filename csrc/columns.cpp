@@ -147,6 +147,11 @@ Template::Template(const Columns& c)
     check(row.itemsize >= 1 && row.itemsize <= 64, "a bad item size");
     check(row.slots >= 1 && row.slots <= 1 << 20 && row.dims >= 0 && row.dims <= MAX_DIMS, "a bad buffer");
     check(none_or_below(row.set, static_cast<size_t>(num_sets)), "a buffer on an unknown set");
+    if (row.order) {
+      i64 seen = 0;
+      for (i64 dim = 0; dim < row.dims; ++dim) seen |= i64{1} << (row.order >> (4 * dim) & 15);
+      check(row.order > 0 && seen == (i64{1} << row.dims) - 1, "dims in a bad order");
+    }
     const auto width = static_cast<size_t>(row.dims) * (row.table ? num_ranks_ : 1);
     const Column& of = row.table ? shapes : shape_exprs;
     check(row.shape >= 0 && static_cast<u64>(row.shape) + width <= of.size(), "a buffer without its shape");

@@ -49,6 +49,7 @@ struct ViewRow {
 
 struct BufferRow {
   i64 itemsize, slots, dims, set, table, shape;  // set -1: on every rank; table: shape is a column of `shapes`
+  i64 order;  // the dims from the outermost in memory, 4 bits each, the innermost in the lowest; 0: as written
 };
 
 struct OpRow {

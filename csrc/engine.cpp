@@ -14,28 +14,22 @@ constexpr i64 EVENTS_PER_PROGRESS = 1 << 20;
 class Engine {
  public:
   Engine(const Expanded& program, const Machine& machine, Progress progress)
-      : program_(program), code_(program.code), machine_(machine), progress_(progress), matched_(program),
-        flows_(machine.capacities(), queue_), underway_(matched_.joints.size()),
-        arrived_(matched_.joints.size(), 0), last_(matched_.joints.size(), NONE),
-        ledger_(program, machine, matched_, result_) {
-    const auto num_ops = static_cast<size_t>(program.num_ops);
-    result_.issued_ps.assign(num_ops, -1);
-    result_.ended_ps.assign(num_ops, -1);
-    result_.cause.assign(num_ops, NONE);
-    result_.last_partner.assign(num_ops, NONE);
-    result_.parts.resize(static_cast<size_t>(code_.num_ranks()));
-    pending_.resize(num_ops);
-    rank_of_.resize(num_ops);
+      : program_(program), code_(program.code), machine_(machine), progress_(progress),
+        numbering_(program.tracked.empty() ? Numbering::by_index(program) : Numbering::by_rank(program)),
+        matched_(program, numbering_), flows_(machine.capacities(), queue_), underway_(matched_.joints.size()),
+        arrived_(matched_.joints.size(), 0), last_(matched_.joints.size(), NOBODY),
+        ops_(static_cast<size_t>(program.num_ops)), parts_(static_cast<size_t>(code_.num_ranks())),
+        ledger_(program, machine, matched_, ops_, parts_) {
     lanes_.resize(static_cast<size_t>(code_.num_ranks()) * code_.lanes.size());
-    for (i64 rank = 0; rank < code_.num_ranks(); ++rank) {
-      const Class& of = program.of(rank);
-      const i64 base = program.ranks[static_cast<size_t>(rank)].base;
-      for (size_t op = 0; op < of.ops.size(); ++op) {
-        pending_[static_cast<size_t>(base) + op] = static_cast<u32>(of.before_start[op + 1] - of.before_start[op]);
-        rank_of_[static_cast<size_t>(base) + op] = static_cast<u32>(rank);
-      }
-    }
-    for (const Tracked& edge : program.tracked) ++pending_[static_cast<size_t>(edge.to)];
+    each_op([&](i64 rank, i64 index) {
+      OpState& state = ops_[numbering_.of(rank, index)];
+      const Class& of = program_.of(rank);
+      state.pending = static_cast<u32>(of.before_start[static_cast<size_t>(index) + 1] - of.before_start[static_cast<size_t>(index)]);
+      state.rank = static_cast<u32>(rank);
+      state.index = static_cast<u32>(index);
+      state.lane = static_cast<u32>(rank * static_cast<i64>(code_.lanes.size()) + code_.ops[static_cast<size_t>(of.ops[state.index].row)].lane);
+    });
+    for (const Tracked& edge : program.tracked) ++ops_[static_cast<size_t>(edge.to)].pending;
   }
 
   Result run() {
@@ -56,10 +50,7 @@ class Engine {
         progress_(now_ps_);
       }
     }
-    for (size_t op = 0; op < result_.ended_ps.size(); ++op)
-      if (result_.ended_ps[op] < 0) stuck();
-    result_.carried = flows_.carried();
-    return std::move(result_);
+    return results();
   }
 
  private:
@@ -69,51 +60,85 @@ class Engine {
     u32 freed_by = NOBODY;  // the op that ended in it last
   };
 
+  // Visits every op, so that neither those of a rank nor those of an index lie far from each other.
+  template <class Visit>
+  void each_op(Visit visit) const {
+    constexpr i64 BLOCK = 16;
+    i64 most = 0;
+    for (const Class& of : program_.classes) most = std::max(most, static_cast<i64>(of.ops.size()));
+    for (i64 first = 0; first < most; first += BLOCK)
+      for (i64 rank = 0; rank < code_.num_ranks(); ++rank) {
+        const i64 stop = std::min(first + BLOCK, static_cast<i64>(program_.of(rank).ops.size()));
+        for (i64 index = first; index < stop; ++index) visit(rank, index);
+      }
+  }
+
+  // What is known of each op, by rank.
+  Result results() {
+    const auto num_ops = static_cast<size_t>(program_.num_ops);
+    for (std::vector<i64>* column : {&result_.issued_ps, &result_.ended_ps, &result_.cause, &result_.last_partner})
+      column->resize(num_ops);
+    const auto listed = [&](u32 op) {
+      return op == NOBODY ? NONE : program_.ranks[ops_[op].rank].base + static_cast<i64>(ops_[op].index);
+    };
+    each_op([&](i64 rank, i64 index) {
+      const OpState& state = ops_[numbering_.of(rank, index)];
+      const auto at = static_cast<size_t>(program_.ranks[static_cast<size_t>(rank)].base + index);
+      result_.issued_ps[at] = state.issued_ps;
+      result_.ended_ps[at] = state.ended_ps;
+      result_.cause[at] = listed(state.cause);
+      result_.last_partner[at] = listed(state.last_partner);
+    });
+    const auto blocked = std::find_if(result_.ended_ps.begin(), result_.ended_ps.end(), [](i64 at) { return at < 0; });
+    if (blocked != result_.ended_ps.end()) stuck(blocked - result_.ended_ps.begin());
+    result_.parts = std::move(parts_);
+    result_.carried = flows_.carried();
+    return std::move(result_);
+  }
+
   // --- issue ----------------------------------------------------------------------------------------------
 
-  size_t index_of(u32 op) const { return op - static_cast<size_t>(program_.ranks[rank_of_[op]].base); }
-  const ClassOp& class_op(u32 op) const { return program_.of(rank_of_[op]).ops[index_of(op)]; }
+  const ClassOp& class_op(u32 op) const { return program_.of(ops_[op].rank).ops[ops_[op].index]; }
   const OpRow& row_of(u32 op) const { return code_.ops[static_cast<size_t>(class_op(op).row)]; }
-  size_t lane_of(u32 op) const { return rank_of_[op] * code_.lanes.size() + static_cast<size_t>(row_of(op).lane); }
+  bool is_issued(u32 op) const { return ops_[op].issued_ps >= 0; }
 
   void issue_lane(size_t number) {
     LaneState& state = lanes_[number];
     const auto rank = static_cast<i64>(number / code_.lanes.size());
     const size_t lane = number % code_.lanes.size();
     const std::vector<i64>& queue = program_.of(rank).lanes[lane];
-    const auto base = static_cast<size_t>(program_.ranks[static_cast<size_t>(rank)].base);
     const bool ready_first = code_.lanes[lane].ready != 0;
     size_t at = state.head;
     while (at < queue.size() && state.in_flight < static_cast<u64>(code_.lanes[lane].width)) {
-      const auto op = static_cast<u32>(base + static_cast<size_t>(queue[at]));
-      const bool is_issued = result_.issued_ps[op] >= 0;
-      if (!is_issued && pending_[op]) {
+      const u32 op = numbering_.of(rank, queue[at]);
+      OpState& waiting = ops_[op];
+      const bool was_issued = waiting.issued_ps >= 0;
+      if (!was_issued && waiting.pending) {
         if (!ready_first) break;
         ++at;
         continue;
       }
       if (at == state.head) ++state.head;
       ++at;
-      if (is_issued) continue;
+      if (was_issued) continue;
       ++state.in_flight;
       // The later of what it waited for; its lane's last op where that ended later.
       const u32 freed = state.freed_by;
-      const i64 cause = result_.cause[op];
-      if (freed != NOBODY && (cause < 0 || result_.ended_ps[static_cast<size_t>(cause)] < result_.ended_ps[freed]))
-        result_.cause[op] = freed;
+      if (freed != NOBODY && (waiting.cause == NOBODY || ops_[waiting.cause].ended_ps < ops_[freed].ended_ps))
+        waiting.cause = freed;
       issue(op);
     }
   }
 
   void issue(u32 op) {
-    result_.issued_ps[op] = now_ps_;
-    const OpRow& row = row_of(op);
+    ops_[op].issued_ps = now_ps_;
+    const i64 rank = ops_[op].rank;
     const ClassOp& of = class_op(op);
-    const i64 rank = rank_of_[op];
+    const OpRow& row = code_.ops[static_cast<size_t>(of.row)];
     if (matched_.joint_of[op] >= 0) {
       join(op, row, of);
     } else if (is_one_sided(row.kind)) {
-      pending_[op] = 1;
+      ops_[op].pending = 1;
       one_sided(op, row, of, rank);
     } else {
       compute(op, row, of, rank);
@@ -123,7 +148,7 @@ class Engine {
   static i64 product_flops(const ClassOp& of) { return 2 * of.a * of.b * of.c * of.num_products; }
 
   void compute(u32 op, const OpRow& row, const ClassOp& of, i64 rank) {
-    pending_[op] = 1;
+    ops_[op].pending = 1;
     if (row.kind == Kind::MATMUL && of.a && of.b && of.c && of.num_products) {
       const Tiles tiles = machine_.tiles(of, itemsize(row.src));
       if (tiles.fill_bytes) {
@@ -141,10 +166,10 @@ class Engine {
 
   // The products, and beside them what streams through memory, at the pace of the products.
   void main_stage(u32 op, i64 flops_of_its_kind, i64 stream_bytes, i64 after_ps) {
-    const i64 rank = rank_of_[op];
-    const i64 by_shape = machine_.shape_flops(program_.ranks[static_cast<size_t>(rank)].of_class, index_of(op));
+    const i64 rank = ops_[op].rank;
+    const i64 by_shape = machine_.shape_flops(program_.ranks[static_cast<size_t>(rank)].of_class, ops_[op].index);
     const i64 flops = by_shape >= 0 ? by_shape : machine_.engine_flops(flops_of_its_kind, row_of(op).rate);
-    pending_[op] = stream_bytes ? 2 : 1;
+    ops_[op].pending = stream_bytes ? 2 : 1;
     uses_.assign(1, {machine_.engine(rank), 1});
     begin(after_ps, flops, machine_.flops_per_s, uses_, {MAIN, op, 0, 0});
     if (!stream_bytes) return;
@@ -159,7 +184,7 @@ class Engine {
     const OpRow& row = row_of(op);
     const i64 bytes = row.kind == Kind::MATMUL ? machine_.tiles(of, itemsize(row.src)).drain_bytes : 0;
     if (bytes) {
-      begin(0, bytes, machine_.memory_per_s, memory_only(rank_of_[op]), {DRAIN, op, 0, 0});
+      begin(0, bytes, machine_.memory_per_s, memory_only(ops_[op].rank), {DRAIN, op, 0, 0});
     } else {
       done_.push_back(op);
     }
@@ -210,23 +235,23 @@ class Engine {
     const Joint& joint = matched_.joints[number];
     last_[number] = op;
     if (joint.group < 0) {
-      pending_[op] = 1;
+      ops_[op].pending = 1;
       const auto sender = static_cast<u32>(joint.sender), receiver = static_cast<u32>(joint.receiver);
-      if (result_.issued_ps[sender] >= 0 && result_.issued_ps[receiver] >= 0) message(sender, receiver);
+      if (is_issued(sender) && is_issued(receiver)) message(sender, receiver);
       return;
     }
-    const i64 rank = rank_of_[op], count = code_.group_size(joint.group), place = code_.place(row.axis, rank);
+    const i64 rank = ops_[op].rank, count = code_.group_size(joint.group), place = code_.place(row.axis, rank);
     if (row.kind == Kind::PERMUTE && of.b == 0) {
-      pending_[op] = 1;
+      ops_[op].pending = 1;
       begin(0, of.a, machine_.memory_per_s, memory_only(rank), {SINGLE, op, 0, 0});
       return;
     }
     if (row.kind == Kind::PERMUTE) {
-      pending_[op] = 2;
-      permute(op, row, of, number, place, count);
+      ops_[op].pending = 2;
+      permute(of, number, place, count);
       return;
     }
-    pending_[op] = 1;
+    ops_[op].pending = 1;
     if (row.kind == Kind::FENCE) {
       if (++arrived_[number] < count) return;
       const Constants& constants = machine_.constants(price(row, rank), Comm::ALL_GATHER);
@@ -238,7 +263,7 @@ class Engine {
     } else {
       std::unique_ptr<Collective>& under = underway_[number];
       if (!under) under = std::make_unique<Collective>(program_, machine_, joint.group, rank, of);
-      under->arrive(place, op, [&](const Message& one, i64 direction, i64 member) { step(number, one, direction, member); });
+      under->arrive(place, op, of, [&](const Message& one, i64 direction, i64 member) { step(number, one, direction, member); });
     }
   }
 
@@ -253,17 +278,19 @@ class Engine {
   }
 
   // Where a send buffer takes the message, its sender is done when it begins to flow.
-  u32 pair(const ClassOp& sent) const { return sent.a > 0 && sent.a <= machine_.send_buffer_bytes ? FREED_PAIR : PAIR; }
+  Role pair(const ClassOp& sent) const { return sent.a > 0 && sent.a <= machine_.send_buffer_bytes ? FREED_PAIR : PAIR; }
 
   void message(u32 sender, u32 receiver) {
     const OpRow& row = row_of(sender);
     const ClassOp& of = class_op(sender);
     const bool adds = (row_of(receiver).flags & UPDATES) != 0;
-    const i64 source = rank_of_[sender], target = rank_of_[receiver];
+    const i64 source = ops_[sender].rank, target = ops_[receiver].rank;
     if (row.comm < 0) {  // a message of its own costs what lies between its ends
       const Machine::Span route = machine_.route(source, target, false);
       const Machine::OneSided known = machine_.one_sided(route, false);
-      begin(known.fixed_ps, of.a, known.rate, path(source, target, route, adds), {pair(of), sender, receiver, 0});
+      const i64 packing = checked_add(machine_.pack_ps(of), machine_.pack_ps(class_op(receiver)));
+      begin(checked_add(known.fixed_ps, packing), of.a, known.rate, path(source, target, route, adds),
+            {pair(of), sender, receiver, 0});
       return;
     }
     const Constants& constants = machine_.constants(row.price, comm_of(row));
@@ -272,19 +299,38 @@ class Engine {
           {pair(of), sender, receiver, 0});
   }
 
-  void permute(u32 op, const OpRow& row, const ClassOp& of, size_t number, i64 place, i64 count) {
+  // What the messages of one permute have in common, whoever sends them. Kept from one to the next: in a regular program
+  // all ranks send the same at one time.
+  struct PermuteTerms {
+    const ClassOp* of = nullptr;
+    i64 price = 0, after_ps = 0, cap = 0;
+    Role role = PAIR;
+  };
+
+  const PermuteTerms& permute_terms(const ClassOp& sent, i64 price) {
+    PermuteTerms& terms = permute_terms_;
+    if (terms.of == &sent && terms.price == price) return terms;
+    const OpRow& row = code_.ops[static_cast<size_t>(sent.row)];
+    const Constants& constants = machine_.constants(price, comm_of(row));
+    const i64 hops = machine_.has_rings ? sent.c : 1;
+    const i64 rate = constants.rate / (shares(row, price) * hops);  // over several hops the links hold it back
+    terms = {&sent, price, checked_add(launch_of(sent, constants), checked_mul(hops, constants.sync_ps)),
+             hops > 1 ? std::max<i64>(rate, 1) : machine_.one_way(price, rate), pair(sent)};
+    return terms;
+  }
+
+  void permute(const ClassOp& of, size_t number, i64 place, i64 count) {
     const i64 group = matched_.joints[number].group;
-    const i64 priced = price(row, rank_of_[op]);
-    const Constants& constants = machine_.constants(priced, comm_of(row));
+    const i64 price = code_.group_price[static_cast<size_t>(group)];
     const auto sends = [&](i64 source, i64 target) {
       const u32 sender = matched_.member_op(number, source), receiver = matched_.member_op(number, target);
-      if (result_.issued_ps[sender] < 0 || result_.issued_ps[receiver] < 0) return;
+      if (!is_issued(sender) || !is_issued(receiver)) return;
       const ClassOp& sent = class_op(sender);
-      const i64 hops = machine_.has_rings ? sent.c : 1;
-      const i64 rate = constants.rate / (shares(row, priced) * hops);  // over several hops the links hold it back
-      begin(checked_add(launch_of(sent, constants), checked_mul(hops, constants.sync_ps)), sent.a,
-            hops > 1 ? std::max<i64>(rate, 1) : machine_.one_way(priced, rate),
-            path(code_.member(group, source), code_.member(group, target), false), {pair(sent), sender, receiver, 0});
+      const PermuteTerms& terms = permute_terms(sent, price);
+      const i64 from = code_.member(group, source), to = code_.member(group, target);
+      const Machine::Span route = of.b == 1 ? machine_.to_next(code_.groups[static_cast<size_t>(group)] + source, 0)
+                                            : machine_.route(from, to, 0);
+      begin(terms.after_ps, sent.a, terms.cap, path(from, to, route, false), {terms.role, sender, receiver, 0});
     };
     const i64 from = (place + count - of.b) % count;
     sends(place, (place + of.b) % count);
@@ -329,7 +375,7 @@ class Engine {
         break;
       }
       case MAIN:
-        if (--pending_[purpose.x] == 0) drain_stage(purpose.x);
+        if (--ops_[purpose.x].pending == 0) drain_stage(purpose.x);
         break;
       case STEP: {
         const size_t number = purpose.x;
@@ -345,7 +391,7 @@ class Engine {
   }
 
   void part_done(u32 op) {
-    if (--pending_[op] == 0) done_.push_back(op);
+    if (--ops_[op].pending == 0) done_.push_back(op);
   }
 
   // --- ends -----------------------------------------------------------------------------------------------
@@ -355,18 +401,19 @@ class Engine {
     ++round_;
     touched_.clear();
     for (const u32 op : done_) {
-      result_.ended_ps[op] = now_ps_;
+      OpState& state = ops_[op];
+      state.ended_ps = now_ps_;
       const i32 joint = matched_.joint_of[op];
-      ledger_.close(op, rank_of_[op], row_of(op), class_op(op), joint < 0 ? NONE : last_[static_cast<size_t>(joint)]);
-      const size_t lane = lane_of(op);
+      const Class& of = program_.of(state.rank);
+      const ClassOp& ended = of.ops[state.index];
+      const OpRow& row = code_.ops[static_cast<size_t>(ended.row)];
+      ledger_.close(op, row, ended, joint < 0 ? NOBODY : last_[static_cast<size_t>(joint)]);
+      const u32 lane = state.lane;
       --lanes_[lane].in_flight;
       lanes_[lane].freed_by = op;
       touch(lane);
-      const Class& of = program_.of(rank_of_[op]);
-      const size_t index = index_of(op);
-      const auto base = static_cast<u32>(program_.ranks[rank_of_[op]].base);
-      for (i64 at = of.after_start[index]; at < of.after_start[index + 1]; ++at)
-        release(base + static_cast<u32>(of.after[static_cast<size_t>(at)]), op);
+      for (i64 at = of.after_start[state.index]; at < of.after_start[state.index + 1]; ++at)
+        release(numbering_.later(op, state.rank, of.after[static_cast<size_t>(at)] - state.index), op);
       if (!program_.tracked.empty()) {
         auto edge = std::lower_bound(program_.tracked.begin(), program_.tracked.end(), static_cast<i64>(op),
                                      [](const Tracked& one, i64 from) { return one.from < from; });
@@ -379,9 +426,9 @@ class Engine {
   }
 
   void release(u32 op, u32 by) {
-    if (--pending_[op]) return;
-    result_.cause[op] = by;
-    touch(lane_of(op));
+    if (--ops_[op].pending) return;
+    ops_[op].cause = by;
+    touch(ops_[op].lane);
   }
 
   void touch(size_t lane) {
@@ -391,31 +438,31 @@ class Engine {
   }
 
   // Nothing moves although ops are left: finds a cycle of waits and says so.
-  [[noreturn]] void stuck() const {
-    const auto blocked = static_cast<size_t>(
-        std::find_if(result_.ended_ps.begin(), result_.ended_ps.end(), [](i64 at) { return at < 0; }) -
-        result_.ended_ps.begin());
-    const auto op = static_cast<u32>(blocked);
-    throw ProgramFault("deadlock: nothing can go on, and this op has not ended",
-                       code_.ranks[rank_of_[op]], static_cast<i64>(index_of(op)));
+  [[noreturn]] void stuck(i64 op) const {
+    const auto after = std::upper_bound(program_.ranks.begin(), program_.ranks.end(), op, [](i64 number, const Rank& rank) { return number < rank.base; });
+    const i64 rank = after - program_.ranks.begin() - 1;
+    throw ProgramFault("deadlock: nothing can go on, and this op has not ended", code_.ranks[static_cast<size_t>(rank)],
+                       op - program_.ranks[static_cast<size_t>(rank)].base);
   }
 
   const Expanded& program_;
   const Template& code_;
   const Machine& machine_;
   Progress progress_;
+  Numbering numbering_;
   Matched matched_;
   Queue queue_;
   Flows flows_;
   std::vector<std::unique_ptr<Collective>> underway_;  // by joint
   std::vector<i32> arrived_;                           // by joint, of fences
-  std::vector<i64> last_;                            // by joint: who came last
-  std::vector<u32> pending_;  // by op: what it still waits for; once issued, its parts that are not over
-  std::vector<u32> rank_of_;
+  std::vector<u32> last_;                              // by joint: who came last
+  std::vector<OpState> ops_;                           // by number
+  std::vector<Parts> parts_;                           // by rank
   std::vector<LaneState> lanes_;
   std::vector<u32> done_;
   std::vector<size_t> touched_;
   std::vector<Use> uses_;
+  PermuteTerms permute_terms_;
   Result result_;
   Ledger ledger_;
   i64 now_ps_ = 0, next_progress_ = EVENTS_PER_PROGRESS;

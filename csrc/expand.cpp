@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 
+#include "alike.hpp"
 #include "binder.hpp"
 #include "edges.hpp"
 #include "walk.hpp"
@@ -50,10 +52,7 @@ class Keys {
     for (i64 slot = 0; slot < code_.num_coords; ++slot)
       if (reads_ & variable_bit(2 + slot)) key.push_back(code_.coordinate(rank, slot));
     for (const i64 set : sets_) key.push_back(code_.in_set(set, rank));
-    for (const i64 axis : axes_) {
-      const i64 group = code_.group(axis, rank);
-      key.push_back(group < 0 ? 0 : code_.group_size(group));
-    }
+    add_groups(rank, key);
     for (const BufferRow& row : code_.buffers)
       if (row.table)
         for (i64 dim = 0; dim < row.dims; ++dim)
@@ -61,7 +60,22 @@ class Keys {
     return key;
   }
 
+  // What `ranks_alike` asks of ranks that it compares.
+  std::vector<i64> coarse(i64 rank) const {
+    std::vector<i64> key;
+    for (const i64 set : sets_) key.push_back(code_.in_set(set, rank));
+    add_groups(rank, key);
+    return key;
+  }
+
  private:
+  void add_groups(i64 rank, std::vector<i64>& key) const {
+    for (const i64 axis : axes_) {
+      const i64 group = code_.group(axis, rank);
+      key.push_back(group < 0 ? 0 : code_.group_size(group));
+    }
+  }
+
   void add(i64 expr) {
     if (expr >= 0) reads_ |= code_.expressions.reads(expr);
   }
@@ -71,27 +85,51 @@ class Keys {
   std::vector<i64> sets_, axes_;
 };
 
-void order(const Template& code, const std::vector<std::vector<i64>>& edges, Class& out) {
+void order(const Template& code, Edges edges, Class& out) {
   const size_t count = out.ops.size();
-  out.before_start.assign(count + 1, 0);
+  out.before_start = std::move(edges.start);
+  out.before = std::move(edges.before);
   out.after_start.assign(count + 1, 0);
-  for (size_t op = 0; op < count; ++op) {
-    out.before_start[op + 1] = out.before_start[op] + static_cast<i64>(edges[op].size());
-    out.before.insert(out.before.end(), edges[op].begin(), edges[op].end());
-    for (const i64 other : edges[op]) ++out.after_start[static_cast<size_t>(other) + 1];
-  }
+  for (const i64 other : out.before) ++out.after_start[static_cast<size_t>(other) + 1];
   for (size_t op = 0; op < count; ++op) out.after_start[op + 1] += out.after_start[op];
   out.after.assign(out.before.size(), 0);
   std::vector<i64> filled = out.after_start;
   for (size_t op = 0; op < count; ++op)
-    for (const i64 other : edges[op]) out.after[static_cast<size_t>(filled[static_cast<size_t>(other)]++)] = static_cast<i64>(op);
+    for (i64 at = out.before_start[op]; at < out.before_start[op + 1]; ++at)
+      out.after[static_cast<size_t>(filled[static_cast<size_t>(out.before[static_cast<size_t>(at)])]++)] = static_cast<i64>(op);
   out.lanes.resize(code.lanes.size());
-  for (size_t op = 0; op < count; ++op) {
-    auto& lane = out.lanes[static_cast<size_t>(code.ops[static_cast<size_t>(out.ops[op].row)].lane)];
-    out.in_lane.push_back(static_cast<i64>(lane.size()));
-    lane.push_back(static_cast<i64>(op));
-  }
+  for (size_t op = 0; op < count; ++op)
+    out.lanes[static_cast<size_t>(code.ops[static_cast<size_t>(out.ops[op].row)].lane)].push_back(static_cast<i64>(op));
 }
+
+// Finds ranks that run as one that is expanded already, though they read other coordinates.
+class Likeness {
+ public:
+  Likeness(const Template& code, const Keys& keys) : code_(code), keys_(keys) {
+    for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
+      const auto [found, is_new] = firsts_.try_emplace(keys.of(rank), rank);
+      if (is_new) open_[keys.coarse(rank)].push_back(rank);
+    }
+  }
+
+  // Returns the ranks, the first of each key, that run as this one. It gives up where ranks turn out to be all different.
+  std::vector<i64> of(i64 leader) {
+    std::vector<i64>& open = open_[keys_.coarse(leader)];
+    std::erase_if(open, [&](i64 rank) { return rank <= leader; });
+    if (open.empty() || tries_left_ == 0) return {};
+    const std::vector<i64> out = ranks_alike(code_, leader, open);
+    if (out.empty()) --tries_left_;
+    std::erase_if(open, [&](i64 rank) { return std::binary_search(out.begin(), out.end(), rank); });
+    return out;
+  }
+
+ private:
+  const Template& code_;
+  const Keys& keys_;
+  std::map<std::vector<i64>, i64> firsts_;                // by key, the first rank that has it
+  std::map<std::vector<i64>, std::vector<i64>> open_;     // by coarse key, those of no class yet, ascending
+  i64 tries_left_ = 2;
+};
 
 constexpr size_t MAX_KEPT = size_t{1} << 21;  // accesses and ops of all classes, some hundred bytes each
 
@@ -121,12 +159,17 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
   std::vector<std::vector<Release>> arriving(has_tracked ? static_cast<size_t>(code.num_ranks()) : 0);
   const bool keeps = keeps_accesses || has_tracked;
   size_t num_kept = 0;
+  const bool reaches = std::any_of(code.views.begin(), code.views.end(), [](const ViewRow& view) { return view.rank >= 0; });
+  // Who keeps accesses wants those of each rank, not of one like it.
+  std::unique_ptr<Likeness> likeness;
+  if (!keeps && !reaches) likeness = std::make_unique<Likeness>(code, keys);
   std::vector<std::vector<std::vector<i64>>> kept_keys;  // of every rank, where writes are tracked
+  Accesses spare;  // memory of those of a class before
   for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
     const i64 global = code.ranks[static_cast<size_t>(rank)];
     const auto [found, is_new] = known.try_emplace(keys.of(rank), static_cast<i64>(classes.size()));
     if (is_new) {
-      Binder binder(code, rank);
+      Binder binder(code, rank, std::move(spare));
       std::vector<std::vector<i64>> op_keys;
       try {
         walk(code, rank, [&](i64 row, const std::vector<i64>& env, const std::vector<i64>& key) {
@@ -141,13 +184,15 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
         order(code, local_edges(code, binder.accesses, exposed, blocks_left), made);
         num_kept += binder.accesses.all.size() + binder.accesses.row.size();
         if (keeps_accesses && num_kept > MAX_KEPT) throw ProgramFault("the program has too many different accesses");
-        if (keeps) made.accesses = std::move(binder.accesses);
+        (keeps ? made.accesses : spare) = std::move(binder.accesses);
         classes.push_back(std::move(made));
       } catch (ProgramFault& fault) {
         if (fault.rank < 0) throw ProgramFault(fault.what(), global, static_cast<i64>(binder.accesses.row.size()));
         throw;
       }
       if (has_tracked) kept_keys.push_back(std::move(op_keys));
+      if (likeness)
+        for (const i64 other : likeness->of(rank)) known.emplace(keys.of(other), found->second);
     }
     ranks.push_back({found->second, num_ops});
     num_ops += static_cast<i64>(classes[static_cast<size_t>(found->second)].ops.size());
@@ -199,6 +244,26 @@ Expanded::Expanded(const Columns& columns, bool keeps_accesses) : code(columns) 
       });
     peer_start.push_back(static_cast<i64>(peers.size()));
   }
+}
+
+Numbering Numbering::by_rank(const Expanded& program) {
+  Numbering out;
+  for (const Rank& rank : program.ranks) out.lines_.push_back({rank.base, 1});
+  return out;
+}
+
+Numbering Numbering::by_index(const Expanded& program) {
+  // Also of several classes, where they have as many ops: they differ in sizes and not in what they do.
+  std::map<size_t, i64> num_ranks, first;
+  for (i64 rank = 0; rank < program.code.num_ranks(); ++rank) ++num_ranks[program.of(rank).ops.size()];
+  i64 total = 0;
+  for (const auto& [num_ops, count] : num_ranks) first[num_ops] = total, total += count * static_cast<i64>(num_ops);
+  Numbering out;
+  for (i64 rank = 0; rank < program.code.num_ranks(); ++rank) {
+    const size_t num_ops = program.of(rank).ops.size();
+    out.lines_.push_back({first[num_ops]++, num_ranks[num_ops]});
+  }
+  return out;
 }
 
 }  // namespace meshweave

@@ -14,7 +14,7 @@ namespace meshweave {
 //   all_reduce      bytes
 //   broadcast, reduce                        bytes, root, packets
 //   permute         bytes, shift (0: a copy of so many bytes read and written), hops
-//   send, recv      bytes
+//   send, recv      bytes; b is 1 where the view is strided in its memory
 //   get, put, accumulate                     bytes, position of the other rank
 struct ClassOp {
   i64 row = 0;         // in the template's ops
@@ -31,7 +31,6 @@ struct Class {
   // For op i, the earlier ops of the same rank that it waits for, and the later ones that wait for it.
   std::vector<i64> before_start, before, after_start, after;
   std::vector<std::vector<i64>> lanes;  // ops by lane, in program order
-  std::vector<i64> in_lane;             // place of each op in its lane
   Accesses accesses;                    // of its ops, where they are kept
 };
 
@@ -58,6 +57,30 @@ struct Expanded {
   const Class& of(i64 rank) const { return classes[static_cast<size_t>(ranks[static_cast<size_t>(rank)].of_class)]; }
   const ClassOp& op(i64 rank, i64 index) const { return of(rank).ops[static_cast<size_t>(index)]; }
   const OpRow& row(i64 rank, i64 index) const { return code.ops[static_cast<size_t>(op(rank, index).row)]; }
+};
+
+// Numbers the ops of all ranks. By rank: those of a rank follow each other, as results list them. By index: ops of one
+// index on all ranks that have as many ops follow each other. In a regular program they run at one time, so that what is
+// touched together lies together.
+class Numbering {
+ public:
+  static Numbering by_rank(const Expanded& program);
+  static Numbering by_index(const Expanded& program);
+
+  u32 of(i64 rank, i64 index) const {
+    const Line& line = lines_[static_cast<size_t>(rank)];
+    return static_cast<u32>(line.first + index * line.stride);
+  }
+  // The number of another op of the same rank, given how many ops later it comes.
+  u32 later(u32 op, i64 rank, i64 distance) const {
+    return static_cast<u32>(op + distance * lines_[static_cast<size_t>(rank)].stride);
+  }
+
+ private:
+  struct Line {
+    i64 first, stride;
+  };
+  std::vector<Line> lines_;
 };
 
 }  // namespace meshweave

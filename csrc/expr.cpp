@@ -15,26 +15,10 @@ void check_offsets(const std::vector<i64>& offsets, i64 total, const char* messa
 }
 
 i64 apply(Code code, i64 a, i64 b) {
-  switch (code) {
-    case Code::ADD: return checked_add(a, b);
-    case Code::SUB: return checked_sub(a, b);
-    case Code::MUL: return checked_mul(a, b);
-    case Code::FLOOR_DIV:
-    case Code::MOD:
-      if (b == 0) throw ProgramFault("division by zero");
-      return code == Code::MOD ? floor_mod(a, b) : floor_div(a, b);
-    case Code::MIN: return std::min(a, b);
-    case Code::MAX: return std::max(a, b);
-    case Code::EQ: return a == b;
-    case Code::NE: return a != b;
-    case Code::LT: return a < b;
-    case Code::LE: return a <= b;
-    case Code::GT: return a > b;
-    case Code::GE: return a >= b;
-    case Code::AND: return a != 0 && b != 0;
-    case Code::OR: return a != 0 || b != 0;
-    default: throw BadInput("expression: unknown operation");
-  }
+  i64 out;
+  if (applied(code, a, b, out)) return out;
+  throw ProgramFault((code == Code::FLOOR_DIV || code == Code::MOD) && b == 0 ? "division by zero"
+                                                                              : "a number exceeds 64 bits");
 }
 
 }  // namespace
@@ -102,6 +86,11 @@ Expressions::Expressions(const std::vector<i64>& code, std::vector<i64> starts, 
     depths.push_back(nested);
     costs.push_back(cost);
   }
+  for (size_t table = 0; table + 1 < tables_.size(); ++table)
+    has_constants_.push_back(std::all_of(
+        entries_.begin() + tables_[table], entries_.begin() + tables_[table + 1], [this](i64 entry) {
+          return entry >= 0 && entry < size() && end(entry) - begin(entry) == 1 && begin(entry)->code == Code::CONSTANT;
+        }));
 }
 
 i64 Expressions::evaluate(i64 expr, const std::vector<i64>& env) const {

@@ -9,17 +9,18 @@ void add(i64& sum, i64 term) { sum = checked_add(sum, term); }
 
 }  // namespace
 
-void Ledger::close(u32 op, i64 rank, const OpRow& row, const ClassOp& of, i64 last) {
-  Parts& parts = result_.parts[static_cast<size_t>(rank)];
-  const i64 took = result_.ended_ps[op] - result_.issued_ps[op];
+void Ledger::close(u32 op, const OpRow& row, const ClassOp& of, u32 last) {
+  OpState& state = ops_[op];
+  const i64 rank = state.rank, took = state.ended_ps - state.issued_ps;
+  Parts& parts = parts_[state.rank];
   if (row.kind == Kind::MATMUL || row.kind == Kind::CALL) return add(parts.compute, took);
   if (row.kind < Kind::ALL_GATHER || (row.kind == Kind::PERMUTE && of.b == 0)) return add(parts.copy, took);
   i64 wait = 0;
-  if (last != NONE) {
+  if (last != NOBODY) {
     last = came_last(op, rank, row, of, last);
-    const i64 later = result_.issued_ps[static_cast<size_t>(last)] - result_.issued_ps[op];
+    const i64 later = ops_[last].issued_ps - state.issued_ps;
     if (later > 0) {
-      result_.last_partner[op] = last;
+      state.last_partner = last;
       wait = std::min(later, took);
     }
   }
@@ -37,7 +38,7 @@ void Ledger::close(u32 op, i64 rank, const OpRow& row, const ClassOp& of, i64 la
 }
 
 // Of the members that an op exchanges something with, the one that came last.
-i64 Ledger::came_last(u32 op, i64 rank, const OpRow& row, const ClassOp& of, i64 last_of_all) const {
+u32 Ledger::came_last(u32 op, i64 rank, const OpRow& row, const ClassOp& of, u32 last_of_all) const {
   const bool chains = row.kind == Kind::BROADCAST || row.kind == Kind::REDUCE;
   if (row.kind != Kind::PERMUTE && !chains) return last_of_all;
   const auto joint = static_cast<size_t>(matched_.joint_of[op]);
@@ -46,7 +47,7 @@ i64 Ledger::came_last(u32 op, i64 rank, const OpRow& row, const ClassOp& of, i64
   u32 last = op;
   const auto consider = [&](i64 member) {
     const u32 other = matched_.member_op(joint, member);
-    if (result_.issued_ps[other] > result_.issued_ps[last]) last = other;
+    if (ops_[other].issued_ps > ops_[last].issued_ps) last = other;
   };
   if (!chains) {
     consider((place + of.b) % count);

@@ -61,7 +61,7 @@ Column sized_keys(const Expanded& program) {
 
 Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program.code.num_ranks()) {
   const Column& chip = column(c, "chip");
-  require(chip.size() == 8, "machine: bad chip");
+  require(chip.size() == 10, "machine: bad chip");
   flops_per_s = in_range(chip[0], 1, LARGEST_RATE, "FLOP/s");
   memory_per_s = in_range(chip[1], 1, LARGEST_RATE, "memory rate");
   launch_ps = in_range(chip[2], 0, LARGEST_FIXED_PS, "launch time");
@@ -71,6 +71,8 @@ Machine::Machine(const Columns& c, const Expanded& program) : num_ranks_(program
   require((tile_m_ == 0) == (tile_n_ == 0) && (tile_n_ == 0) == (tile_k_ == 0), "machine: bad tile");
   send_buffer_bytes = in_range(chip[6], 0, LARGEST_RATE, "send buffer");
   has_rings = chip[7] != 0;
+  pack_launch_ps_ = in_range(chip[8], 0, LARGEST_FIXED_PS, "launch of packing");
+  pack_per_s_ = in_range(chip[9], 0, LARGEST_RATE, "rate of packing");
 
   flop_rates_ = column(c, "flop_rates");
   for (const i64 rate : flop_rates_) in_range(rate, 1, LARGEST_RATE, "FLOP rate");

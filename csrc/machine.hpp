@@ -64,6 +64,12 @@ class Machine {
     const i64 work = work_number_[static_cast<size_t>(of_class)][op];
     return work < 0 ? -1 : work_flops_[static_cast<size_t>(work)];
   }
+  // The time in which one end of a message packs or unpacks a strided view (`cost/packing.py`).
+  i64 pack_ps(const ClassOp& end) const {
+    if (!end.b || !end.a || !pack_per_s_) return 0;
+    const u128 amount = static_cast<u128>(end.a) * static_cast<u128>(PS_PER_S);
+    return checked_add(pack_launch_ps_, static_cast<i64>((amount + static_cast<u128>(pack_per_s_) - 1) / static_cast<u128>(pack_per_s_)));
+  }
   // Resources: memory of each rank, compute engine of each rank, links.
   std::vector<i64> capacities() const;
   u32 memory(i64 rank) const { return static_cast<u32>(rank); }
@@ -96,7 +102,7 @@ class Machine {
 
  private:
   i64 num_ranks_;
-  i64 tile_m_, tile_n_, tile_k_;
+  i64 tile_m_, tile_n_, tile_k_, pack_launch_ps_, pack_per_s_;
   std::vector<Constants> constants_;
   Column num_directions_, one_link_, route_links_, link_rates_, one_sided_, flop_rates_, work_flops_;
   std::vector<std::vector<i64>> work_number_;

@@ -16,19 +16,30 @@ constexpr u128 MESSAGES_PER_OP = 256;  // on average, of as many ops as the prog
 // The n-th collective that a rank issues in a lane over a group is the n-th one of every member.
 class Collectives {
  public:
-  Collectives(const Expanded& program, Matched& out) : program_(program), out_(out) {}
+  Collectives(const Expanded& program, const Numbering& numbering, Matched& out)
+      : program_(program), numbering_(numbering), out_(out) {}
 
   void run() {
     const Template& code = program_.code;
+    std::vector<std::vector<size_t>> issued(program_.classes.size());  // collectives, by class
+    for (size_t number = 0; number < issued.size(); ++number)
+      for (size_t index = 0; index < program_.classes[number].ops.size(); ++index)
+        if (is_collective(code.ops[static_cast<size_t>(program_.classes[number].ops[index].row)].kind))
+          issued[number].push_back(index);
+    const size_t num_pairs = code.lanes.size() * static_cast<size_t>(code.num_axes);
+    std::vector<Turns*> of_pair(num_pairs);  // of a rank, by lane and axis
     for (i64 rank = 0; rank < code.num_ranks(); ++rank) {
-      std::unordered_map<u64, i64> counts;
+      std::fill(of_pair.begin(), of_pair.end(), nullptr);
       const auto& ops = program_.of(rank).ops;
-      for (size_t index = 0; index < ops.size(); ++index) {
+      for (const size_t index : issued[static_cast<size_t>(program_.ranks[static_cast<size_t>(rank)].of_class)]) {
         const OpRow& row = code.ops[static_cast<size_t>(ops[index].row)];
-        if (!is_collective(row.kind)) continue;
+        Turns*& turns = of_pair[static_cast<size_t>(row.lane * code.num_axes + row.axis)];
         const i64 group = code.group(row.axis, rank);
-        const u64 channel = static_cast<u64>(row.lane) << 32 | static_cast<u64>(group);
-        join(channel, group, counts[channel]++, rank, static_cast<i64>(index));
+        if (!turns) {  // two axes may have the same group
+          turns = &channels_[static_cast<u64>(row.lane) << 32 | static_cast<u64>(group)];
+          if (turns->rank != rank) turns->rank = rank, turns->next = 0;
+        }
+        join(*turns, group, rank, static_cast<i64>(index), row);
       }
     }
     u128 messages = 0;
@@ -53,18 +64,26 @@ class Collectives {
     i64 rank, index;
   };
 
-  void join(u64 channel, i64 group, i64 number, i64 rank, i64 index) {
-    std::vector<i64>& known = channels_[channel];
-    if (number == static_cast<i64>(known.size())) {
+  // The collectives of a group in a lane, in order, and how many of them a rank has issued.
+  struct Turns {
+    std::vector<i64> joints;
+    i64 rank = NONE;
+    size_t next = 0;
+  };
+
+  void join(Turns& turns, i64 group, i64 rank, i64 index, const OpRow& mine) {
+    std::vector<i64>& known = turns.joints;
+    const size_t number = turns.next++;
+    if (number == known.size()) {
       known.push_back(static_cast<i64>(out_.joints.size()));
       out_.joints.push_back({group, static_cast<i64>(out_.members.size()), NONE, NONE});
       out_.members.resize(out_.members.size() + static_cast<size_t>(program_.code.group_size(group)), 0);
       joined_.push_back(0);
       firsts_.push_back({rank, index});
     }
-    const auto joint = static_cast<size_t>(known[static_cast<size_t>(number)]);
+    const auto joint = static_cast<size_t>(known[number]);
     const First& first = firsts_[joint];
-    const OpRow &mine = program_.row(rank, index), &theirs = program_.row(first.rank, first.index);
+    const OpRow& theirs = program_.row(first.rank, first.index);
     const ClassOp &my = program_.op(rank, index), &their = program_.op(first.rank, first.index);
     const bool chains = mine.kind == Kind::BROADCAST || mine.kind == Kind::REDUCE;
     const bool same_way = !(chains || mine.kind == Kind::PERMUTE) || my.b == their.b;
@@ -74,15 +93,16 @@ class Collectives {
                "collectives in another order than on rank " +
                    std::to_string(program_.code.ranks[static_cast<size_t>(first.rank)]));
     ++joined_[joint];
-    const i64 op = program_.ranks[static_cast<size_t>(rank)].base + index;
+    const u32 op = numbering_.of(rank, index);
     const i64 place = program_.code.place(mine.axis, rank);
-    out_.members[static_cast<size_t>(out_.joints[joint].first + place)] = static_cast<u32>(op);
-    out_.joint_of[static_cast<size_t>(op)] = static_cast<i32>(joint);
+    out_.members[static_cast<size_t>(out_.joints[joint].first + place)] = op;
+    out_.joint_of[op] = static_cast<i32>(joint);
   }
 
   const Expanded& program_;
+  const Numbering& numbering_;
   Matched& out_;
-  std::unordered_map<u64, std::vector<i64>> channels_;
+  std::unordered_map<u64, Turns> channels_;
   std::vector<i64> joined_;
   std::vector<First> firsts_;
 };
@@ -92,7 +112,7 @@ struct End {
 };
 
 // A send is matched with a recv in order, per lane, pair of ranks and tag.
-void match_messages(const Expanded& program, Matched& out) {
+void match_messages(const Expanded& program, const Numbering& numbering, Matched& out) {
   struct Ends {
     std::vector<End> sends, recvs;
   };
@@ -110,7 +130,7 @@ void match_messages(const Expanded& program, Matched& out) {
       (sends ? ends.sends : ends.recvs).push_back({rank, static_cast<i64>(index)});
     }
   }
-  const auto number = [&](const End& end) { return program.ranks[static_cast<size_t>(end.rank)].base + end.index; };
+  const auto number = [&](const End& end) { return static_cast<i64>(numbering.of(end.rank, end.index)); };
   for (const auto& [channel, ends] : channels) {
     const size_t both = std::min(ends.sends.size(), ends.recvs.size());
     if (ends.sends.size() > both) mismatch(program, ends.sends[both].rank, ends.sends[both].index, "no recv matches this send");
@@ -128,9 +148,10 @@ void match_messages(const Expanded& program, Matched& out) {
 
 }  // namespace
 
-Matched::Matched(const Expanded& program) : joint_of(static_cast<size_t>(program.num_ops), -1) {
-  Collectives(program, *this).run();
-  match_messages(program, *this);
+Matched::Matched(const Expanded& program, const Numbering& numbering)
+    : joint_of(static_cast<size_t>(program.num_ops), -1) {
+  Collectives(program, numbering, *this).run();
+  match_messages(program, numbering, *this);
 }
 
 }  // namespace meshweave

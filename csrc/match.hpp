@@ -7,7 +7,7 @@ namespace meshweave {
 
 constexpr i64 NONE = -1;
 
-// All members of a collective, or a send with its recv. Ops are numbered over all ranks.
+// All members of a collective, or a send with its recv. Ops are numbered over all ranks, by a Numbering.
 struct Joint {
   i64 group = NONE;  // of a collective, whose ops are listed from `first` on in Matched::members
   i64 first = NONE;
@@ -15,7 +15,7 @@ struct Joint {
 };
 
 struct Matched {
-  explicit Matched(const Expanded& program);
+  Matched(const Expanded& program, const Numbering& numbering);
 
   // The op of the member at a place of the group.
   u32 member_op(size_t joint, i64 place) const { return members[static_cast<size_t>(joints[joint].first + place)]; }

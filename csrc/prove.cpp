@@ -49,7 +49,7 @@ i64 number_of(const Columns& columns, const char* name) {
 class Proof {
  public:
   explicit Proof(const Columns& columns)
-      : columns_(columns), program_(columns, true), matched_(program_), rows_(proof_rows(columns, program_.code)),
+      : columns_(columns), program_(columns, true), matched_(program_, Numbering::by_rank(program_)), rows_(proof_rows(columns, program_.code)),
         dtypes_(dtypes_of(columns, program_.code)), rules_{program_.code, dtypes_, blocks_left_} {}
 
   Verdict verdict() {

@@ -23,6 +23,8 @@ struct Wait {
 struct Item {
   How how{};
   i64 number = 0, lane = 0, axis = -1, ps = 0, times = 1, launch_ps = 0, packets = 1, part = 0;
+  bool is_buffered = false;  // a chain whose senders end when the last packet begins to flow
+  i64 burst_ps = 0;          // what a link makes up for, once it was idle
   std::vector<i64> roots;
   std::vector<Wait> waits;
   std::vector<std::pair<i64, std::vector<Wait>>> lane_waits;  // of a part
@@ -73,6 +75,7 @@ class Follower {
     const i64 num_lanes = reader.count();
     require(checked_mul(num_lanes, num_ranks_) <= MOST_TIMES, "skeleton: too many lanes");
     lanes_.assign(static_cast<size_t>(num_lanes), zeros());
+    links_.assign(extents_.size(), {});
     for (i64 left = reader.count(); left > 0; --left) parts_.push_back(read_part(reader));
     require(reader.done() && !parts_.empty(), "skeleton: the code is not of one skeleton");
   }
@@ -161,6 +164,8 @@ class Follower {
         out.axis = axis(reader);
         out.launch_ps = reader.next(0, MOST_PS);
         out.packets = reader.next(1, MOST);
+        out.is_buffered = reader.next(0, 1) == 1;
+        out.burst_ps = reader.next(0, MOST_PS);
         const i64 roots = reader.count();
         require(roots == checked_mul(turns, out.times), "skeleton: a chain has a root for each time that it runs");
         for (i64 left = roots; left > 0; --left) out.roots.push_back(reader.index(extents_[static_cast<size_t>(out.axis)]));
@@ -263,6 +268,10 @@ class Follower {
     }
     line_.resize(stride);
     i64* const end = line_.data();  // of the last hop, on each of the rings that lie side by side
+    if (item.is_buffered) {
+      buffered_chain(item, static_cast<size_t>(first) % count, times);
+      return;
+    }
     for (size_t outer = 0; outer < times.size(); outer += count * stride) {
       i64* const ring = times.data() + outer;
       size_t place = static_cast<size_t>(first) % count;
@@ -276,6 +285,40 @@ class Follower {
         } else {
           for (size_t at = 0; at < stride; ++at)
             sender[at] = end[at] = std::max(end[at] + item.ps, std::max(sender[at], receiver[at]) + all_packets);
+        }
+        place = next;
+      }
+      std::copy(end, end + stride, ring + place * stride);
+    }
+  }
+
+  // The same where a send buffer takes the packets: a sender ends when its last packet begins to flow, so that the next
+  // chain may begin while a link still carries this one, and waits for the link. A link that was idle makes up for it.
+  void buffered_chain(const Item& item, size_t begin, Times& times) {
+    const auto count = static_cast<size_t>(extents_[static_cast<size_t>(item.axis)]);
+    const auto stride = static_cast<size_t>(strides_[static_cast<size_t>(item.axis)]);
+    const i64 all_packets = item.packets * item.ps;
+    Times& links = links_[static_cast<size_t>(item.axis)];
+    if (links.empty()) links.assign(times.size(), -MOST_PS);
+    other_.resize(stride);
+    i64 *const end = line_.data(), *const first = other_.data();  // of the last and of the first packet over a hop
+    for (size_t outer = 0; outer < times.size(); outer += count * stride) {
+      i64* const ring = times.data() + outer;
+      size_t place = begin;
+      for (size_t hop = 0; hop + 1 < count; ++hop) {
+        const size_t next = place + 1 == count ? 0 : place + 1;
+        i64* const sender = ring + place * stride;
+        const i64* const receiver = ring + next * stride;
+        i64* const link = links.data() + outer + place * stride;
+        for (size_t at = 0; at < stride; ++at) {
+          i64 arrival = std::max(sender[at], receiver[at]) + (hop == 0 ? item.launch_ps : 0);
+          if (hop > 0) arrival = std::max(arrival, first[at]);
+          const i64 flow = std::max(arrival - item.burst_ps, link[at]);
+          first[at] = std::max(flow + item.ps, arrival);
+          link[at] = flow + all_packets;
+          const i64 before = hop == 0 ? 0 : end[at];
+          end[at] = std::max({link[at], first[at], before});
+          sender[at] = std::max(sender[at], end[at] - item.ps);
         }
         place = next;
       }
@@ -300,6 +343,7 @@ class Follower {
   i64 num_ranks_ = 1;
   std::vector<Times> lanes_;
   std::vector<Part> parts_;
+  std::vector<Times> links_;  // by axis: when the link from each rank to the next one is free; empty without such chains
   Times line_, other_;
 };
 

@@ -38,6 +38,12 @@ bool overlap(const Access& a, const Access& b, i64& blocks_left) {
   return true;
 }
 
+bool may_meet(const Access& a, const Access& b) {
+  for (size_t dim = 0; dim < 2 && static_cast<int>(dim) < a.dims; ++dim)
+    if (a.selectors[dim].start >= b.selectors[dim].stop || b.selectors[dim].start >= a.selectors[dim].stop) return false;
+  return true;
+}
+
 bool covers(const Access& a, const Access& b) {
   for (int dim = 0; dim < a.dims; ++dim) {
     const Selector &mine = a.selectors[static_cast<size_t>(dim)], &theirs = b.selectors[static_cast<size_t>(dim)];

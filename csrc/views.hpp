@@ -8,6 +8,7 @@
 namespace meshweave {
 
 constexpr int MAX_DIMS = 8;
+constexpr i64 LARGEST = i64{1} << 48;  // beyond any index or size; keeps sums and differences within 64 bits
 
 // [start, stop) of a dim; where `stride` is not 0 only the elements in [first + t stride, ... + block).
 struct Selector {
@@ -39,6 +40,8 @@ struct Access {
 };
 
 bool overlap(const Access& a, const Access& b, i64& blocks_left);  // of views of one buffer and slot
+// Returns whether the ranges of the first two dims meet: most views that share no element do not even there.
+bool may_meet(const Access& a, const Access& b);
 bool covers(const Access& a, const Access& b);   // whether `a` surely holds every element of `b`
 
 }  // namespace meshweave

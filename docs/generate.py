@@ -34,9 +34,11 @@ from meshweave.describe.machine.cluster_file import (
 from meshweave.describe.machine.kernels_file import (
     AttentionFile,
     CollectivesFile,
+    CpuProductsFile,
     ElementwiseFile,
     KernelsFile,
     ProductsFile,
+    SystolicFile,
     TableFile,
 )
 from meshweave.describe.machine.matrix_file import LayerTable, MatrixFile, MeasuredTable
@@ -85,6 +87,8 @@ TITLES: dict[type[BaseModel], str] = {
     ModelFile: "Top level of a model file",
     KernelsFile: "Top level of a kernels file",
     ProductsFile: "products",
+    SystolicFile: "systolic",
+    CpuProductsFile: "cpu_products",
     AttentionFile: "attention",
     CollectivesFile: "collectives",
     ElementwiseFile: "elementwise",
@@ -112,7 +116,15 @@ def page() -> str:
         "A cluster file names it by `chip.kernels`. `meshweave calibrate --device` writes one. Dtypes are those "
         "above, and `fp8` with the cast of A from bfloat16."
     )
-    parts = (ProductsFile, AttentionFile, CollectivesFile, ElementwiseFile, TableFile)
+    parts = (
+        ProductsFile,
+        SystolicFile,
+        CpuProductsFile,
+        AttentionFile,
+        CollectivesFile,
+        ElementwiseFile,
+        TableFile,
+    )
     sections += ["## Kernels files\n", _section(KernelsFile, kernels), *map(_section, parts)]
     config = (
         "A Hugging Face `config.json` of a dense decoder-only model is read too, under the names that its family "

@@ -7,7 +7,8 @@ writes the catalog's kernels, benchmarks/results/kernels.json and validation/res
 The data are AIConfigurator's (src/meshweave/catalog/kernels/NOTICE.md). Held-out scores are of five parts,
 each predicted by constants fitted on the other four. All products of one (n, k), attentions of one head count
 and length, and collectives of one number of chips and bytes are in the same part, by a hash. Products are
-besides fitted on m <= 2048 and scored above, and the other way round. The committed constants are those of
+besides fitted on m <= 2048 and scored above, and the other way round; and each third of the rows, by a hash of
+m, n and k, is predicted by the others, as rows of another sample would be. The committed constants are those of
 all rows.
 """
 
@@ -30,8 +31,8 @@ from meshweave.describe.machine.kernels import ChipKernels, ProductTable
 from meshweave.describe.machine.measured_file import (
     ATTENTION,
     COLLECTIVES,
+    MEASURED,
     PRODUCTS,
-    SHIPPED,
     MeasuredKernel,
     shipped_measured,
 )
@@ -83,16 +84,22 @@ class Group:
         return np.array([row.seconds for row in self.rows])
 
     def parts(self) -> Any:
-        """Return the number of the part that each row is in."""
-        columns = {PRODUCTS: (1, 2), ATTENTION: (1, 2, 3), COLLECTIVES: (0, 1)}[self.kind]
+        """Return the number of the part that each row is in, without neighbours in other parts."""
+        return self._hashed({PRODUCTS: (1, 2), ATTENTION: (1, 2, 3), COLLECTIVES: (0, 1)}[self.kind], PARTS)
+
+    def thirds(self) -> Any:
+        """Return the number of the third that each row is in."""
+        return self._hashed(tuple(range(len(self.rows[0].sizes))), 3)
+
+    def _hashed(self, columns: tuple[int, ...], count: int) -> Any:
         keys = (",".join(str(row.sizes[column]) for column in columns) for row in self.rows)
-        return np.array([int(hashlib.sha256(key.encode()).hexdigest(), 16) % PARTS for key in keys])
+        return np.array([int(hashlib.sha256(key.encode()).hexdigest(), 16) % count for key in keys])
 
 
 def groups() -> list[Group]:
     """Return the groups of all files."""
     out = []
-    for name in SHIPPED:
+    for name in MEASURED:
         measured = shipped_measured(name)
         for device, group in sorted({(row.device, row.group) for row in measured.rows}):
             rows = tuple(row for row in measured.rows if (row.device, row.group) == (device, group))
@@ -125,10 +132,10 @@ def table_seconds(group: Group, kernels: ChipKernels, chosen: Any, asked: Any) -
     return TableInterpolation(table, kernels.product(group.group), group.group).seconds(*group.sizes[asked].T)
 
 
-def held_out(group: Group) -> list[Score]:
+def held_out(group: Group, parts: Any) -> list[Score]:
     """Return the scores of each part by constants of the others; of products also by tables of the others."""
-    parts, model, table = group.parts(), np.zeros(len(group.rows)), np.zeros(len(group.rows))
-    for part in range(PARTS):
+    model, table = np.zeros(len(group.rows)), np.zeros(len(group.rows))
+    for part in range(parts.max() + 1):
         chosen, asked = parts != part, parts == part
         if not asked.any():
             continue
@@ -193,15 +200,19 @@ def main(say: Callable[[str], None] = print) -> None:
         "parts": PARTS,
         "middle_m": MIDDLE_M,
         "held_out": {},
+        "thirds": [],
         "extrapolated": {},
     }
     for group in groups():
         by_device[group.device].append(fitted(group, np.ones(len(group.rows), dtype=bool)))
-        scores = held_out(group)
+        scores = held_out(group, group.parts())
         results["held_out"].setdefault(group.kind, []).extend(score.to_json() for score in scores)
         for score in scores:
             say(f"{group.kind} {score}")
         if group.kind == PRODUCTS:
+            thirds = held_out(group, group.thirds())
+            results["thirds"] += [score.to_json() for score in thirds]
+            say(f"thirds: {thirds}")
             for name, apart in extrapolated(group).items():
                 results["extrapolated"].setdefault(name, []).extend(score.to_json() for score in apart)
                 say(f"{name}: {apart}")

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshweave.reproduce.alpacomm.readings import RIVAL_ROWS
 from meshweave.reproduce.meshslice.readings import MEASURED_ROWS, READINGS, PaperReading
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = RESULTS / "meshslice-readings.md"
 README = Path(__file__).parent / "README.md"
 PAPERS = {
-    "Slicing": "slicing-pvc-node-h100-node",
-    "AlpaComm": "alpacomm-p3.8xlarge",
+    "Slicing, all-factors": "slicing-pvc-node-h100-node",
+    "Slicing, cut": "slicing-cut",
+    "AlpaComm, bandwidth": "alpacomm-p3.8xlarge",
+    "AlpaComm, messages": "alpacomm-messages",
+    "AlpaComm, alpa": "alpacomm-alpa",
+    "AlpaComm, alpa-messages": "alpacomm-alpa-messages",
     "ATP": "atp",
 }
 MARKS = {"holds": "", "near": " ~", "differs": " x"}
@@ -134,10 +140,35 @@ def readings_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def beside(stems: dict[str, str], ids: Sequence[str] = ()) -> str:
+    """Return rows with these ids, or all, of some tables of a paper, one column for each table."""
+    saved = {name: {(row["id"], row["model"]): row for row in load(stem)} for name, stem in stems.items()}
+    lines = [f"| row | of | published | {' | '.join(saved)} |", f"|---|---|{'---:|' * (1 + len(saved))}"]
+    for key in next(iter(saved.values())):
+        rows = [of_reading.get(key) for of_reading in saved.values()]
+        one = rows[0]
+        if one is None or (ids and key[0] not in ids):
+            continue
+        published = "-" if one["published"] is None else f"{one['published']:.4g} {one['unit']}".strip()
+        lines.append(f"| {key[0]} | {key[1]} | {published} | {' | '.join(map(_cell, rows))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _of(paper: str) -> dict[str, str]:
+    """Return the tables of a paper by their readings."""
+    return {name.split(", ")[1]: stem for name, stem in PAPERS.items() if name.startswith(f"{paper}, ")}
+
+
 def readme() -> str:
     """Return README.md of this folder with its tables as they should be."""
     text = README.read_text(encoding="utf-8")
-    for name, table_text in (("counts", counts_table()), ("readings", readings_table())):
+    tables = {
+        "counts": counts_table(),
+        "readings": readings_table(),
+        "slicing": beside(_of("Slicing")),
+        "alpacomm": beside(_of("AlpaComm"), RIVAL_ROWS),
+    }
+    for name, table_text in tables.items():
         begin, end = (
             f"<!-- {name}: begin (python validation/readings_table.py) -->\n",
             f"<!-- {name}: end -->",

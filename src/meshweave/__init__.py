@@ -57,7 +57,7 @@ _GROUPS = {
         "algorithms.contract": "Algorithm Gradient",
         "algorithms.table": "ALGORITHMS algorithm algorithms_for",
         "algorithms.matmul2d": "Matmul2d Matmul2dConfig Matmul2dProblem",
-        "algorithms.universal": "UniversalConfig UniversalProblem universal_program",
+        "algorithms.universal": "StageLimits UniversalConfig UniversalProblem universal_program",
         "algorithms.reshard": "ReshardPlan ReshardProblem TensorMove plan_reshard reshard_program",
         "algorithms.pipeline": "Action ActionKind Edge PartCost PipelineAlgorithm PipelineConfig PipelineProblem "
         "Recompute Schedule Stage Stash pipeline_program read_schedule",
@@ -79,8 +79,8 @@ _GROUPS = {
         "tune.layouts": "tune_layouts",
         "tune.schedules": "search_schedule",
         "tune.step": (
-            "Memory Parallelism SimulatedStep SoftwareStack Step StepParts StepProblem simulate_step step step_of "
-            "step_program"
+            "Memory Parallelism SoftwareStack Step StepParts StepProblem StepSimulation simulate_step step "
+            "step_of step_program"
         ),
     },
     "readings": {
@@ -168,6 +168,7 @@ if TYPE_CHECKING:
     from meshweave.algorithms.table import ALGORITHMS as ALGORITHMS
     from meshweave.algorithms.table import algorithm as algorithm
     from meshweave.algorithms.table import algorithms_for as algorithms_for
+    from meshweave.algorithms.universal import StageLimits as StageLimits
     from meshweave.algorithms.universal import UniversalConfig as UniversalConfig
     from meshweave.algorithms.universal import UniversalProblem as UniversalProblem
     from meshweave.algorithms.universal import universal_program as universal_program
@@ -316,11 +317,11 @@ if TYPE_CHECKING:
     from meshweave.tune.schedules import search_schedule as search_schedule
     from meshweave.tune.step import Memory as Memory
     from meshweave.tune.step import Parallelism as Parallelism
-    from meshweave.tune.step import SimulatedStep as SimulatedStep
     from meshweave.tune.step import SoftwareStack as SoftwareStack
     from meshweave.tune.step import Step as Step
     from meshweave.tune.step import StepParts as StepParts
     from meshweave.tune.step import StepProblem as StepProblem
+    from meshweave.tune.step import StepSimulation as StepSimulation
     from meshweave.tune.step import simulate_step as simulate_step
     from meshweave.tune.step import step as step
     from meshweave.tune.step import step_of as step_of

@@ -31,6 +31,9 @@ class Core:
     def __init__(self, columns: Mapping[str, NDArray[np.int64]]) -> None: ...
     @property
     def num_ops(self) -> int: ...
+    @property
+    def num_classes(self) -> int:
+        """How many ranks were expanded; each of the others runs as one of them."""
     def starts(self) -> NDArray[np.int64]:
         """The number of each rank's first op, and of all ops."""
     def rows(self) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,17 +14,31 @@ from meshweave.algorithms.matmul2d.summa import SliceStep, slice_steps
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.cost.price import price
-from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
+from meshweave.describe.machine.network import with_axes
 from meshweave.estimate import estimate_skeleton, skeleton_ps
-from meshweave.estimate.chains import hop_ps
+from meshweave.estimate.chains import chain_period, hop_ps
 from meshweave.ir.program import On, Repeat
 from meshweave.ir.program.ops import Broadcast, Reduce
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Transfer
+from meshweave.lower import lower_chains
 from meshweave.simulate import simulate
 from sampling import examples, scaled
 
 SUMMA = ALGORITHMS["summa"]
+
+
+def _buffered(num_chips: int) -> Cluster:
+    """Return a torus as in a lab: slow links without launch costs, a send buffer that takes every message."""
+    cluster = replace(load_cluster(f"tpu-v4-pod:{num_chips}"), send_buffer_bytes=1 << 26)
+    slow = with_axes(
+        cluster.network,
+        lambda axis: replace(
+            axis, constants=(), launch_s=0.0, link_latency_s=1e-4, link_bytes_per_s=6.25e6, num_directions=1
+        ),
+    )
+    return replace(cluster, network=slow, chip=cluster.chip.with_flops_per_s(1e9))
 
 
 def config(turns: int, packets: int = 1) -> Matmul2dConfig:
@@ -140,6 +155,63 @@ def test_chains_from_one_root_follow_each_other_sooner_than_those_from_roots_in_
     alone = launch_ps + (packets + members - 2) * packet_ps
     total = skeleton_ps(Skeleton((Phase(1, (chain,)),)), lambda one: price(one, machine).total_ps)
     assert total == (count - 1) * follow + alone
+    if roots == "turn":
+        assert follow == launch_ps + chain_period(members, packets, False) * packet_ps
+
+
+@pytest.mark.parametrize("packets", [1, 4, 16])
+def test_a_send_buffer_lets_chains_follow_each_other_a_packet_sooner(packets: int) -> None:
+    """After D packets from one root, which is what its link carries, and after D + 1 from roots in turn."""
+    members, count = 8, 5
+    cluster = _buffered(8)
+    machine = mesh_machine(cluster, (1, members), ("row", "col"))
+    work = Transfer("broadcast", "tp.col", members, 1 << 20, packets)
+    _, packet_ps = hop_ps(work, lambda one: price(one, machine).total_ps)
+
+    def total(roots: tuple[int, ...]) -> int:
+        chain = Task("b", "col", work, times=count, roots=roots)
+        return skeleton_ps(
+            Skeleton((Phase(1, (chain,)),)),
+            lambda one: price(one, machine).total_ps,
+            machine,
+        )
+
+    alone = (packets + members - 2) * packet_ps
+    assert total((0,) * count) == pytest.approx((count - 1) * packets * packet_ps + alone, rel=0.01)
+    assert total(tuple(range(count))) == pytest.approx(
+        (count - 1) * (packets + 1) * packet_ps + alone, rel=0.01
+    )
+
+
+def test_an_idle_link_makes_up_for_its_burst() -> None:
+    """A chain of one packet gains a burst on each of its hops, and never more than the packet takes."""
+    members, packet_bytes = 8, 1 << 20
+    work = Transfer("broadcast", "tp.col", members, packet_bytes)
+    chain = Skeleton((Phase(1, (Task("b", "col", work, roots=(0,)),)),))
+    bare = _buffered(8)
+    took = []
+    for burst_bytes in (0, packet_bytes // 4, packet_bytes // 2, 1 << 30):
+        network = with_axes(bare.network, lambda axis, burst=burst_bytes: replace(axis, burst_bytes=burst))
+        machine = mesh_machine(replace(bare, network=network), (1, members), ("row", "col"))
+        took.append(estimate_skeleton(chain, machine).total_s)
+    hop_s = packet_bytes / bare.network.axis(0).link_bytes_per_s
+    hops = members - 1
+    assert took[0] == pytest.approx(hops * hop_s, rel=0.01)
+    assert took[1:3] == pytest.approx([hops * hop_s * 0.75, hops * hop_s * 0.5], rel=0.01)
+    assert 0 <= took[3] < hop_s * 0.01
+
+
+@pytest.mark.parametrize("seed", range(scaled(4)))
+def test_the_estimate_of_a_lab_knows_its_send_buffer(seed: int) -> None:
+    """Within 3 % of the simulation of the program as it runs there, broadcasts lowered to messages."""
+    draw = random.Random(seed)
+    sizes = [64 * draw.randint(8, 40) for _ in "mnk"]
+    problem = Matmul2dProblem(*sizes, (4, 4), draw.choice(DATAFLOWS), "float32")
+    chosen = config(draw.choice([4, 8]), draw.choice([1, 4]))
+    program = lower_chains(SUMMA.program(problem, chosen))
+    machine = Machine.of(_buffered(16), program)
+    simulated = simulate(program, machine).duration_s
+    assert SUMMA.estimate(problem, chosen, machine).total_s == pytest.approx(simulated, rel=0.03)
 
 
 def test_offered_configurations_are_few() -> None:

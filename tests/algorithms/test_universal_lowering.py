@@ -16,13 +16,16 @@ from meshweave.algorithms.universal import (
     UniversalProblem,
     universal_program,
 )
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
 from meshweave.algorithms.universal.issue_order import (
+    SearchEffort,
     direct_order,
-    issue_order,
+    issue_orders,
     remote_panels,
     schedule_graph,
+    schedule_stages,
 )
-from meshweave.algorithms.universal.schedule import IssueOrder
+from meshweave.algorithms.universal.schedule import IssueOrder, StageLimits
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout.grid import ProcessGrid, block_2d, row_block
@@ -77,6 +80,33 @@ def test_every_schedule_gives_the_dense_product(
 ) -> None:
     problem, choice = case
     check(problem, universal_program(problem, replace(choice, schedule=schedule, rates=RATES)))  # type: ignore[arg-type]
+
+
+@examples(25)
+@given(cases(), st.sampled_from(SCHEDULE_KINDS), st.tuples(*[st.integers(1, 3)] * 3))
+def test_any_limits_give_the_dense_product(
+    case: tuple[UniversalProblem, UniversalConfig], schedule: ScheduleKind, most: tuple[int, int, int]
+) -> None:
+    problem, choice = case
+    limits = StageLimits(*most)
+    program = universal_program(problem, replace(choice, schedule=schedule, rates=RATES, limits=limits))
+    check(problem, program)
+    widths = {lane.name: lane.width for lane in program.lanes}
+    assert widths == {"compute": limits.products, "get": 1, "give": limits.accumulates}
+
+
+def test_limits_bound_what_a_stage_holds() -> None:
+    slicing = Slicing(misaligned(), UniversalConfig("b", num_slices=3))
+    graph = schedule_graph(slicing, 0, RATES)
+    for limits in (StageLimits(), StageLimits(2, 3, 2)):
+        for kind in SCHEDULE_KINDS:
+            stages = schedule_stages(kind, graph, SearchEffort(limits=limits))
+            for stage in stages:
+                assert len(stage.products) <= limits.products
+                assert len(stage.fetches) <= limits.fetches
+                assert len(stage.accumulates) <= limits.accumulates
+    with pytest.raises(UnsupportedError, match="1 or more of each"):
+        StageLimits(products=0)
 
 
 def misaligned() -> UniversalProblem:
@@ -138,7 +168,7 @@ def test_as_many_slots_as_an_order_needs_and_prefetch_more() -> None:
 def test_a_schedule_by_costs_asks_for_rates() -> None:
     with pytest.raises(UnsupportedError, match="schedule 'greedy' needs rates"):
         universal_program(misaligned(), UniversalConfig(schedule="greedy"))
-    assert issue_order(Slicing(misaligned(), UniversalConfig(schedule="greedy", rates=RATES)), 0).products
+    assert issue_orders(Slicing(misaligned(), UniversalConfig(schedule="greedy", rates=RATES)))[0].products
 
 
 def test_rates_of_a_machine() -> None:

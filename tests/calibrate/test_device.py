@@ -12,7 +12,7 @@ from meshweave.base.errors import DescriptionError, UnsupportedError
 from meshweave.calibrate import device
 from meshweave.cli.app import run_app
 from meshweave.cost.products import product_seconds
-from meshweave.describe.machine.kernels import ProductConstants
+from meshweave.describe.machine.kernels import CpuProductConstants
 from meshweave.describe.machine.kernels_file import load_kernels
 
 
@@ -26,7 +26,7 @@ def test_shapes_follow_from_the_seed() -> None:
 
 def test_a_fit_predicts_products_that_it_has_not_seen() -> None:
     """Times of known constants with 3 % of noise, fitted on 150 shapes, scored on 60 others."""
-    made = ProductConstants("cpu", 1, 9e10, 3e10, 1e-7, 3e-6, 2e10, 1.0, 1.5, 1.0, 0.03)
+    made = CpuProductConstants(9e10, 3e-6, 1e10, 4e6, 4e-12, 4e-12, 1e-11, 2e-11, 1e-10)
     shapes = device.draw_shapes(210, 1, 2e9)
     sizes = np.array(shapes, dtype=np.float64)
     noise = np.exp(np.random.default_rng(0).normal(0, 0.03, len(shapes)))

@@ -87,17 +87,12 @@ def test_programs_and_plans_run_on_processes(plan: Plan) -> None:
     reshard = parse((GOLDEN / "broadcast_reshard.txt").read_text())
     (verification,) = check.verify(reshard).verifications
     assert verification.error_on_processes == 0 and not verification.is_wrong
-    measured = check.run(
-        plan,
-        load_cluster("local-cpu"),
-        passes=["forward"],
-        algorithms="all",
-        num_ranks=2,
-        max_dim=64,
-        repeat=2,
-    )
+    measured = check.run(plan, passes=["forward"], algorithms="all", num_ranks=2, max_dim=64, repeat=2)
     assert [product.error for product in measured.products] == [0.0, 0.0]
     assert all(len(product.runs_s) == 2 and product.num_orderings > 0 for product in measured.products)
+    for product in measured.products:  # constants of these processes, measured beside the runs
+        assert product.constants is not None and min(product.constants.to_json().values()) > 0
+        assert product.predicted.duration_s > 0
 
 
 def test_a_reduced_layer_keeps_the_proportions_of_its_shards() -> None:

@@ -27,6 +27,7 @@ from meshweave.describe.machine.kernels import (
     CollectiveConstants,
     ProductConstants,
     ProductTable,
+    SystolicConstants,
 )
 from meshweave.describe.machine.kernels_file import load_kernels
 from meshweave.ir.work import Compute, matmul_work
@@ -56,10 +57,26 @@ def products(draw: st.DrawFn, menus: tuple[str, ...] = tuple(TILE_MENUS)) -> Pro
     )
 
 
+@st.composite
+def systolic_products(draw: st.DrawFn) -> SystolicConstants:
+    sizes = st.floats(0, 1e7)
+    return SystolicConstants(
+        draw(rates),
+        draw(st.floats(0, 200)),
+        draw(rates),
+        draw(durations),
+        draw(rates),
+        draw(sizes),
+        draw(sizes),
+        draw(st.floats(1, 1e5)),
+        draw(st.floats(1, 8)),
+    )
+
+
 @examples(60)
-@given(products(), shapes, st.sampled_from([1, 2, 4]))
+@given(st.one_of(products(), systolic_products()), shapes, st.sampled_from([1, 2, 4]))
 def test_a_product_never_beats_the_rate_or_the_memory(
-    constants: ProductConstants, shape: tuple[int, int, int], item: int
+    constants: ProductConstants | SystolicConstants, shape: tuple[int, int, int], item: int
 ) -> None:
     m, n, k = shape
     seconds = product_s(constants, m, n, k, item)
@@ -69,9 +86,12 @@ def test_a_product_never_beats_the_rate_or_the_memory(
 
 
 @examples(60)
-@given(products(("gpu", "cpu", "systolic")), shapes, shapes, st.integers(1, 4))
+@given(st.one_of(products(("gpu",)), systolic_products()), shapes, shapes, st.integers(1, 4))
 def test_a_larger_product_takes_no_less(
-    constants: ProductConstants, shape: tuple[int, int, int], more: tuple[int, int, int], batch: int
+    constants: ProductConstants | SystolicConstants,
+    shape: tuple[int, int, int],
+    more: tuple[int, int, int],
+    batch: int,
 ) -> None:
     larger = [a + b - 1 for a, b in zip(shape, more, strict=True)]
     assert product_s(constants, *shape, 2) <= product_s(constants, *larger, 2) * (1 + 1e-9)
@@ -79,21 +99,21 @@ def test_a_larger_product_takes_no_less(
 
 
 @examples(60)
-@given(products(), shapes)
+@given(st.one_of(products(), systolic_products()), shapes)
 def test_a_product_takes_at_most_what_its_padded_one_takes(
-    constants: ProductConstants, shape: tuple[int, int, int]
+    constants: ProductConstants | SystolicConstants, shape: tuple[int, int, int]
 ) -> None:
     """A menu that chooses by m keeps to its choice: pad within what it chooses from."""
-    if constants.tiles == "gpu-by-m" and shape[0] <= 128:
+    if isinstance(constants, ProductConstants) and constants.tiles == "gpu-by-m" and shape[0] <= 128:
         shape = (shape[0] + 128, *shape[1:])
     padded = [math.ceil(size / step) * step for size, step in zip(shape, (256, 256, 128), strict=True)]
     assert product_s(constants, *shape, 2) <= product_s(constants, *padded, 2) * (1 + 1e-9)
 
 
 @examples(20)
-@given(products(), st.lists(shapes, min_size=1, max_size=5))
+@given(st.one_of(products(), systolic_products()), st.lists(shapes, min_size=1, max_size=5))
 def test_many_products_at_once_are_each(
-    constants: ProductConstants, many: list[tuple[int, int, int]]
+    constants: ProductConstants | SystolicConstants, many: list[tuple[int, int, int]]
 ) -> None:
     together = product_seconds(constants, *np.array(many).T, 2)
     assert together == pytest.approx([product_s(constants, *shape, 2) for shape in many])
@@ -107,6 +127,19 @@ def test_waves_and_splits_count() -> None:
     assert over > 1.02 * full
     whole_k = replace(constants, split_passes=1e6)
     assert product_s(constants, 128, 128, 65536, 2) < product_s(whole_k, 128, 128, 65536, 2) / 4
+
+
+def test_systolic_arrays_pad_and_turn() -> None:
+    """One thin dim is padded to 8 rows whichever of m and n it is; the others to 128."""
+    constants = SystolicConstants(1e12, 0.0, 1e15, 0.0, 1e15, 0.0, 0.0, overlap=8.0)
+    assert product_s(constants, 1, 128, 128, 2) == pytest.approx(2 * 8 * 128 * 128 / 1e12, rel=1e-3)
+    assert product_s(constants, 1000, 3, 129, 2) == product_s(constants, 3, 1000, 129, 2)
+    assert product_s(constants, 129, 129, 129, 2) == product_s(constants, 136, 256, 256, 2)
+    bound = replace(constants, memory_bytes_per_s=1e9, first_bytes=1e6, last_bytes=1e6)
+    in_turn = 2 * 3 * 512 * 512 / 1e9 + 2 * 512**3 / 1e12
+    assert product_s(replace(bound, overlap=1.0), 512, 512, 512, 2) == pytest.approx(in_turn, rel=1e-3)
+    wide = product_seconds(bound, 512, 512, 512, 2, out_bytes=4) - product_seconds(bound, 512, 512, 512, 2)
+    assert float(wide) == pytest.approx(2 * 512 * 512 / 1e9, rel=0.1)
 
 
 table_points = st.lists(
@@ -125,6 +158,25 @@ def test_a_table_returns_its_points(
     table = ProductTable.of(dict(points))
     for shape, seconds in points:
         assert table_s(table, constants, "bfloat16", *shape, "error") == pytest.approx(seconds, rel=1e-6)
+
+
+def test_a_table_knows_alignment_and_does_not_follow_an_outlier() -> None:
+    """Where odd m take 1.5 times the base, so does the next odd m, but not its even neighbour."""
+    constants = ProductConstants("gpu", 108, 3e14, 1e12, 1e-6, 2e-6, 2e12)
+    made = [(m + odd, n, 1024) for m in range(512, 4097, 512) for n in (512, 2048) for odd in (0, 1)]
+    times = {shape: product_s(constants, *shape, 2) * (1.5 if shape[0] % 2 else 1.0) for shape in made}
+    known = interpolation(ProductTable.of(times), constants, "bfloat16")
+    odd, even = (
+        float(known.seconds(m, 1024, 1024)) / product_s(constants, m, 1024, 1024, 2) for m in (1793, 1792)
+    )
+    assert odd > 1.25 and even < 1.15
+    outlier = (2048, 512, 1024)
+    times[outlier] *= 2
+    table = ProductTable.of(times)
+    assert table_s(table, constants, "bfloat16", *outlier, "error") == times[outlier]
+    beside = float(interpolation(table, constants, "bfloat16").seconds(2056, 512, 1024))
+    assert beside < 1.9 * product_s(constants, 2056, 512, 1024, 2)
+    assert hash(table) == hash(ProductTable.of(dict(times)))
 
 
 def test_outside_a_table_is_an_error_or_the_model() -> None:
@@ -204,13 +256,25 @@ def test_constants_out_of_range_are_refused() -> None:
 def test_chips_of_the_catalog() -> None:
     for name in kernels_names():
         kernels = load_kernels(name)
-        assert kernels.source and kernels.collectives
-        assert len({kind for kind, _ in kernels.collectives}) == 4
+        assert kernels.source and (kernels.products or kernels.collectives)
+        assert len({kind for kind, _ in kernels.collectives}) == (0 if name.startswith("tpu") else 4)
     chip = load_cluster("dgx-h100").chip
     assert chip.kernels == load_kernels("h100-sxm5-80gb")
     products = chip.kernels.product("bfloat16")
     assert products is not None and products.flops_per_s <= chip.peak("bfloat16")
     assert products.memory_bytes_per_s <= chip.memory_bytes_per_s
+
+
+def test_a_chip_of_systolic_arrays_is_priced_by_shape() -> None:
+    kernels = load_kernels("tpu-v5e")
+    chip = replace(load_cluster("tpu-v4-pod").chip, kernels=kernels, gemm_tile=None)
+    constants = kernels.product("bfloat16")
+    assert isinstance(constants, SystolicConstants)
+    full, thin = matmul_work(4096, 4096, 4096, "bfloat16"), matmul_work(4096, 4096, 8, "bfloat16")
+    for work in (full, thin):
+        assert shape_s(work, chip) == product_s(constants, *work.dims, 2)
+    rates = [work.flops / (shape_s(work, chip) or 1) / constants.flops_per_s for work in (full, thin)]
+    assert rates[0] > 0.8 and rates[1] < 0.05
 
 
 def test_one_place_prices_by_shape_and_else_by_rate() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import runpy
 import shlex
@@ -17,7 +18,11 @@ import pytest
 
 import meshweave as mw
 from meshweave.base.units import format_s
+from meshweave.calibrate.tpu_compiler import TPU_TARGETS
 from meshweave.cli.app import run_app
+from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
+from meshweave.reproduce.meshslice.measured_mesh import local_shapes
+from meshweave.reproduce.meshslice.readings import reading_named
 
 MEASURED = runpy.run_path(str(pages.ROOT / "docs" / "measured.py"))
 README = (pages.ROOT / "README.md").read_text()
@@ -52,6 +57,17 @@ def test_comparisons_of_the_guide() -> None:
     assert f"geometric mean {MEASURED['geometric_mean'](host):.2f}, least {min(host):.2f}" in COMPARISON
 
 
+def test_estimates_of_steps_beside_simulation() -> None:
+    rows = MEASURED["load"]("step_estimates")["rows"]
+    errors = [abs(row["error"]) for row in rows]
+    chips = max(int(row["cluster"].rpartition(":")[2]) for row in rows)
+    assert (len({row["model"] for row in rows}), len({row["cluster"] for row in rows})) == (4, 4)
+    page = " ".join((pages.ROOT / "docs" / "guide" / "steps.md").read_text().split())
+    assert f"Over {len(rows)} random steps of four models on four clusters of up to {chips} chips" in page
+    mean, most = 100 * statistics.mean(errors), 100 * max(errors)
+    assert f"by {mean:.1f} % on average and by {most:.1f} % at most" in page
+
+
 VALIDATION = " ".join((pages.ROOT / "validation" / "README.md").read_text().split())
 CHANGELOG = " ".join((pages.ROOT / "CHANGELOG.md").read_text().split())
 READINGS = runpy.run_path(str(pages.ROOT / "validation" / "readings_table.py"))
@@ -82,14 +98,26 @@ def test_goals_of_the_readings() -> None:
 
 
 def test_what_speaks_against_the_fit_of_the_measured_mesh() -> None:
-    rows = json.loads((pages.ROOT / "validation/tpu_compiler_cycles.json").read_text())["rows"]
-    shares = [row["m"] * row["n"] * row["k"] / (4 * 128 * 128) / row["cycles"] for row in rows]
-    assert f"expects {100 * shares[0]:.0f} % for a product of {rows[0]['m']}^3" in VALIDATION
-    assert f"{100 * shares[1]:.0f} % for one of {rows[1]['m']}^3" in VALIDATION
+    shares = []
+    products = shipped_measured(TPU_PRODUCTS).rows
+    run = reading_named("fixed-batch").mesh
+    assert run is not None
+    local = set(local_shapes(run))
     fitted, plain = (mw.load_cluster(f"tpu-v4-4x4-{name}").chip for name in ("fitted", "effective"))
-    rate, peak = fitted.effective_flops_per_s, fitted.peak("bfloat16")
-    assert f"{rate / 1e12:.0f} TFLOP/s is {100 * rate / peak:.0f} % of the peak" in VALIDATION
-    assert rate / peak < shares[0] < plain.effective_flops_per_s / peak < shares[1]
+    peak = TPU_TARGETS["tpu-v4-core"].hardware.peak_flops_per_s
+    for row in products:
+        if (row.device, row.group) == ("TPU v4 core", "bfloat16") and row.sizes in local:
+            shares.append(2 * math.prod(row.sizes) / row.seconds / peak)
+    assert (
+        f"expects {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the peak for {len(shares)} of"
+        in VALIDATION
+    )
+    assert f"of the {len(local)} products that a chip multiplies in this reading" in VALIDATION
+    rate = fitted.effective_flops_per_s / fitted.peak("bfloat16")
+    assert (
+        f"{fitted.effective_flops_per_s / 1e12:.0f} TFLOP/s is {100 * rate:.0f} % of the peak" in VALIDATION
+    )
+    assert rate < min(shares) < plain.effective_flops_per_s / plain.peak("bfloat16")
 
 
 def test_speeds_in_the_changelog() -> None:
@@ -271,6 +299,30 @@ def test_kernels_in_the_guide() -> None:
         if (row["method"], row["subset"]) == ("table", "m >= 256")
     ]
     assert f"median error is {100 * min(medians):.1f} to {100 * max(medians):.1f} %" in page
+    thirds = [
+        row["median"] for row in saved["thirds"] if (row["method"], row["subset"]) == ("table", "m >= 256")
+    ]
+    assert f"Of thirds of the rows it is {100 * min(thirds):.1f} to {100 * max(thirds):.1f} %." in page
+
+
+def test_products_of_a_cpu_in_the_guide() -> None:
+    row = MEASURED["load"]("cpu_products")["rows"]["float32"]
+    full, quick = row["calibrated"], row["calibrated quickly"]
+    assert (
+        f"over {full['products']} products that were not fitted the mean error is {100 * full['mean']:.1f} % "
+        f"and the worst {100 * full['worst']:.0f} %; after the {quick['seconds']:.0f} s of a quick calibration, "
+        f"{100 * quick['mean']:.1f} and {100 * quick['worst']:.0f} %"
+    ) in guide("kernels")
+
+
+def test_tpu_kernels_in_the_guide() -> None:
+    rows = MEASURED["load"]("tpu_kernels")["held_out"]
+    table = [
+        f"| {row['device']}, C in {row['group'].split(' ')[-1]} | {row['rows']} | {row['fitted']} | "
+        f"{row['mean']:.1%} | {row['worst']:.1%} |".replace("%", " %")
+        for row in rows
+    ]
+    assert " ".join(table) in guide("kernels"), table
 
 
 def test_the_shown_plans_of_a_reshard() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.describe.machine.network import with_axes
 from meshweave.estimate import estimate_skeleton
 from meshweave.estimate.timeline import MAX_TASKS, timeline
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
@@ -99,10 +102,15 @@ def chained(draw: st.DrawFn, depth: int = 1) -> Skeleton:
 SIZES = {"row": 4, "col": 3}
 
 
+@pytest.mark.parametrize(("send_buffer_bytes", "burst_bytes"), [(0, 0), (300_000, 0), (300_000, 200_000)])
 @examples(100, suppress_health_check=[HealthCheck.too_slow])
-@given(chained())
-def test_the_core_follows_chains_as_the_timeline_does(skeleton: Skeleton) -> None:
-    machine = machine_of((4, 3))
+@given(skeleton=chained())
+def test_the_core_follows_chains_as_the_timeline_does(
+    skeleton: Skeleton, send_buffer_bytes: int, burst_bytes: int
+) -> None:
+    network = with_axes(POD.network, lambda axis: replace(axis, burst_bytes=burst_bytes))
+    cluster = replace(POD, network=network, send_buffer_bytes=send_buffer_bytes)
+    machine = mesh_machine(cluster, (4, 3), AXES[:2])
     assert timeline(skeleton, machine).duration_s == estimate_skeleton(skeleton, machine).total_s
 
 

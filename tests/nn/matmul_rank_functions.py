@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import meshweave
+from meshweave import StageLimits
 from meshweave.describe.layout import layouts as ours
 from meshweave.execute.torch.context import TorchContext
 from meshweave.nn.dtensor import layout_of
@@ -304,3 +305,11 @@ def chosen(check: Check) -> None:
     for cluster in check.some(["h100-node", "local-cpu"], 2):
         a, b = placed(integers((8, 6), 1), mesh, (S0, S1)), placed(integers((6, 8), 2), mesh, (S0, S1))
         check.product(cluster, a.requires_grad_(), b.requires_grad_(), cluster=cluster)
+    kinds = [
+        ("greedy", StageLimits(2, 3, 2)),
+        ("direct", StageLimits(2, 2, 2)),
+        ("exhaustive", StageLimits()),
+    ]
+    for schedule, limits in check.some(kinds, 2):
+        a, b = placed(integers((8, 6), 1), mesh, (S0, S1)), placed(integers((6, 8), 2), mesh, (S1, S0))
+        check.product(schedule, a.requires_grad_(), b.requires_grad_(), schedule=schedule, limits=limits)

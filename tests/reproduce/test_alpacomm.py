@@ -170,7 +170,7 @@ def test_command(
     monkeypatch: pytest.MonkeyPatch,
     study: AlpaCommStudy,
 ) -> None:
-    monkeypatch.setattr(papers, "AlpaCommStudy", lambda cluster: study)  # it knows the times already
+    monkeypatch.setattr(papers, "AlpaCommStudy", lambda cluster, rivals: study)  # it knows the times already
     args = ["reproduce", "alpacomm", "--rows", "flat_over_hosts", "--figures", "8", "--json"]
     assert run_app([*args, "--out", str(tmp_path), "--report", str(tmp_path / "a.html")]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -20,7 +20,14 @@ from meshweave.cost.products import product_seconds
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.machine.kernels import AttentionConstants, CollectiveConstants, ProductConstants
 from meshweave.describe.machine.kernels_file import load_kernels
-from meshweave.describe.machine.measured_file import PRODUCTS, SHIPPED, parse_measured, shipped_measured
+from meshweave.describe.machine.measured_file import (
+    MEASURED,
+    PRODUCTS,
+    SHIPPED,
+    parse_measured,
+    product_dtypes,
+    shipped_measured,
+)
 from meshweave.reproduce.kernels.score import catalog_kernels, score_kernels
 from meshweave.reproduce.kernels.tables import results_page
 from sampling import mostly_slow
@@ -39,10 +46,15 @@ def error_of(text: str) -> str:
 
 def test_the_kind_follows_from_the_columns() -> None:
     kinds = [shipped_measured(name).kind for name in SHIPPED]
-    assert kinds == ["products", "attention", "collectives"]
+    assert kinds == ["products", "attention", "collectives", "products"]
     turned = parse_measured("k,latency_ms,more,n,m,dtype,device\n3,0.5,x,2,1,fp8,H\n\n", "f.csv")
     assert turned.kind == PRODUCTS and turned.rows[0].sizes == (1, 2, 3)
     assert turned.rows[0].seconds == 0.5e-3
+    both = parse_measured(
+        "device,dtype,out_dtype,m,n,k,latency_ms\nT,bfloat16,float32,1,2,3,1\n", "f.csv"
+    ).rows
+    assert product_dtypes(both[0].group) == ("bfloat16", "float32")
+    assert product_dtypes("fp8") == ("fp8", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +77,10 @@ def test_the_kind_follows_from_the_columns() -> None:
         (
             "device,op,num_gpus,bytes,latency_ms\nH,all_gather,1,8,1\n",
             "line 2, column num_gpus: '1' is too few",
+        ),
+        (
+            "device,dtype,out_dtype,m,n,k,latency_ms\nT,bfloat16,f32,1,2,3,1\n",
+            "line 2, column out_dtype: 'f32' is no dtype here",
         ),
         ("m,m,n,k,dtype,device,latency_ms\n", "f.csv: line 1: column 'm' stands twice"),
     ],
@@ -195,7 +211,7 @@ def test_bad_kernels_files(tmp_path: Path, text: str, message: str) -> None:
     assert "bad.toml" in str(raised.value)
 
 
-@pytest.mark.parametrize("name", mostly_slow(sorted(SHIPPED), 2))
+@pytest.mark.parametrize("name", mostly_slow(sorted(MEASURED), 2))
 def test_the_committed_constants_are_those_of_the_saved_results(name: str) -> None:
     """Scores of the committed constants on all rows are near those of parts that were not fitted."""
     measured = shipped_measured(name)

@@ -15,6 +15,7 @@ from meshweave.reproduce.published import published_rows
 from meshweave.reproduce.slicing import rows as paper
 from meshweave.reproduce.slicing.figures import figure
 from meshweave.reproduce.slicing.partitionings import (
+    BLOCK,
     COLUMN,
     INNER,
     NAMED,
@@ -25,6 +26,7 @@ from meshweave.reproduce.slicing.partitionings import (
     local_products,
     partitioned_problem,
 )
+from meshweave.reproduce.slicing.readings import READINGS
 from meshweave.reproduce.slicing.study import LAYERS, LAYERS_ON_MACHINES, STATIONARY, SlicingStudy
 from meshweave.reproduce.verdict import Tolerance
 
@@ -125,3 +127,18 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert data["rows"][0]["verdict"] == "holds" and data["figures"] == []
     assert run_app(["reproduce", "slicing", "--figures", "9"]) == 2
     assert "figures: 2, 3" in capsys.readouterr().err
+
+
+def test_a_reading_says_which_factors_are_tried(
+    study: SlicingStudy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pvc = {"pvc": load_cluster("pvc-node"), "h100": load_cluster("h100-node")}
+    cut = SlicingStudy(pvc, reading=READINGS["cut"])
+    everything = SlicingStudy(pvc)
+    case = LAYERS_ON_MACHINES["pvc-mlp2"]
+    assert {ab for ab, _ in cut.copies(case, BLOCK)} == {1, 2, 3}
+    assert {ab for ab, _ in cut.copies(case, OUTER[0])} == {1, 2, 3, 4, 6}
+    for partitioning in (BLOCK, COLUMN, TRADITIONAL):
+        assert set(cut.copies(case, partitioning)) < set(everything.copies(case, partitioning))
+    assert run_app(["reproduce", "slicing", "--reading", "whole"]) == 2
+    assert "readings: all-factors, cut" in capsys.readouterr().err

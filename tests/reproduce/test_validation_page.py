@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from meshweave.reproduce.alpacomm.readings import RIVAL_ROWS
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "validation" / "README.md").read_text(encoding="utf-8")
 GPTS = ("GPT 1.3B (2, 2, 2)", "GPT 2.6B (2, 2, 2)", "GPT 2.6B (4, 1, 2)")
@@ -86,6 +88,35 @@ def test_prose_of_alpacomms_training() -> None:
         f"add {100 * (delay - 1):.1f} % at most",
     ):
         assert sentence in text
+
+
+def test_prose_of_alpacomms_readings() -> None:
+    tables = {name: saved(f"alpacomm-{name}") for name in ("p3.8xlarge", "messages", "alpa")}
+    values = {name: {(row["id"], row["model"]): row["ours"] for row in rows} for name, rows in tables.items()}
+    alpa, text = values["alpa"], " ".join(section("Readings of AlpaComm").split())
+    scan = ROOT / "benchmarks" / "results" / "reshard_packing.json"
+    packing = json.loads(scan.read_text(encoding="utf-8"))["rows"]
+    ratios = {
+        rivals: [list(one["over_broadcast"].values()) for one in packing if one["rivals"] == rivals]
+        for rivals in ("planned", "public")
+    }
+    planned = [ratio for of_rate in ratios["planned"] for ratio in of_rate]
+    changes = [
+        abs(ours / values["p3.8xlarge"][key] - 1)
+        for key, ours in values["messages"].items()
+        if key[0] in RIVAL_ROWS and isinstance(ours, float) and values["p3.8xlarge"][key] >= 1
+    ]
+    for sentence in (
+        f"{alpa['uneven_drop', 'gpus']:.0f} % longer than 4",
+        f"3 hosts {alpa['uneven_drop', 'hosts']:.0f} %",
+        f"case 8 gives {alpa['gather_crosses', 'largest']:.2f}x",
+        f"({alpa['similar', 'case5']:.3f} and {alpa['similar', 'case6']:.3f})",
+        f"over 4 hosts it takes {alpa['gather_two_t', 'hosts4']:.2f} t",
+        f"Ratios change by {100 * max(changes):.1f} % at most",
+        f"the all-gather takes {min(planned):.1f} to {max(planned):.1f} times",
+        f"falls from {max(ratios['public'][0]):.1f} to {min(ratios['public'][-1]):.1f}",
+    ):
+        assert sentence in text, sentence
 
 
 def test_zero_bubble() -> None:

@@ -20,6 +20,7 @@ from meshweave.algorithms.reshard import (
     plan_reshard,
     reshard_program,
 )
+from meshweave.algorithms.reshard.tasks import TensorPiece
 from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout, Replicate, Shard
@@ -175,3 +176,37 @@ def test_naive_runs_one_task_after_another_also_from_one_sender() -> None:
     item = TensorMove("a", (2048, 2048), "float32", Layout(src, (Shard(0),)), Layout(dst, (Shard(0),)))
     plan = plan_reshard(ReshardProblem((item,)), HostTopology.of(CLUSTER), order="naive")
     assert simulated_s(plan) == pytest.approx(2 * 2048 * 1024 * 4 / 1.25e9, rel=0.02)
+
+
+# --- packing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("src_spec", "dst_spec", "is_strided"), [("S0R", "S0R", False), ("RS0", "S0R", True)]
+)
+def test_plans_count_what_strided_pieces_pack(src_spec: str, dst_spec: str, is_strided: bool) -> None:
+    """One sender and one receiver of each message: the plan is the sum of bytes, launches and packing."""
+    chip = replace(CLUSTER.chip, pack_launch_s=1e-5, pack_bytes_per_s=2.5e8)
+    packs = replace(CLUSTER, chip=chip)
+    src, dst = mesh("p", (2, 1), 0), mesh("q", (2, 1), 2)
+    layouts = layout_of_spec(src_spec, src), layout_of_spec(dst_spec, dst)
+    problem = ReshardProblem((TensorMove("a", (1024, 512), "float32", *layouts),))
+    plans = [
+        plan_reshard(problem, HostTopology.of(cluster), strategy="send_recv") for cluster in (CLUSTER, packs)
+    ]
+    program = reshard_program(plans[1])
+    simulated = engine.simulate(program, Machine.of(packs, program)).duration_s
+    assert plans[1].predicted_s == pytest.approx(simulated, rel=0.1)
+    assert (plans[1].predicted_s > 1.5 * plans[0].predicted_s) == is_strided
+
+
+def test_a_piece_is_strided_by_its_shards() -> None:
+    shards = [
+        ((4, 6), (4, 6), False),
+        ((2, 6), (4, 6), False),
+        ((4, 3), (4, 6), True),
+        ((1, 3), (4, 6), False),
+    ]
+    for shape, shard, is_strided in shards:
+        piece = TensorPiece(0, (0, 0), (0, 0), shape, math.prod(shape), shard, ())
+        assert piece.is_strided == (is_strided, False)

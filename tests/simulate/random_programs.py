@@ -318,9 +318,10 @@ def program_text(draw: random.Random, num_statements: int = 8) -> str:
     for mesh in meshes:
         name, axes = mesh.name, ", ".join(f'"{axis}"' for axis in mesh.axes)
         writer.write(f"{name} = mesh({(*mesh.shape,)}, ({axes},), ranks={mesh.ranks})")
+        order = draw.choice(["", "", ", order=(1, 0)"])
         for buffer in "stro":
             writer.write(
-                f'{name}_{buffer} = scratch(({ROWS * scale}, {COLS}), "{dtype}", on={name}, slots=3)'
+                f'{name}_{buffer} = scratch(({ROWS * scale}, {COLS}), "{dtype}", on={name}, slots=3{order})'
             )
         writer.write(f'{name}_batch = scratch((2, 3, 4, 4), "{dtype}", on={name}, slots=4)')
         writer.write(f'{name}_product = scratch((2, 3, 4, 4), "{dtype}", on={name})')
@@ -443,6 +444,8 @@ def random_cluster(draw: random.Random, chips: int) -> Cluster:
         chip = replace(chip, dtype_flops_per_s=by_dtype, call_flops_per_s=by_call)
     if tile is None and draw.random() < 0.5:
         chip = replace(chip, kernels=random_kernels(draw))
+    if draw.random() < 0.4:
+        chip = replace(chip, pack_launch_s=_seconds(draw), pack_bytes_per_s=draw.choice(RATES))
     room = draw.choice([0, 0, 200, 1 << 16, 1 << 40])
     return Cluster("random", chip, _network(draw, chips), "a test", send_buffer_bytes=room)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from meshweave.algorithms.universal import UniversalConfig, UniversalProblem, universal_program
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS
 from meshweave.algorithms.universal.issue_order import SearchEffort
-from meshweave.algorithms.universal.schedule import ProductNode, ScheduleGraph
+from meshweave.algorithms.universal.schedule import STAGE_LIMITS, ProductNode, ScheduleGraph
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout.grid import block_2d, row_block
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.simulate import simulate
-from meshweave.tune.schedules import SCHEDULE_KINDS, _effort, search_schedule
+from meshweave.tune.schedules import search_schedule
 
 
 def test_every_kind_is_simulated_and_the_fastest_comes_first() -> None:
@@ -41,7 +42,7 @@ def test_the_work_of_a_search_is_bounded_for_all_ranks_together() -> None:
     effort = SearchEffort()
     few = [ScheduleGraph((), (ProductNode(1.0, (), 0.0),) * 2)] * 8
     many = [ScheduleGraph((), (ProductNode(float(rank), (), 0.0),) * 40) for rank in range(16)]
-    assert _effort(few, None) == effort  # they are alike: searched once
-    bounded = _effort(many, None)
+    assert SearchEffort.of(few, STAGE_LIMITS, None) == effort  # they are alike: searched once
+    bounded = SearchEffort.of(many, STAGE_LIMITS, None)
     assert bounded.max_states * 16 <= effort.max_states and bounded.max_selections < effort.max_selections
-    assert _effort(many, 7).max_states == 7
+    assert SearchEffort.of(many, STAGE_LIMITS, 7).max_states == 7

@@ -43,6 +43,8 @@ def to_toml(cluster: Cluster, comments: Sequence[str] = ()) -> str:
         *([f"gemm_tile = {list(chip.gemm_tile)}"] if chip.gemm_tile else []),
         *([f"kernels = {_text(chip.kernels.reference)}"] if chip.kernels and chip.kernels.reference else []),
         *([f"accumulate_share = {_number(chip.accumulate_share)}"] if chip.accumulate_share else []),
+        *([f"pack_launch_s = {_number(chip.pack_launch_s)}"] if chip.pack_launch_s else []),
+        *([f"pack_bytes_per_s = {_number(chip.pack_bytes_per_s)}"] if chip.pack_bytes_per_s else []),
         "",
         *_network(cluster.network),
     ]
@@ -104,6 +106,8 @@ def _axis(head: str, path: str, axis: NetworkAxis) -> Iterator[str]:
     yield f"link_latency_s = {_number(axis.link_latency_s)}"
     yield f"ways = {axis.num_directions}"
     yield f"launch_s = {_number(axis.launch_s)}"
+    if axis.burst_bytes:
+        yield f"burst_bytes = {axis.burst_bytes}"
     if axis.constants:
         yield ""
         yield f"[{path}.constants]"

@@ -18,17 +18,18 @@ from meshweave.describe.machine.cluster import (
     NetworkAxis,
 )
 from meshweave.describe.machine.network import with_axes
+from meshweave.estimate.chains import chain_period
 
 BUSY_NOTE = (
     "Constants are those of all mesh axes busy at once, in both ring directions, with products beside them, as "
     "they meet in overlapped programs. Collectives are rings of permute, their own copies and sums included; "
-    "broadcasts and reduces are chains of messages, one after the other from roots in turn. "
+    "those of broadcasts and reduces are of one packet over one hop of a chain. "
     "Those of a single operation on an idle machine are in the comments."
 )
 
 CHAIN_LIMITS = FitLimits(median_error=0.25, worst_error=0.75)
-"""Beyond these a broadcast or reduce gets a remark. One op's closed form cannot say how successive ones pipeline
-into each other, so that worse constants are the best there are, and no reason to refuse all others."""
+"""Beyond these a broadcast or reduce gets a remark. Chains are longer and lose more to late threads than single
+messages, and only SUMMA has them: no reason to refuse all others."""
 CHIP = "chip"
 COMPUTE, COPIES = (CHIP, "products"), (CHIP, "copies")
 
@@ -96,13 +97,12 @@ def fit_calibration(
     Fits of broadcasts and reduces never count as problems, they only get a remark: see `CHAIN_LIMITS`.
     """
     limits = limits or FitLimits()
-    samples = _samples(sweep, [rank["times"] for rank in ranks], has_nominal_links)
+    samples = _samples(sweep, [rank["times"] for rank in ranks], send_buffer_bytes)
     max_rates = {COMPUTE: max_flops_per_s}
     if has_nominal_links:
         for axis in sweep.axes:
-            # A ring step goes in one direction; so does a chain, but successive ones may seem to be faster.
             for kind in (*KINDS, *CHAINS):
-                directions = 1 if kind == "send_recv" else axis.ring_directions
+                directions = 1 if kind == "send_recv" or kind in CHAINS else axis.ring_directions
                 max_rates[axis.link.name, kind] = directions * axis.link.link_bytes_per_s
     busy, alone = (
         {
@@ -137,15 +137,14 @@ def _fit(key: tuple[str, str], samples: Sequence[Sample], max_per_s: float) -> F
 
 
 def _samples(
-    sweep: Sweep, times: Sequence[Any], has_nominal_links: bool
+    sweep: Sweep, times: Sequence[Any], send_buffer_bytes: int
 ) -> dict[tuple[tuple[str, str], bool], list[Sample]]:
     """Return the samples by (key, whether the machine was busy).
 
     The seconds of each are the median over repetitions of the mean over ranks.
     """
     links = {axis.name: axis.link.name for axis in sweep.axes}
-    # All of a chain's part crosses one link, see `price`; without a nominal rate that is not known.
-    rates = {axis.name: axis.link.link_bytes_per_s if has_nominal_links else math.inf for axis in sweep.axes}
+    counts = {axis.name: axis.count for axis in sweep.axes}
     out: dict[tuple[tuple[str, str], bool], list[Sample]] = {}
     # As descriptions list them, whatever ran first.
     for kind in sorted((*KINDS, *CHAINS), key=COMM_KINDS.index):
@@ -169,8 +168,10 @@ def _samples(
                 out[COPIES, case.is_busy].append(Sample(seconds[1], loop.copy_bytes))
             else:
                 key = links[loop.axis], loop.kind
-                least_s = loop.packets * loop.amount / rates[loop.axis] if loop.kind in CHAINS else 0.0
-                out[key, case.is_busy].append(Sample(seconds[0], loop.amount, loop.steps, least_s))
+                steps = loop.steps
+                if loop.kind in CHAINS:
+                    steps = chain_period(counts[loop.axis], loop.packets, loop.amount <= send_buffer_bytes)
+                out[key, case.is_busy].append(Sample(seconds[0], loop.amount, steps))
     for is_busy in (True, False):
         for key in (COMPUTE, COPIES):
             out[key, is_busy] = _pooled(out[key, is_busy])

@@ -1,8 +1,9 @@
 """Measure products on one device, CPU or CUDA, and fit the constants of its kernels.
 
 Shapes are drawn by a seed: logarithms of m, n and k evenly, products of at most some FLOPs, so that none
-takes long. Each is timed in loops of at least a millisecond, in another order each time, and its time is the
-least: what else runs on a device only adds.
+takes long. Each repetition takes all shapes in another order and times each by the best of three loops of at
+least a millisecond. A shape's time is the lower quartile of its repetitions: what else runs on a machine only
+adds, for seconds at a time, and the least of many would be a luck of addresses that no other run has.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshweave.base.errors import DescriptionError, UnsupportedError
-from meshweave.calibrate.kernel_fit import Hardware, fit_products
+from meshweave.calibrate.kernel_fit import Hardware, fit_cpu_products, fit_products
 from meshweave.cost.product_table import item_bytes
 from meshweave.cost.products import product_seconds
-from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.describe.machine.kernels import ChipKernels, ProductModel
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,11 @@ _STEP = 8
 _MOST_FLOPS = {"cpu": 2e9, "cuda": 2e12}
 _LOOP_S = 1e-3
 _MOST_LOOPS = 1000
+_BEST_OF = 3
+_QUANTILE = 0.25
+_QUICK_PRODUCTS = 96
+_QUICK_FLOPS = 4e8
+_QUICK_LOOP_S = 2e-4
 _ABOVE_BEST = 1.25
 """The peak of a device without a data sheet is at most this times the best rate that was measured."""
 _MEMORY_BYTES_PER_S = 1e13
@@ -77,8 +83,14 @@ def measure_products(
     shapes: Sequence[Shape],
     repeat: int,
     say: Callable[[str], None] = lambda text: None,
+    loop_s: float = 0.0,
+    most_s: float = math.inf,
 ) -> list[float]:
     """Return the seconds of each product on a torch device, on one thread of a CPU.
+
+    Args:
+        loop_s: the least seconds of a loop; 0: a millisecond.
+        most_s: no repetition begins after so many seconds; there is always one.
 
     Raises:
         UnsupportedError: torch is missing, or has no such device.
@@ -96,44 +108,52 @@ def measure_products(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure(torch, device, dtype, shapes, repeat, say)
+        return _measure(torch, device, dtype, shapes, repeat, say, loop_s or _LOOP_S, most_s)
     finally:
         torch.set_num_threads(threads)
 
 
 def _measure(
-    torch: Any, device: str, dtype: str, shapes: Sequence[Shape], repeat: int, say: Callable[[str], None]
+    torch: Any,
+    device: str,
+    dtype: str,
+    shapes: Sequence[Shape],
+    repeat: int,
+    say: Callable[[str], None],
+    loop_s: float,
+    most_s: float,
 ) -> list[float]:
     times: list[list[float]] = [[] for _ in shapes]
     order = list(range(len(shapes)))
     draw = random.Random(0)
-    for turn in range(repeat + 1):
-        say(f"products: {'warming up' if not turn else f'repetition {turn} of {repeat}'}")
+    begin = time.perf_counter()
+    for turn in range(repeat):
+        if turn and time.perf_counter() - begin > most_s:
+            break
+        say(f"products: repetition {turn + 1} of {repeat}")
         draw.shuffle(order)
         for at in order:
             m, n, k = shapes[at]
             a = torch.ones((m, k), device=device, dtype=getattr(torch, dtype))
             b = torch.ones((k, n), device=device, dtype=getattr(torch, dtype))
-            seconds = _loop_s(torch, device, a, b)
-            if turn:
-                times[at].append(seconds)
-    return [min(seconds) for seconds in times]
+            times[at].append(_best_loop_s(torch, device, a, b, loop_s))
+    return [float(np.quantile(seconds, _QUANTILE)) for seconds in times]
 
 
-def _loop_s(torch: Any, device: str, a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the seconds of a product, from a loop that takes at least a millisecond after one to warm up."""
+def _best_loop_s(torch: Any, device: str, a: torch.Tensor, b: torch.Tensor, loop_s: float) -> float:
+    """Return the seconds of a product: the best of loops of at least `loop_s`, after one to warm up."""
     out = torch.mm(a, b)
-    loops, done = 1, 0.0
-    while True:
+
+    def each_s(loops: int) -> float:
         _wait(torch, device)
         begin = time.perf_counter()
         for _ in range(loops):
             torch.mm(a, b, out=out)
         _wait(torch, device)
-        done = time.perf_counter() - begin
-        if done >= _LOOP_S or loops >= _MOST_LOOPS:
-            return done / loops
-        loops = min(max(2 * loops, round(1.5 * loops * _LOOP_S / max(done, 1e-7))), _MOST_LOOPS)
+        return (time.perf_counter() - begin) / loops
+
+    loops = min(math.ceil(loop_s / max(each_s(2), 1e-7)), _MOST_LOOPS)
+    return min(each_s(loops) for _ in range(_BEST_OF))
 
 
 def _wait(torch: Any, device: str) -> None:
@@ -144,7 +164,7 @@ def _wait(torch: Any, device: str) -> None:
 def fit_device(
     name: str, source: str, dtype: str, shapes: Sequence[Shape], seconds: Sequence[float], units: int
 ) -> DeviceCalibration:
-    """Return the constants of products that give the measured seconds best, over the menus of tiles.
+    """Return the constants of products that give the measured seconds best; of a thread of a CPU for one unit.
 
     Raises:
         DescriptionError: there are fewer products than constants can be fitted to.
@@ -153,8 +173,12 @@ def fit_device(
         raise DescriptionError(f"{len(shapes)} products are too few to fit constants; give at least 20")
     sizes, measured = np.array(shapes, dtype=np.float64), np.array(seconds)
     best = float((2 * sizes.prod(axis=1) / measured).max())
-    hardware = Hardware(units, _ABOVE_BEST * best, _MEMORY_BYTES_PER_S)
-    constants = fit_products(sizes, measured, hardware, "cpu" if units == 1 else "gpu", item_bytes(dtype))
+    constants: ProductModel
+    if units == 1:
+        constants = fit_cpu_products(sizes, measured, item_bytes(dtype))
+    else:
+        hardware = Hardware(units, _ABOVE_BEST * best, _MEMORY_BYTES_PER_S)
+        constants = fit_products(sizes, measured, hardware, "gpu", item_bytes(dtype))
     m, n, k = sizes.T
     errors = np.abs(product_seconds(constants, m, n, k, item_bytes(dtype)) / measured - 1)
     kernels = ChipKernels(name, source, products=((dtype, constants),))
@@ -180,8 +204,24 @@ def calibrate_device(
     seconds = measure_products(device, dtype, shapes, repeat, say)
     name, units = _identity(device)
     source = (
-        f"meshweave calibrate --device {device}: {count} products in {dtype}, seed {seed}, least of {repeat}"
+        f"meshweave calibrate --device {device}: {count} products in {dtype}, seed {seed}, {repeat} times"
     )
+    return fit_device(name, source, dtype, shapes, seconds, units)
+
+
+def calibrate_cpu_quickly(dtype: str = "float32", seed: int = 0, most_s: float = 3.5) -> DeviceCalibration:
+    """Return the constants of products on one thread of this CPU from about `most_s` seconds of measuring.
+
+    Products are small ones, and loops short: good enough to predict a run that follows at once.
+
+    Raises:
+        UnsupportedError: torch is missing.
+    """
+    shapes = draw_shapes(_QUICK_PRODUCTS, seed, _QUICK_FLOPS)
+    begin = time.perf_counter()
+    seconds = measure_products("cpu", dtype, shapes, 1000, loop_s=_QUICK_LOOP_S, most_s=most_s)
+    name, units = _identity("cpu")
+    source = f"{time.perf_counter() - begin:.1f} s of {len(shapes)} products in {dtype}, seed {seed}"
     return fit_device(name, source, dtype, shapes, seconds, units)
 
 

@@ -23,8 +23,6 @@ _HUBER = 1.345
 """95 % of the efficiency of least squares on normal errors (Huber, 1964), in standard deviations."""
 _LEAST_SPREAD = 1e-3
 """No clock here is better than that, relative to what is measured."""
-_MAX_FLOOR_PASSES = 20
-"""How often, at most, it is decided anew which points lie on the floor `Sample.min_s`."""
 _LAUNCH_STANDARD_ERRORS = 2.0
 """A launch counts as distinct from the synchronisation if it is so many standard errors above zero."""
 
@@ -37,13 +35,11 @@ class Sample:
         seconds: how long it took.
         amount: the bytes that each step moves; for a product, its FLOPs.
         steps: the number of steps.
-        min_s: the floor of the seconds that moving takes in all, however high the rate.
     """
 
     seconds: float
     amount: float
     steps: int = 1
-    min_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,12 +140,10 @@ def fit_samples(
         usable = [float(s) for s in seconds if s > 0 and math.isfinite(s)]
         num = len(usable) if len(set(amounts)) > 1 else min(len(usable), 1)
         return Fit(name, 0.0, min(usable, default=0.0), math.inf, 0.0, 0.0, num, *_range(amounts), steps)
-    floor_s = np.array([sample.min_s for sample in samples], dtype=np.float64)
     table = np.array([[1.0, s.steps, s.steps * s.amount] for s in samples], dtype=np.float64)
-    coefficients, remark = _fit_coefficients(table, seconds, floor_s, 1 / max_per_s, is_transfer)
+    coefficients, remark = _fit_coefficients(table, seconds, 1 / max_per_s, is_transfer)
     launch_s, sync_s, per_unit_s = (float(value) for value in coefficients)
-    moving_s = np.maximum(table[:, 2] * per_unit_s, floor_s)
-    misfit = np.abs((table[:, :2] @ coefficients[:2] + moving_s) / seconds - 1)
+    misfit = np.abs(table @ coefficients / seconds - 1)
     return Fit(
         name,
         launch_s,
@@ -165,13 +159,12 @@ def fit_samples(
 
 
 def _fit_coefficients(
-    table: Array, seconds: Array, floor_s: Array, least_per_unit_s: float, is_transfer: bool
+    table: Array, seconds: Array, least_per_unit_s: float, is_transfer: bool
 ) -> tuple[Array, str]:
     """Return launch, sync and seconds per unit, and what the data could not tell.
 
     Args:
         table: a row [1, steps, steps * amount] for each sample.
-        floor_s: `Sample.min_s` of each sample.
         least_per_unit_s: the lower bound of the seconds per unit.
     """
     remark = ""
@@ -188,15 +181,6 @@ def _fit_coefficients(
         columns = [1, 2]
         coefficients, error = _robust(table[:, columns], seconds, min_s)
         remark = "launch cannot be told from zero"
-    at_floor = np.zeros(len(seconds), dtype=bool)
-    for _ in range(_MAX_FLOOR_PASSES if floor_s.any() else 0):
-        # Points on the floor say nothing of the rate: without it they still tell launch and sync.
-        before, at_floor = at_floor, table[:, 2] * (coefficients[-1] + least_per_unit_s) < floor_s
-        if (at_floor == before).all() or at_floor.all():
-            break
-        freed = table.copy()
-        freed[at_floor, 2] = 0.0
-        coefficients, error = _robust(freed[:, columns], seconds, np.where(at_floor, floor_s, min_s))
     whole = np.zeros(3)
     whole[columns] = coefficients
     whole[2] += least_per_unit_s

@@ -14,12 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from meshweave.cost.attention import attention_seconds
 from meshweave.cost.collectives import collective_seconds
 from meshweave.cost.products import product_seconds
-from meshweave.describe.machine.kernels import AttentionConstants, CollectiveConstants, ProductConstants
+from meshweave.cost.systolic import systolic_seconds
+from meshweave.describe.machine.kernels import (
+    AttentionConstants,
+    CollectiveConstants,
+    CpuProductConstants,
+    ProductConstants,
+    SystolicConstants,
+)
 
 Array = NDArray[np.float64]
 
@@ -147,6 +154,51 @@ def fit_products(
     return made(
         fit_constants(free, lambda at: product_seconds(made(at), m, n, k, item_bytes), seconds, weights)
     )
+
+
+def fit_systolic(
+    sizes: Array, seconds: Array, hardware: Hardware, item_bytes: int, out_bytes: ArrayLike
+) -> SystolicConstants:
+    """Return the constants of products on systolic arrays; `sizes` is (m, n, k), shape (samples, 3).
+
+    `out_bytes` are those of an element of C, of all samples or of each.
+    """
+    free = {
+        "flops_per_s": Free(0.9 * hardware.peak_flops_per_s, hardware.peak_flops_per_s),
+        "load_rows": Free(64.0),
+        "rounded_per_s": Free(hardware.peak_flops_per_s / 1200),
+        "launch_s": Free(2e-6),
+        "memory_bytes_per_s": Free(0.6 * hardware.memory_bytes_per_s, hardware.memory_bytes_per_s),
+        "first_bytes": Free(4e6),
+        "last_bytes": Free(1e6),
+        "window": Free(2048.0, least=1.0),
+        "overlap": Free(3.0, 16.0, least=1.0),
+    }
+
+    m, n, k = sizes.T
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return systolic_seconds(SystolicConstants(**constants), m, n, k, item_bytes, out_bytes)
+
+    return SystolicConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
+
+
+def fit_cpu_products(sizes: Array, seconds: Array, item_bytes: int) -> CpuProductConstants:
+    """Return the constants of products on a thread of a CPU; `sizes` is (m, n, k) of each, shape (samples, 3)."""
+    m, n, k = sizes.T
+    free = {
+        "flops_per_s": Free(float((2 * m * n * k / seconds).max())),
+        "launch_s": Free(max(float(seconds.min()), 1e-7)),
+        "memory_bytes_per_s": Free(1e10),
+        "cache_bytes": Free(8e6, most=1e9, least=1e5),
+        **{name: Free(1e-11) for name in ("copy_s", "store_s", "unaligned_s", "unaligned_far_s")},
+        "strided_s": Free(1e-10),
+    }
+
+    def seconds_of(constants: Mapping[str, float]) -> Array:
+        return product_seconds(CpuProductConstants(**constants), m, n, k, item_bytes)
+
+    return CpuProductConstants(**fit_constants(free, seconds_of, seconds, np.ones_like(seconds)))
 
 
 def fit_attention(sizes: Array, seconds: Array, hardware: Hardware, block: int = 64) -> AttentionConstants:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from meshweave.describe.machine.kernels import ChipKernels
+from meshweave.describe.machine.kernels import ChipKernels, CpuProductConstants, SystolicConstants
 
 
 def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
@@ -19,12 +19,16 @@ def kernels_toml(kernels: ChipKernels, comments: Sequence[str] = ()) -> str:
     lines += [f"name = {json.dumps(kernels.name)}", f"source = {json.dumps(kernels.source)}"]
     if kernels.switch_reduces:
         lines.append("switch_reduces = true")
-    for section, entries in (("products", kernels.products), ("attention", kernels.attention)):
+    on_cpu = tuple(entry for entry in kernels.products if isinstance(entry[1], CpuProductConstants))
+    others = tuple(entry for entry in kernels.products if entry not in on_cpu)
+    sections = ("products", others), ("cpu_products", on_cpu), ("attention", kernels.attention)
+    for section, entries in sections:
         dtypes: dict[Any, list[str]] = {}
         for dtype, constants in entries:
             dtypes.setdefault(constants, []).append(dtype)
         for constants, names in dtypes.items():
-            lines += ["", f"[[{section}]]", f"dtypes = {json.dumps(names)}", *_values(asdict(constants))]
+            name = "systolic" if isinstance(constants, SystolicConstants) else section
+            lines += ["", f"[[{name}]]", f"dtypes = {json.dumps(names)}", *_values(asdict(constants))]
     for kind, collective in kernels.collectives:
         lines += ["", "[[collectives]]", f'kind = "{kind}"', *_values(asdict(collective))]
     if kernels.elementwise is not None:

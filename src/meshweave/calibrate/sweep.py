@@ -5,8 +5,9 @@ products beside them, which is how they meet in the programs that are planned. R
 with their first step only: of P members there are P - 1 steps, and one number of steps cannot tell what a
 collective costs once (launch) from what each of its steps costs (sync).
 
-Broadcasts and reduces run as SUMMA makes them, roots taking turns around the axis, in several numbers of packets:
-successive chains pipeline into each other, and their constants are to contain that.
+Broadcasts and reduces run as SUMMA makes them, roots taking turns around the axis, in several numbers of packets.
+Successive chains pipeline into each other as `estimate.chains` says, and that recurrence is fitted: one packet
+over one hop.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ progress, and can name the program that failed even if all processes died.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,12 @@ from typing import Any
 from meshweave.base.errors import UnsupportedError
 from meshweave.check.reference import expected_shard, random_inputs
 from meshweave.execute.numpy import local_inputs
+from meshweave.ir.program import Program
 from meshweave.ir.program.parse import parse
+from meshweave.trace import Trace
+
+_LEAD_S = 0.01
+"""From the broadcast of a start to the start: processes of one host need no more."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +34,14 @@ class ProgramRun:
         repeat: number of measured runs, after one to warm up.
         seed: seed of the random inputs.
         deadline_s: seconds after which a wait for another rank fails.
+        beside: the texts of programs that are timed in turns with it.
     """
 
     program: str
     repeat: int
     seed: int
     deadline_s: float
+    beside: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -53,7 +62,7 @@ def run_on_processes(
         log: a folder in which each rank logs every program that it has completed; see `read_log`.
 
     Returns:
-        One list per rank, with {"error", "traces"} for each program; see `run_on_rank`.
+        One list per rank, with {"error", "traces", "beside"} for each program; see `run_on_rank`.
 
     Raises:
         UnsupportedError: torch is missing.
@@ -74,8 +83,9 @@ def run_on_processes(
 def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run one rank of several programs, one after another in the same process.
 
-    Each program is bound, run once to warm up and `repeat` times traced. Every run must write every element of the
-    outputs anew: they are filled with NaN before it.
+    Each program is bound, run once to warm up and `repeat` times traced, in turns with those beside it. Every run
+    must write every element of the outputs anew: they are filled with NaN before it. Measured runs begin at an
+    instant that all ranks share.
 
     Args:
         payload: "runs", a list of `ProgramRun.to_json()`, all with the deadline of the first. It may
@@ -84,8 +94,9 @@ def run_on_rank(context: Any, payload: Mapping[str, Any]) -> list[dict[str, Any]
             program went wrong even where no process lives to return.
 
     Returns:
-        For each program "error", the largest absolute difference from the dense reference over all runs, and
-        "traces", one per measured run.
+        For each program "error", the largest absolute difference from the dense reference over all runs,
+        "traces", one per measured run, and "beside", for each program beside it the start and end of each measured
+        run in picoseconds.
 
     Raises:
         BindError, RankLostError, DeadlineError: what binding and running raise.
@@ -113,6 +124,7 @@ def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]
     import torch
 
     from meshweave.execute.torch.bind import bind
+    from meshweave.execute.torch.measure import start_together, without_garbage_collection
 
     rank, program = context.rank, parse(run.program)
     whole = random_inputs(program, run.seed)
@@ -128,17 +140,52 @@ def _run_and_check(context: Any, shared: Any, run: ProgramRun) -> dict[str, Any]
     }
     del whole
     bound = bind(program, rank, shards, context=shared, trace=True)
+    beside = [_bind_with_inputs(parse(text), rank, run.seed, shared) for text in run.beside]
     traces, error = [], 0.0
-    for _ in range(run.repeat + 1):
-        for name in outputs:
-            _fill_with_invalid(bound.outputs[name])
-        with context.liveness.guard("all ranks to start a run"):
-            torch.distributed.barrier()
-        trace = bound.run()
-        assert trace is not None
-        traces.append(trace)
-        error = max([error, *(_largest_difference(bound.outputs[name], expected[name]) for name in outputs)])
-    return {"error": error, "traces": [trace.to_json() for trace in traces[1:]]}
+    edges: list[list[tuple[int, int]]] = [[] for _ in beside]
+    timed = [*beside, bound]
+    with without_garbage_collection() if run.repeat else nullcontext():
+        for repetition in range(run.repeat + 1):
+            for position in range(len(timed)):
+                number = (position + repetition) % len(timed)
+                for output in timed[number].outputs.values():
+                    _fill_with_invalid(output)
+                if run.repeat:
+                    start_together(shared, lead_s=_LEAD_S)
+                else:
+                    with context.liveness.guard("all ranks to start a run"):
+                        torch.distributed.barrier()
+                trace = timed[number].run()
+                assert trace is not None
+                if number < len(beside):
+                    edges[number].append(_first_start_and_last_end(trace))
+                    continue
+                traces.append(trace)
+                differences = (_largest_difference(bound.outputs[name], expected[name]) for name in outputs)
+                error = max([error, *differences])
+    return {
+        "error": error,
+        "traces": [trace.to_json() for trace in traces[1:]],
+        "beside": [measured[1:] for measured in edges],
+    }
+
+
+def _bind_with_inputs(program: Program, rank: int, seed: int, shared: Any) -> Any:
+    """Return a bound program whose inputs are shards of random tensors."""
+    import torch
+
+    from meshweave.execute.torch.bind import bind
+
+    shards = local_inputs(program, random_inputs(program, seed), rank)
+    inputs = {name: torch.from_numpy(shard.copy()) for name, shard in shards.items()}
+    return bind(program, rank, inputs, context=shared, trace=True)
+
+
+def _first_start_and_last_end(trace: Trace) -> tuple[int, int]:
+    """Return picoseconds; the same twice for a rank without ops."""
+    spans = trace.spans
+    now_ps = time.monotonic_ns() * 1000
+    return min((s.start_ps for s in spans), default=now_ps), max((s.end_ps for s in spans), default=now_ps)
 
 
 def _fill_with_invalid(tensor: Any) -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshweave.algorithms.matmul2d import algorithm
 from meshweave.base.errors import LayoutError
+from meshweave.base.units import to_s
+from meshweave.check.local_constants import (
+    ConstantPrograms,
+    LocalConstants,
+    fit_local_constants,
+    part_of_product,
+)
 from meshweave.check.processes import run_on_processes
 from meshweave.check.reduced import ReducedProduct, reduce_products
 from meshweave.check.verifier import (
@@ -18,9 +25,11 @@ from meshweave.check.verifier import (
     program_run,
 )
 from meshweave.cost.machine import Machine
-from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.ir.analysis.dataflow import Dataflow, analyse
 from meshweave.ir.analysis.validate import validate
+from meshweave.ir.program import Program
+from meshweave.ir.program.text import to_text
 from meshweave.lower import lower_rings
 from meshweave.simulate import simulate
 from meshweave.trace import Trace, check_order, merge
@@ -37,6 +46,7 @@ class MeasuredProduct:
         runs_s: seconds of every measured run, ascending.
         measured: the trace of the median run.
         predicted: the trace of a simulation of the same program.
+        constants: the constants of the prediction, where they were measured beside the runs; else None.
         num_orderings: edges of the program that the measured runs were checked against, all kept.
     """
 
@@ -47,6 +57,7 @@ class MeasuredProduct:
     measured: Trace
     predicted: Trace
     num_orderings: int
+    constants: LocalConstants | None = None
 
     @property
     def median_s(self) -> float:
@@ -68,6 +79,7 @@ class MeasuredProduct:
             "measured_s": list(self.runs_s),
             "measured_median_s": self.median_s,
             "predicted_s": self.predicted.duration_s,
+            "constants": None if self.constants is None else self.constants.to_json(),
             "overlap_s": [self.measured.overlap_s(rank) for rank in ranks],
             "exposed_s": [self.measured.exposed_s(rank) for rank in ranks],
         }
@@ -88,18 +100,31 @@ class PreparedProduct:
     title: str
     product: ReducedProduct
     flow: Dataflow
+    num_ring_directions: NumRingDirections
+
+    @property
+    def constant_programs(self) -> ConstantPrograms | None:
+        """Return what measures constants for it; None where a part of it cannot run."""
+        problem = self.product.problem
+        assert problem is not None
+        try:
+            entry = algorithm(self.product.planned.candidate.entry_name)
+            program = entry.program(*part_of_product(problem, self.product.config))
+        except LayoutError:
+            return None
+        return ConstantPrograms.of(_lowered(program, self.num_ring_directions))
 
 
 def run(
     plan: Plan,
-    cluster: Cluster,
+    cluster: Cluster | None = None,
     *,
     layer: str = "ff1",
     passes: Sequence[str] | None = None,
     algorithms: Sequence[str] | str = "best",
     num_ranks: int = 4,
     max_dim: int = 2048,
-    repeat: int = 3,
+    repeat: int = 25,
     num_ring_directions: NumRingDirections = 1,
     seed: int = 0,
     timeout_s: float = 120.0,
@@ -107,7 +132,8 @@ def run(
     """Execute a layer of a plan at reduced size on local processes, and check its numbers and its order of events.
 
     Args:
-        cluster: the machine that the prediction beside the measurement is made for.
+        cluster: the machine that the prediction beside the measurement is made for. By default these processes:
+            constants are measured in turns with the runs (`check.local_constants`).
         layer: name of a layer of the plan.
         passes: of "forward", "backward_data", "backward_weight"; None for all.
         algorithms: names, "best" for the first of the plan that has a mesh of `num_ranks`, or "all".
@@ -129,7 +155,7 @@ def run(
         raise LayoutError("repeat must be 1 to 1000, max-dim 8 to 2**20, timeout positive seconds")
     check_num_ring_directions(num_ring_directions)
     prepared, skipped = prepare(plan, layer, passes, algorithms, num_ranks, max_dim, num_ring_directions)
-    if cluster.num_chips < num_ranks:
+    if cluster is not None and cluster.num_chips < num_ranks:
         cluster = cluster.with_chips(num_ranks)
     measured = measure(prepared, cluster, num_ranks, repeat, seed, timeout_s)
     return RunReport(tuple(measured), skipped)
@@ -154,15 +180,17 @@ def prepare(
     for product in reduce_products(selected, num_ranks, max_dim, where_too_small="drop slices"):
         if product.program is None:
             raise LayoutError(f"{product.title}: {product.skipped}")
-        program = product.program
-        if num_ring_directions:
-            program = lower_rings(program, 1 if num_ring_directions == 1 else 2)
+        program = _lowered(product.program, num_ring_directions)
         validate(program, labels=False)
         title = product.planned.title(product.config)
-        prepared.append(PreparedProduct(title, product, analyse(program)))
+        prepared.append(PreparedProduct(title, product, analyse(program), num_ring_directions))
     if not prepared:
         raise LayoutError(f"no algorithm of the plan has a mesh of {num_ranks} ranks")
     return prepared, skipped
+
+
+def _lowered(program: Program, num_ring_directions: NumRingDirections) -> Program:
+    return lower_rings(program, 2 if num_ring_directions == 2 else 1) if num_ring_directions else program
 
 
 def _algorithms(
@@ -187,24 +215,48 @@ def _algorithms(
 
 def measure(
     prepared: Sequence[PreparedProduct],
-    cluster: Cluster,
+    cluster: Cluster | None,
     num_ranks: int,
     repeat: int,
     seed: int,
     timeout_s: float,
 ) -> list[MeasuredProduct]:
-    """Run everything in one set of processes, and simulate it on `cluster`."""
+    """Run all in one set of processes, and simulate it on `cluster`, or with constants measured meanwhile."""
     deadline_s = max(timeout_s - 10, timeout_s / 2)  # so that ranks can find out, and say, what is wrong
-    requests = [program_run(item.flow.program, 0, seed, deadline_s, repeat) for item in prepared]
+    requests, beside = [], []
+    for item in prepared:
+        request = program_run(item.flow.program, 0, seed, deadline_s, repeat)
+        programs = None if cluster is not None else item.constant_programs
+        if programs is not None:
+            request = replace(request, beside=tuple(map(to_text, programs.listed)))
+        requests.append(request)
+        beside.append(programs)
     by_rank = run_on_processes(requests, num_ranks, timeout_s)
+    local = load_cluster("local-cpu").with_chips(num_ranks)
+    measured = []
+    for number, (item, programs) in enumerate(zip(prepared, beside, strict=True)):
+        results = [results[number] for results in by_rank]
+        constants = None
+        if programs is not None:
+            constants = fit_local_constants(programs, _median_durations(results), local)
+        measured.append(_measured_product(item, results, constants or cluster or local, repeat))
+    return measured
+
+
+def _median_durations(results: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the median seconds of each program beside a product, from the first start to the last end."""
+    by_program = zip(*(result["beside"] for result in results), strict=True)
     return [
-        _measured_product(item, [results[number] for results in by_rank], cluster, repeat)
-        for number, item in enumerate(prepared)
+        statistics.median(
+            to_s(max(end for _, end in run) - min(start for start, _ in run))
+            for run in zip(*ranks, strict=True)
+        )
+        for ranks in by_program
     ]
 
 
 def _measured_product(
-    item: PreparedProduct, results: Sequence[dict[str, Any]], cluster: Cluster, repeat: int
+    item: PreparedProduct, results: Sequence[dict[str, Any]], machine: Cluster | LocalConstants, repeat: int
 ) -> MeasuredProduct:
     runs = [
         merge([Trace.from_json(result["traces"][number]) for result in results]) for number in range(repeat)
@@ -212,6 +264,8 @@ def _measured_product(
     num_orderings = sum(check_order(trace, item.flow) for trace in runs)
     runs.sort(key=lambda trace: trace.duration_s)
     program = item.flow.program
+    constants = machine if isinstance(machine, LocalConstants) else None
+    cluster = machine.cluster if isinstance(machine, LocalConstants) else machine
     return MeasuredProduct(
         item.title,
         item.product,
@@ -220,4 +274,5 @@ def _measured_product(
         runs[(len(runs) - 1) // 2],
         simulate(program, Machine.of(cluster, program)).trace(),
         num_orderings,
+        constants,
     )

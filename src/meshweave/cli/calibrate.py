@@ -59,13 +59,12 @@ Force = Annotated[bool, typer.Option("--force", help="Overwrite CLUSTER.toml.")]
 Device = Annotated[
     str,
     typer.Option(
-        help="Calibrate the products of one torch device (cpu, cuda, cuda:1) and write a kernels file, which a "
-        "cluster file names by chip.kernels."
+        help="Calibrate the products of one torch device (cpu, cuda, cuda:1), or as the compiler of a TPU expects "
+        "them (tpu-v4, tpu-v4-core, tpu-v5e; needs no TPU), and write a kernels file, which a cluster file names "
+        "by chip.kernels."
     ),
 ]
-Dtype = Annotated[
-    str, typer.Option(help="With --device: the dtype. Default: float32 on cpu, bfloat16 on cuda.")
-]
+Dtype = Annotated[str, typer.Option(help="With --device: the dtype. Default: float32 on cpu, else bfloat16.")]
 Products = Annotated[int, typer.Option(help="With --device: the number of products, of at least 20.")]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
@@ -145,13 +144,24 @@ def _calibrate_device(
 ) -> None:
     from meshweave.calibrate.device import DEVICE_DTYPES, calibrate_device
     from meshweave.calibrate.kernels_toml import kernels_toml
+    from meshweave.calibrate.tpu_compiler import calibrate_tpu
 
-    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    is_tpu = device.startswith("tpu")
+    dtype = dtype or ("bfloat16" if is_tpu or device.startswith("cuda") else "float32")
     if dtype not in DEVICE_DTYPES:
         raise DescriptionError(f"dtype '{printable(dtype)}': give one of {', '.join(DEVICE_DTYPES)}")
     if not 20 <= products <= 10_000:
         raise DescriptionError(f"--products is {products}; give 20 to 10000")
-    made = calibrate_device(device, dtype, products, repeat, seed, lambda text: typer.echo(text, err=True))
+    if is_tpu and dtype != "bfloat16":
+        raise DescriptionError(f"products of TPUs are compiled in bfloat16; leave out --dtype {dtype}")
+
+    def say(text: str) -> None:
+        typer.echo(text, err=True)
+
+    if is_tpu:
+        made = calibrate_tpu(device, products, seed, say)
+    else:
+        made = calibrate_device(device, dtype, products, repeat, seed, say)
     out.write_text(kernels_toml(made.kernels, [made.quality]), encoding="utf-8")
     if json:
         errors = {"mean": made.mean_error, "worst": made.worst_error}

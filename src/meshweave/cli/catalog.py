@@ -221,7 +221,8 @@ def _print_clusters(console: Console) -> None:
 
     table = Table(title="clusters", title_justify="left")
     for column in ("name", "chips", "chip", "peak", "memory", "links", "source"):
-        table.add_column(column, justify="left" if column in ("name", "chip", "links", "source") else "right")
+        is_text = column in ("name", "chip", "links", "source")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column == "name")
     for name in cluster_names():
         cluster = load_cluster(name)
         chip, network = cluster.chip, cluster.network

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshweave.cli.options import print_json, progress_bar
+from meshweave.cli.options import check_writable, print_json, progress_bar
 from meshweave.cli.reproduce_options import Json, Out, Outputs, Png, Report, Rows, split_names
 from meshweave.describe.machine.cluster import load_cluster
 
@@ -97,6 +97,12 @@ def slicing(
     h100: Annotated[
         str, typer.Option(help="The machine of figure 3: a catalog cluster or a TOML file.")
     ] = "h100-node",
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="Which replication factors are tried, by name: all-factors, or cut (every matrix stays cut)."
+        ),
+    ] = "all-factors",
     rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: 2, 3 or both, separated by a comma.")
@@ -119,12 +125,18 @@ def slicing(
     Example: meshweave reproduce slicing --report slicing.html
     """
     from meshweave.reproduce.papers import SLICING, reproduce_slicing, select
+    from meshweave.reproduce.slicing.readings import reading_named
 
     outputs = Outputs(out, png, report, json)
     selection = select(SLICING, split_names(rows), split_names(figures))
     machines = load_cluster(pvc), load_cluster(h100)
+    reading_named(reading)
     outputs.check()
-    outputs.write(reproduce_slicing(*machines, selection, all_partitionings=every, progress_bar=progress_bar))
+    outputs.write(
+        reproduce_slicing(
+            *machines, selection, reading=reading, all_partitionings=every, progress_bar=progress_bar
+        )
+    )
 
 
 @reproduce.command()
@@ -133,9 +145,16 @@ def alpacomm(
         str,
         typer.Option(
             help="A cluster of hosts with four chips or more and one NIC: a catalog cluster or a TOML file. "
-            "Five hosts are taken."
+            "Five hosts are taken. By default that of the reading."
         ),
-    ] = "p3.8xlarge",
+    ] = "",
+    reading: Annotated[
+        str,
+        typer.Option(
+            help="What the paper leaves open, by name: bandwidth, messages (launches and packing cost time), alpa "
+            "(rivals by their public code) or alpa-messages."
+        ),
+    ] = "bandwidth",
     rows: Rows = "",
     figures: Annotated[
         str, typer.Option(help="Compute only these figures: some of 5 to 9, separated by commas.")
@@ -155,13 +174,15 @@ def alpacomm(
 
     Example: meshweave reproduce alpacomm --report alpacomm.html
     """
+    from meshweave.reproduce.alpacomm.readings import reading_named
     from meshweave.reproduce.papers import ALPACOMM, reproduce_alpacomm, select
 
     outputs = Outputs(out, png, report, json)
     selection = select(ALPACOMM, split_names(rows), split_names(figures))
-    hosts = load_cluster(cluster)
+    hosts = load_cluster(cluster) if cluster else None
+    reading_named(reading)
     outputs.check()
-    outputs.write(reproduce_alpacomm(hosts, selection, progress_bar=progress_bar))
+    outputs.write(reproduce_alpacomm(hosts, selection, reading=reading, progress_bar=progress_bar))
 
 
 @reproduce.command()
@@ -213,21 +234,27 @@ def kernels(
 
     Relative errors stand by device and dtype or kind of collective: mean, median and worst. Products are
     priced by the model of the chip's constants, and by a table of the measured products that the catalog has.
-    Devices without constants are named and count nowhere.
+    Devices without constants are named and count nowhere. Times of TPUs are those that their compiler expects.
 
     Example: meshweave reproduce kernels --cases gemm.csv
     """
     from meshweave.describe.machine.kernels_file import load_kernels
-    from meshweave.describe.machine.measured_file import SHIPPED, read_measured, shipped_measured
+    from meshweave.describe.machine.measured_file import (
+        SHIPPED,
+        TPU_PRODUCTS,
+        read_measured,
+        shipped_measured,
+    )
     from meshweave.reproduce.kernels.score import catalog_kernels, overall, score_kernels
     from meshweave.reproduce.kernels.tables import score_table
 
     given = load_kernels(constants) if constants else None
-    files = [read_measured(cases)] if cases is not None else [shipped_measured(name) for name in SHIPPED]
+    files = {"": read_measured(cases)} if cases is not None else {x: shipped_measured(x) for x in SHIPPED}
     scores = {}
-    for measured in files:
+    for name, measured in files.items():
         scored = score_kernels(measured, (lambda _: given) if given else catalog_kernels)
-        scores[measured.kind] = [*scored, *overall(scored)]
+        title = "products, TPU compiler" if name == TPU_PRODUCTS else measured.kind
+        scores[title] = [*scored, *overall(scored)]
     if json:
         print_json({kind: [score.to_json() for score in scored] for kind, scored in scores.items()})
         return
@@ -253,6 +280,53 @@ def nccl(report: Report = None, json: Json = False) -> None:
         print_json([row.to_json() for row in rows])
         return
     typer.echo(f"{bandwidth_table(rows)}\n{summary_line(rows)}")
+
+
+@reproduce.command()
+def published(
+    cases: Annotated[
+        Path | None,
+        typer.Option(
+            help="Published training runs (CSV), one a row. Default: those that ship with the package."
+        ),
+    ] = None,
+    worst: Annotated[
+        int, typer.Option(help="How many of the rows with the largest errors to list.", min=0)
+    ] = 10,
+    report: Annotated[Path | None, typer.Option(help="Write the tables as a Markdown page here.")] = None,
+    json: Json = False,
+) -> None:
+    """Predict published training runs, and score step time (or MFU, tokens/s) and memory by source.
+
+    Each row states model, chips, degrees and a figure, with its source. What cannot be predicted is listed with
+    the reason. Software stacks have at most five named constants each, fitted on half of the families of models.
+
+    Example: meshweave reproduce published --cases runs.csv
+    """
+    from meshweave.reproduce.training_runs.rows import read_runs, shipped_runs
+    from meshweave.reproduce.training_runs.score import score_runs, source_scores, summary_of
+    from meshweave.reproduce.training_runs.sweeps import sweep_table, sweeps_of
+    from meshweave.reproduce.training_runs.tables import runs_page, runs_table
+
+    runs = read_runs(cases) if cases is not None else shipped_runs()
+    check_writable(report)
+    with progress_bar("runs") as progress:
+        rows = score_runs(runs, progress=progress)
+    sweeps = sweeps_of(runs, rows)
+    if report is not None:
+        report.write_text(runs_page(rows, sweep_table(sweeps)), "utf-8")
+    if json:
+        scores = [score.to_json() for score in source_scores(rows)]
+        print_json(
+            {
+                "summary": summary_of(rows).to_json(),
+                "sources": scores,
+                "sweeps": [sweep.to_json() for sweep in sweeps],
+                "rows": [row.to_json() for row in rows],
+            }
+        )
+        return
+    typer.echo(runs_table(rows, worst))
 
 
 @reproduce.command(name="zero-bubble")

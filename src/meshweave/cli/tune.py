@@ -24,7 +24,7 @@ from meshweave.cli.tune_block import block, mesh
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 
 if TYPE_CHECKING:
-    from meshweave.algorithms.universal import UniversalConfig, UniversalProblem
+    from meshweave.algorithms.universal import Operand, UniversalConfig, UniversalProblem
     from meshweave.tune.layouts import TunedLayouts
     from meshweave.tune.ranking import RankedConfig
     from meshweave.tune.schedules import SimulatedSchedule
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MAX_LAYOUT_RANKS = 64
 MAX_SCHEDULE_RANKS = 64
 MAX_SIZE = 1 << 24
+MAX_AT_ONCE = 8
+"""Of products, fetches or accumulates: a stage of more has too many selections to weigh."""
 
 tune = typer.Typer(
     no_args_is_help=True,
@@ -47,6 +49,28 @@ ClusterOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option(help="Element type.")]
 JsonOption = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+KindsOption = Annotated[
+    str,
+    typer.Option("--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."),
+]
+StatesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="States that the exhaustive search may weigh per rank before it settles. "
+        "Default: up to 20,000, fewer where ranks have much work that differs.",
+    ),
+]
+StationaryOption = Annotated[
+    str, typer.Option(help="The matrix that stays put: a, b or c. Default: what is estimated fastest.")
+]
+ProductsOption = Annotated[
+    int, typer.Option(min=1, max=MAX_AT_ONCE, help="Products of one stage, and at once on a rank.")
+]
+FetchesOption = Annotated[int, typer.Option(min=1, max=MAX_AT_ONCE, help="Fetches of one stage.")]
+AccumulatesOption = Annotated[
+    int, typer.Option(min=1, max=MAX_AT_ONCE, help="Accumulates of one stage, and at once on a rank.")
+]
 
 
 @tune.command()
@@ -121,30 +145,23 @@ def schedule(
     b: Annotated[str | None, typer.Option(help="Layout of B. Default: row blocks.")] = None,
     c: Annotated[str | None, typer.Option(help="Layout of C. Default: row blocks.")] = None,
     dtype: DtypeOption = "float32",
-    kinds: Annotated[
-        str,
-        typer.Option(
-            "--kind", help="direct, greedy, cost-greedy or exhaustive, several with commas, or 'all'."
-        ),
-    ] = "all",
-    max_states: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="States that the exhaustive search may weigh per rank before it settles. "
-            "Default: up to 20,000, fewer where ranks have much work that differs.",
-        ),
-    ] = None,
+    kinds: KindsOption = "all",
+    max_states: StatesOption = None,
+    stationary: StationaryOption = "",
+    products: ProductsOption = 1,
+    fetches: FetchesOption = 2,
+    accumulates: AccumulatesOption = 1,
     json: JsonOption = False,
 ) -> None:
     """Find the order in which the ranks of a product issue their fetches, products and accumulates.
 
     Each kind of schedule gives an order, and its program is simulated, contention included (Slicing Is All You
     Need, sections 4.2 and 4.3). Stationary matrix and slices are those with the least estimated time.
+    `meshweave.matmul` takes the same kinds and limits as `schedule` and `limits`.
 
     Example: meshweave tune schedule --m 4096 --n 4096 --k 4096 --cluster h100-node:8 --a 2x4 --b 2x4 --c 2x4
     """
-    from meshweave.algorithms.universal import UniversalProblem
+    from meshweave.algorithms.universal import StageLimits, UniversalProblem
     from meshweave.cost.rates import RankRates
     from meshweave.tune.schedules import search_schedule
     from meshweave.tune.universal import tune_universal
@@ -155,7 +172,12 @@ def schedule(
     problem = UniversalProblem(m, n, k, grid_a, grid_b, grid_c, read_dtype(dtype))
     wanted = _schedule_kinds(kinds)
     with progress_bar("simulating schedules", plain_lines=True) as progress:
-        config = tune_universal(problem, RankRates.of(target, problem.dtype)).config
+        config = tune_universal(
+            problem,
+            RankRates.of(target, problem.dtype),
+            stationary=_operand(stationary),
+            limits=StageLimits(products, fetches, accumulates),
+        ).config
         _check_schedule(problem, config)
         results = search_schedule(
             problem, config, target, kinds=wanted, max_states=max_states, progress=progress
@@ -247,8 +269,19 @@ def _check_schedule(problem: UniversalProblem, config: UniversalConfig) -> None:
         )
 
 
+def _operand(text: str) -> Operand | None:
+    from meshweave.algorithms.universal.problem import OPERANDS
+
+    for operand in OPERANDS:
+        if text == operand:
+            return operand
+    if text:
+        raise LayoutError(f"--stationary {printable(text)}: give a, b or c")
+    return None
+
+
 def _schedule_kinds(text: str) -> Any:
-    from meshweave.tune.schedules import SCHEDULE_KINDS
+    from meshweave.algorithms.universal.config import SCHEDULE_KINDS
 
     names = read_names(text) or SCHEDULE_KINDS
     for name in names:

@@ -19,7 +19,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshweave.cost.products import overlapped, slowed
+from meshweave.cost.products import slowed
+from meshweave.cost.systolic import overlapped
 from meshweave.describe.machine.kernels import AttentionConstants
 
 Array = NDArray[np.float64]

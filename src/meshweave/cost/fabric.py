@@ -42,6 +42,7 @@ class HostTopology:
         local_bytes_per_s: rate of one direction of a link inside a host.
         nic_latency_s: seconds of a message between hosts in addition to its bytes.
         local_latency_s: seconds of a message inside a host in addition to its bytes.
+        pack_launch_s, pack_bytes_per_s: what a strided piece costs at each end of a message (`cost.packing`).
 
     Raises:
         LayoutError: `host_of` and `nic_of` differ in length, or a rate is below 1 byte per second.
@@ -53,6 +54,8 @@ class HostTopology:
     local_bytes_per_s: int
     nic_latency_s: float = 0.0
     local_latency_s: float = 0.0
+    pack_launch_s: float = 0.0
+    pack_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if len(self.host_of) != len(self.nic_of):
@@ -88,6 +91,8 @@ class HostTopology:
             _message_bytes_per_s(local),
             _message_latency_s(nic),
             _message_latency_s(local),
+            cluster.chip.pack_launch_s,
+            cluster.chip.pack_bytes_per_s,
         )
 
     @classmethod
@@ -112,11 +117,22 @@ class HostTopology:
             inside.local_bytes_per_s,
             max(between.nic_latency_s, inside.local_latency_s),
             inside.local_latency_s,
+            inside.pack_launch_s,
+            inside.pack_bytes_per_s,
         )
 
     def nic(self, rank: int) -> Nic:
         """Return the NIC that a rank uses."""
         return self.host_of[rank], self.nic_of[rank]
+
+    @property
+    def packs(self) -> bool:
+        """Return whether strided pieces cost anything."""
+        return self.pack_bytes_per_s > 0
+
+    def packing_s(self, num_bytes: int) -> float:
+        """Return the seconds in which one end of a message packs or unpacks a strided piece."""
+        return self.pack_launch_s + num_bytes / self.pack_bytes_per_s if self.packs else 0.0
 
     def nic_transfer_s(self, num_bytes: int) -> float:
         """Return the seconds that bytes take through one direction of a NIC, without latency."""

@@ -30,10 +30,11 @@ from meshweave.ir.work import Compute, Transfer, Work
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """The cost of one op: `launch_ps` and `sync_ps` pass first, then `amount` flows at most at `rate_per_s`.
+    """The cost of one op: launch, synchronisation and packing pass, then `amount` flows at up to `rate_per_s`.
 
     The amount is in bytes or FLOPs. The memory traffic of a product takes `stream_ps` concurrent with its
     FLOPs, and `fill_drain_ps` before and after them, when the first tiles are loaded and the last is stored.
+    `pack_ps` is of messages (`cost.packing`).
     """
 
     launch_ps: int
@@ -42,11 +43,12 @@ class Price:
     rate_per_s: int
     stream_ps: int = 0
     fill_drain_ps: int = 0
+    pack_ps: int = 0
 
     @property
     def fixed_ps(self) -> int:
         """Return the picoseconds before anything flows."""
-        return self.launch_ps + self.sync_ps
+        return self.launch_ps + self.sync_ps + self.pack_ps
 
     @property
     def flow_ps(self) -> int:

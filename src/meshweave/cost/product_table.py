@@ -1,9 +1,12 @@
 """Times of products interpolated between measured ones.
 
 What is interpolated is the logarithm of time over a base (the model of `cost.products`, or else a roofline of
-the best rates in the table), in log2 of m, n and k: padding and waves are the base's, and what the base
-misses changes slowly. The interpolation is simple kriging with covariance exp(-distance / 2 octaves): exact
-at measured points, and the base itself far from all of them.
+the best rates in the table): padding and waves are the base's, and what the base misses changes slowly. The
+interpolation is simple kriging (Rasmussen and Williams, "Gaussian Processes for Machine Learning", section 2.2)
+with covariance exp(-distance / 4). Coordinates are log2 of m, n and k, and for each of them whether it is no
+multiple of 8, which counts as two octaves. Measured times scatter: a tenth of the variance is taken for noise, so
+that a neighbour's outlier is not followed. Measured points themselves are returned as they are; far from all
+of them the base remains.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.products import product_seconds
-from meshweave.describe.machine.kernels import ProductConstants, ProductTable
+from meshweave.describe.machine.kernels import ProductModel, ProductTable
 
 Array = NDArray[np.float64]
-_OCTAVES = 2.0
+_OCTAVES = 4.0
+_ALIGNED_TO, _UNALIGNED_OCTAVES = 8, 2.0
+_NOISE = 0.1
 _ITEM_BYTES = {"float32": 4, "float64": 8, "fp8": 1, "int8": 1}
 
 
@@ -30,15 +35,17 @@ def item_bytes(dtype: str) -> int:
 class TableInterpolation:
     """A table of measured products with its base, ready to be asked."""
 
-    def __init__(self, table: ProductTable, constants: ProductConstants | None, dtype: str) -> None:
+    def __init__(self, table: ProductTable, constants: ProductModel | None, dtype: str) -> None:
         self.table, self.constants, self.dtype = table, constants, dtype
         points = np.array(table.points, dtype=np.float64)
         self._sizes, seconds = points[:, :3], points[:, 3]
         flops = 2 * self._sizes.prod(axis=1)
         self._least_s, self._best_flops_per_s = seconds.min() / 2, (flops / seconds).max()
-        self._at = np.log2(self._sizes)
+        self._at = _coordinates(self._sizes)
         known = np.log(seconds / self._base(*self._sizes.T))
-        self._weights = np.linalg.solve(_covariance(self._at, self._at), known)
+        between = _covariance(self._at, self._at) + _NOISE * np.eye(len(known))
+        self._weights = np.linalg.solve(between, known)
+        self._measured = {point[:3]: point[3] for point in table.points}
 
     def covers(self, m: int, n: int, k: int) -> bool:
         """Return whether a product is within the ranges of m, n and k of the table."""
@@ -52,9 +59,11 @@ class TableInterpolation:
             np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k))), axis=-1
         )
         flat = sizes.reshape(-1, 3)
-        change = _covariance(np.log2(flat), self._at) @ self._weights
-        result: Array = (self._base(*flat.T) * np.exp(change)).reshape(sizes.shape[:-1])
-        return result
+        change = _covariance(_coordinates(flat), self._at) @ self._weights
+        result: Array = self._base(*flat.T) * np.exp(change)
+        for at, shape in enumerate(flat):
+            result[at] = self._measured.get(tuple(shape), result[at])
+        return result.reshape(sizes.shape[:-1])
 
     def _base(self, m: Array, n: Array, k: Array) -> Array:
         if self.constants is not None:
@@ -63,21 +72,26 @@ class TableInterpolation:
         return result
 
 
+def _coordinates(sizes: Array) -> Array:
+    """Return where products lie among each other, in octaves; shape (products, 6)."""
+    return np.concatenate([np.log2(sizes), _UNALIGNED_OCTAVES * (sizes % _ALIGNED_TO != 0)], axis=1)
+
+
 def _covariance(a: Array, b: Array) -> Array:
-    distance: Array = np.sqrt(((a[:, None, :] - b[None, :, :]) ** 2).sum(axis=-1))
-    result: Array = np.exp(-distance / _OCTAVES)
+    squares = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T
+    result: Array = np.exp(-np.sqrt(np.maximum(squares, 0.0)) / _OCTAVES)
     return result
 
 
 @lru_cache(maxsize=8)
-def interpolation(table: ProductTable, constants: ProductConstants | None, dtype: str) -> TableInterpolation:
+def interpolation(table: ProductTable, constants: ProductModel | None, dtype: str) -> TableInterpolation:
     """Return the interpolation of a table, made once."""
     return TableInterpolation(table, constants, dtype)
 
 
 @lru_cache(maxsize=1 << 16)
 def table_s(
-    table: ProductTable, constants: ProductConstants | None, dtype: str, m: int, n: int, k: int, outside: str
+    table: ProductTable, constants: ProductModel | None, dtype: str, m: int, n: int, k: int, outside: str
 ) -> float | None:
     """Return the seconds of a product by a table; None outside its ranges where `outside` is "model".
 

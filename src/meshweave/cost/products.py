@@ -10,10 +10,10 @@ menu. A tile multiplies k in steps, each of which takes as long as its FLOPs or 
 
 Beside that A, B and C cross the memory once, which takes m. The two overlap imperfectly: (c^p + m^p)^(1/p). Long
 products run at a lower clock: t (1 + slowdown ln(1 + t / 0.1 ms)). Cf. CUTLASS, "Efficient GEMM in CUDA" (tiles,
-waves, split-k), and Jouppi et al. (ISCA '17) for systolic arrays, whose fill is `tile_s` and whose padding is the
-tile's.
+waves, split-k). A chip of systolic arrays has constants and a formula of their own (`cost.systolic`).
 
-Every term grows with m, n and k; so does the result, but where a menu chooses by m.
+Every term grows with m, n and k; so does the result, but where a menu chooses by m. A thread of a CPU has a
+formula of its own, `cost.cpu_products`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from meshweave.describe.machine.kernels import TILE_MENUS, ProductConstants
+from meshweave.cost.cpu_products import cpu_product_seconds
+from meshweave.cost.systolic import overlapped, systolic_seconds
+from meshweave.describe.machine.kernels import (
+    TILE_MENUS,
+    CpuProductConstants,
+    ProductModel,
+    SystolicConstants,
+)
 
 Array = NDArray[np.float64]
 _SLOW_AFTER_S = 1e-4
@@ -45,18 +52,25 @@ def _choices(name: str) -> tuple[Array, ...]:
 
 
 def product_seconds(
-    constants: ProductConstants,
+    constants: ProductModel,
     m: ArrayLike,
     n: ArrayLike,
     k: ArrayLike,
     item_bytes: int,
     batch: ArrayLike = 1,
+    out_bytes: int = 0,
 ) -> Array:
     """Return the seconds of products of (m, k) by (k, n), in the shape of the broadcast sizes.
 
-    `batch` counts equal products that run as one kernel. C has the item size of A, of at least 2 bytes.
+    `batch` counts equal products that run as one kernel. Elements of C have `out_bytes`; 0: as those of A, at
+    least 2.
     """
+    out_bytes = out_bytes or max(item_bytes, 2)
+    if isinstance(constants, SystolicConstants):
+        return systolic_seconds(constants, m, n, k, item_bytes, out_bytes, batch)
     sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k, batch)))
+    if isinstance(constants, CpuProductConstants):
+        return cpu_product_seconds(constants, *sizes[:3], item_bytes, sizes[3])
     rows, columns, depth, count = (size[..., None] for size in sizes)
     of, menu = constants, TILE_MENUS[constants.tiles]
     tile_m, tile_n, cluster, splits, above, up_to = _choices(of.tiles)
@@ -69,20 +83,13 @@ def product_seconds(
     waves = np.maximum(filled + of.wave_share * (np.ceil(filled) - filled), 1.0)
     sums = of.split_passes * splits * rows * columns * count * _SUM_BYTES / of.memory_bytes_per_s
     compute_s = waves * (passes * step_s + of.tile_s) + np.where(splits > 1, sums + of.tile_s, 0.0)
-    operands = item_bytes * (rows * depth + depth * columns) + max(item_bytes, 2) * rows * columns
+    operands = item_bytes * (rows * depth + depth * columns) + out_bytes * rows * columns
     memory_s = count * operands / of.memory_bytes_per_s
     fits = (rows > above) & (rows <= up_to)
     compute_s = np.where(fits, compute_s, np.inf).min(axis=-1)
     busy_s = overlapped(compute_s, memory_s[..., 0], of.overlap) + of.launch_s
     prepared_s: Array = of.prepare_s * sizes[0] * sizes[2] * sizes[3]
     return slowed(busy_s, of.slowdown) + prepared_s
-
-
-def overlapped(compute_s: Array, memory_s: Array, power: float) -> Array:
-    """Return the seconds of computing beside memory traffic: (c^p + m^p)^(1/p), at least both."""
-    longer, shorter = np.maximum(compute_s, memory_s), np.minimum(compute_s, memory_s)
-    result: Array = longer * (1 + (shorter / longer) ** power) ** (1 / power)
-    return result
 
 
 def slowed(seconds: Array, slowdown: float) -> Array:
@@ -93,7 +100,7 @@ def slowed(seconds: Array, slowdown: float) -> Array:
 
 @lru_cache(maxsize=1 << 16)
 def product_s(
-    constants: ProductConstants, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
+    constants: ProductModel, m: int, n: int, k: int, item_bytes: int, num_products: int = 1
 ) -> float:
     """Return the seconds of one product, or of a batch of equal ones; the launch of an empty one."""
     if not m * n * k * num_products:

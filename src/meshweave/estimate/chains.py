@@ -12,6 +12,12 @@ root that is free while the packets of this one are still on their way to others
 other after D + 1 packets, and those from roots in turn after D + 2, which is what van de Geijn and Watts (1997,
 section 3) rely on. A reduction is the same chain from the member after the root to the root.
 
+Where the machine's send buffer takes a packet, a member is free when its last packet begins to flow, at E(h) - t.
+The link of a hop is not yet free then and holds up the next chain instead: A(h) is when the link is free, if that
+is later. Chains from roots in turn then follow each other after D + 1 packets. A link behind a token bucket, as in
+a lab, makes up for the time that it was idle: its packets flow as if they had arrived up to a burst sooner, and
+none ends before it has arrived.
+
 The recurrence is exact where links are not shared. It needs the times of all members, because who is late delays
 those after it: every rank along the axes that have chains is followed, the others are alike. Other collectives
 wait for all of their members, as a ring of P - 1 exchanges does, and permutes for neighbours.
@@ -25,6 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshweave._core import skeleton_ps
+from meshweave.base.units import to_ps
+from meshweave.cost.machine import Machine
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 
@@ -46,6 +54,24 @@ def hop_ps(work: Transfer, cost_ps: Callable[[Work], int]) -> tuple[int, int]:
     return launch_ps, cost_ps(work.hop) - launch_ps
 
 
+def is_buffered(work: Transfer, machine: Machine | None) -> bool:
+    """Return whether the machine's send buffer takes the packets of a chain, so that senders end early."""
+    return machine is not None and 0 < work.hop.part_bytes <= machine.cluster.send_buffer_bytes
+
+
+def link_burst_ps(work: Transfer, machine: Machine) -> int:
+    """Return the picoseconds that the links of a chain make up for once they were idle."""
+    axis = machine.axis(work.axis)
+    return to_ps(axis.burst_bytes / axis.link_bytes_per_s)
+
+
+def chain_period(members: int, packets: int, buffered: bool) -> int:
+    """Return after how many packets a chain follows the one before it, in a loop with roots in turn."""
+    if members <= 2:
+        return packets
+    return packets + (1 if buffered else 2)
+
+
 def grid_of(skeleton: Skeleton) -> dict[str, int]:
     """Return the sizes of the mesh axes that have chains."""
     return {
@@ -55,21 +81,23 @@ def grid_of(skeleton: Skeleton) -> dict[str, int]:
     }
 
 
-def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> int:
-    """Return the picoseconds until the last rank ends."""
-    return skeleton_ps(skeleton_code(skeleton, cost_ps))
+def chained_ps(skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None) -> int:
+    """Return the picoseconds until the last rank ends; send buffers and bursts are those of `machine`."""
+    return skeleton_ps(skeleton_code(skeleton, cost_ps, machine))
 
 
-def skeleton_code(skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> NDArray[np.int64]:
+def skeleton_code(
+    skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None = None
+) -> NDArray[np.int64]:
     """Return a skeleton as the integers that the core reads."""
-    return np.array(_CodeWriter(skeleton, cost_ps).code(), dtype=np.int64)
+    return np.array(_CodeWriter(skeleton, cost_ps, machine).code(), dtype=np.int64)
 
 
 class _CodeWriter:
     """A skeleton as the integers that the core reads."""
 
-    def __init__(self, skeleton: Skeleton, cost_ps: Callable[[Work], int]) -> None:
-        self.skeleton, self.cost_ps = skeleton, cost_ps
+    def __init__(self, skeleton: Skeleton, cost_ps: Callable[[Work], int], machine: Machine | None) -> None:
+        self.skeleton, self.cost_ps, self.machine = skeleton, cost_ps, machine
         grid = grid_of(skeleton)
         self.extents = list(grid.values())
         self.axes = {axis: number for number, axis in enumerate(grid)}
@@ -140,7 +168,10 @@ class _CodeWriter:
         if task.roots:
             launch_ps, packet_ps = hop_ps(work, cost_ps)
             kind = _REDUCE if work.kind == "reduce" else _BROADCAST
-            chain = [self.axes[work.axis], launch_ps, work.packets, len(task.roots), *task.roots]
+            sending = [0, 0]
+            if self.machine is not None and is_buffered(work, self.machine):
+                sending = [1, link_burst_ps(work, self.machine)]
+            chain = [self.axes[work.axis], launch_ps, work.packets, *sending, len(task.roots), *task.roots]
             return [kind, *head, packet_ps, task.times, *chain]
         axis = self.axes.get(work.axis)
         if work.kind == "permute" and axis is not None:

@@ -16,7 +16,7 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import Price, price
-from meshweave.estimate.chains import chained_ps, has_chains, hop_ps
+from meshweave.estimate.chains import chained_ps, has_chains, hop_ps, is_buffered
 from meshweave.ir.skeleton import Part, Phase, Skeleton
 from meshweave.ir.work import Compute, Transfer, Work
 
@@ -53,22 +53,24 @@ _Step = tuple[int, int, int, list[int], list[tuple[int, int]]]
 class TimedSkeleton:
     """A skeleton with the durations of its tasks."""
 
-    __slots__ = ("_cost_ps", "_has_chains", "_skeleton")
+    __slots__ = ("_cost_ps", "_has_chains", "_machine", "_skeleton")
 
-    def __init__(self, skeleton: Skeleton, cost_ps: CostPs) -> None:
-        self._skeleton, self._cost_ps = skeleton, cost_ps
+    def __init__(self, skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> None:
+        self._skeleton, self._cost_ps, self._machine = skeleton, cost_ps, machine
         self._has_chains = has_chains(skeleton)
 
     def lower_bound_ps(self) -> int:
         """Return the largest sum of durations in one lane: a cheap lower bound on `total_ps`.
 
-        A chain keeps its members for its launch and its packets at least.
+        A chain keeps its members for its launch and its packets at least; for its launch alone where a send buffer
+        takes the packets.
         """
         lanes: dict[str, int] = {}
         for count, task in self._skeleton.counted_tasks():
             if task.roots and isinstance(task.work, Transfer):
                 launch_ps, packet_ps = hop_ps(task.work, self._cost_ps)
-                duration = launch_ps + packet_ps * task.work.packets
+                kept = 0 if is_buffered(task.work, self._machine) else task.work.packets
+                duration = launch_ps + packet_ps * kept
             else:
                 duration = self._cost_ps(task.work)
             lanes[task.lane] = lanes.get(task.lane, 0) + count * duration
@@ -77,7 +79,7 @@ class TimedSkeleton:
     def total_ps(self) -> int:
         """Return the makespan in picoseconds; exact."""
         if self._has_chains:
-            return chained_ps(self._skeleton, self._cost_ps)
+            return chained_ps(self._skeleton, self._cost_ps, self._machine)
         if not any(task.after for phase in self._skeleton.phases for task in phase.tasks):
             return self.lower_bound_ps()
         compiler = _Compiler(self._cost_ps)
@@ -302,9 +304,9 @@ def _rate(wait: tuple[int, int]) -> int:
     return wait[1]
 
 
-def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs) -> int:
+def skeleton_ps(skeleton: Skeleton, cost_ps: CostPs, machine: Machine | None = None) -> int:
     """Return the makespan in picoseconds where each op of a task takes `cost_ps(work)`; exact."""
-    return TimedSkeleton(skeleton, cost_ps).total_ps()
+    return TimedSkeleton(skeleton, cost_ps, machine).total_ps()
 
 
 def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
@@ -319,7 +321,7 @@ def estimate_skeleton(skeleton: Skeleton, machine: Machine) -> Estimate:
             known = totals[work] = cost.total_ps
         return known
 
-    total = skeleton_ps(skeleton, cost_ps)
+    total = skeleton_ps(skeleton, cost_ps, machine)
     compute = copy = launch = sync = transfer = 0
     counts: dict[Work, int] = {}
     for count, task in skeleton.counted_tasks():

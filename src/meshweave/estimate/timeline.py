@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.estimate.chains import grid_of, hop_ps
+from meshweave.estimate.chains import grid_of, hop_ps, is_buffered, link_burst_ps
 from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 from meshweave.trace import Span, Trace
@@ -66,6 +66,8 @@ class _Follower:
         self.lanes: dict[str, _Times] = {}
         self.spans: list[tuple[Task, str, _Times, _Times]] = []
         self.known: dict[Work, int] = {}
+        self.links: dict[int, _Times] = {}
+        """By axis with buffered chains: when the link from each rank to the next one is free."""
 
     def cost_ps(self, work: Work) -> int:
         """Return the picoseconds of an op."""
@@ -145,8 +147,31 @@ class _Follower:
         first = root + (work.kind == "reduce")
         places = np.roll(np.moveaxis(begun, axis, 0), -first, axis=0)
         ends = np.empty_like(places)
-        for hop in range(work.num_ranks - 1):
-            ends[hop] = np.maximum(places[hop], places[hop + 1]) + work.packets * packet_ps
-            ends[hop] = np.maximum(ends[hop], ends[hop - 1] + packet_ps) if hop else ends[hop] + launch_ps
-        ends[-1] = ends[-2]
+        if is_buffered(work, self.machine):
+            ends = self._buffered_ends(work, places, axis, first)
+        else:
+            for hop in range(work.num_ranks - 1):
+                ends[hop] = np.maximum(places[hop], places[hop + 1]) + work.packets * packet_ps
+                ends[hop] = np.maximum(ends[hop], ends[hop - 1] + packet_ps) if hop else ends[hop] + launch_ps
+            ends[-1] = ends[-2]
         return np.moveaxis(np.roll(ends, first, axis=0), 0, axis)
+
+    def _buffered_ends(self, work: Transfer, begun: _Times, axis: int, first: int) -> _Times:
+        """Return the ends of members, by place in the chain, where a send buffer takes its packets."""
+        launch_ps, packet_ps = hop_ps(work, self.cost_ps)
+        burst_ps = link_burst_ps(work, self.machine)
+        shape = tuple(self.grid.values())
+        links = self.links.setdefault(axis, np.full(shape, -(1 << 62), np.int64))
+        free = np.roll(np.moveaxis(links, axis, 0), -first, axis=0)
+        ends, firsts = np.zeros_like(begun), np.zeros_like(begun[0])
+        for hop in range(work.num_ranks - 1):
+            arrival = np.maximum(begun[hop], begun[hop + 1]) + (0 if hop else launch_ps)
+            arrival = np.maximum(arrival, firsts) if hop else arrival
+            flow = np.maximum(arrival - burst_ps, free[hop])
+            firsts = np.maximum(flow + packet_ps, arrival)
+            free[hop] = flow + work.packets * packet_ps
+            ends[hop] = np.maximum(np.maximum(free[hop], firsts), ends[hop - 1] if hop else 0)
+        ends[-1] = ends[-2]
+        ends[:-1] = np.maximum(begun[:-1], ends[:-1] - packet_ps)
+        self.links[axis] = np.moveaxis(np.roll(free, first, axis=0), 0, axis)
+        return ends

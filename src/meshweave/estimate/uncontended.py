@@ -13,7 +13,8 @@ from collections import defaultdict
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.cost.machine import Machine
-from meshweave.cost.price import price
+from meshweave.cost.packing import message_price
+from meshweave.cost.price import Price, price
 from meshweave.estimate.chains import hop_ps
 from meshweave.estimate.recorder import TraceRecorder
 from meshweave.estimate.skeletons import Estimate
@@ -106,15 +107,25 @@ class UncontendedSimulator(TraceRecorder):
 
         With `may_free` the first one, a sender, ends when the bytes begin to flow if they fit the send buffer.
         """
-        first = nodes[0]
-        work = work_of(self.flow.program, self.flow.op(first))
-        is_message = isinstance(self.flow.op(first), Send)
-        cost = price(work, self.machine, endpoints=(nodes[0][0], nodes[1][0]) if is_message else None)
+        first, op = nodes[0], self.flow.op(nodes[0])
+        work = work_of(self.flow.program, op)
+        cost = price(work, self.machine) if not isinstance(op, Send) else self._message_price(nodes, op)
         room = self.machine.cluster.send_buffer_bytes if may_free else 0
         if isinstance(work, Transfer) and 0 < work.part_bytes <= room:
             self._push(cost.fixed_ps, nodes[:1], first)
             nodes = nodes[1:]
         self._push(cost.total_ps, nodes, first)
+
+    def packing_ps(self, node: Node) -> int:
+        """Return the picoseconds that both ends of a send pack."""
+        joint, op = self.flow.joint(node), self.flow.op(node)
+        assert joint is not None and isinstance(op, Send)
+        return self._message_price(joint.members, op).pack_ps
+
+    def _message_price(self, nodes: tuple[Node, ...], send: Send) -> Price:
+        recv = self.flow.op(nodes[1])
+        assert isinstance(recv, Recv)
+        return message_price(self.flow.program, send, recv, (nodes[0][0], nodes[1][0]), self.machine)
 
     def _push(self, after_ps: int, ending: tuple[Node, ...], first: Node) -> None:
         self.num_events += 1
@@ -135,14 +146,15 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
     """Return the time of a program without contention, for algorithms without a skeleton.
 
     Every op takes its closed form. The parts are sums over the ops of the first rank; a message counts where it is
-    sent.
+    sent, and what both its ends pack counts as copies.
 
     Raises:
         ProgramError: the program deadlocks.
         UnsupportedError: the machine cannot place a group of ranks.
     """
     flow = analyse(program) if isinstance(program, Program) else program
-    total_s = UncontendedSimulator(flow, machine).run().duration_s
+    simulator = UncontendedSimulator(flow, machine)
+    total_s = simulator.run().duration_s
     compute = copy = launch = sync = transfer = 0
     for index in range(len(flow.program.ops_by_rank[flow.program.ranks[0]])):
         op = flow.op((flow.program.ranks[0], index))
@@ -150,6 +162,8 @@ def estimate(program: Program | Dataflow, machine: Machine) -> Estimate:
             continue
         work = work_of(flow.program, op)
         cost = price(work, machine)
+        if isinstance(op, Send):
+            copy += simulator.packing_ps((flow.program.ranks[0], index))
         if isinstance(work, Transfer):
             launch, sync, transfer = launch + cost.launch_ps, sync + cost.sync_ps, transfer + cost.flow_ps
         elif with_counts(work).flops:

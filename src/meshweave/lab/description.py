@@ -56,7 +56,8 @@ class Link:
 
     def axis(self, name: str, num_directions: Literal[1, 2] = 1) -> NetworkAxis:
         """Return the link as a network axis of a cluster, at the rate of the slower direction."""
-        return NetworkAxis(name, min(self.bytes_per_s, self.back_bytes_per_s), self.latency_s, num_directions)
+        rate = min(self.bytes_per_s, self.back_bytes_per_s)
+        return NetworkAxis(name, rate, self.latency_s, num_directions, burst_bytes=self.bucket_bytes(rate))
 
 
 @dataclass(frozen=True)

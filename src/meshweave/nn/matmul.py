@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from meshweave.algorithms.universal import Operand
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
+from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.base.errors import BindError, LayoutError, UnsupportedError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
@@ -49,6 +51,7 @@ class MatmulOptions:
         stationary: the operand that is not moved in the forward pass; None leaves that to the tuner.
         rates: those of the cluster that the caller names, or None.
         default_rates: what decides among equals where there is no cluster.
+        schedule, limits: in which order ranks issue their steps, and how many at once.
     """
 
     stationary: Operand | None
@@ -56,6 +59,8 @@ class MatmulOptions:
     rates: RankRates | None
     default_rates: RankRates
     context: TorchContext = field(compare=False)
+    schedule: ScheduleKind = "direct"
+    limits: StageLimits = STAGE_LIMITS
 
     @classmethod
     def of(
@@ -65,10 +70,14 @@ class MatmulOptions:
         transport: Transport,
         cluster: Cluster | str | None,
         context: TorchContext | None,
+        schedule: ScheduleKind = "direct",
+        limits: StageLimits = STAGE_LIMITS,
     ) -> MatmulOptions:
         """Return the options for arguments of `matmul`. Raises LayoutError, UnsupportedError, DescriptionError."""
         if stationary not in ("auto", "a", "b", "c"):
             raise LayoutError(f"stationary is {stationary!r}; it must be 'auto', 'a', 'b' or 'c'")
+        if schedule not in SCHEDULE_KINDS:
+            raise LayoutError(f"schedule is {schedule!r}; it must be one of {', '.join(SCHEDULE_KINDS)}")
         check_transport(transport)
         return cls(
             None if stationary == "auto" else stationary,
@@ -76,6 +85,8 @@ class MatmulOptions:
             None if cluster is None else _rates(cluster),
             _rates(_MACHINES.get(device_type, "local-cpu")),
             context or TorchContext.default(device_type),
+            schedule,
+            limits,
         )
 
 
@@ -88,6 +99,8 @@ def matmul(
     transport: Transport = "auto",
     cluster: Cluster | str | None = None,
     context: TorchContext | None = None,
+    schedule: ScheduleKind = "direct",
+    limits: StageLimits = STAGE_LIMITS,
 ) -> DTensor:
     """C = A B of DTensors with any placements; every rank of their meshes calls it.
 
@@ -111,6 +124,11 @@ def matmul(
             a network: over messages the variant that moves least is taken, which is never more than DTensor moves
             for the same placements. All ranks must name the same.
         context: process groups, deadline and liveness; by default those of the default process group.
+        schedule: the order in which a rank issues its fetches, products and accumulates: "direct" as its steps are
+            listed, or "greedy", "cost-greedy", "exhaustive" by their costs on the cluster. The gradients take it
+            too. `search_schedule` simulates all four. All ranks must give the same.
+        limits: the most products, fetches and accumulates of one stage of such a schedule; also how many products,
+            and accumulates, a rank may run at once.
 
     Returns:
         A DTensor on a's device mesh of the operands' dtype. Its copies on several ranks have the same bits, and so
@@ -127,7 +145,7 @@ def matmul(
         RankLostError, DeadlineError: other ranks are missing or late.
     """
     if torch.compiler.is_compiling():
-        return _uncompiled_matmul(a, b, out, stationary, transport, cluster, context)
+        return _uncompiled_matmul(a, b, out, stationary, transport, cluster, context, schedule, limits)
     require_process_group()
     if not (isinstance(a, DTensor) and isinstance(b, DTensor)):
         raise LayoutError(f"matmul takes two DTensors, not {type(a).__name__} and {type(b).__name__}")
@@ -138,13 +156,14 @@ def matmul(
     is_listed = out is None or isinstance(out, (list, tuple))
     if is_listed and not needs_grad and not torch.is_autocast_enabled(device_type):
         placements = None if out is None else tuple(out)
-        key = compat.spec_of(a), compat.spec_of(b), placements, stationary, transport, cluster
+        settings = placements, stationary, transport, cluster, schedule, limits
+        key = compat.spec_of(a), compat.spec_of(b), *settings
         plan = context.cache(_Calls).get(key)
         if plan is not None:
             return plan.run(MatrixView(a).local, MatrixView(b).local)
     title = f"matmul {size_text(a.shape)} @ {size_text(b.shape)}"
     with share_refusal(context, mesh_of(a.device_mesh).ranks, title):
-        options = MatmulOptions.of(device_type, stationary, transport, cluster, context)
+        options = MatmulOptions.of(device_type, stationary, transport, cluster, context, schedule, limits)
         if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[0]:
             raise LayoutError(
                 f"a of shape {tuple(a.shape)} cannot be multiplied by b of shape {tuple(b.shape)}: "
@@ -165,8 +184,15 @@ def matmul(
 
 @torch.compiler.disable(reason=NOT_COMPILED)  # type: ignore[untyped-decorator]
 def _uncompiled_matmul(*arguments: Any) -> DTensor:
-    *positional, transport, cluster, context = arguments
-    return matmul(*positional, transport=transport, cluster=cluster, context=context)
+    *positional, transport, cluster, context, schedule, limits = arguments
+    return matmul(
+        *positional,
+        transport=transport,
+        cluster=cluster,
+        context=context,
+        schedule=schedule,
+        limits=limits,
+    )
 
 
 def autocast_operands(device_type: str, *operands: Any) -> tuple[Any, ...]:
@@ -326,7 +352,8 @@ def _new_plan(
     measure = transport, options.rates, options.stationary, options.default_rates
     best = cheapest(problems, *measure)
     rank = mesh.get_rank()
-    run = prepare_cached(problems[best], tune(problems[best], *measure), rank, options.transport, context)
+    tuned = tune(problems[best], *measure, options.schedule, options.limits)
+    run = prepare_cached(problems[best], tuned, rank, options.transport, context)
     layout = layouts[best]
     local_shape = Layout(layout.mesh, layout.placements).local_shape(shape, rank)
     return MatmulPlan(run, specs[best].torch_spec(shape, dtype), local_shape)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from meshweave.algorithms.universal import Slicing, UniversalProblem, universal_program
+from meshweave.algorithms.universal.config import ScheduleKind
 from meshweave.algorithms.universal.problem import Operand, transposed_layout
+from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.base.errors import BindError
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout
@@ -65,23 +68,26 @@ def tune(
     rates: RankRates | None,
     stationary: Operand | None,
     default_rates: RankRates,
+    schedule: ScheduleKind = "direct",
+    limits: StageLimits = STAGE_LIMITS,
 ) -> TunedUniversal:
     """Return how to compute a product over a transport.
 
     At the caller's `rates`, what is estimated to be fastest. Without any, over messages what moves least, which is
     never more than DTensor moves, and of such the fastest at `default_rates`. In shared memory moving is cheaper
     than computing twice, so it is again the fastest, at the rates of a host; but a product that moves nothing
-    is left as it is where more would not pay for the fences.
+    is left as it is where more would not pay for the fences. Schedule and limits change none of that.
     """
+    search = partial(tune_universal, problem, stationary=stationary, schedule=schedule, limits=limits)
     if transport != "shared":
         if rates is None:
-            return tune_universal(problem, default_rates, stationary=stationary, objective="bytes")
-        return tune_universal(problem, rates, stationary=stationary)
+            return search(default_rates, objective="bytes")
+        return search(rates)
     rates = rates or shared_memory_rates()
     slices = (1,)  # what is read in place needs nothing to hide it
-    fastest = tune_universal(problem, rates, stationary=stationary, slices=slices)
+    fastest = search(rates, slices=slices)
     if fastest.moved_bytes:
-        least = tune_universal(problem, rates, stationary=stationary, objective="bytes", slices=slices)
+        least = search(rates, objective="bytes", slices=slices)
         if not least.moved_bytes and least.estimate.total_s <= fastest.estimate.total_s + FENCES_S:
             return least
     return fastest

@@ -15,6 +15,7 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.machine.cluster import Cluster, load_cluster
 from meshweave.reproduce.alpacomm import figures as alpacomm_figures
+from meshweave.reproduce.alpacomm import readings as alpacomm_readings
 from meshweave.reproduce.alpacomm import rows as alpacomm_rows
 from meshweave.reproduce.alpacomm.study import AlpaCommStudy
 from meshweave.reproduce.atp import figures as atp_figures
@@ -30,6 +31,7 @@ from meshweave.reproduce.meshslice.times import Reading, Timer
 from meshweave.reproduce.published import published_rows, select_rows
 from meshweave.reproduce.reproduction import PaperSummary, Reproduction, Selection
 from meshweave.reproduce.slicing import figures as slicing_figures
+from meshweave.reproduce.slicing import readings as slicing_readings
 from meshweave.reproduce.slicing import rows as slicing_rows
 from meshweave.reproduce.slicing.partitionings import NAMED, every_partitioning
 from meshweave.reproduce.slicing.study import BATCHES, SlicingStudy
@@ -152,6 +154,7 @@ def reproduce_slicing(
     h100: str | Cluster = "h100-node",
     selection: Selection = EVERYTHING,
     *,
+    reading: str = slicing_readings.ALL_FACTORS,
     all_partitionings: bool = False,
     progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
@@ -160,17 +163,21 @@ def reproduce_slicing(
     Args:
         pvc, h100: the machines of figures 2 and 3: clusters, or their catalog names or TOML files.
         selection: the rows and figures to compute.
+        reading: what the paper leaves open, one of `slicing.readings.READINGS`.
         all_partitionings: figures with all 28 partitionings instead of those of the paper's figures.
         progress_bar: shows how many rows and figures are done.
 
     Raises:
         DescriptionError: there is no such cluster.
+        UnsupportedError: there is no such reading.
     """
+    chosen = slicing_readings.reading_named(reading)
     machines = {
         name: load_cluster(cluster) if isinstance(cluster, str) else cluster
         for name, cluster in (("pvc", pvc), ("h100", h100))
     }
-    study = SlicingStudy(machines, partitionings=every_partitioning() if all_partitionings else NAMED)
+    partitionings = every_partitioning() if all_partitionings else NAMED
+    study = SlicingStudy(machines, partitionings=partitionings, reading=chosen)
     rows, figures = _compute(
         selection,
         lambda ids, progress: slicing_rows.rows(study, ids, progress),
@@ -182,39 +189,49 @@ def reproduce_slicing(
         "Brock, Golin: Slicing Is All You Need: Towards A Universal One-Sided Algorithm for Distributed Matrix "
         "Multiplication.",
         tuple((cluster.name, cluster.source) for cluster in machines.values()),
-        f"simulation, batches of {', '.join(map(str, BATCHES))}, fp32",
+        f"simulation, batches of {', '.join(map(str, BATCHES))}, fp32; reading {reading}: {chosen.title}",
         subject="case",
     )
     inputs = {
         "clusters": [{"name": name, "source": source} for name, source in summary.machines],
         "batches": list(BATCHES),
+        "reading": {"name": chosen.name, "title": chosen.title},
     }
-    return Reproduction(SLICING, summary, inputs, rows, figures)
+    names = [cluster.name for cluster in machines.values()]
+    stem = _stem(SLICING, chosen.name, names, ["pvc-node", "h100-node"], slicing_readings.ALL_FACTORS)
+    return Reproduction(SLICING, summary, inputs, rows, figures, stem)
 
 
 def reproduce_alpacomm(
-    cluster: str | Cluster = "p3.8xlarge",
+    cluster: str | Cluster | None = None,
     selection: Selection = EVERYTHING,
     *,
+    reading: str = alpacomm_readings.BANDWIDTH,
     progress_bar: ProgressBar = no_progress_bar,
 ) -> Reproduction:
     """Compute the microbenchmarks and training runs of AlpaComm: figures 5 to 9, and what the text says of them.
 
     Args:
         cluster: hosts of four chips or more with one NIC each, of which five are taken: a cluster, or its catalog
-            name or TOML file.
-        selection: the rows and figures to compute.
+            name or TOML file. None for those of the reading.
+        selection: the rows and figures to compute. All rows are those that the reading covers.
+        reading: what the paper leaves open, one of `alpacomm.readings.READINGS`.
         progress_bar: shows how many rows and figures are done.
 
     Raises:
         DescriptionError: there is no such cluster.
-        UnsupportedError: the cluster's network is another one.
+        UnsupportedError: the cluster's network is another one; there is no such reading, or it lacks a row
+            or figure.
     """
-    hosts = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    study = AlpaCommStudy(hosts)
+    chosen = alpacomm_readings.reading_named(reading)
+    if chosen.rows:
+        selection = _without_figures(chosen.name, selection)
+    where = cluster or chosen.cluster
+    hosts = load_cluster(where) if isinstance(where, str) else where
+    study = AlpaCommStudy(hosts, rivals=chosen.rivals)
     rows, figures = _compute(
         selection,
-        lambda ids, progress: alpacomm_rows.rows(study, ids, progress),
+        lambda ids, progress: alpacomm_rows.rows(study, ids, progress, chosen),
         lambda numbers, progress: alpacomm_figures.figures(study, numbers, progress),
         progress_bar,
     )
@@ -223,15 +240,34 @@ def reproduce_alpacomm(
         "Zhuang, Zhao, Zheng, Li, Xing, Ho, Gonzalez, Stoica, Zhang: On Optimizing the Communication of Model "
         "Parallelism (MLSys '23).",
         ((hosts.name, hosts.source),),
-        "simulation at full size, fp32",
-        alpacomm_rows.findings(study),
+        f"simulation at full size, fp32; reading {reading}: {chosen.title}",
+        alpacomm_rows.findings(study) if chosen.rivals == "planned" else (),
         subject="of",
     )
     inputs = {
         "cluster": {"name": hosts.name, "source": hosts.source},
+        "reading": {"name": chosen.name, "title": chosen.title},
         "findings": list(summary.findings),
     }
-    return Reproduction(ALPACOMM, summary, inputs, rows, figures)
+    stem = _stem(ALPACOMM, chosen.name, [hosts.name], [chosen.cluster], alpacomm_readings.BANDWIDTH)
+    return Reproduction(ALPACOMM, summary, inputs, rows, figures, stem)
+
+
+def _stem(paper: str, reading: str, machines: Sequence[str], usual: Sequence[str], default: str) -> str:
+    """Return the beginning of the names of files: paper and machines, or paper and reading.
+
+    The machines follow a reading that is not the default where they are not its usual ones.
+    """
+    if reading == default:
+        return "-".join([paper, *machines])
+    return "-".join([paper, reading, *(machines if list(machines) != list(usual) else [])])
+
+
+def _without_figures(reading: str, selection: Selection) -> Selection:
+    """Return a selection without figures. Raises UnsupportedError where it names some."""
+    if selection.figures:
+        raise UnsupportedError(f"reading {reading} has no figures: it is of some rows alone")
+    return replace(selection, figures=None)
 
 
 def reproduce_atp(

@@ -5,8 +5,8 @@ the whole op is on the path, and the walk goes on with the op whose end let it b
 the op only from the issue of its last partner on, and the walk goes on with the op whose end let the partner be
 issued. So segments follow each other without gaps, and their times sum exactly to the run's duration.
 
-Launch and synchronisation of a transfer are the machine's constants. The remaining time counts as transfer,
-including delays by late neighbours and shared links.
+Launch and synchronisation of a transfer are the machine's constants; what both ends of a message pack counts as
+launch. The remaining time counts as transfer, including delays by late neighbours and shared links.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from functools import cached_property
 import numpy as np
 
 from meshweave.base.units import work_ps
-from meshweave.cost.price import price
+from meshweave.cost.packing import message_price
+from meshweave.cost.price import Price, price
 from meshweave.ir.program.ops import Collective, Op, Recv, Send
-from meshweave.ir.work import Compute, work_of
+from meshweave.ir.work import Compute, Work, work_of
 from meshweave.simulate.partners import Partners
 from meshweave.simulate.result import LinkUse, Simulation
 
@@ -226,14 +227,22 @@ class _BackwardWalk:
                 return op - back if self.issued[op - back] == self.issued[op] else None
         return None
 
+    def _price(self, number: int, op: Op, work: Work) -> Price:
+        if not isinstance(op, (Send, Recv)):
+            return price(work, self.run.machine)
+        pair = number, self.partners.other_end(number)
+        sent, received = pair if isinstance(op, Send) else pair[::-1]
+        send, recv = self.partners.op(sent).op, self.partners.op(received).op
+        assert isinstance(send, Send) and isinstance(recv, Recv)
+        ends = self.partners.rank_and_index(sent)[0], self.partners.rank_and_index(received)[0]
+        return message_price(self.run.program, send, recv, ends, self.run.machine)
+
     def _segment(self, number: int, start: int, end: int) -> PathSegment:
         bound = self.partners.op(number)
         work = work_of(self.run.program, bound.op)
-        cost = price(
-            work, self.run.machine, endpoints=_ends(bound.op, self.partners.rank_and_index(number)[0])
-        )
+        cost = self._price(number, bound.op, work)
         took = end - start
-        launch = min(cost.launch_ps, took)
+        launch = min(cost.launch_ps + cost.pack_ps, took)
         sync = min(cost.sync_ps, took - launch)
         slowed = max(took - cost.total_ps, 0)
         axis = "" if isinstance(work, Compute) else work.axis or _group_name(bound.op)
@@ -248,16 +257,6 @@ class _BackwardWalk:
             sync,
             slowed,
         )
-
-
-def _ends(op: Op, rank: int) -> tuple[int, int] | None:
-    """Return (sender, receiver) of a message, else None."""
-    match op:
-        case Send(peer=int(peer)):
-            return rank, peer
-        case Recv(peer=int(peer)):
-            return peer, rank
-    return None
 
 
 def _group_name(op: Op) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import numpy as np
 
 from meshweave.ir.program import BoundOp
+from meshweave.ir.program.expressions import Index
+from meshweave.ir.program.ops import Recv, Send
 from meshweave.simulate.result import Simulation
 
 
@@ -15,6 +19,7 @@ class Partners:
         self.run = run
         self.issued, self.ended = run.outputs["issued_ps"], run.outputs["ended_ps"]
         self._known: dict[int, tuple[BoundOp, ...]] = {}
+        self._streams: dict[int, dict[tuple[type, str, Index, Index], list[int]]] = {}
 
     def last_partner(self, op: int) -> int | None:
         """Return the op number of the last partner to be issued, or None if none was issued after this op."""
@@ -35,6 +40,31 @@ class Partners:
         """Return the op with a number."""
         rank, index = self.rank_and_index(op)
         return self.ops(rank)[index]
+
+    def other_end(self, op: int) -> int:
+        """Return the op number of the recv of a send, or of the send of a recv.
+
+        Messages of one lane and tag between two ranks match in the order in which they are issued.
+        """
+        rank, index = self.rank_and_index(op)
+        bound = self.op(op).op
+        assert isinstance(bound, (Send, Recv)) and isinstance(bound.peer, int)
+        place = self._stream(rank, type(bound), bound.lane, bound.peer, bound.tag).index(index)
+        other = Recv if isinstance(bound, Send) else Send
+        position = int(np.searchsorted(self.run.ranks, bound.peer))
+        return (
+            int(self.run.starts[position])
+            + self._stream(bound.peer, other, bound.lane, rank, bound.tag)[place]
+        )
+
+    def _stream(self, rank: int, kind: type, lane: str, peer: int, tag: Index) -> list[int]:
+        """Return the ops of a rank, by index, that send to a peer, or receive from it, in a lane with a tag."""
+        if rank not in self._streams:
+            streams = self._streams[rank] = defaultdict(list)
+            for index, bound in enumerate(self.ops(rank)):
+                if isinstance(bound.op, (Send, Recv)):
+                    streams[type(bound.op), bound.op.lane, bound.op.peer, bound.op.tag].append(index)
+        return self._streams[rank][kind, lane, peer, tag]
 
     def ops(self, rank: int) -> tuple[BoundOp, ...]:
         """Return the ops of a rank in program order."""

@@ -17,6 +17,7 @@ from typing import Protocol
 from meshweave.base.units import to_ps
 from meshweave.cost.libraries import sized_price
 from meshweave.cost.machine import Machine
+from meshweave.cost.packing import message_price
 from meshweave.cost.price import comm_kind_of, price
 from meshweave.ir.analysis.dataflow import Dataflow
 from meshweave.ir.analysis.matching import Joint
@@ -30,6 +31,7 @@ from meshweave.ir.program.ops import (
     Recv,
     Reduce,
     ReduceScatter,
+    Send,
 )
 from meshweave.ir.work import Transfer, box_bytes, work_of
 
@@ -215,10 +217,9 @@ class _CollectiveCosts:
 def _pair(flow: Dataflow, joint: Joint, machine: Machine) -> MessageSchedule:
     """Return the schedule of a send and its recv: a chain of one packet over one hop."""
     ends = joint.members[0][0], joint.members[1][0]
-    work = work_of(flow.program, flow.op(joint.members[0]))
-    cost = price(work, machine, shares_links=True, endpoints=ends)
-    recv = flow.op(joint.members[1])
-    assert isinstance(recv, Recv)
+    send, recv = (flow.op(member) for member in joint.members)
+    assert isinstance(send, Send) and isinstance(recv, Recv)
+    cost = message_price(flow.program, send, recv, ends, machine, shares_links=True)
     message = Message(0, 1, cost.amount, cost.rate_per_s, cost.fixed_ps, recv.update, buffered=True)
     return PacketChain((0, 1), 1, lambda *_: message)
 

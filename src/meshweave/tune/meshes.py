@@ -16,7 +16,6 @@ from meshweave.algorithms.matmul2d.common.problem import AXES, MESH
 from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine, mesh_machine
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.estimate import TimedSkeleton
 from meshweave.tune.product import ConfigSearch, OpPrices, SearchCounts
 
 Shape = tuple[int, ...]
@@ -89,10 +88,10 @@ class BlockOnMesh:
         return {problem: self._lower_bound_ps_of(problem) for problem in self._counts}
 
     def _lower_bound_ps_of(self, problem: Matmul2dProblem) -> int:
-        skeletons = self.entry.lower_bounds(problem)
-        if skeletons is None:
+        skeletons = list(self.entry.lower_bounds(problem) or ())
+        if not (skeletons and all(map(self.prices.may_bound, skeletons))):
             return self._search_of(problem).lower_bound_ps
-        return min(TimedSkeleton(skeleton, self.prices.__getitem__).total_ps() for skeleton in skeletons)
+        return min(self.prices.timed(skeleton).total_ps() for skeleton in skeletons)
 
     def lower_bound_ps(self) -> int:
         """Return a lower bound in picoseconds on the time of all products."""

@@ -6,7 +6,7 @@ the configs are priced exactly, until the next bound is above the best time. The
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.matmul2d import Matmul2d, Matmul2dConfig, Matmul2dProblem
@@ -15,7 +15,8 @@ from meshweave.base.units import to_s
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.estimate import Estimate, TimedSkeleton, estimate_skeleton
-from meshweave.ir.work import Work
+from meshweave.ir.skeleton import Skeleton
+from meshweave.ir.work import Transfer, Work
 
 KEPT_PHASES = 8
 """Skeletons of more phases are built again when needed, instead of being kept for all mesh shapes."""
@@ -31,6 +32,17 @@ class OpPrices(dict[Work, int]):
     def __missing__(self, work: Work) -> int:
         price_ps = self[work] = price(work, self.machine).total_ps
         return price_ps
+
+    def timed(self, skeleton: Skeleton) -> TimedSkeleton:
+        """Return a skeleton with these prices."""
+        return TimedSkeleton(skeleton, self.__getitem__, self.machine)
+
+    def may_bound(self, floor: Skeleton) -> bool:
+        """Return whether an algorithm's lower bound holds: bounds of chains know no send buffers."""
+        if not self.machine.cluster.send_buffer_bytes:
+            return True
+        works = (task.work for _, task in floor.counted_tasks())
+        return not any(isinstance(work, Transfer) and work.kind in ("broadcast", "reduce") for work in works)
 
 
 @dataclass
@@ -81,7 +93,7 @@ class ConfigSearch:
         self, entry: Matmul2d, problem: Matmul2dProblem, prices: OpPrices, counts: SearchCounts
     ) -> None:
         self.entry, self.problem, self.counts = entry, problem, counts
-        self._cost_ps: Callable[[Work], int] = prices.__getitem__
+        self._prices = prices
         self.configs: Sequence[Matmul2dConfig] = list(entry.candidates(problem))
         if not self.configs:
             raise UnsupportedError(f"{entry.name} offers no configuration for {problem}")
@@ -120,15 +132,15 @@ class ConfigSearch:
         if timed is None:
             self.counts.num_skeletons += 1
             skeleton = self.entry.skeleton(self.problem, self.configs[number])
-            timed = TimedSkeleton(skeleton, self._cost_ps)
+            timed = self._prices.timed(skeleton)
             if len(skeleton.phases) <= KEPT_PHASES:
                 self._timed[number] = timed
         return timed
 
     def _lower_bound_ps(self, number: int) -> int:
         floor = self.entry.config_lower_bound(self.problem, self.configs[number])
-        if floor is not None:
-            return TimedSkeleton(floor, self._cost_ps).total_ps()
+        if floor is not None and self._prices.may_bound(floor):
+            return self._prices.timed(floor).total_ps()
         return self._skeleton(number).lower_bound_ps()
 
     def _total_ps(self, number: int) -> int:

@@ -6,14 +6,12 @@ simulated. The paper found direct execution almost always as good as the order o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from meshweave.algorithms.universal import Slicing, UniversalConfig, UniversalProblem, universal_program
-from meshweave.algorithms.universal.config import ScheduleKind
+from meshweave.algorithms.universal.config import SCHEDULE_KINDS, ScheduleKind
 from meshweave.algorithms.universal.issue_order import (
-    MAX_STATES,
     SearchEffort,
     direct_order,
     exhaustive_search,
@@ -21,9 +19,7 @@ from meshweave.algorithms.universal.issue_order import (
     schedule_stages,
 )
 from meshweave.algorithms.universal.schedule import (
-    MAX_SELECTIONS,
     IssueOrder,
-    ScheduleGraph,
     flatten_stages,
     staged_s,
 )
@@ -32,13 +28,6 @@ from meshweave.cost.machine import Machine
 from meshweave.cost.rates import RankRates
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.simulate import simulate
-
-SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
-"""All schedule kinds; "direct" is the first."""
-
-_STATES, _SELECTIONS = 160_000, 80_000
-"""The most states, and selections, that are weighed per kind, each times the products of its graph, unless told
-otherwise: it takes a second or two, for the time of each grows with the graph."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ def search_schedule(
 ) -> tuple[SimulatedSchedule, ...]:
     """Return the order that each schedule kind gives on a cluster, the fastest in simulation first.
 
-    Of equally fast ones, those earlier in `kinds` come first. `config.schedule` is not used; to compute by a
+    Of equally fast ones, those earlier in `kinds` come first. `config.schedule` is not used. To compute by a
     schedule of the result, pass its `orders` to `universal_program`.
 
     Raises LayoutError where the problem does not fit the cluster.
@@ -103,7 +92,7 @@ def schedule_universal(
     """Return the order that one schedule kind gives on a cluster, simulated; see `search_schedule`."""
     slicing, rates = Slicing(problem, config), RankRates.of(cluster, problem.dtype)
     graphs = {rank: schedule_graph(slicing, rank, rates) for rank in problem.ranks}
-    effort = _effort(graphs.values(), max_states)
+    effort = SearchEffort.of(graphs.values(), config.limits, max_states)
     stages = {rank: schedule_stages(kind, graph, effort) for rank, graph in graphs.items()}
     if kind == "direct":
         orders = {rank: direct_order(slicing.steps(rank), rank) for rank in problem.ranks}
@@ -124,11 +113,3 @@ def schedule_universal(
         num_proven=sum(result.proven for result in results),
         num_states=sum(result.states for result in results),
     )
-
-
-def _effort(graphs: Collection[ScheduleGraph], max_states: int | None) -> SearchEffort:
-    """Return what is weighed for each rank; `max_states` if given."""
-    num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
-    if max_states is None:
-        max_states = min(MAX_STATES, max(1, _STATES // num_products))
-    return SearchEffort(max_states, min(MAX_SELECTIONS, max(1, _SELECTIONS // num_products)))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from meshweave.base.errors import DescriptionError
-from meshweave.cost.machine import Machine
 from meshweave.describe.catalog import cluster_names, model_names
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import load_model
 from meshweave.tune.cases import SimulationCase
 from meshweave.tune.plan import Plan
-from meshweave.tune.step import Parallelism, Step, StepProblem, step_of, step_program
+from meshweave.tune.step import Parallelism, Step, StepProblem, step_of
+from meshweave.tune.step.program import lay_step, outside_s
 
 
 def planned_step(plan: Plan, cluster: str | None = None, place: int = 1) -> Step:
@@ -46,13 +46,13 @@ def step_case(plan: Plan, cluster: str | None = None, place: int = 1) -> Simulat
         UnsupportedError: no program is written for steps of this kind.
     """
     step = planned_step(plan, cluster, place)
-    program, p = step_program(step), step.parallelism
-    outside_s = step.optimizer_s + step.problem.stack.step_s + step.stages.sync.tied_s
+    program, machine, fold = lay_step(step)
+    p = step.parallelism
     degrees = ", ".join(f"{name} {p.size(name)}" for name in reversed(p.order))
     title = f"{plan.model}, a step: {degrees}"
     subject = (
         f"{step.num_micro_batches} micro-batches of {p.micro_batch} x {plan.sequence} tokens, {p.strategy}, "
         f"{p.schedule}, ZeRO-{p.zero}, on {p.num_ranks} chips of {step.problem.cluster.name}"
+        + (f", of which every {fold}th is simulated: the others do the same" if fold > 1 else "")
     )
-    machine = Machine.of(step.problem.cluster, program, logical=True)
-    return SimulationCase(title, title, "", subject, program, machine, lambda: step.time_s - outside_s)
+    return SimulationCase(title, title, "", subject, program, machine, lambda: step.time_s - outside_s(step))

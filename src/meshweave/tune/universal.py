@@ -15,9 +15,10 @@ from meshweave.algorithms.universal import (
     UniversalProblem,
     universal_program,
 )
-from meshweave.algorithms.universal.config import base_configs, summed_layouts
+from meshweave.algorithms.universal.config import ScheduleKind, base_configs, summed_layouts
 from meshweave.algorithms.universal.problem import OPERANDS
 from meshweave.algorithms.universal.reduction import replicas_have_same_bits
+from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.algorithms.universal.volume import volume
 from meshweave.base.errors import UnsupportedError
 from meshweave.cost.rates import RankRates
@@ -55,6 +56,8 @@ def tune_universal(
     objective: Objective = "time",
     slices: tuple[int, ...] = SLICES,
     memory_bytes: int | None = None,
+    schedule: ScheduleKind = "direct",
+    limits: StageLimits = STAGE_LIMITS,
 ) -> TunedUniversal:
     """Return the configuration with the least estimated time; of equals, that which moves the fewest bytes.
 
@@ -68,10 +71,13 @@ def tune_universal(
         stationary: the matrix that has to stay put; None for any.
         slices: slice counts to try.
         memory_bytes: the most that a rank may allocate beside the matrices (`extra_bytes`); None for no limit.
+        schedule, limits: in which order ranks issue their steps, and how many at once. Estimates do not depend on
+            them; `search_schedule` compares schedules by simulation.
 
     Raises:
         UnsupportedError: nothing fits the memory.
     """
+    order = UniversalConfig(schedule=schedule, limits=limits, rates=None if schedule == "direct" else rates)
     settled = [
         _settled(problem, variant, rates, objective)
         for variant in base_configs(problem, stationary=stationary)
@@ -80,8 +86,8 @@ def tune_universal(
         (candidate for candidate in settled if candidate.is_certain),
         key=lambda candidate: candidate.key(objective),
     )
-    best = _sliced(ranked[:_FINALISTS], rates, objective, slices, memory_bytes)
-    best = best or _sliced(ranked[_FINALISTS:], rates, objective, slices, memory_bytes)
+    best = _sliced(ranked[:_FINALISTS], rates, objective, slices, memory_bytes, order)
+    best = best or _sliced(ranked[_FINALISTS:], rates, objective, slices, memory_bytes, order)
     if best is None:
         raise UnsupportedError(
             f"no way to multiply {problem.m} x {problem.k} by {problem.k} x {problem.n} needs less than "
@@ -159,7 +165,9 @@ def _sliced(
     objective: Objective,
     slices: Sequence[int],
     memory_bytes: int | None,
+    order: UniversalConfig,
 ) -> TunedUniversal | None:
+    """Return the best of some variants with the schedule of `order`; None where none fits the memory."""
     best: tuple[tuple[float, float], TunedUniversal] | None = None
     for candidate in candidates:
         slicing = candidate.slicing
@@ -169,7 +177,14 @@ def _sliced(
             key = _key(estimate, moved, objective)
             if best is not None and key >= best[0]:
                 continue
-            config = _fitting(replace(slicing.config, num_slices=count), slicing.problem, memory_bytes)
+            ordered = replace(
+                slicing.config,
+                num_slices=count,
+                schedule=order.schedule,
+                limits=order.limits,
+                rates=order.rates,
+            )
+            config = _fitting(ordered, slicing.problem, memory_bytes)
             if config is not None:
                 best = key, TunedUniversal(config, estimate, moved.total_received_bytes)
     return None if best is None else best[1]

@@ -41,11 +41,25 @@ def steps(draw: st.DrawFn) -> mw.Step:
     )
 
 
-@examples(30)
+@examples(16)
 @given(steps())
 def test_the_simulation_is_near_to_the_estimate(step: mw.Step) -> None:
     simulated = mw.simulate_step(step)
     assert step.time_s == pytest.approx(simulated.time_s, rel=0.1)
+
+
+@examples(8)
+@given(steps())
+def test_a_fold_takes_as_long(step: mw.Step) -> None:
+    folded, whole = mw.simulate_step(step), mw.simulate_step(step, folds=False)
+    assert folded.simulation.duration_s == whole.simulation.duration_s
+    assert len(folded.simulation.ranks) * folded.fold == len(whole.simulation.ranks)
+
+
+def test_tensor_parallel_ranks_of_a_host_are_folded() -> None:
+    assert mw.simulate_step(mw.step(GPT, CLUSTERS[0], batch=32, seq=512, tp=4, pp=2)).fold == 4
+    across = mw.step(GPT, CLUSTERS[0], batch=32, seq=512, tp=16, strategy="megatron_sp")
+    assert mw.simulate_step(across).fold == 1
 
 
 def test_the_mean_error_is_small() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
-from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, with_tail
+from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, packing_s, with_tail
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
     INTRA_HOST_LANES,
@@ -55,17 +55,26 @@ class ChainBroadcast:
         most = max(min(MAX_CHUNKS, multicast.num_bytes // MIN_CHUNK_BYTES), 1)
         if len(multicast.receivers) == 1:
             return 1
-        if times.inter_host_latency_s <= 0:
+        strided = max(sum(piece.is_strided) for piece in multicast.pieces)
+        latency_s = times.inter_host_latency_s + strided * network.pack_launch_s
+        if latency_s <= 0:
             return most
-        return max(min(round(math.sqrt(fill_s / times.inter_host_latency_s)), most), 1)
+        return max(min(round(math.sqrt(fill_s / latency_s)), most), 1)
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
         """Return the time of one copy through a NIC, and of filling the chains between and inside hosts."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         hosts, longest_host = len(multicast.hosts), max(map(len, multicast.hosts))
         count = num_messages(multicast.pieces, chunks)
+        from_source_s, at_target_s = packing_s(multicast.pieces, chunks, network)
+        first_s, later_s = (
+            from_source_s + at_target_s,
+            2 * at_target_s,
+        )  # of a first hop; of the next
         inter_host_s = times.inter_host_s + count * times.inter_host_latency_s
         intra_host_s = times.intra_host_s + count * times.intra_host_latency_s
+        inter_host_s += max(first_s, later_s) if hosts > 1 else first_s
+        intra_host_s += max(first_s, later_s) if multicast.is_local else later_s
         fill_s = (hosts - 1) * inter_host_s / count + (longest_host - 1) * intra_host_s / count
         return MulticastCost(max(inter_host_s, intra_host_s if longest_host > 1 else 0.0), fill_s)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
-from meshweave.algorithms.reshard.tasks import TensorPiece, in_chunks
+from meshweave.algorithms.reshard.tasks import TensorPiece, in_chunks, packing_s
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
     INTRA_HOST_LANES,
@@ -50,7 +50,9 @@ class GlobalAllGather:
         scatter_s = times.inter_host_s / min(nics, len(multicast.hosts)) + times.inter_host_latency_s
         part_s = (times.inter_host_s if across_hosts else times.intra_host_s) / count
         latency_s = times.inter_host_latency_s if across_hosts else times.intra_host_latency_s
-        gather_s = (count - 1) * (part_s + latency_s)
+        from_source_s, at_target_s = packing_s(multicast.pieces, chunks * count, network)
+        scatter_s += (from_source_s + at_target_s) / len(multicast.senders)
+        gather_s = (count - 1) * (part_s + latency_s + 2 * at_target_s / count)
         return MulticastCost(scatter_s + gather_s) if across_hosts else MulticastCost(scatter_s, gather_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:

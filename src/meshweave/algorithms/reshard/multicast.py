@@ -96,7 +96,7 @@ class Strategy(Protocol):
         ...
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the seconds by the formulas above, plus the latency of each message that follows another."""
+        """Return the seconds by the formulas above, plus latency and packing of each message after another."""
         ...
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:

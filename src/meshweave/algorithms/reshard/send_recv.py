@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshweave.algorithms.reshard.multicast import HostHop, Multicast, MulticastCost
-from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, with_tail
+from meshweave.algorithms.reshard.tasks import in_chunks, num_messages, packing_s, with_tail
 from meshweave.algorithms.reshard.writer import (
     INTER_HOST_LANES,
     INTRA_HOST_LANES,
@@ -36,10 +36,11 @@ class SendRecv:
         return 1
 
     def cost(self, multicast: Multicast, network: HostTopology, chunks: int) -> MulticastCost:
-        """Return the time of one copy and the latency of its messages."""
+        """Return the time of one copy, the latency of its messages and what they pack."""
         times = network.transfer_times(multicast.num_bytes, multicast.is_local)
         count = num_messages(multicast.pieces, chunks)
-        return MulticastCost(times.inter_host_s + count * times.inter_host_latency_s)
+        packed_s = sum(packing_s(multicast.pieces, chunks, network))
+        return MulticastCost(times.inter_host_s + count * times.inter_host_latency_s + packed_s)
 
     def host_hops(self, multicast: Multicast) -> tuple[HostHop, ...]:
         """Return the one hop into the receiver's host, if it is another host."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, product
 
 from meshweave.algorithms.reshard.problem import ReshardProblem
+from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Intervals, Layout
-from meshweave.describe.layout.intervals import common_runs, even_bounds
+from meshweave.describe.layout.intervals import common_runs, even_bounds, num_indices
 
 Offsets = tuple[int, ...]
 
@@ -31,6 +32,7 @@ class TensorPiece:
         dst_offsets: first index of the box in the destination shard, one per dim.
         shape: elements per dim.
         num_bytes: bytes of the box.
+        src_shard, dst_shard: the shapes of the two shards; () where the box counts as all of them.
     """
 
     tensor_index: int
@@ -38,6 +40,8 @@ class TensorPiece:
     dst_offsets: Offsets
     shape: tuple[int, ...]
     num_bytes: int
+    src_shard: tuple[int, ...] = field(default=(), compare=False)
+    dst_shard: tuple[int, ...] = field(default=(), compare=False)
 
     def part(self, start: Offsets, shape: tuple[int, ...]) -> TensorPiece:
         """Return the box of `shape` elements that begins at index `start` of this one."""
@@ -48,7 +52,14 @@ class TensorPiece:
             tuple(a + b for a, b in zip(self.dst_offsets, start, strict=True)),
             shape,
             each * math.prod(shape),
+            self.src_shard,
+            self.dst_shard,
         )
+
+    @property
+    def is_strided(self) -> tuple[bool, bool]:
+        """Return whether the box is no single run of memory in the source shard, and in the destination shard."""
+        return _has_gaps(self.shape, self.src_shard), _has_gaps(self.shape, self.dst_shard)
 
 
 @dataclass(frozen=True)
@@ -69,11 +80,11 @@ def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
     """Return the unit tasks of a problem, source shard by source shard; tasks without bytes are left out."""
     pieces_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[TensorPiece]] = {}
     for index, move in enumerate(problem.moves):
-        for sources, destinations, boxes in _overlaps(move.shape, move.src, move.dst):
+        for sources, destinations, boxes, shards in _overlaps(move.shape, move.src, move.dst):
             pieces = pieces_of.setdefault((sources, destinations), [])
             for src_offsets, dst_offsets, shape in boxes:
                 num_bytes = math.prod(shape) * move.element_bytes
-                pieces.append(TensorPiece(index, src_offsets, dst_offsets, shape, num_bytes))
+                pieces.append(TensorPiece(index, src_offsets, dst_offsets, shape, num_bytes, *shards))
     return tuple(
         UnitTask(sources, destinations, tuple(pieces))
         for (sources, destinations), pieces in pieces_of.items()
@@ -81,14 +92,15 @@ def unit_tasks(problem: ReshardProblem) -> tuple[UnitTask, ...]:
 
 
 Box = tuple[Offsets, Offsets, tuple[int, ...]]
-Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
+Overlap = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...], tuple[Offsets, Offsets]]
 
 
 @lru_cache(maxsize=1024)
 def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap, ...]:
-    """Return (sources, destinations, boxes) for each source shard and destination shard that overlap."""
+    """Return (sources, destinations, boxes, shapes of both shards) for each two shards that overlap."""
     overlaps = []
     src_shards, dst_shards = _ranks_of_shards(src, shape), _ranks_of_shards(dst, shape)
+    shapes = {shard: tuple(map(num_indices, shard)) for shard in (*src_shards, *dst_shards)}
     for src_shard, sources in src_shards.items():
         for dst_shard, destinations in dst_shards.items():
             runs = [list(common_runs(a, b)) for a, b in zip(src_shard, dst_shard, strict=True)]
@@ -101,7 +113,7 @@ def _overlaps(shape: tuple[int, ...], src: Layout, dst: Layout) -> tuple[Overlap
                 for box in product(*runs)
             )
             if boxes:
-                overlaps.append((sources, destinations, boxes))
+                overlaps.append((sources, destinations, boxes, (shapes[src_shard], shapes[dst_shard])))
     return tuple(overlaps)
 
 
@@ -111,6 +123,12 @@ def _ranks_of_shards(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[Inter
     for rank in layout.mesh.ranks:
         ranks_of.setdefault(layout.intervals(shape, rank), []).append(rank)
     return {shard: tuple(ranks) for shard, ranks in ranks_of.items()}
+
+
+def _has_gaps(shape: Sequence[int], shard: Sequence[int]) -> bool:
+    """Return whether a box is no single run of a dense shard's memory; False where `shard` is ()."""
+    inner = shard and [dim for dim, size in enumerate(shape) if size > 1][:1]
+    return bool(inner) and any(shape[dim] != shard[dim] for dim in range(inner[0] + 1, len(shape)))
 
 
 # --- cutting pieces --------------------------------------------------------------------------------------
@@ -181,6 +199,18 @@ def num_messages(pieces: Sequence[TensorPiece], count: int) -> int:
     return sum(-(-piece.num_bytes // share) for piece in pieces)
 
 
+def packing_s(pieces: Sequence[TensorPiece], count: int, network: HostTopology) -> tuple[float, float]:
+    """Return the seconds to pack all chunks of `in_chunks` from source shards, and those at destinations."""
+    if not network.packs:
+        return 0.0, 0.0
+    at_source = at_destination = 0.0
+    for chunk in in_chunks(pieces, count):
+        src, dst = chunk.is_strided
+        at_source += network.packing_s(chunk.num_bytes) if src else 0.0
+        at_destination += network.packing_s(chunk.num_bytes) if dst else 0.0
+    return at_source, at_destination
+
+
 def equal_shares(pieces: Sequence[TensorPiece], count: int) -> list[tuple[TensorPiece, ...]]:
     """Return the pieces in `count` shares of nearly equal bytes, in order.
 
@@ -221,4 +251,5 @@ def _join(a: TensorPiece, b: TensorPiece) -> TensorPiece | None:
     if not (follows and same_sizes):
         return None
     shape = tuple(x + b.shape[dim] if d == dim else x for d, x in enumerate(a.shape))
-    return TensorPiece(a.tensor_index, a.src_offsets, a.dst_offsets, shape, a.num_bytes + b.num_bytes)
+    num_bytes = a.num_bytes + b.num_bytes
+    return replace(a, shape=shape, num_bytes=num_bytes)

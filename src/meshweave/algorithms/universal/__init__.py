@@ -11,6 +11,7 @@ from meshweave.algorithms.universal.algorithm import ENTRIES, AnyLayoutProduct
 from meshweave.algorithms.universal.config import UniversalConfig, universal_configs
 from meshweave.algorithms.universal.problem import Operand, UniversalProblem
 from meshweave.algorithms.universal.program import universal_program
+from meshweave.algorithms.universal.schedule import StageLimits
 from meshweave.algorithms.universal.slicing import Slicing
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "AnyLayoutProduct",
     "Operand",
     "Slicing",
+    "StageLimits",
     "UniversalConfig",
     "UniversalProblem",
     "universal_configs",

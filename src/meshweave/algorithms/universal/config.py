@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Literal
+from typing import Literal, get_args
 
 from meshweave.algorithms.universal.owners import owners
 from meshweave.algorithms.universal.problem import OPERANDS, Operand, UniversalProblem
+from meshweave.algorithms.universal.schedule import STAGE_LIMITS, StageLimits
 from meshweave.cost.rates import RankRates
 from meshweave.describe.layout import Layout, Partial, Placement, Replicate, Shard
 from meshweave.describe.layout.mesh import Mesh
 
 SplitRule = Literal["even", "local"]
 ScheduleKind = Literal["direct", "greedy", "cost-greedy", "exhaustive"]
+SCHEDULE_KINDS: tuple[ScheduleKind, ...] = get_args(ScheduleKind)
+"""All schedule kinds; "direct" is the first."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class UniversalConfig:
         prefetch: how many steps ahead panels are fetched.
         schedule: the order of a rank's steps: "direct" is the order in which they are listed, the others are those
             of `schedule` and `schedule_search`.
+        limits: the most products, fetches and accumulates of a stage of a schedule. A rank also runs so many
+            products, and accumulates, at once, whatever the schedule (section 4.2).
         rates: rates of the machine, which every schedule but "direct" needs.
     """
 
@@ -46,6 +51,7 @@ class UniversalConfig:
     prefetch: int = 2
     schedule: ScheduleKind = "direct"
     rates: RankRates | None = None
+    limits: StageLimits = STAGE_LIMITS
 
     def __str__(self) -> str:
         parts = [f"stationary {self.stationary.upper()}"]
@@ -57,6 +63,8 @@ class UniversalConfig:
             parts.append("split by what is at hand")
         if self.schedule != "direct":
             parts.append(f"{self.schedule} schedule")
+        if self.limits != STAGE_LIMITS:
+            parts.append(f"at once at most {self.limits}")
         return ", ".join([*parts, f"{self.num_slices} slices"])
 
 

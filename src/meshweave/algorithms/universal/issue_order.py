@@ -10,7 +10,7 @@ late as it can, and `prefetch` more, by which fetches run ahead.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from meshweave.algorithms.universal.panels import ProductStep
 from meshweave.algorithms.universal.problem import OPERANDS, Operand
 from meshweave.algorithms.universal.schedule import (
     MAX_SELECTIONS,
+    STAGE_LIMITS,
     FetchNode,
     IssueOrder,
     IssueStage,
@@ -36,23 +37,37 @@ from meshweave.base.errors import UnsupportedError
 from meshweave.base.units import dtype_bytes
 from meshweave.cost.rates import RankRates
 
-STAGE_LIMITS = StageLimits()
 MAX_STATES = 20_000
 """The most states that an exhaustive search weighs per rank. Unlike a time limit, it gives the same schedule on
 every machine."""
+_STATES, _SELECTIONS = 160_000, 80_000
+"""The most states, and selections, that are weighed per kind, each times the products of its graph, unless told
+otherwise: the time of each grows with the graph."""
 
 
 @dataclass(frozen=True)
 class SearchEffort:
-    """How much a search of one rank's schedule may weigh. Equal efforts give equal schedules.
+    """How much a search of one rank's schedule may weigh, and its limits. Equal efforts give equal schedules.
 
     Attributes:
         max_states: the most states, of an exhaustive search.
         max_selections: the most selections per stage, see `cost_greedy`.
+        limits: of a stage.
     """
 
     max_states: int = MAX_STATES
     max_selections: int = MAX_SELECTIONS
+    limits: StageLimits = STAGE_LIMITS
+
+    @classmethod
+    def of(
+        cls, graphs: Collection[ScheduleGraph], limits: StageLimits, max_states: int | None = None
+    ) -> SearchEffort:
+        """Return what is weighed for each rank, such that all take a second or two; `max_states` if given."""
+        num_products = max(1, sum(len(graph.products) for graph in set(graphs)))
+        if max_states is None:
+            max_states = min(MAX_STATES, max(1, _STATES // num_products))
+        return cls(max_states, min(MAX_SELECTIONS, max(1, _SELECTIONS // num_products)), limits)
 
 
 PanelKey = tuple[int, Operand]
@@ -117,38 +132,45 @@ def direct_order(steps: Sequence[ProductStep], rank: int) -> IssueOrder:
 def schedule_stages(
     kind: ScheduleKind, graph: ScheduleGraph, effort: SearchEffort = SearchEffort()
 ) -> tuple[IssueStage, ...]:
-    """Return the stages of a schedule of one rank within `STAGE_LIMITS`."""
+    """Return the stages of a schedule of one rank within the limits of the effort."""
     if kind == "exhaustive":
         return exhaustive_search(graph, effort).stages
-    return _heuristic_stages(kind, graph, effort.max_selections)
+    return _heuristic_stages(kind, graph, effort.max_selections, effort.limits)
 
 
 @lru_cache(maxsize=4096)
 def exhaustive_search(graph: ScheduleGraph, effort: SearchEffort = SearchEffort()) -> ScheduleSearchResult:
-    """Return the result of the exhaustive search for one rank within `STAGE_LIMITS`."""
-    return exhaustive(graph, STAGE_LIMITS, max_states=effort.max_states, max_selections=effort.max_selections)
+    """Return the result of the exhaustive search for one rank within the limits of the effort."""
+    return exhaustive(
+        graph, effort.limits, max_states=effort.max_states, max_selections=effort.max_selections
+    )
 
 
 @lru_cache(maxsize=1024)
 def _heuristic_stages(
-    kind: ScheduleKind, graph: ScheduleGraph, max_selections: int
+    kind: ScheduleKind, graph: ScheduleGraph, max_selections: int, limits: StageLimits
 ) -> tuple[IssueStage, ...]:
     if kind == "cost-greedy":
-        return cost_greedy(graph, STAGE_LIMITS, max_selections)
-    return (direct if kind == "direct" else greedy)(graph, STAGE_LIMITS)
+        return cost_greedy(graph, limits, max_selections)
+    return (direct if kind == "direct" else greedy)(graph, limits)
 
 
-def issue_order(slicing: Slicing, rank: int) -> IssueOrder:
-    """Return the order of a rank's steps by the schedule of its config.
+def issue_orders(slicing: Slicing) -> dict[int, IssueOrder]:
+    """Return for each rank the order of its steps by the schedule of the config.
 
     Raises UnsupportedError for a schedule by costs where the config has no rates.
     """
-    config = slicing.config
+    config, ranks = slicing.config, slicing.problem.ranks
     if config.schedule == "direct":
-        return direct_order(slicing.steps(rank), rank)
+        return {rank: direct_order(slicing.steps(rank), rank) for rank in ranks}
     if config.rates is None:
         raise UnsupportedError(f"schedule '{config.schedule}' needs rates; give the choice some, too")
-    return flatten_stages(schedule_stages(config.schedule, schedule_graph(slicing, rank, config.rates)))
+    graphs = {rank: schedule_graph(slicing, rank, config.rates) for rank in ranks}
+    effort = SearchEffort.of(graphs.values(), config.limits)
+    return {
+        rank: flatten_stages(schedule_stages(config.schedule, graph, effort))
+        for rank, graph in graphs.items()
+    }
 
 
 @dataclass(frozen=True)

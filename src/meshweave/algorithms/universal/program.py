@@ -17,7 +17,7 @@ from typing import Literal
 from meshweave.algorithms.universal.config import UniversalConfig
 from meshweave.algorithms.universal.issue_order import (
     IssueStep,
-    issue_order,
+    issue_orders,
     issue_steps,
     needs_no_accumulate,
 )
@@ -67,7 +67,9 @@ class _UniversalProgramBuilder:
         body = tuple(self._body())
         buffers = tuple(self._buffers(meshes))
         tensors = tuple(Tensor(name.upper(), problem.shape(name), problem.dtype) for name in OPERANDS)
-        lanes = tuple(Lane(name) for name in (COMPUTE, GET, GIVE))
+        limits = self.config.limits
+        widths = {COMPUTE: limits.products, GET: 1, GIVE: limits.accumulates}
+        lanes = tuple(Lane(name, width=width) for name, width in widths.items())
         name = f"universal, {self.config}"
         meaning = (Product("C", "A", "B"),)
         return Program(name, meshes.meshes, tensors, buffers, lanes, body, meaning)
@@ -127,6 +129,10 @@ class _UniversalProgramBuilder:
     def _is_written_once(self) -> bool:
         return needs_no_accumulate(self.slicing)
 
+    @cached_property
+    def _orders(self) -> Mapping[int, IssueOrder]:
+        return issue_orders(self.slicing) if self.orders is None else self.orders
+
     def _fence(self) -> Statement:
         return On(self.all_ranks, (Fence(over=self.all_ranks, lane=GET),))
 
@@ -152,7 +158,7 @@ class _UniversalProgramBuilder:
         steps = self.slicing.steps(rank)
         if self._is_c_stationary and not steps:
             yield [Zero(out=View("c", (Range(), Range())), lane=COMPUTE)]
-        order = self.orders[rank] if self.orders is not None else issue_order(self.slicing, rank)
+        order = self._orders[rank]
         in_scratch = [
             not self._is_c_stationary and not (self._is_written_once and step.panels["c"].is_local_to(rank))
             for step in steps

@@ -28,6 +28,8 @@ from functools import cached_property
 from itertools import accumulate, combinations
 from itertools import product as cartesian
 
+from meshweave.base.errors import UnsupportedError
+
 ScheduleState = tuple[int, int, int]
 """Three bit sets: products done, tiles fetched, products whose results are accumulated."""
 
@@ -59,14 +61,26 @@ class ProductNode:
 
 @dataclass(frozen=True)
 class StageLimits:
-    """The most products, fetches and accumulates of one stage, each at least 1. A product has two operands."""
+    """The most products, fetches and accumulates of one stage. A product has two operands.
+
+    Raises:
+        UnsupportedError: one of them is less than 1.
+    """
 
     products: int = 1
     fetches: int = 2
     accumulates: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.products, self.fetches, self.accumulates) >= 1
+        if min(self.products, self.fetches, self.accumulates) < 1:
+            raise UnsupportedError(f"limits of {self}: give 1 or more of each")
+
+    def __str__(self) -> str:
+        return f"{self.products} products, {self.fetches} fetches, {self.accumulates} accumulates"
+
+
+STAGE_LIMITS = StageLimits()
+"""Those of a schedule unless told otherwise."""
 
 
 @dataclass(frozen=True)

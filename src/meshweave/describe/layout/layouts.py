@@ -176,6 +176,23 @@ class Layout:
         """Return the shape of the shard of `rank`. Raises LayoutError as `intervals` does."""
         return tuple(map(num_indices, self.intervals(shape, rank)))
 
+    def has_equal_shards(self, shape: Sequence[int]) -> bool:
+        """Return whether all shards surely have one shape: each cut divides its dim evenly.
+
+        Raises:
+            LayoutError: `shape` is not that of the folds.
+        """
+        sizes = self.original_shape(shape)
+        parts = [1] * len(sizes)
+        for placement, count in zip(self.placements, self.mesh.shape, strict=True):
+            if isinstance(placement, (Tile, StridedShard)):
+                return False
+            if isinstance(placement, Shard):
+                if not 0 <= placement.dim < len(sizes):
+                    return False
+                parts[placement.dim] *= count
+        return all(size % count == 0 for size, count in zip(sizes, parts, strict=True))
+
     def indices(self, shape: Sequence[int], rank: int) -> tuple[NDArray[np.int64], ...]:
         """Return the global indices of the local elements, one array per dim."""
         return tuple(

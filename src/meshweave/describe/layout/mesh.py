@@ -106,15 +106,17 @@ class Mesh:
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` in coordinate `axis` only, in the order of that coordinate."""
         position = self.axis(axis)
+        stride = math.prod(self.shape[position + 1 :])
         coords = self.coords(rank)
-        return tuple(
-            self.rank_at((*coords[:position], i, *coords[position + 1 :]))
-            for i in range(self.shape[position])
-        )
+        first = self._index.index(rank) if isinstance(self._index, range) else self._index[rank]
+        first -= coords[position] * stride
+        return self.ranks[first : first + stride * self.shape[position] : stride]
 
     def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
         """Yield every group of `axis` once."""
         position = self.axis(axis)
-        for rank in self.ranks:
-            if self.coords(rank)[position] == 0:
-                yield self.group(rank, axis)
+        stride = math.prod(self.shape[position + 1 :])
+        length = stride * self.shape[position]
+        for block in range(0, self.num_ranks, length):
+            for first in range(block, block + stride):
+                yield self.ranks[first : first + length : stride]

@@ -36,6 +36,8 @@ class Chip:
             another chip's memory (a kernel) runs at its full rate. Only simulation uses it.
         dtype_flops_per_s: (dtype, FLOP/s) that large GEMMs reach in a dtype.
         call_flops_per_s: (kind of work, FLOP/s) of calls, such as norms, that run at a rate of their own.
+        pack_launch_s, pack_bytes_per_s: what a strided view costs at either end of a message: seconds to start
+            packing it, and bytes of it per second. A rate of 0 packs for nothing.
         kernels: the constants by which products, attention and element-wise calls are priced by their shape; None
             where one rate holds for all shapes.
 
@@ -55,6 +57,8 @@ class Chip:
     dtype_flops_per_s: tuple[tuple[str, float], ...] = ()
     call_flops_per_s: tuple[tuple[str, float], ...] = ()
     kernels: ChipKernels | None = None
+    pack_launch_s: float = 0.0
+    pack_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s:
@@ -71,6 +75,9 @@ class Chip:
         )
         require_at_least(
             f"chip {self.name}", 0, launch_s=self.launch_s, accumulate_share=self.accumulate_share
+        )
+        require_at_least(
+            f"chip {self.name}", 0, pack_launch_s=self.pack_launch_s, pack_bytes_per_s=self.pack_bytes_per_s
         )
         if self.accumulate_share > 1:
             raise DescriptionError(

@@ -80,6 +80,16 @@ class ChipFile(FileModel):
         le=1,
     )
 
+    pack_launch_s: Duration = Field(
+        0.0, description="seconds to start packing or unpacking a strided view of a message, from 0 to 1e6"
+    )
+    pack_bytes_per_s: float = Field(
+        0.0,
+        description="bytes per second at which strided views of messages are packed and unpacked (left out: for "
+        "nothing)",
+        ge=0,
+        le=1e18,
+    )
     kernels: str | None = Field(
         None,
         description="the constants of its kernels: an entry of the catalog or a file, found from this one's "
@@ -107,6 +117,8 @@ class ChipFile(FileModel):
             tuple((by_dtype | self.dtype_flops_per_s).items()),
             tuple(self.call_flops_per_s.items()),
             load_kernels(self.kernels, folder) if self.kernels else None,
+            self.pack_launch_s,
+            self.pack_bytes_per_s,
         )
 
 
@@ -137,6 +149,9 @@ class CommTable(FileModel):
     accumulate: CommFile | None = Field(None, description="a table of bytes_per_s, sync_s and launch_s")
 
 
+_BufferSize = Annotated[int, Field(ge=0, le=2**60)]
+
+
 class AxisFile(FileModel):
     """The links along one axis of a network, a port of a switch, or a NIC."""
 
@@ -150,6 +165,9 @@ class AxisFile(FileModel):
         1, alias="ways", description="the number of directions a ring collective uses, 1 or 2"
     )
     launch_s: Duration = Field(0.0, description="seconds to launch a collective, from 0 to 1e6")
+    burst_bytes: _BufferSize = Field(
+        0, description="bytes that a link passes at once after idling, a whole number of at least 0"
+    )
     constants: CommTable = Field(
         default_factory=lambda: CommTable.model_validate({}),
         description="a table of constants by kind of communication",
@@ -167,6 +185,7 @@ class AxisFile(FileModel):
             constants,
             self.launch_s,
             self.source,
+            self.burst_bytes,
         )
 
 
@@ -298,8 +317,6 @@ NETWORK_FILES: dict[str, type[NetworkFile]] = {
     "full_mesh": FullMeshFile,
 }
 """The model of the table `network` for each value of its key `kind`."""
-
-_BufferSize = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class ClusterFile(FileModel):

@@ -6,6 +6,7 @@ constant's place in the formula stands. A chip without them is priced by its one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -59,11 +60,9 @@ TILE_MENUS = {
             ProductTile(128, 128, cluster=2, above_m=128),
         )
     ),
-    "systolic": TileMenu((ProductTile(128, 128),), k_step=128),
-    "cpu": TileMenu((ProductTile(8, 16),), k_step=1),
 }
 """The menus by name. `gpu`: the sizes of cuBLAS kernels; `gpu-by-m`: the choice of SGLang's fp8 products on
-sm90, by rows alone; `systolic`: arrays of 128 x 128 (TPU); `cpu`: a tile of registers."""
+sm90, by rows alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ class ProductConstants:
 
     Attributes:
         tiles: the name of a menu of `TILE_MENUS`.
-        units: processors that compute a tile each (SMs, arrays, cores). A count of the hardware, not fitted.
+        units: processors that compute a tile each (SMs, arrays). A count of the hardware, not fitted.
         flops_per_s: FLOP/s of all units at full tiles.
         unit_bytes_per_s: bytes per second of operands into one unit.
-        tile_s: seconds a tile takes besides its passes over k: prologue, epilogue; the fill of a systolic array.
+        tile_s: seconds a tile takes besides its passes over k: prologue, epilogue.
         launch_s: seconds of a product of nothing.
         memory_bytes_per_s: bytes per second of A, B and C.
         wave_share: from 0 (units take tiles evenly, as if these were divisible) to 1 (whole waves).
@@ -109,6 +108,79 @@ class ProductConstants:
             raise DescriptionError("wave_share is from 0 to 1, overlap at least 1")
         if min(self.tile_s, self.launch_s, self.split_passes, self.slowdown, self.prepare_s) < 0:
             raise DescriptionError("durations of products are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class SystolicConstants:
+    """What the time of a product on systolic arrays depends on; `cost.systolic` has the formula.
+
+    Attributes:
+        flops_per_s: FLOP/s of all arrays while rows pass.
+        load_rows: rows that could pass while one part of an operand is loaded into an array.
+        rounded_per_s: elements of C per second that are rounded from sums in fp32.
+        launch_s: seconds of a product of nothing.
+        memory_bytes_per_s: bytes per second of A, B and C.
+        first_bytes: the most of the operands that is read before the first multiplication.
+        last_bytes: the most of C that is written after the last one.
+        window: the rows and columns of C for which operands are read once; for more they are read again.
+        overlap: the power in which the time of multiplying adds up with that of rounding and memory.
+    """
+
+    flops_per_s: float
+    load_rows: float
+    rounded_per_s: float
+    launch_s: float
+    memory_bytes_per_s: float
+    first_bytes: float
+    last_bytes: float
+    window: float = math.inf
+    overlap: float = 4.0
+
+    def __post_init__(self) -> None:
+        rates = self.flops_per_s, self.rounded_per_s, self.memory_bytes_per_s
+        if min(*rates, self.window, self.overlap) < 1:
+            raise DescriptionError("rates, window and overlap of systolic products are each at least 1")
+        if min(self.load_rows, self.launch_s, self.first_bytes, self.last_bytes) < 0:
+            raise DescriptionError("durations and sizes of systolic products are at least 0")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuProductConstants:
+    """What the time of a product in one dtype on one thread of a CPU depends on; see `cost.cpu_products`.
+
+    Attributes:
+        flops_per_s: FLOP/s of products that stay in the caches.
+        launch_s: seconds of a product of nothing.
+        memory_bytes_per_s: bytes per second of what does not fit into the caches.
+        cache_bytes: how much fits; what a thread has of a shared cache.
+        copy_s, store_s: seconds for each byte of B that is copied, and of C that is stored.
+        unaligned_s: seconds more for each byte of a C whose rows begin within a cache line.
+        unaligned_far_s: seconds more still where that C is beyond `near_cache_bytes`.
+        strided_s: seconds more for each byte of a C beyond half the cache, for k from 48 to 112.
+        near_cache_bytes: the cache of a core. A size of the hardware, not fitted.
+    """
+
+    flops_per_s: float
+    launch_s: float
+    memory_bytes_per_s: float
+    cache_bytes: float
+    copy_s: float = 0.0
+    store_s: float = 0.0
+    unaligned_s: float = 0.0
+    unaligned_far_s: float = 0.0
+    strided_s: float = 0.0
+    near_cache_bytes: float = float(1 << 20)
+
+    def __post_init__(self) -> None:
+        if min(self.flops_per_s, self.memory_bytes_per_s, self.cache_bytes, self.near_cache_bytes) < 1:
+            raise DescriptionError("rates and cache sizes of products are each at least 1")
+        stores = self.store_s, self.unaligned_s, self.unaligned_far_s, self.strided_s
+        if min(self.launch_s, self.copy_s, *stores) < 0:
+            raise DescriptionError("durations of products are at least 0")
+
+
+ProductModel = ProductConstants | SystolicConstants | CpuProductConstants
+"""The constants of products, of any of the three formulas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +267,10 @@ class ProductTable:
         if any(min(point) <= 0 for point in self.points):
             raise DescriptionError("a table of products has a size or time that is not positive")
 
+    def __hash__(self) -> int:
+        """Return a hash of a few points: prices are kept by their table, which may have thousands."""
+        return hash((len(self.points), self.points[0], self.points[-1], self.source))
+
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """Return the least and the greatest m, n and k."""
@@ -216,7 +292,7 @@ class ChipKernels:
 
     name: str
     source: str
-    products: tuple[tuple[str, ProductConstants], ...] = ()
+    products: tuple[tuple[str, ProductModel], ...] = ()
     attention: tuple[tuple[str, AttentionConstants], ...] = ()
     collectives: tuple[tuple[str, CollectiveConstants], ...] = ()
     elementwise: tuple[float, float] | None = None
@@ -233,7 +309,7 @@ class ChipKernels:
             if len(set(names)) < len(names):
                 raise DescriptionError(f"{kind} of {' and '.join(names)}: one stands twice; give each once")
 
-    def product(self, dtype: str) -> ProductConstants | None:
+    def product(self, dtype: str) -> ProductModel | None:
         """Return the constants of products in a dtype, None where there are none."""
         return dict(self.products).get(dtype)
 

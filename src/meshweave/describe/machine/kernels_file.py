@@ -35,8 +35,10 @@ from meshweave.describe.machine.kernels import (
     AttentionConstants,
     ChipKernels,
     CollectiveConstants,
+    CpuProductConstants,
     ProductConstants,
     ProductTable,
+    SystolicConstants,
 )
 from meshweave.describe.machine.measured_file import PRODUCTS, SHIPPED, read_measured, shipped_measured
 
@@ -44,6 +46,7 @@ KERNEL_DTYPES = (*DTYPES, "fp8")
 """Dtypes that kernels may have constants for. `fp8` includes the cast of A from bfloat16."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[float, Field(ge=0.0, le=1e6)]
+Bytes = Annotated[float, Field(ge=0.0, le=1e15)]
 Power = Annotated[float, Field(ge=1.0, le=1e6)]
 
 
@@ -65,6 +68,45 @@ class ProductsFile(FileModel):
     split_passes: Amount = Field(1.0, description="passes of partial sums through memory for each part of k")
     slowdown: Amount = Field(0.0, description="the share of time lost for each factor e above 0.1 ms")
     prepare_s: Duration = Field(0.0, description="seconds for each element of A before the product")
+
+
+class SystolicFile(FileModel):
+    """One table of `systolic`: the constants of products on systolic arrays; see `cost/systolic.py`."""
+
+    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
+    flops_per_s: Rate = Field(description="FLOP/s of all arrays while rows pass, a number of at least 1")
+    load_rows: Amount = Field(description="rows that could pass while a part of an operand is loaded")
+    rounded_per_s: Rate = Field(description="elements of C per second that are rounded from sums in fp32")
+    launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
+    memory_bytes_per_s: Rate = Field(description="bytes per second of A, B and C")
+    first_bytes: Bytes = Field(description="the most that is read before the first multiplication")
+    last_bytes: Bytes = Field(description="the most of C that is written after the last multiplication")
+    window: Rate = Field(description="rows and columns of C for which operands are read once, at least 1")
+    overlap: Power = Field(
+        4.0, description="the power in which multiplying adds up with rounding and memory, at least 1"
+    )
+
+
+class CpuProductsFile(FileModel):
+    """One table of `cpu_products`: the constants of products on a thread of a CPU; see `cost/cpu_products.py`."""
+
+    dtypes: list[str] = Field(description="a list of dtypes that have these constants", min_length=1)
+    flops_per_s: Rate = Field(description="FLOP/s of products that stay in the caches, at least 1")
+    launch_s: Duration = Field(description="seconds of a product of nothing, from 0 to 1e6")
+    memory_bytes_per_s: Rate = Field(description="bytes per second of what does not fit into the caches")
+    cache_bytes: Rate = Field(description="how many bytes fit into the caches, at least 1")
+    copy_s: Duration = Field(0.0, description="seconds for each byte of B that is copied, from 0 to 1e6")
+    store_s: Duration = Field(0.0, description="seconds for each byte of C that is stored, from 0 to 1e6")
+    unaligned_s: Duration = Field(
+        0.0, description="seconds more for each byte of a C whose rows begin within a cache line"
+    )
+    unaligned_far_s: Duration = Field(
+        0.0, description="seconds more still where C is beyond near_cache_bytes"
+    )
+    strided_s: Duration = Field(
+        0.0, description="seconds more for each byte of a C beyond half the cache, for k from 48 to 112"
+    )
+    near_cache_bytes: Rate = Field(float(1 << 20), description="the cache of a core, in bytes, at least 1")
 
 
 class AttentionFile(FileModel):
@@ -130,6 +172,8 @@ class KernelsFile(FileModel):
         False, description="true where the switch inside a host reduces (NVLink SHARP), else false"
     )
     products: list[ProductsFile] = Field(default_factory=list, description="a list of tables")
+    systolic: list[SystolicFile] = Field(default_factory=list, description="a list of tables")
+    cpu_products: list[CpuProductsFile] = Field(default_factory=list, description="a list of tables")
     attention: list[AttentionFile] = Field(default_factory=list, description="a list of tables")
     collectives: list[CollectivesFile] = Field(default_factory=list, description="a list of tables")
     elementwise: ElementwiseFile | None = Field(
@@ -162,7 +206,7 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
     top, problems = validate_table(KernelsFile, data)
     if top is None or problems:
         fail_with_all(file, problems)
-    for kind in ("products", "attention", "tables"):
+    for kind in ("products", "systolic", "cpu_products", "attention", "tables"):
         for at, entry in enumerate(getattr(top, kind)):
             unknown = [dtype for dtype in entry.dtypes if dtype not in KERNEL_DTYPES]
             if unknown:
@@ -174,7 +218,11 @@ def kernels_from(data: dict[str, Any], file: str | Path, folder: Path | None) ->
         return ChipKernels(
             top.name,
             top.source,
-            tuple((d, ProductConstants(**_constants(x))) for x in top.products for d in x.dtypes),
+            (
+                *((d, ProductConstants(**_constants(x))) for x in top.products for d in x.dtypes),
+                *((d, SystolicConstants(**_constants(x))) for x in top.systolic for d in x.dtypes),
+                *((d, CpuProductConstants(**_constants(x))) for x in top.cpu_products for d in x.dtypes),
+            ),
             tuple((d, AttentionConstants(**_constants(x))) for x in top.attention for d in x.dtypes),
             tuple((x.kind, CollectiveConstants(**_constants(x))) for x in top.collectives),
             (top.elementwise.launch_s, top.elementwise.memory_bytes_per_s) if top.elementwise else None,

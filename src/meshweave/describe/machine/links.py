@@ -73,6 +73,7 @@ class NetworkAxis:
         constants: (kind, CommConstants) pairs, kinds from `COMM_KINDS`.
         launch_s: seconds to launch a collective that has no constants.
         source: where the numbers are from.
+        burst_bytes: bytes that a link passes at once after a while of idleness, as a token bucket does.
 
     Raises:
         DescriptionError: a value is out of range, or a kind is unknown.
@@ -85,10 +86,17 @@ class NetworkAxis:
     constants: tuple[tuple[str, CommConstants], ...] = ()
     launch_s: float = 0.0
     source: str = ""
+    burst_bytes: int = 0
 
     def __post_init__(self) -> None:
         require_at_least(f"axis {self.name}", 1, link_bytes_per_s=self.link_bytes_per_s)
-        require_at_least(f"axis {self.name}", 0, link_latency_s=self.link_latency_s, launch_s=self.launch_s)
+        require_at_least(
+            f"axis {self.name}",
+            0,
+            link_latency_s=self.link_latency_s,
+            launch_s=self.launch_s,
+            burst_bytes=self.burst_bytes,
+        )
         if self.num_directions not in (1, 2):
             raise DescriptionError(f"axis {self.name}: ways is {self.num_directions}; give 1 or 2")
         for kind, _ in self.constants:

@@ -1,6 +1,6 @@
 """Files of measured kernels: comma-separated rows of products, attentions or collectives, one of a device each.
 
-    device,dtype,m,n,k,latency_ms
+    device,dtype,m,n,k,latency_ms            (and out_dtype, where C has another one)
     device,batch_size,sequence,num_heads,num_key_value_heads,head_dim,latency_ms
     device,nccl,op,num_gpus,bytes,latency_ms
 
@@ -30,6 +30,8 @@ _COUNTS = {
 }
 _GROUPS = {PRODUCTS: ("dtype",), ATTENTION: (), COLLECTIVES: ("op",)}
 _TIME = "latency_ms"
+_OUT_DTYPE = "out_dtype"
+_TO = " to "
 _OPS = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -39,7 +41,11 @@ _OPS = {
 }
 _DTYPES = ("bfloat16", "float16", "float32", "fp8")
 _MOST = 2**48
-SHIPPED = ("gpu_gemm.csv", "gpu_attention.csv", "gpu_collectives.csv")
+MEASURED = ("gpu_gemm.csv", "gpu_attention.csv", "gpu_collectives.csv")
+"""The files of the catalog with measured times."""
+TPU_PRODUCTS = "tpu_gemm.csv"
+"""The file of the catalog with products as the TPU compiler expects them."""
+SHIPPED = (*MEASURED, TPU_PRODUCTS)
 """The files of the catalog."""
 
 
@@ -48,7 +54,8 @@ class MeasuredKernel:
     """One measured kernel.
 
     Attributes:
-        group: the dtype of a product or attention, or the kind of a collective.
+        group: the dtype of a product or attention ("bfloat16 to float32": C has another one), or the kind of a
+            collective.
         sizes: (m, n, k); (batch, sequence, heads, key/value heads, head dim); or (chips, bytes).
     """
 
@@ -56,6 +63,12 @@ class MeasuredKernel:
     group: str
     sizes: tuple[int, ...]
     seconds: float
+
+
+def product_dtypes(group: str) -> tuple[str, str]:
+    """Return the dtype of the operands and of C for the group of a measured product."""
+    dtype, _, out_dtype = group.partition(_TO)
+    return dtype, out_dtype or dtype
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,13 @@ def _row(row: dict[str, str], kind: str, file: str | Path, line: int) -> Measure
         group = row["dtype"]
         if group not in _DTYPES:
             bad("dtype", f"no dtype here{did_you_mean(group, _DTYPES)}; give one of {', '.join(_DTYPES)}")
+        out_dtype = row.get(_OUT_DTYPE) or group
+        if out_dtype not in _DTYPES:
+            bad(
+                _OUT_DTYPE,
+                f"no dtype here{did_you_mean(out_dtype, _DTYPES)}; give one of {', '.join(_DTYPES)}",
+            )
+        group += _TO + out_dtype if out_dtype != group else ""
     elif kind == COLLECTIVES:
         if row["op"] not in _OPS:
             bad("op", f"no collective here{did_you_mean(row['op'], _OPS)}; give one of {', '.join(_OPS)}")

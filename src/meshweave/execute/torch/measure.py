@@ -29,7 +29,9 @@ def without_garbage_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def start_together(context: TorchContext, offset_ns: int | None = 0) -> tuple[int, int]:
+def start_together(
+    context: TorchContext, offset_ns: int | None = 0, lead_s: float = LEAD_S
+) -> tuple[int, int]:
     """Wait until an instant that rank 0 sets, and return it. All ranks must call it.
 
     A barrier alone is not enough, since ranks leave it at slightly different times.
@@ -37,6 +39,7 @@ def start_together(context: TorchContext, offset_ns: int | None = 0) -> tuple[in
     Args:
         offset_ns: this rank's CLOCK_MONOTONIC minus rank 0's, in nanoseconds: 0 on one host, else see
             `clocks.clock_offsets`. With None ranks begin when they leave the barrier.
+        lead_s: seconds from the broadcast of the instant to the instant.
 
     Returns:
         The instant in rank 0's clock, and how late this rank was, both in nanoseconds.
@@ -46,7 +49,7 @@ def start_together(context: TorchContext, offset_ns: int | None = 0) -> tuple[in
     """
     with context.guard("all ranks to start a run", range(context.num_ranks)):
         dist.barrier()
-        instant = torch.tensor([time.monotonic_ns() + round(LEAD_S * 1e9)])
+        instant = torch.tensor([time.monotonic_ns() + round(lead_s * 1e9)])
         dist.broadcast(instant, 0)
     start_ns = int(instant)
     if offset_ns is None:

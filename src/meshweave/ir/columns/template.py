@@ -261,13 +261,14 @@ class TemplateColumns:
             if num_dims > SIMULATED_DIMS.most:
                 raise ProgramError(SIMULATED_DIMS.refusal(num_dims), buffer=buffer.name)
             common = dtype_bytes(buffer.dtype), buffer.slots, num_dims, self._set(buffer.mesh)
+            order = _packed_order(buffer.order)
             if buffer.tensor is None:
-                self._buffer_rows.append((*common, 0, len(self._shape_exprs)))
+                self._buffer_rows.append((*common, 0, len(self._shape_exprs), order))
                 self._shape_exprs += [self.expressions.number(extent) for extent in buffer.shape]
                 continue
             table = np.full((len(self.ranks), num_dims), -1, dtype=np.int64)
             table[self._at[buffer.mesh]] = program.local_shapes(buffer.name)
-            self._buffer_rows.append((*common, 1, size))
+            self._buffer_rows.append((*common, 1, size, order))
             self._shapes.append(flat(table))
             size += table.size
 
@@ -400,3 +401,11 @@ class TemplateColumns:
             condition = self.expressions.number(op.accumulate) if depends else -1  # type: ignore[attr-defined]
             accesses.extend((MODES[mode], self._view(view), condition))
         self._op_access.extend((len(accesses) // _ACCESS,))
+
+
+def _packed_order(order: tuple[int, ...] | None) -> int:
+    """Return dims in the order of memory as one number, 4 bits each; 0 for the order written."""
+    packed = 0
+    for dim in order or ():
+        packed = packed << 4 | dim
+    return packed

@@ -261,7 +261,10 @@ class Program:
             mesh = self.mesh_of[buffer.mesh]
             keys: Sequence[object] = mesh.ranks
             if buffer.layout is not None:
-                keys = buffer.layout.shard_keys
+                assert buffer.tensor is not None
+                self.local_shape(name, mesh.ranks[0])  # raises what is wrong with the layout
+                is_even = buffer.layout.has_equal_shards(self.tensor_of[buffer.tensor].shape)
+                keys = [None] * mesh.num_ranks if is_even else buffer.layout.shard_keys
             elif all(isinstance(extent, int) for extent in buffer.shape):
                 keys = [None] * mesh.num_ranks
             known: dict[object, tuple[int, ...]] = {}

@@ -156,6 +156,28 @@ class View:
             count *= selector.size
         return count
 
+    def is_strided(self, shape: Sequence[int], order: Sequence[int] | None = None) -> bool:
+        """Return whether a resolved view is not one run of memory, in a dense buffer of local `shape`.
+
+        The view has elements. `order` lists dims from outermost to innermost in memory, None the order written. A
+        view of blocks counts as strided where it reaches from one period to the next.
+        """
+        is_inside = False  # a dim of which the view has more than one element
+        for dim in range(len(shape)) if order is None else order:
+            selector = self.selectors[dim]
+            if is_inside and selector.size != shape[dim]:
+                return True
+            if selector.size <= 1:
+                continue
+            is_inside = True
+            if isinstance(selector, Blocked):
+                first, stride, start, stop = _ints(
+                    selector.first, selector.stride, selector.start, selector.stop
+                )
+                if (start - first) // stride != (stop - 1 - first) // stride:
+                    return True
+        return False
+
     def overlaps(self, other: View) -> bool:
         """Return whether two resolved views of buffers on one rank share an element."""
         return (

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from meshweave.algorithms.reshard.broadcast import MAX_CHUNKS, MIN_CHUNK_BYTES
+from meshweave.base.errors import UnsupportedError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.reproduce.alpacomm import training_rows
 from meshweave.reproduce.alpacomm.cases import CASES
+from meshweave.reproduce.alpacomm.readings import BANDWIDTH, READINGS, AlpaCommReading
 from meshweave.reproduce.alpacomm.study import (
     ALL_GATHER,
     BROADCAST,
@@ -112,7 +114,8 @@ def similar(study: AlpaCommStudy, subject: str) -> OurValue:
     """Return the time of the all-gather over that of the broadcast in a case (figure 6, section 5.1.2)."""
     number = parse_number(subject)
     best = study.case(number, ALL_GATHER, OWN_ORDER).seconds / study.case(number).seconds
-    return OurValue(study.over_gather(number), f"all-gather in the best order: {best:.3f}")
+    detail = f"all-gather in the best order: {best:.3f}" if study.rivals == "planned" else ""
+    return OurValue(study.over_gather(number), detail)
 
 
 def gather_crosses(study: AlpaCommStudy, subject: str) -> OurValue:
@@ -234,9 +237,23 @@ def row(study: AlpaCommStudy, entry: PublishedRow, subject: str) -> JudgedRow:
     return entry.beside(subject, OURS[entry.id](study, subject))
 
 
-def rows(study: AlpaCommStudy, ids: Sequence[str] = (), progress: Progress = no_progress) -> list[JudgedRow]:
-    """Return the rows with these ids, or all, computed. Raises UnsupportedError for an unknown id."""
-    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), ids, progress)
+def rows(
+    study: AlpaCommStudy,
+    ids: Sequence[str] = (),
+    progress: Progress = no_progress,
+    reading: AlpaCommReading = READINGS[BANDWIDTH],
+) -> list[JudgedRow]:
+    """Return the rows with these ids, or all that a reading covers, computed.
+
+    Raises UnsupportedError for an unknown id, or one that the reading does not cover.
+    """
+    for name in ids:
+        if name in OURS and not reading.covers(name):
+            raise UnsupportedError(
+                f"reading {reading.name} says nothing about row {name}; give another reading"
+            )
+    covered = tuple(ids) or tuple(name for name in OURS if reading.covers(name))
+    return judge_rows(PAPER, lambda entry, subject: row(study, entry, subject), covered, progress)
 
 
 # --- what the numbers say together ----------------------------------------------------------------
@@ -255,9 +272,11 @@ def findings(study: AlpaCommStudy) -> tuple[str, ...]:
         f"{study.over_gather(number):.1f}x simulated"
         for number in CROSSING
     )
+    is_free = study.network.nic_latency_s <= 0 and study.network.local_latency_s <= 0
+    prices = "bandwidth alone" if is_free else "the prices of this reading"
     uneven = ", ".join(str(number) for number in CASES if study.uneven(number)) or "none"
     out = [
-        f"Order. With bandwidth alone, all tasks one after another take {limit:.1f}x the bound in cases {cases}, "
+        f"Order. With {prices}, all tasks one after another take {limit:.1f}x the bound in cases {cases}, "
         "which have two sending hosts: no order or balance wins more. Over the all-gather in the order of its "
         f"balance we win {gains}x. The published {least:g}x to {most:g}x are {least / limit:.1f} to "
         f"{most / limit:.1f} times that limit, so they also contain costs of the rival's implementation.",
@@ -270,7 +289,7 @@ def findings(study: AlpaCommStudy) -> tuple[str, ...]:
     ]
     name, least_kib = study.cluster.name, MIN_CHUNK_BYTES >> 10
     chunks = f"a broadcast goes in K = {MAX_CHUNKS} chunks at most, none smaller than {least_kib} KiB"
-    if study.network.nic_latency_s <= 0 and study.network.local_latency_s <= 0:
+    if is_free:
         out.append(
             f"{name} has no latencies and no launch costs here, for want of a source: small messages cost "
             f"nothing, and {chunks}. Where messages cost something fewer chunks are best."

@@ -20,7 +20,9 @@ from meshweave.cost.fabric import HostTopology
 from meshweave.cost.machine import Machine
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
+from meshweave.reproduce.alpacomm.alpa import alpa_program
 from meshweave.reproduce.alpacomm.cases import CASES, DTYPE, ReshardingCase, one_to_many
+from meshweave.reproduce.alpacomm.readings import Rivals
 from meshweave.reproduce.alpacomm.training import TrainingStudy
 from meshweave.simulate import simulate
 
@@ -78,11 +80,13 @@ class AlpaCommStudy:
 
     Attributes:
         cluster: five hosts of the given cluster.
+        rivals: where send/recv and the all-gather come from.
         advance: called after every simulation.
     """
 
     cluster: Cluster
     advance: Callable[[], None] = lambda: None
+    rivals: Rivals = "planned"
     _known: dict[tuple[ReshardingCase, str, str], SimulatedReshard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,11 +109,18 @@ class AlpaCommStudy:
         return HostTopology.of(self.cluster)
 
     def simulate_case(self, case: ReshardingCase, strategy: str, order: str) -> SimulatedReshard:
-        """Return a resharding by a strategy in an order, planned and simulated once."""
-        key = case, strategy, order
+        """Return a resharding by a strategy in an order, planned and simulated once.
+
+        Rivals of Alpa's public code have an order of their own; prediction and bound are those of the plan.
+        """
+        is_public = self.rivals == "public" and strategy in (ALL_GATHER, SEND_RECV)
+        key = case, strategy, RIVAL_ORDER if is_public else order
         if key not in self._known:
-            plan = self._plan(case, strategy, order)
-            program = reshard_program(plan)
+            plan = self._plan(case, *key[1:])
+            if is_public:
+                program = alpa_program(plan.problem, gathers=strategy == ALL_GATHER)
+            else:
+                program = reshard_program(plan)
             seconds = simulate(program, Machine.of(self.cluster, program)).duration_s
             chunks = max(multicast.chunks for multicast in plan.multicasts)
             self._known[key] = SimulatedReshard(

@@ -23,6 +23,7 @@ from meshweave.describe.machine.measured_file import (
     PRODUCTS,
     MeasuredKernel,
     MeasuredKernels,
+    product_dtypes,
     shipped_measured,
 )
 
@@ -85,8 +86,10 @@ def subsets(kind: str, sizes: Array) -> Iterator[tuple[str, NDArray[np.bool_]]]:
 def predicted(kernels: ChipKernels, kind: str, group: str, sizes: Array) -> Array | None:
     """Return the seconds of kernels by constants; None where there are none for this kind and group."""
     if kind == PRODUCTS:
-        products, (m, n, k) = kernels.product(group), sizes.T
-        return None if products is None else product_seconds(products, m, n, k, item_bytes(group))
+        (dtype, out_dtype), (m, n, k) = product_dtypes(group), sizes.T
+        products, item = kernels.product(dtype), item_bytes(dtype)
+        out_bytes = item_bytes(out_dtype) if out_dtype != dtype else 0
+        return None if products is None else product_seconds(products, m, n, k, item, out_bytes=out_bytes)
     if kind == ATTENTION:
         attention = kernels.attention_of(group)
         if attention is None:

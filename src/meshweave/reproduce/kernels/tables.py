@@ -40,10 +40,32 @@ def results_page(results: Mapping[str, Any]) -> str:
         both = [*scores, *results["overall"][kind]]
         lines += [f"## {kind}", "", score_table([Score(**score) for score in both])]
     lines += [
+        "## Thirds of the rows",
+        "",
+        "Each third of the products, drawn by a hash of m, n and k, predicted by the others.",
+        "",
+        score_table([Score(**score) for score in results["thirds"]]),
         "## Extrapolation in m",
         "",
         f"Products of m >= 256: fitted up to m = {middle}, scored above; and back.",
     ]
     for name, scores in results["extrapolated"].items():
         lines += ["", f"### {name}", "", score_table([Score(**score) for score in scores])]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def tpu_page(results: Mapping[str, Any]) -> str:
+    """Return the page of the results of `validation/fit_tpu.py`, Markdown."""
+    scores = [Score(**{key: row[key] for key in row if key != "fitted"}) for row in results["held_out"]]
+    lines = [
+        "# TPU products: predicted times beside the compiler's",
+        "",
+        f"Cycles that XLA's compiler for TPUs expects ({results['versions']}) of single products, operands and "
+        f"result in the chip's memory. Of each device, {results['scored']} products are scored by constants "
+        "fitted on the others, beside those of the same (n, k) with C in float32; all products of one (n, k) are "
+        "on one side. These are expectations of a compiler, not measurements. `python validation/fit_tpu.py` "
+        "writes this page.",
+        "",
+        score_table(scores),
+    ]
     return "\n".join(lines).rstrip("\n") + "\n"

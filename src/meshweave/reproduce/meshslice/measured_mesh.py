@@ -11,6 +11,7 @@ from statistics import mean
 from meshweave.algorithms.matmul2d import ALGORITHMS, Matmul2dConfig, Matmul2dProblem
 from meshweave.algorithms.matmul2d.common.passes import PASSES
 from meshweave.describe.machine.cluster import load_cluster
+from meshweave.reproduce.meshslice.readings import MeasuredRun
 from meshweave.reproduce.meshslice.study import ChosenProducts, FcBlock, MeshSliceStudy, percent_faster
 from meshweave.reproduce.meshslice.times import Timer
 from meshweave.reproduce.published import MODELS
@@ -93,3 +94,25 @@ class MeasuredMesh:
         block = self.block(model)
         peak = self.cluster.chip.peak(self.study.experiment.dtype)
         return 100 * self.study.flops(block) / block.chips / peak / seconds
+
+
+def local_shapes(run: MeasuredRun) -> list[tuple[int, int, int]]:
+    """Return the (m, n, k) that a chip of the mesh multiplies in each step of MeshSlice, of the products of both
+    models.
+    """
+    mesh = MeasuredMesh(MeshSliceStudy(run.cluster, Timer("estimate"), measured=run))
+    out: dict[tuple[int, int, int], None] = {}
+    for model in MODELS:
+        for problem, config in mesh.chosen(model, "meshslice", False).products:
+            rows, columns = problem.mesh_shape
+            sliced = config.slice_count
+            parts = {
+                "os": (rows, columns, sliced),
+                "ls": (rows, sliced, columns),
+                "rs": (sliced, columns, rows),
+            }[problem.dataflow]
+            m, n, k = (
+                size // part for size, part in zip((problem.m, problem.n, problem.k), parts, strict=True)
+            )
+            out[m, n, k] = None
+    return list(out)

@@ -27,6 +27,7 @@ from meshweave.reproduce.slicing.partitionings import (
     local_products,
     partitioned_problem,
 )
+from meshweave.reproduce.slicing.readings import ALL_FACTORS, READINGS, SlicingReading
 from meshweave.simulate import simulate
 
 Stationary = Literal["a", "b", "c"]
@@ -95,6 +96,7 @@ class SlicingStudy:
 
     Attributes:
         machines: the clusters "pvc" and "h100".
+        reading: which replication factors are tried.
         advance: called after every simulation.
     """
 
@@ -102,6 +104,7 @@ class SlicingStudy:
     batches: tuple[int, ...] = BATCHES
     partitionings: dict[str, tuple[Partitioning, ...]] = field(default_factory=lambda: NAMED)
     advance: Callable[[], None] = lambda: None
+    reading: SlicingReading = READINGS[ALL_FACTORS]
     _seconds: dict[_Key, float | None] = field(default_factory=dict)
     _curves: dict[tuple[LayerOnMachine, str], Curve] = field(default_factory=dict)
     _rivals: dict[tuple[str, LayerOnMachine, int], tuple[float, str]] = field(default_factory=dict)
@@ -119,14 +122,19 @@ class SlicingStudy:
     # --- the universal product --------------------------------------------------------------------------------
 
     def copies(self, case: LayerOnMachine, partitioning: Partitioning) -> Iterator[tuple[int, int]]:
-        """Yield all replication factors: (of A and B, of C).
+        """Yield all replication factors that the reading allows: (of A and B, of C).
 
         The factor of C differs from that of A and B only in MLP-2, as in the figures.
         """
-        counts = divisors(self.machines[case.machine].num_chips)
-        for copies_ab in counts:
-            for copies_c in counts if case.layer == "mlp2" and not partitioning.aligned else (copies_ab,):
-                yield copies_ab, copies_c
+        num_chips = self.machines[case.machine].num_chips
+        of_ab, of_c = (
+            [count for count in divisors(num_chips) if self.reading.allows(cuts, count, num_chips)]
+            for cuts in ((partitioning.a, partitioning.b), (partitioning.c,))
+        )
+        for copies_ab in of_ab:
+            for copies_c in of_c if case.layer == "mlp2" and not partitioning.aligned else (copies_ab,):
+                if copies_c in of_c:
+                    yield copies_ab, copies_c
 
     def seconds(
         self,

@@ -10,19 +10,19 @@ from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, st
 from meshweave.tune.step.layers import LayerTime, layer_time
 from meshweave.tune.step.memory import Memory, StageMemory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
-from meshweave.tune.step.program import SimulatedStep, simulate_step, step_program
+from meshweave.tune.step.program import StepSimulation, simulate_step, step_program
 from meshweave.tune.step.result import Step, StepParts
 
 __all__ = [
     "LayerTime",
     "Memory",
     "Parallelism",
-    "SimulatedStep",
     "SoftwareStack",
     "StageMemory",
     "Step",
     "StepParts",
     "StepProblem",
+    "StepSimulation",
     "check_step",
     "layer_time",
     "least_step_s",

@@ -98,10 +98,10 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
     check_step(problem, parallelism)
     layers, stashes = _on_ranks(problem, parallelism)
     # Ranks between the ends differ in their layers and in what they keep of them.
-    kept = {(count, held): rank for rank, (count, held) in enumerate(zip(layers, stashes, strict=True))}
+    kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
     most: dict[int, int] = {}
-    for count, held in kept:
-        most[count] = max(most.get(count, 0), held)
+    for count, stash in kept:
+        most[count] = max(most.get(count, 0), stash)
     ranks = {0, rank_of_head(parallelism), *(kept[pair] for pair in most.items())}
     memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
     return memory.peak

@@ -100,7 +100,7 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         return entry
     if roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
-    return _with_rings(entry)
+    return _RingsAround(entry)
 
 
 class _RingsAround(BlockAlgorithm):
@@ -112,10 +112,6 @@ class _RingsAround(BlockAlgorithm):
         self.name = f"{inner.name} with context"  # type: ignore[misc]
         self.title = f"{inner.title} with ring attention"  # type: ignore[misc]
         self.roles: tuple[AxisRole, ...] = (RING, *inner.roles)  # type: ignore[misc]
-
-
-def _with_rings(entry: BlockAlgorithm) -> BlockAlgorithm:
-    return _RingsAround(entry)
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
@@ -156,7 +152,8 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     extra = _software_s(problem, parallelism, kernels[0]), _software_s(problem, parallelism, kernels[1])
     attention = _attention_s(problem, parallelism, "forward"), _attention_s(problem, parallelism, "backward")
     forward = bare + PartTime(extra[0] + attention[0][1])
-    backward = whole - bare + PartTime(extra[1] + attention[1][1])
+    added_s = _accumulation_s(problem, parallelism)
+    backward = whole - bare + PartTime(extra[1] + attention[1][1] + added_s)
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
@@ -287,7 +284,8 @@ def _as_run(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
 
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Part):
-            return replace(task, skeleton=_as_run(task.skeleton, product_dtype))
+            inner = task.skeleton if product_dtype is None else _as_run(task.skeleton, product_dtype)
+            return replace(task, skeleton=inner)
         work = task.work
         if not isinstance(work, Compute):
             return task
@@ -321,6 +319,16 @@ def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int
     return num_kernels * stack.launch_s + stack.extra_passes * one_pass
 
 
+def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return what the pass takes that adds gradients of a layer to earlier ones, if there is one."""
+    if not problem.stack.accumulates:
+        return 0.0
+    weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
+    own = -(-weights // parallelism.tensor_size)
+    moved = own * (problem.item_bytes + 2 * problem.gradient_bytes)
+    return call_s(problem, Compute("call", own, moved, dtype=problem.dtype, call="elementwise"))
+
+
 def call_s(problem: StepProblem, work: Compute) -> float:
     """Return the seconds of work on one chip of the cluster."""
     machines = problem.prices("machines")
@@ -343,13 +351,9 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     keys = problem.seq // 2 + 1
     operands = item * batch * heads * width * (2 * queries + 2 * problem.seq)
     shape = (batch, heads, queries, keys, width)
-    fused_s = call_s(
-        problem,
-        Compute(
-            "call", 0, operands * (1 if not part else 2), dtype=problem.dtype, call="attention", shape=shape,
-            part=part,
-        ),
-    )  # fmt: skip
+    moved = operands * (2 if part else 1)
+    fused = Compute("call", 0, moved, dtype=problem.dtype, call="attention", shape=shape, part=part)
+    fused_s = call_s(problem, fused)
     if problem.attention == "flash":
         return fused_s, 0.0
     scores = batch * heads * queries * problem.seq

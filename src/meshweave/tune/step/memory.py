@@ -12,8 +12,8 @@ e bytes an element, h hidden, q and g features of queries and of keys, f inner f
     scores and their dropout         a s (2 e + 1)    as attention lies; flash keeps 4 a of sums instead
     inner features                   2 e f, gated 4 e f
 
-A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of the schedule). The most is
-held when the backward part of a micro-batch begins; buffers are what lives then besides.
+A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of the schedule). The most
+lives when the backward part of a micro-batch begins; buffers are what lives then besides.
 """
 
 from __future__ import annotations

@@ -137,6 +137,8 @@ class SoftwareStack:
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
             it overlapped them. It is no constant either.
+        accumulates: whether a pass of its own adds the gradients of each micro-batch to those of the ones before,
+            rather than the products that make them. It is no constant either.
     """
 
     name: str = "none"
@@ -147,6 +149,7 @@ class SoftwareStack:
     fragmentation: float = 0.0
     regathers: bool = False
     blocks_transfers: bool = False
+    accumulates: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:

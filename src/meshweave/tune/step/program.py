@@ -4,6 +4,10 @@ Each layer is a stage of a pipeline (`algorithms.pipeline`), so that gradients o
 it ends, in the lane of parameters. Calls take what the estimate says of a layer; communication inside a layer is
 part of that. Messages between pipeline ranks and collectives of replicas are real ops: simulation says how they
 share links. The sum of the gradient of a table that the first and the last pipeline rank share is left out.
+
+Ranks of a tensor-parallel group do the same at the same time, each with its own chip, port and share of NICs.
+Where they are neighbours in a host and the NICs of a host divide evenly over them, one of them is simulated in a
+host with that many times fewer chips and NICs: a fold, which takes as long to the picosecond.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Replicate, Shard
 from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster, HostsNetwork
 from meshweave.ir.program import Program
 from meshweave.simulate import Simulation, simulate
 from meshweave.tune.step.layers import ends_time
@@ -35,29 +40,48 @@ _LAST = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
+class StepSimulation:
     """A step and the simulation of its program.
 
     Attributes:
+        fold: how many tensor-parallel ranks each simulated rank stands for.
         time_s: seconds of the simulation, and those of the optimizer, of software, and of a shared table from the
             estimate.
     """
 
     step: Step
     simulation: Simulation
+    fold: int
     time_s: float
 
 
-def simulate_step(step: Step) -> SimulatedStep:
+def simulate_step(step: Step, *, folds: bool = True) -> StepSimulation:
     """Return a step simulated with contention between messages of the pipeline and collectives of replicas.
+
+    Args:
+        folds: whether one rank of each tensor-parallel group stands for all, where they are alike.
 
     Raises:
         UnsupportedError: `step_program` does not write a step of this kind.
     """
-    program = step_program(step)
-    simulation = simulate(program, Machine.of(step.problem.cluster, program, logical=True))
-    outside_s = step.optimizer_s + step.problem.stack.step_s + step.stages.sync.tied_s
-    return SimulatedStep(step, simulation, simulation.duration_s + outside_s)
+    program, machine, fold = lay_step(step, folds=folds)
+    simulation = simulate(program, machine)
+    return StepSimulation(step, simulation, fold, simulation.duration_s + outside_s(step))
+
+
+def lay_step(step: Step, *, folds: bool = True) -> tuple[Program, Machine, int]:
+    """Return the program of a step, the machine it is on, and how many chips each of its ranks stands for.
+
+    Raises UnsupportedError, as `simulate_step` does.
+    """
+    fold = _fold(step) if folds else 1
+    program = _program(step, fold)
+    return program, Machine.of(_folded(step.problem.cluster, fold), program, logical=True), fold
+
+
+def outside_s(step: Step) -> float:
+    """Return the seconds of a step that are not in its program: optimizer, software, sum of a shared table."""
+    return step.optimizer_s + step.problem.stack.step_s + step.stages.sync.tied_s
 
 
 def step_program(step: Step) -> Program:
@@ -67,6 +91,28 @@ def step_program(step: Step) -> Program:
         UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
             and 1, or transfers that ranks wait for.
     """
+    return _program(step, 1)
+
+
+def _fold(step: Step) -> int:
+    """Return how many tensor-parallel ranks one of them can stand for."""
+    p, network = step.parallelism, step.problem.cluster.network
+    size = p.tensor_size
+    if not isinstance(network, HostsNetwork) or p.stride("tensor") > 1 or step.stages.sends_parts:
+        return 1
+    return 1 if network.chips_per_host % size or network.nics_per_host % size else size
+
+
+def _folded(cluster: Cluster, fold: int) -> Cluster:
+    """Return a cluster of hosts with so many times fewer chips and NICs."""
+    network = cluster.network
+    if fold == 1 or not isinstance(network, HostsNetwork):
+        return cluster
+    chips, nics = network.chips_per_host // fold, network.nics_per_host // fold
+    return replace(cluster, network=replace(network, chips_per_host=chips, nics_per_host=nics))
+
+
+def _program(step: Step, fold: int) -> Program:
     p, stack = step.parallelism, step.problem.stack
     if p.zero >= 2:
         raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
@@ -78,21 +124,21 @@ def step_program(step: Step) -> Program:
         raise UnsupportedError(
             "the program of a step overlaps all of its reductions or none, and its transfers"
         )
-    stages, first_layers = _stages(step)
+    stages, first_layers = _stages(step, _meshes(p, fold))
     edges = tuple(_edge(step, number) for number in range(len(stages) - 1))
     problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=p.replicas)
     return pipeline_program(problem, _schedule(step, problem, first_layers), title="step")
 
 
-def _meshes(p: Parallelism) -> list[Mesh]:
+def _meshes(p: Parallelism, fold: int) -> list[Mesh]:
     """Return the mesh of each pipeline rank: axes for groups of replicas, and one for tensor parallelism."""
-    axes = [(f"replica{number}", *group) for number, group in enumerate(_groups(p))]
-    axes = sorted([*axes, ("tensor", p.tensor_size, p.stride("tensor"))], key=lambda axis: -axis[2])
+    axes = [(f"replica{number}", size, stride // fold) for number, (size, stride) in enumerate(_groups(p))]
+    axes = sorted([*axes, ("tensor", p.tensor_size // fold, p.stride("tensor"))], key=lambda axis: -axis[2])
     shape = tuple(size for _, size, _ in axes)
     names = tuple(name for name, *_ in axes)
     meshes = []
     for rank in range(p.pipeline):
-        base = rank * p.stride("pipeline")
+        base = rank * p.stride("pipeline") // fold
         places = product(*(range(0, size * stride, stride) for _, size, stride in axes))
         ranks = tuple(base + sum(place) for place in places)
         meshes.append(Mesh(f"p{rank}", shape, names, ranks))
@@ -104,10 +150,10 @@ def _groups(p: Parallelism) -> tuple[tuple[int, int], ...]:
     return tuple(group for groups in sharding_groups(p) for group in groups) if p.zero else replica_groups(p)
 
 
-def _stages(step: Step) -> tuple[tuple[Stage, ...], list[int]]:
+def _stages(step: Step, meshes: list[Mesh]) -> tuple[tuple[Stage, ...], list[int]]:
     """Return a stage for each layer, or for an end without layers, and the first of each stage of the step."""
     problem, p = step.problem, step.parallelism
-    meshes, ranks, layer = _meshes(p), step.stages.stage_ranks, step.stages.layer
+    ranks, layer = step.stages.stage_ranks, step.stages.layer
     first, last = ends_time(problem, p)
     rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
     weights, table = layer_parameters(problem, p), table_parameters(problem, p)
@@ -154,7 +200,7 @@ def _edge(step: Step, source: int) -> Edge:
     own: Placement = Replicate()
     if step.stages.sends_parts:
         elements, own = -(-elements // p.tensor_size) * p.tensor_size, Shard(1)
-    placements = tuple(own if axis == "tensor" else Shard(0) for axis in _meshes(p)[0].axes)
+    placements = tuple(own if axis == "tensor" else Shard(0) for axis in _meshes(p, 1)[0].axes)
     return Edge(source, source + 1, (elements,), placements, placements, problem.dtype)
 
 

@@ -77,20 +77,20 @@ class Step:
         for stage, rank in enumerate(timed.stage_ranks):
             ranks.setdefault(rank, []).append(stage)
         times, count = self.stages.times, self.num_micro_batches
-        busiest = max(ranks.values(), key=lambda held: sum(times[stage].total_s for stage in held))
-        held = [times[stage] for stage in busiest]
-        work = sum((time.work for time in held), PartTime())
+        busiest = max(ranks.values(), key=lambda stages: sum(times[stage].total_s for stage in stages))
+        own = [times[stage] for stage in busiest]
+        work = sum((time.work for time in own), PartTime())
         bare_s, software_s = makespan_s(timed), self.problem.stack.step_s
         outside_s = self.time_s - self.pipeline_s - self.optimizer_s - software_s
         return StepParts(
             compute=count * work.compute_s,
-            recompute=count * sum(time.recompute_s for time in held),
-            ends=count * sum(time.ends_s for time in held),
+            recompute=count * sum(time.recompute_s for time in own),
+            ends=count * sum(time.ends_s for time in own),
             tensor=count * work.tensor_s,
             context=count * work.context_s,
-            bubble=bare_s - count * sum(time.total_s for time in held),
+            bubble=bare_s - count * sum(time.total_s for time in own),
             transfers=self.pipeline_s - bare_s,
-            data=count * sum(time.data_s for time in held) + outside_s,
+            data=count * sum(time.data_s for time in own) + outside_s,
             optimizer=self.optimizer_s,
             software=software_s,
         )

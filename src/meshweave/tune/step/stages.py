@@ -112,7 +112,9 @@ class Stages:
 
     def layers_of_rank(self, rank: int) -> int:
         """Return the layers of a pipeline rank."""
-        return sum(layers for layers, held in zip(self.layers, self.stage_ranks, strict=True) if held == rank)
+        return sum(
+            layers for layers, owner in zip(self.layers, self.stage_ranks, strict=True) if owner == rank
+        )
 
     def gathers_s(self) -> float:
         """Return by how much gathers of updated weights delay the step (ZeRO-1 and 2): those of the first rank."""

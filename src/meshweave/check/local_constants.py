@@ -1,0 +1,149 @@
+"""The constants of local processes, for one planned product at a time: what is run to measure them, and their fit.
+
+Processes that share cores slow each other down, and by how much depends on what they do at once. So constants are
+measured with the same algorithm on a part of the product: three quarters of the slices, or of the sliced dim where
+there is one slice, on the same mesh, lanes and processes, in turns with the product itself. Two programs run, each
+from an instant that all ranks share:
+
+- `transfers`: the part of the product without its multiplications;
+- `work`: the part of the product.
+
+Two constants are fitted to their durations: one factor for the times of messages and copies, and the FLOP rate of
+a process, with what transfers take of its core. The duration of the product itself is no part of the fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.matmul2d import Matmul2dConfig, Matmul2dProblem
+from meshweave.base.units import format_bytes
+from meshweave.cost.machine import Machine
+from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.machine.network import NetworkAxis, with_axes
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Matmul, Op
+from meshweave.ir.program.statements import rewrite
+from meshweave.simulate import simulate
+
+_MOST_FACTOR = 1e4
+"""Measured times are within this factor of those of the description that is adapted."""
+_STEPS = 32
+"""Of a bisection: to 1e-8 of the factor."""
+_SLICED = {"os": "k", "ls": "n", "rs": "m"}
+"""The dim that a dataflow cuts into slices."""
+
+
+@dataclass(frozen=True)
+class ConstantPrograms:
+    """What is run to measure the constants of a product; see the module's docstring."""
+
+    transfers: Program
+    work: Program
+
+    @classmethod
+    def of(cls, part: Program) -> ConstantPrograms:
+        """Return the programs for the program of a part of the product, see `part_of_product`."""
+        body = rewrite(part.body, _without_products)
+        return cls(replace(part, name="transfers", body=body, computes=()), part)
+
+    @property
+    def listed(self) -> tuple[Program, ...]:
+        """Return them in the order in which `fit_local_constants` takes their durations."""
+        return self.transfers, self.work
+
+
+@dataclass(frozen=True)
+class LocalConstants:
+    """The constants of local processes for a product: a description with the fitted rates."""
+
+    cluster: Cluster
+
+    @property
+    def link(self) -> NetworkAxis:
+        """Return the links between processes."""
+        return self.cluster.network.axis(0, 1, (self.cluster.num_chips,))
+
+    def to_json(self) -> dict[str, float]:
+        """Return the constants as plain values."""
+        return {
+            "message_bytes_per_s": self.link.link_bytes_per_s,
+            "message_latency_s": self.link.link_latency_s,
+            "memory_bytes_per_s": self.cluster.chip.memory_bytes_per_s,
+            "flops_per_s": self.cluster.chip.effective_flops_per_s,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"messages {format_bytes(self.link.link_bytes_per_s)}/s, products "
+            f"{self.cluster.chip.effective_flops_per_s / 1e9:.3g} GFLOP/s a process"
+        )
+
+
+def fit_local_constants(
+    programs: ConstantPrograms, durations_s: Sequence[float], cluster: Cluster
+) -> LocalConstants:
+    """Return the constants with which simulations take as long as what was measured.
+
+    Args:
+        durations_s: of `programs.listed`.
+        cluster: the description of local processes that is adapted.
+    """
+    transfers_s, work_s = durations_s
+
+    def simulated_s(program: Program, adapted: Cluster) -> float:
+        return simulate(program, Machine.of(adapted, program)).duration_s
+
+    slower = _factor(lambda factor: simulated_s(programs.transfers, _slowed(cluster, factor)), transfers_s)
+    cluster = _slowed(cluster, slower)
+    rate = cluster.chip.effective_flops_per_s
+    slower = _factor(lambda factor: simulated_s(programs.work, _with_flops(cluster, rate / factor)), work_s)
+    return LocalConstants(_with_flops(cluster, rate / slower))
+
+
+def _factor(seconds: Callable[[float], float], wanted_s: float) -> float:
+    """Return the factor that makes an increasing function of it take the wanted seconds, by bisection."""
+    low, high = -math.log(_MOST_FACTOR), math.log(_MOST_FACTOR)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(math.exp(middle)) < wanted_s else (low, middle)
+    return math.exp((low + high) / 2)
+
+
+def _with_flops(cluster: Cluster, flops_per_s: float) -> Cluster:
+    return replace(cluster, chip=cluster.chip.with_flops_per_s(flops_per_s))
+
+
+def _slowed(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with messages and copies that take so many times as long."""
+
+    def slowed(axis: NetworkAxis) -> NetworkAxis:
+        return replace(
+            axis,
+            link_bytes_per_s=axis.link_bytes_per_s / factor,
+            link_latency_s=axis.link_latency_s * factor,
+            constants=(),
+        )
+
+    chip = replace(cluster.chip, memory_bytes_per_s=max(cluster.chip.memory_bytes_per_s / factor, 1.0))
+    return replace(cluster, chip=chip, network=with_axes(cluster.network, slowed))
+
+
+# --- programs ---------------------------------------------------------------------------------------------
+
+
+def part_of_product(
+    problem: Matmul2dProblem, config: Matmul2dConfig
+) -> tuple[Matmul2dProblem, Matmul2dConfig]:
+    """Return three quarters of the slices of a product, or of its sliced dim where it has one slice."""
+    count = len(config.slices)
+    kept = max(3 * count // 4, 1)
+    size = problem.sliced_size * kept // count if count > 1 else 3 * problem.sliced_size // 4
+    part = replace(problem, **{_SLICED[problem.dataflow]: size})
+    return part, replace(config, slices=config.slices[:kept])
+
+
+def _without_products(op: Op) -> tuple[Op, ...]:
+    return () if isinstance(op, Matmul) else (op,)

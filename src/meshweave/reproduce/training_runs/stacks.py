@@ -1,0 +1,123 @@
+"""The software that ran published training runs: what it does by default, and its few constants.
+
+What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
+interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in
+`stacks.toml`, written by `validation/fit_stacks.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any, Literal
+
+from meshweave.describe.files import parse_table
+from meshweave.describe.model.memory import Recompute
+from meshweave.reproduce.training_runs.rows import PublishedRun
+from meshweave.tune.step import SoftwareStack
+
+_FILE = "stacks.toml"
+
+
+@dataclass(frozen=True)
+class RunStack:
+    """What a source's software does where its rows say nothing else.
+
+    Attributes:
+        words: words of a source, any of which names this stack.
+        name: the name of its constants in `stacks.toml`; "" for none.
+        gradient_dtype: of gradients that are accumulated and reduced.
+        attention_kernel: which fused kernel computes attention; "" for scores in memory.
+        loss: as of `StepProblem`.
+        is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
+        interleaves: whether the number of virtual stages is open where a pipeline's row states none.
+        regathers, blocks_transfers, accumulates: as of `SoftwareStack`.
+        states_precision: whether a row without a precision leaves it open.
+    """
+
+    words: tuple[str, ...]
+    name: str = ""
+    dtype: str = "bfloat16"
+    gradient_dtype: str = "float32"
+    attention_kernel: str = "flash-2"
+    loss: Literal["fused", "eager"] = "eager"
+    recompute: Recompute = "none"
+    is_sequence_parallel: bool = True
+    interleaves: bool = False
+    regathers: bool = False
+    blocks_transfers: bool = False
+    accumulates: bool = False
+    states_precision: bool = False
+
+    @property
+    def attention(self) -> Literal["flash", "plain"]:
+        """Return the kind of attention in `StepProblem`'s words."""
+        return "flash" if self.attention_kernel else "plain"
+
+
+_MEGATRON = RunStack(
+    ("2205.05198", "Megatron-LM README", "Zero Bubble"),
+    "megatron-2021",
+    "float16",
+    attention_kernel="",
+    loss="fused",
+    is_sequence_parallel=False,
+    blocks_transfers=True,
+    accumulates=True,
+)
+"""Megatron-LM before fused attention and overlapped transfers."""
+_STACKS = (
+    _MEGATRON,
+    replace(_MEGATRON, words=("2104.04473",), gradient_dtype="float16", recompute="full", interleaves=True),
+    RunStack(
+        ("llm-foundry",),
+        "llm-foundry",
+        gradient_dtype="bfloat16",
+        attention_kernel="triton-1",
+        regathers=True,
+    ),
+    RunStack(("torchtitan",), "torchtitan"),
+    RunStack(("nanotron",), "nanotron", accumulates=True),
+    RunStack(
+        ("Megatron-Bridge", "Megatron-Core"),
+        "megatron-core",
+        loss="fused",
+        attention_kernel="flash-3",
+        states_precision=True,
+    ),
+)
+_ZERO_3 = RunStack((), "", "float16", "float16", "", recompute="full")
+"""DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
+_UNKNOWN = RunStack(())
+
+
+def stack_of(run: PublishedRun) -> RunStack:
+    """Return the software of a run, by its source; that without constants for a source that is not known."""
+    if "2104.04473" in run.source and "zero-3" in run.config.lower():
+        return _ZERO_3
+    return next((stack for stack in _STACKS if any(word in run.source for word in stack.words)), _UNKNOWN)
+
+
+@lru_cache(maxsize=1)
+def _constants() -> dict[str, Any]:
+    text = files("meshweave.reproduce").joinpath("training_runs", _FILE).read_text("utf-8")
+    return parse_table(text, _FILE, "toml")
+
+
+def software_of(stack: RunStack) -> SoftwareStack:
+    """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
+    constants = _constants().get("stacks", {}).get(stack.name, {})
+    return SoftwareStack(
+        stack.name or "none",
+        **constants,
+        regathers=stack.regathers,
+        blocks_transfers=stack.blocks_transfers,
+        accumulates=stack.accumulates,
+    )
+
+
+def attention_rate(kernel: str, chip: str) -> float:
+    """Return the rate of a kernel of attention on a chip over that of the measured kernel; 1 if not known."""
+    shares = _constants().get("attention", {}).get(kernel, {})
+    return float(next((share for name, share in shares.items() if chip.startswith(name)), 1.0))

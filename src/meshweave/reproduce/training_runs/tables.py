@@ -1,0 +1,130 @@
+"""Scores of published training runs as Markdown: by source, the worst rows, and what was not predicted and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from meshweave.reproduce.training_runs.score import (
+    MEMORY_GOAL,
+    ROW_GOAL,
+    ROWS_GOAL,
+    TIME_GOAL,
+    ScoredRun,
+    source_scores,
+    summary_of,
+)
+
+_WIDTH = 58
+
+
+def runs_table(rows: Sequence[ScoredRun], num_worst: int = 10) -> str:
+    """Return errors by source, the rows with the largest errors first, and the reasons of the others."""
+    return "\n".join(
+        [source_table(rows), worst_table(rows, num_worst), reasons_table(rows), summary_line(rows)]
+    )
+
+
+def source_table(rows: Sequence[ScoredRun]) -> str:
+    """Return the errors by source as a Markdown table."""
+    lines = [
+        f"| source | rows | predicted | median error | bias | worst | within {ROW_GOAL:.0%} | memory |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for score in source_scores(rows):
+        memory = "-" if score.memory_median is None else f"{score.memory_median:.1%} of {score.memory_rows}"
+        if score.median is None or score.worst is None or score.bias is None:
+            cells = ["-", "-", "-", "-", memory]
+        else:
+            cells = [
+                f"{score.median:.1%}",
+                f"{score.bias:+.1%}",
+                f"{score.worst:.1%}",
+                str(score.within),
+                memory,
+            ]
+        lines.append(
+            "| " + " | ".join([_short(score.source), str(score.rows), str(score.predicted), *cells]) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def worst_table(rows: Sequence[ScoredRun], number: int) -> str:
+    """Return the rows with the largest errors as a Markdown table, the worst first."""
+    lines = [
+        "| line | source | model | chips | metric | published | predicted | error | laid out as |",
+        "|---:|---|---|---|---|---:|---:|---:|---|",
+    ]
+    judged = [row for row in rows if row.error is not None]
+    for row in sorted(judged, key=lambda row: -abs(row.error or 0.0))[:number]:
+        words = str(row.line), _short(row.source), _cell(row.model), _cell(row.chips), _cell(row.metric)
+        figures = f"{row.published:g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"
+        lines.append("| " + " | ".join([*words, *figures, row.choice]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def reasons_table(rows: Sequence[ScoredRun]) -> str:
+    """Return why rows were not predicted, and how many, as a Markdown table."""
+    reasons = Counter((_short(row.source), row.reason) for row in rows if row.reason)
+    if not reasons:
+        return ""
+    lines = ["| not predicted | rows | reason |", "|---|---:|---|"]
+    lines += [f"| {source} | {count} | {_cell(reason)} |" for (source, reason), count in reasons.items()]
+    return "\n".join(lines) + "\n"
+
+
+def summary_line(rows: Sequence[ScoredRun]) -> str:
+    """Return the score over all sources in a line, beside the goals."""
+    summary = summary_of(rows)
+    if summary.median is None or summary.within is None:
+        return f"none of {len(rows)} rows can be predicted"
+    memory = ""
+    if summary.memory_median is not None:
+        memory = f"; memory {summary.memory_median:.1%} of {summary.memory_rows} (goal {MEMORY_GOAL:.0%})"
+    return (
+        f"{summary.rows} of {len(rows)} rows predicted, {summary.sources} sources: median of their medians "
+        f"{summary.median:.1%} (goal {TIME_GOAL:.0%}); {summary.within:.0%} of rows within {ROW_GOAL:.0%} "
+        f"(goal {ROWS_GOAL:.0%}){memory}"
+    )
+
+
+def _short(source: str) -> str:
+    text = _cell(source)
+    if len(text) <= _WIDTH:
+        return text
+    return f"{text[: _WIDTH - 26].rstrip()} ... {text[-21:].lstrip()}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")
+
+
+def runs_page(rows: Sequence[ScoredRun], sweeps: str = "") -> str:
+    """Return a page with the scores of all rows, Markdown; `sweeps` is a table of their order."""
+    page = [
+        "# Published training runs beside predicted steps",
+        "",
+        "`meshweave reproduce published --report FILE` writes this page. A prediction is `mw.step` of what a row",
+        "states. Constants of stacks were fitted on half of the families of models, by a hash; the others judge.",
+        "",
+        summary_line(rows),
+        "",
+    ]
+    for title, chosen in (
+        ("All predicted rows", [row for row in rows if row.error is not None]),
+        ("Families that judge", [row for row in rows if row.error is not None and not row.fitted]),
+        ("Families that were fitted", [row for row in rows if row.error is not None and row.fitted]),
+    ):
+        if chosen:
+            page += [f"## {title}", "", summary_line(chosen), "", source_table(chosen)]
+    if sweeps:
+        page += ["## Order within sweeps", "", sweeps]
+    page += [
+        "## Rows with the largest errors",
+        "",
+        worst_table(rows, 30),
+        "## Not predicted",
+        "",
+        reasons_table(rows),
+    ]
+    return "\n".join(page).rstrip("\n") + "\n"
