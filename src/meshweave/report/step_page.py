@@ -143,7 +143,7 @@ def _ranking(steps: StepsRecord, choice_text: Callable[[DegreesRecord], str]) ->
     head = ["configuration", "step", "", "tokens/s/chip", "MFU", "HFU", "memory", "exposed", "bubble"]
     slowest = steps.ranked[-1].step_s
     colours = dict(_PARTS.values())
-    rows = []
+    rows: list[Sequence[tuple[str, float | str]]] = []
     for record in steps.ranked:
         parts = {name: record.parts_s.get(part, 0.0) for part, (name, _) in _PARTS.items()}
         exposed = sum(record.parts_s.get(part, 0.0) for part in ("tensor", "context", "transfers", "data"))

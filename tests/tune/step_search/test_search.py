@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import meshweave as mw
+from meshweave.algorithms.pipeline.action_times import ActionTimes, peak_stashes
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
 from meshweave.base.errors import DescriptionError, MeshweaveError, UnsupportedError
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.machine.network import HostsNetwork
 from meshweave.tune.step import Parallelism, StepProblem, memory_of, step_of
+from meshweave.tune.step.pipeline import least_makespan_ps, num_stashes, time_pipeline
 from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search import SpaceOptions, StepRanking, StepSearch, StepSpace
 from meshweave.tune.step_search.bounds import SLACK, LayerBounds
@@ -229,3 +234,34 @@ def test_faster_links_are_never_slower() -> None:
     faster, slower = plan.step.sensitivity
     assert faster.same_s <= plan.step.best.step_s <= slower.same_s
     assert faster.best_s <= faster.same_s and slower.best_s <= slower.same_s
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("zb-h1", 1), ("zbv", 2), ("1f1b", 1), ("1f1b", 3)])
+def test_stashes_in_closed_form_are_those_of_the_schedule(name: str, virtual: int) -> None:
+    for ranks in (2, 3, 4, 5):
+        for count in (ranks, 2 * ranks, 3 * ranks, 5 * ranks):
+            schedule = "interleaved-1f1b" if virtual == 3 else name
+            request = ScheduleRequest(ranks * virtual, count, virtual)
+            made = schedule_by_name(schedule, request, ActionTimes.uniform(ranks * virtual))
+            assert num_stashes(name, ranks, virtual, count) == peak_stashes(made)
+
+
+@examples(30)
+@given(
+    name=st.sampled_from(("zb-h1", "zbv")),
+    ranks=st.integers(2, 5),
+    rounds=st.integers(2, 4),
+    seed=st.integers(0, 10**6),
+    transfer=st.sampled_from((0, 7, 40)),
+)
+def test_zero_bubble_schedules_take_at_least_their_bound(
+    name: str, ranks: int, rounds: int, seed: int, transfer: int
+) -> None:
+    virtual = 2 if name == "zbv" else 1
+    stages = ranks * virtual
+    drawn = random.Random(seed)
+    parts = [tuple(drawn.randint(50, 150) for _ in range(stages)) for _ in range(3)]
+    times = ActionTimes(*parts, (transfer,) * (stages - 1))
+    count = rounds * ranks
+    least = least_makespan_ps(name, ranks, virtual, count, times)
+    assert least <= time_pipeline(name, ranks, virtual, count, times).makespan_ps

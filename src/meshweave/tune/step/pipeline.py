@@ -250,6 +250,10 @@ def num_stashes(name: str, num_ranks: int, virtual_stages: int, micro_batches: i
     if name in ("1f1b", "interleaved-1f1b"):
         ahead = (virtual_stages - 1) * round_sizes(micro_batches, num_ranks)[0] + 1
         return tuple(min(all_of_rank, ahead + 2 * (num_ranks - 1 - rank)) for rank in ranks)
+    if name == "zb-h1" and micro_batches >= num_ranks:
+        return (num_ranks,) * num_ranks
+    if name == "zbv" and micro_batches >= 2 * num_ranks:
+        return (2 * num_ranks,) * num_ranks
     few = min(micro_batches, 4 * num_ranks)
     return peak_stashes(_graph(name, num_ranks, virtual_stages, few).schedule)
 

@@ -73,6 +73,7 @@ class LayerBounds:
             rate for _, rate in (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)
         ]
         self._peak = max(*rates, chip.effective_flops_per_s)
+        self._flops = layer_flops(self._problem.model, 1, self._problem.seq, self._problem.dtype)
         self._levels = level_sizes(self._problem.cluster.network)
         self._known: dict[tuple[object, int], float] = {}
         self._least: dict[tuple[object, int], float] = {}
@@ -82,8 +83,7 @@ class LayerBounds:
 
     def compute_s(self, quad: Sequence[int], micro_batch: int, recompute: Recompute = "none") -> float:
         """Return the seconds of its FLOPs at the highest rate of a chip, for degrees and a micro-batch."""
-        problem = self._problem
-        flops = layer_flops(problem.model, micro_batch, problem.seq, problem.dtype)
+        flops = micro_batch * self._flops
         if recompute == "full":  # forward is a third
             flops += flops // 3
         return flops / (quad[2] * quad[3]) / self._peak

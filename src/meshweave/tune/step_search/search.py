@@ -174,19 +174,14 @@ class StepSearch:
         )
 
     def _search(self) -> None:
-        nodes = list(self._nodes())
-        self._count.nodes = total = len(nodes)
-        usual = [node for node in nodes if self._is_usual(node.layout)]
-        others = [node for node in nodes if not self._is_usual(node.layout)]
-        done = 0
-        for begun in (usual, others):  # the first find early what rules out most of the others
-            self._heap = begun
-            heapq.heapify(begun)
-            left = len(begun)
-            while begun and begun[0].bound_s < self._limit_s:
-                left -= self._closes(heapq.heappop(begun))
-                self.progress(total - left - (len(others) if begun is usual else 0), total)
-            done += len(begun)
+        for is_usual in (True, False):  # the usual ones give an early answer, and rule out most of the others
+            self._heap = heap = list(self._nodes(is_usual))
+            heapq.heapify(heap)
+            done, left = self._count.nodes, len(heap)
+            self._count.nodes = total = done + left
+            while heap and heap[0].bound_s < self._limit_s:
+                left -= self._closes(heapq.heappop(heap))
+                self.progress(total - left, total)
         self.progress(total, total)
 
     def _is_usual(self, layout: StepLayout) -> bool:
@@ -196,14 +191,23 @@ class StepSearch:
             and layout.order == DEGREES
         )
 
-    def _nodes(self) -> Iterator[_Node]:
-        """Yield the layouts with each micro-batch that may fit: all orders of some degrees keep as much."""
-        number = 0
+    def _nodes(self, is_usual: bool) -> Iterator[_Node]:
+        """Yield usual or other layouts with each micro-batch that may fit: all orders of degrees keep as much."""
+        number = self._count.nodes
         for quad in self._space.degrees:
+            if is_usual and quad[2] > 1:
+                continue
             sizes = self._space.micro_batches(quad[0])
             per_s = [self._node_bound_s(quad, size) for size in sizes]
+            least_s = (
+                each * self._bounds.compute_s(quad, size) for size, each in zip(sizes, per_s, strict=True)
+            )
+            if min(least_s, default=math.inf) >= self._limit_s:
+                continue
             fitting: dict[tuple[object, ...], list[Recompute]] = {}
             for layout in self._space.layouts(quad):
+                if self._is_usual(layout) != is_usual:
+                    continue
                 key = layout.strategy, layout.tensor
                 if key not in fitting:
                     fitting[key] = self._fitting_recomputes(layout, sizes)

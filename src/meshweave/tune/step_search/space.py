@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import permutations
 
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
@@ -274,9 +274,13 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 def distinct_orders(cluster: Cluster, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
     """Return the orders of degrees that lay some degree on other links than every order before them."""
+    return _distinct_orders(level_sizes(cluster.network), quad)
+
+
+@lru_cache(maxsize=8192)
+def _distinct_orders(levels: tuple[int, ...] | None, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
     data, pipeline, context, tensor = quad
     sizes: dict[str, int] = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
-    levels = level_sizes(cluster.network)
     orders: dict[tuple[object, ...], Order] = {}
     for order in permutations(DEGREES):
         stride = 1
