@@ -203,7 +203,7 @@ def test_planning_and_showing_need_no_torch(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from meshweave.cli.app import run_app\n"
-        "assert run_app(['plan', 'gpt3', '--cluster', 'tpu-v4-pod:16', '--json']) == 0\n"
+        "assert run_app(['plan', 'gpt3', '--products', '--cluster', 'tpu-v4-pod:16', '--json']) == 0\n"
         "assert run_app(['show', 'meshslice', '--json']) == 0\n"
         "import meshweave.simulate\n"
         "assert 'torch' not in sys.modules\n"

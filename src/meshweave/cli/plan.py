@@ -85,13 +85,13 @@ def plan(
     Example: meshweave plan gpt3 --cluster dgx-h100:512 --batch 1536 --seq 2048 --fix tp=8
     """
     target, architecture = load_cluster(cluster), load_model(model)
+    workload = Workload(max(target.num_chips // 2, 1) if batch is None else batch, seq, dtype)
     for path in (out, report):
         check_writable(path)
     if products:
         from meshweave.cli.plan_products import plan_products
 
         _refuse_with_products(fix=fix, memory=memory, table=table, sensitivity=sensitivity, price=price)
-        workload = Workload(max(target.num_chips // 2, 1) if batch is None else batch, seq, dtype)
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
     if algorithms != "all":
