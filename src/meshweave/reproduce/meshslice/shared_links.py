@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
-from meshweave.ir.skeleton import Skeleton
+from meshweave.ir.skeleton import Skeleton, Task
 from meshweave.ir.work import Transfer, Work
 
 
@@ -59,6 +59,7 @@ def _lanes(skeleton: Skeleton, machine: Machine) -> list[deque[PooledTask]]:
             turn: dict[str, PooledTask] = {}
             turns.append(turn)
             for task in phase.tasks:
+                assert isinstance(task, Task), "the skeleton of a product includes no other"
                 if task.work not in seconds:
                     seconds[task.work] = price(task.work, machine).total_ps / 1e12
                 axis = task.work.axis if isinstance(task.work, Transfer) else ""

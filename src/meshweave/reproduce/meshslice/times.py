@@ -147,13 +147,12 @@ def _less_backwards(timing: Timing, skeleton: Skeleton, machine: Machine) -> Tim
     They run beside those that run forwards, of which there are at least as many.
     """
     launch = sync = transfer = 0
-    for phase in skeleton.phases:
-        for task in phase.tasks:
-            if isinstance(task.work, Transfer) and task.lane.endswith(BACK):
-                cost, count = price(task.work, machine), phase.turns * task.times
-                launch += count * cost.launch_ps
-                sync += count * cost.sync_ps
-                transfer += count * cost.flow_ps
+    for count, task in skeleton.counted_tasks():
+        if isinstance(task.work, Transfer) and task.lane.endswith(BACK):
+            cost = price(task.work, machine)
+            launch += count * cost.launch_ps
+            sync += count * cost.sync_ps
+            transfer += count * cost.flow_ps
     return replace(
         timing,
         launch_s=timing.launch_s - launch / 1e12,
