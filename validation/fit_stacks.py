@@ -2,7 +2,7 @@
 
 python validation/fit_stacks.py
 
-writes src/meshweave/reproduce/training_runs/stacks.toml. Which families are fitted, a hash of the model's shape
+writes src/meshweave/catalog/stacks.toml. Which families are fitted, a hash of the model's shape
 decides (`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the
 mean over rows of the absolute logarithm of predicted over published seconds. Each row is priced without constants
 and with one of each at a time; between these its seconds are taken to be linear in a constant, and in the inverse
@@ -31,7 +31,7 @@ from meshweave.tune.step import step_of
 
 Array = NDArray[np.float64]
 
-FILE = Path(__file__).parents[1] / "src/meshweave/reproduce/training_runs/stacks.toml"
+FILE = Path(__file__).parents[1] / "src/meshweave/catalog/stacks.toml"
 NEUTRAL: dict[str, Any] = {
     "overlap": 1.0,
     "extra_passes": 0.0,

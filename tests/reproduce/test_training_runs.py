@@ -132,7 +132,7 @@ def test_what_rows_say() -> None:
     assert {choice.virtual_stages for choice in megatron.choices} == {1, 3}
     assert {choice.recompute for choice in megatron.choices} == {"full"}
     zero = case_of(run_at(8))
-    assert (zero.choices[0].data, zero.choices[0].zero, zero.stack.name) == (640, 3, "")
+    assert (zero.choices[0].data, zero.choices[0].zero, zero.stack.name) == (640, 3, "none")
     readme = next(case_of(run) for run in RUNS if "Megatron-LM README" in run.source)
     assert (readme.problem.batch, readme.choices[0].strategy) == (4, "megatron_sp")
     assert readme.choices[0].recompute == "selective"
@@ -170,7 +170,7 @@ def test_reasons(columns: dict[str, str], reason: str) -> None:
 
 def test_an_unknown_source_is_predicted_without_constants() -> None:
     case = case_of(run_of())
-    assert (case.stack.name, case.problem.stack.name, case.choices[0].micro_batch) == ("", "none", 4)
+    assert (case.stack.name, case.problem.stack.name, case.choices[0].micro_batch) == ("none", "none", 4)
 
 
 def test_llm_foundrys_formula_gives_its_own_tokens_per_second() -> None:
@@ -318,7 +318,7 @@ def test_the_saved_page_is_what_is_computed() -> None:
 
 
 def test_constants_of_stacks_are_few_and_named() -> None:
-    stacks = tomllib.loads((ROOT / "src/meshweave/reproduce/training_runs/stacks.toml").read_text("utf-8"))
+    stacks = tomllib.loads((ROOT / "src/meshweave/catalog/stacks.toml").read_text("utf-8"))
     constants = {field.name for field in fields(SoftwareStack) if field.type == "float"}
     assert len(constants) == 5 and stacks["stacks"]
     assert all(set(of) <= constants for of in stacks["stacks"].values())

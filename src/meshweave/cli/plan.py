@@ -62,6 +62,13 @@ def plan(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
     ] = False,
+    stack: Annotated[
+        str,
+        typer.Option(
+            help="Software whose overheads are added: torchtitan, nanotron, llm-foundry or megatron-2021, fitted "
+            "on published runs; none adds nothing."
+        ),
+    ] = "none",
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
     ] = None,
@@ -91,17 +98,24 @@ def plan(
     if products:
         from meshweave.cli.plan_products import plan_products
 
-        _refuse_with_products(fix=fix, memory=memory, table=table, sensitivity=sensitivity, price=price)
+        _refuse_with_products(
+            fix=fix,
+            memory=memory,
+            table=table,
+            sensitivity=sensitivity,
+            price=price,
+            stack="" if stack == "none" else stack,
+        )
         plan_products(architecture, target, workload, algorithms, (out, report, json))
         return
     if algorithms != "all":
         raise DescriptionError("--algorithms is for products; add --products, or give --fix strategy=...")
     if batch is None:
         raise DescriptionError("the plan of a step needs --batch, the sequences of a step; give --batch 1024")
-    from meshweave.tune.step import StepProblem
+    from meshweave.tune.step import StepProblem, load_stack
 
     _plan_step(
-        StepProblem(architecture, target, batch, seq, dtype),
+        StepProblem(architecture, target, batch, seq, dtype, stack=load_stack(stack)),
         fix,
         None if memory is None else read_bytes("--memory", memory),
         (table, sensitivity, price),

@@ -2,22 +2,18 @@
 
 What a stack does is configuration: precision, the kernel of attention, what is recomputed, whether stages are
 interleaved. What remains are constants with a name (`tune.step.SoftwareStack`), at most five a stack, in
-`stacks.toml`, written by `validation/fit_stacks.py`.
+`catalog/stacks.toml`, written by `validation/fit_stacks.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
-from meshweave.describe.files import parse_table
 from meshweave.describe.model.memory import Recompute
 from meshweave.reproduce.training_runs.rows import PublishedRun
-from meshweave.tune.step import SoftwareStack
-
-_FILE = "stacks.toml"
+from meshweave.tune.step import SoftwareStack, load_stack
+from meshweave.tune.step.stacks import stack_table
 
 
 @dataclass(frozen=True)
@@ -26,18 +22,17 @@ class RunStack:
 
     Attributes:
         words: words of a source, any of which names this stack.
-        name: the name of its constants in `stacks.toml`; "" for none.
+        name: its name (`tune.step.stack_names`); "none" where it has no constants.
         gradient_dtype: of gradients that are accumulated and reduced.
         attention_kernel: which fused kernel computes attention; "" for scores in memory.
         loss: as of `StepProblem`.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
         interleaves: whether the number of virtual stages is open where a pipeline's row states none.
-        regathers, blocks_transfers, accumulates: as of `SoftwareStack`.
         states_precision: whether a row without a precision leaves it open.
     """
 
     words: tuple[str, ...]
-    name: str = ""
+    name: str = "none"
     dtype: str = "bfloat16"
     gradient_dtype: str = "float32"
     attention_kernel: str = "flash-2"
@@ -45,9 +40,6 @@ class RunStack:
     recompute: Recompute = "none"
     is_sequence_parallel: bool = True
     interleaves: bool = False
-    regathers: bool = False
-    blocks_transfers: bool = False
-    accumulates: bool = False
     states_precision: bool = False
 
     @property
@@ -63,8 +55,6 @@ _MEGATRON = RunStack(
     attention_kernel="",
     loss="fused",
     is_sequence_parallel=False,
-    blocks_transfers=True,
-    accumulates=True,
 )
 """Megatron-LM before fused attention and overlapped transfers."""
 _STACKS = (
@@ -75,19 +65,17 @@ _STACKS = (
         "llm-foundry",
         gradient_dtype="bfloat16",
         attention_kernel="triton-1",
-        regathers=True,
     ),
     RunStack(("torchtitan",), "torchtitan"),
-    RunStack(("nanotron",), "nanotron", accumulates=True),
+    RunStack(("nanotron",), "nanotron"),
     RunStack(
         ("Megatron-Bridge", "Megatron-Core"),
-        "megatron-core",
         loss="fused",
         attention_kernel="flash-3",
         states_precision=True,
     ),
 )
-_ZERO_3 = RunStack((), "", "float16", "float16", "", recompute="full")
+_ZERO_3 = RunStack((), "none", "float16", "float16", "", recompute="full")
 """DeepSpeed, with which Narayanan et al. ran ZeRO-3."""
 _UNKNOWN = RunStack(())
 
@@ -99,25 +87,12 @@ def stack_of(run: PublishedRun) -> RunStack:
     return next((stack for stack in _STACKS if any(word in run.source for word in stack.words)), _UNKNOWN)
 
 
-@lru_cache(maxsize=1)
-def _constants() -> dict[str, Any]:
-    text = files("meshweave.reproduce").joinpath("training_runs", _FILE).read_text("utf-8")
-    return parse_table(text, _FILE, "toml")
-
-
 def software_of(stack: RunStack) -> SoftwareStack:
     """Return a stack in `StepProblem`'s words, with the constants that ship with the package."""
-    constants = _constants().get("stacks", {}).get(stack.name, {})
-    return SoftwareStack(
-        stack.name or "none",
-        **constants,
-        regathers=stack.regathers,
-        blocks_transfers=stack.blocks_transfers,
-        accumulates=stack.accumulates,
-    )
+    return load_stack(stack.name)
 
 
 def attention_rate(kernel: str, chip: str) -> float:
     """Return the rate of a kernel of attention on a chip over that of the measured kernel; 1 if not known."""
-    shares = _constants().get("attention", {}).get(kernel, {})
+    shares = stack_table().get("attention", {}).get(kernel, {})
     return float(next((share for name, share in shares.items() if chip.startswith(name)), 1.0))

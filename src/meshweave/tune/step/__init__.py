@@ -12,6 +12,7 @@ from meshweave.tune.step.memory import Memory, StageMemory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
 from meshweave.tune.step.program import StepSimulation, simulate_step, step_program
 from meshweave.tune.step.result import Step, StepParts
+from meshweave.tune.step.stacks import load_stack, stack_names
 
 __all__ = [
     "LayerTime",
@@ -26,9 +27,11 @@ __all__ = [
     "check_step",
     "layer_time",
     "least_step_s",
+    "load_stack",
     "memory_of",
     "peak_memory",
     "simulate_step",
+    "stack_names",
     "step",
     "step_of",
     "step_program",

@@ -24,6 +24,7 @@ from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, ran
 from meshweave.tune.step.pipeline import num_stashes, ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.result import Step
+from meshweave.tune.step.stacks import load_stack
 from meshweave.tune.step.stages import Stages, stage_layers, stages_of
 
 ADAM_STEP_BYTES = 34
@@ -130,14 +131,16 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
         batch: sequences of a step.
         seq: tokens of a sequence.
         options: `tp`, `pp`, `dp`, `cp` and `vp` for the degrees tensor, pipeline, data, context and for virtual
-            stages; other attributes of `Parallelism` and of `StepProblem` by their names. Without `dp` there are
-            as many replicas as the chips allow.
+            stages; other attributes of `Parallelism` and of `StepProblem` by their names; `stack` may be a name
+            (`load_stack`). Without `dp` there are as many replicas as the chips allow.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model, or an option is unknown.
         DescriptionError: a model or cluster is unknown.
     """
     chosen = {_SHORT.get(name, name): value for name, value in options.items()}
+    if isinstance(chosen.get("stack"), str):
+        chosen["stack"] = load_stack(chosen["stack"])
     of_problem = {each.name for each in fields(StepProblem)}
     of_parallelism = {each.name for each in fields(Parallelism)}
     for name in chosen:

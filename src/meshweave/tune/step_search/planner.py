@@ -13,7 +13,7 @@ from meshweave.describe.machine.levels import outer_link_names, with_outer_links
 from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
-from meshweave.tune.step import Parallelism, Step, StepProblem, step_of
+from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
 from meshweave.tune.step_search.space import SpaceOptions, StepSpace
@@ -58,7 +58,7 @@ def plan(
         progress: called with the numbers of layouts looked at so far, and of all.
         options: what is fixed: `tp`, `pp`, `dp`, `cp`, `vp`, `strategy`, `zero`, `schedule`, `micro_batch`,
             `recompute` and `order`, each a value or a list of values to choose among; and attributes of
-            `StepProblem`, such as `attention`.
+            `StepProblem`, such as `attention` or `stack`, which may be a name.
 
     Raises:
         DescriptionError: a name, size or option is wrong.
@@ -69,6 +69,8 @@ def plan(
     for name in options:
         if name not in known:
             raise DescriptionError(f"a plan has no option '{name}'{did_you_mean(name, sorted(known))}")
+    if isinstance(options.get("stack"), str):
+        options["stack"] = load_stack(options["stack"])
     problem = StepProblem(
         model if isinstance(model, Transformer) else load_model(model),
         cluster if isinstance(cluster, Cluster) else load_cluster(cluster),

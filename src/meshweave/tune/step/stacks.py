@@ -1,0 +1,51 @@
+"""Software stacks by name: their constants, fitted on published training runs, and what they do by default.
+
+`catalog/stacks.toml` has the constants, `validation/fit_stacks.py` fits them on half of the families of published
+runs (`meshweave reproduce published` scores the others), and the table below has what is no constant.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from meshweave.base.errors import DescriptionError, did_you_mean
+from meshweave.describe.files import parse_table
+from meshweave.tune.step.problem import SoftwareStack
+
+_FILE = "stacks.toml"
+_DEFAULTS: dict[str, dict[str, bool]] = {
+    "megatron-2021": {"blocks_transfers": True, "accumulates": True},
+    "llm-foundry": {"regathers": True},
+    "torchtitan": {},
+    "nanotron": {"accumulates": True},
+}
+"""What a stack does where nobody says otherwise. megatron-2021 is Megatron-LM before fused attention and
+overlapped transfers."""
+
+
+def stack_names() -> tuple[str, ...]:
+    """Return the names of software stacks that have fitted constants."""
+    return tuple(_DEFAULTS)
+
+
+@lru_cache(maxsize=1)
+def stack_table() -> dict[str, Any]:
+    """Return `catalog/stacks.toml`: constants of stacks, and rates of kernels of attention."""
+    return parse_table((files("meshweave") / "catalog" / _FILE).read_text("utf-8"), _FILE, "toml")
+
+
+def load_stack(name: str) -> SoftwareStack:
+    """Return a software stack by its name, or for "none" one that adds nothing.
+
+    Raises:
+        DescriptionError: no stack has this name.
+    """
+    if name == "none":
+        return SoftwareStack()
+    if name not in _DEFAULTS:
+        known = ("none", *stack_names())
+        raise DescriptionError(f"no stack '{name}'{did_you_mean(name, known)}; known: {', '.join(known)}")
+    constants = stack_table().get("stacks", {}).get(name, {})
+    return SoftwareStack(name, **constants, **_DEFAULTS[name])
