@@ -36,6 +36,16 @@ FixOption = Annotated[
         "micro_batch, recompute, order; 'tp=8,pp=16', alternatives with colons, 'zero=0:1'."
     ),
 ]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Bytes that a chip may hold, such as 76GB. Default: what it has.")
+]
+StackOption = Annotated[
+    str,
+    typer.Option(
+        help="Software whose overheads are added: torchtitan, nanotron, llm-foundry or megatron-2021, fitted "
+        "on published runs; none adds nothing."
+    ),
+]
 OutOption = Annotated[
     Path | None,
     typer.Option("--out", "--save", help="Write the plan here as JSON, for `simulate` and `run`."),
@@ -53,22 +63,14 @@ def plan(
     seq: Annotated[int, typer.Option(help="Tokens per sequence.")] = 2048,
     dtype: Annotated[str, typer.Option(help="Element type of activations and weights.")] = "bfloat16",
     fix: FixOption = "",
-    memory: Annotated[
-        str | None, typer.Option(help="Bytes that a chip may hold, such as 76GB. Default: what it has.")
-    ] = None,
+    memory: MemoryOption = None,
     table: Annotated[
         bool, typer.Option("--table", help="Print the ranking, and time against memory.")
     ] = False,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Say what faster and slower links would change.")
     ] = False,
-    stack: Annotated[
-        str,
-        typer.Option(
-            help="Software whose overheads are added: torchtitan, nanotron, llm-foundry or megatron-2021, fitted "
-            "on published runs; none adds nothing."
-        ),
-    ] = "none",
+    stack: StackOption = "none",
     price: Annotated[
         float | None, typer.Option(min=0, help="Price of a chip-hour: adds the price of tokens to the table.")
     ] = None,
