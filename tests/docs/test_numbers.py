@@ -164,6 +164,14 @@ def guide(name: str) -> str:
     return " ".join((pages.ROOT / "docs" / "guide" / f"{name}.md").read_text().split())
 
 
+def test_runs_of_the_demo_in_the_guide() -> None:
+    saved = json.loads((pages.ROOT / "benchmarks/results/local_runs.json").read_text())
+    assert f"Of {len(saved['runs'])} such runs" in guide("limits")
+    assert f"{saved['num_within']} had both predictions within {saved['within']:.0%}".replace(
+        "%", " %"
+    ) in guide("limits")
+
+
 def test_calibration_in_the_guide() -> None:
     saved = tomllib.loads((pages.ROOT / "benchmarks/results/torus-4x4-50mbit.toml").read_text())
 
