@@ -331,13 +331,10 @@ def test_tpu_kernels_in_the_guide() -> None:
     assert " ".join(table) in guide("kernels"), table
 
 
-def test_the_shown_plans_of_a_reshard() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/resharding.md"])
+def test_shown_plans(page: str) -> None:
     """The output on the page is that of the command above it, except for the time of planning."""
-    block = next(
-        block
-        for block in pages.blocks(pages.ROOT / "docs/guide/resharding.md")
-        if block.language == "console"
-    )
+    block = next(block for block in pages.blocks(pages.ROOT / page) if block.language == "console")
     (command,) = block.commands()
     with redirect_stdout(io.StringIO()) as output:
         assert run_app(shlex.split(command)[1:]) == 0
