@@ -34,7 +34,7 @@ from meshweave.tune.step_search.space import (
 
 SLACK = 0.97
 """The least ratio of chip-seconds a sequence, of a layer over the same layer relaxed: more sequences, shorter
-links or fewer chips. It is below 1, since kernels compute whole tiles and collectives change algorithm with size."""
+links or fewer chips. It is below 1: kernels compute whole tiles, and collectives change algorithm with size."""
 
 
 def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int:
