@@ -34,6 +34,7 @@ $(STAMP): pyproject.toml constraints.txt $(CORE) $(VENV)/.modules $(TOOLS) | $(B
 
 demo: $(STAMP)
 	mkdir -p demo-out
+	$(BIN)/meshweave plan llama-2-7b --cluster dgx-h100:8 --batch 16 --seq 2048
 	$(BIN)/meshweave plan gpt3 --products --cluster tpu-v4-pod:256 --out demo-out/plan.json
 	$(BIN)/meshweave run demo-out/plan.json --layer ff1 --pass forward --ranks 4 \
 		--algorithm meshslice,collective \

@@ -37,7 +37,7 @@ ranking = search.run()
 row = {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "first_s": first[0]}
 best = ranking.rows[0]
 row |= {"memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, **vars(ranking.count)}
-print(json.dumps({**row, "best_s": best.seconds, "mfu": best.step.mfu, "best": str(best.parallelism)}))
+print(json.dumps({**row, "best_s": best.time_s, "mfu": best.step.mfu, "best": str(best.parallelism)}))
 """
 
 

@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = "benchmarks/results"
+PUBLISHED = "validation/results/published.md"
 BLOCK = re.compile(r"(<!-- measured: begin [^\n]*-->\n).*?(<!-- measured: end -->)", re.DOTALL)
 
 
@@ -29,6 +30,23 @@ def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean of positive numbers."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
+
+
+def published_runs() -> str:
+    """Return how far steps of published runs are off whose families of models no constant was fitted on."""
+    page = (ROOT / PUBLISHED).read_text(encoding="utf-8")
+    line = page.partition("## Families that judge\n")[2].strip().partition("\n")[0]
+    rows, sources, median, within = re.findall(
+        r"(\d+) of \d+ rows scored, (\d+) sources: median of their medians ([\d.]+)%.*?; (\d+)% of rows", line
+    )[0]
+    return f"median error {median} % over {sources} sources; {within} % of {rows} runs within 20 %"
+
+
+def steps_beside_simulation() -> str:
+    """Return how far estimates of steps are off their simulation with contention."""
+    errors = [abs(row["error"]) for row in load("step_estimates")["rows"]]
+    mean, worst = 100 * sum(errors) / len(errors), 100 * max(errors)
+    return f"mean difference {mean:.1f} %, worst {worst:.1f} %"
 
 
 def bytes_beside_dtensor() -> str:
@@ -130,6 +148,12 @@ def planner_speed() -> str:
 def table() -> str:
     """Return the table in Markdown."""
     rows = [
+        ("published training runs, predicted; nothing fitted on these models", published_runs(), PUBLISHED),
+        (
+            f"{len(load('step_estimates')['rows'])} training steps, estimated beside simulated",
+            steps_beside_simulation(),
+            "step_estimates",
+        ),
         (
             "bytes received, 256 pairs of placements, beside DTensor",
             bytes_beside_dtensor(),
@@ -149,7 +173,9 @@ def table() -> str:
         ("planner, GPT-3, all algorithms", planner_speed(), "planner_speed"),
     ]
     lines = ["| what | result | data |", "|---|---|---|"]
-    lines += [f"| {what} | {text} | [{data}]({RESULTS}/{data}.json) |" for what, text, data in rows if text]
+    for what, text, data in rows:
+        path = data if "/" in data else f"{RESULTS}/{data}.json"
+        lines += [f"| {what} | {text} | [{Path(path).stem}]({path}) |"] if text else []
     return "\n".join(lines) + "\n"
 
 

@@ -98,7 +98,7 @@ def priced_row(run: PublishedRun, free: Sequence[str], fit_attention: bool) -> P
             continue
         problem = replace(case.problem, stack=replace(neutral, **dict[str, Any]({name: UNITS[name]})))
         for kind in _KEPT:
-            problem.prices(kind).update(case.problem.prices(kind))
+            problem.cache(kind).update(case.problem.cache(kind))
         added[name] = seconds(replace(case, problem=problem)) - prediction.seconds
     if fit_attention:
         slower = replace(case, problem=replace(case.problem, attention_share=_PRICED_RATE))

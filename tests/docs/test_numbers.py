@@ -23,6 +23,7 @@ from meshweave.cli.app import run_app
 from meshweave.describe.machine.measured_file import TPU_PRODUCTS, shipped_measured
 from meshweave.reproduce.meshslice.measured_mesh import local_shapes
 from meshweave.reproduce.meshslice.readings import reading_named
+from meshweave.tune.step_search.bounds import SLACK
 
 MEASURED = runpy.run_path(str(pages.ROOT / "docs" / "measured.py"))
 README = (pages.ROOT / "README.md").read_text()
@@ -66,6 +67,10 @@ def test_estimates_of_steps_beside_simulation() -> None:
     assert f"Over {len(rows)} random steps of four models on four clusters of up to {chips} chips" in page
     mean, most = 100 * statistics.mean(errors), 100 * max(errors)
     assert f"by {mean:.1f} % on average and by {most:.1f} % at most" in page
+
+
+def test_the_assumption_of_the_search_in_the_guide() -> None:
+    assert f"takes at least {SLACK} of the chip-seconds a sequence" in guide("planning")
 
 
 VALIDATION = " ".join((pages.ROOT / "validation" / "README.md").read_text().split())
@@ -339,13 +344,10 @@ def test_tpu_kernels_in_the_guide() -> None:
     assert " ".join(table) in guide("kernels"), table
 
 
-def test_the_shown_plans_of_a_reshard() -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/guide/resharding.md"])
+def test_shown_plans(page: str) -> None:
     """The output on the page is that of the command above it, except for the time of planning."""
-    block = next(
-        block
-        for block in pages.blocks(pages.ROOT / "docs/guide/resharding.md")
-        if block.language == "console"
-    )
+    block = next(block for block in pages.blocks(pages.ROOT / page) if block.language == "console")
     (command,) = block.commands()
     with redirect_stdout(io.StringIO()) as output:
         assert run_app(shlex.split(command)[1:]) == 0

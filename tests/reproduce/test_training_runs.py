@@ -243,7 +243,7 @@ def test_scores_and_tables() -> None:
         replace(row, line=6, source="B", predicted=None, published_gb=None, reason="no reason"),
     ]
     first, second = source_scores(rows)
-    assert (first.rows, first.predicted, first.within) == (3, 2, 1)
+    assert (first.rows, first.predicted, first.num_within) == (3, 2, 1)
     assert first.median == pytest.approx(0.2) and first.worst == pytest.approx(0.3)
     assert first.memory_median == pytest.approx(0.1) and second.memory_median is None
     summary = summary_of(rows)

@@ -1,4 +1,4 @@
-"""The constants of local processes, for one planned product at a time: what is run to measure them, and their fit.
+"""Measure and fit the constants of local processes, for one planned product at a time.
 
 Processes that share cores slow each other down, and by how much depends on what they do at once. So constants are
 measured with the same algorithm on a part of the product: three quarters of the slices, or of the sliced dim where
@@ -36,7 +36,7 @@ _STEPS = 32
 
 @dataclass(frozen=True)
 class ConstantPrograms:
-    """What is run to measure the constants of a product; see the module's docstring."""
+    """The two programs that are run to measure the constants of a product; see the module's docstring."""
 
     transfers: Program
     work: Program
@@ -49,7 +49,7 @@ class ConstantPrograms:
 
     @property
     def listed(self) -> tuple[Program, ...]:
-        """Return them in the order in which `fit_local_constants` takes their durations."""
+        """Return both programs in the order in which `fit_local_constants` takes their durations."""
         return self.transfers, self.work
 
 

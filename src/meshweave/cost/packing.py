@@ -1,4 +1,4 @@
-"""What messages of strided views cost: each end packs into, or unpacks from, memory that is sent as one run.
+"""Price messages of strided views: each end packs into, or unpacks from, memory that is sent as one run.
 
 A view is strided where it is not one run of its rank's memory (`View.is_strided`). An executor then copies it
 (`execute.torch.wire`), in the lane of the message. One end takes
@@ -6,8 +6,8 @@ A view is strided where it is not one run of its rank's memory (`View.is_strided
     pack_launch_s + bytes / pack_bytes_per_s
 
 of its chip, before the bytes flow at the sender and after that at the receiver. The price of a message has both
-before the flow, which ends at the same time. A chip with `pack_bytes_per_s` 0 packs for nothing, as all chips did
-before. Steps of collectives and one-sided transfers pack nothing here.
+before the flow, which ends at the same time. A chip with `pack_bytes_per_s` 0 packs for nothing, which
+is the default. Steps of collectives and one-sided transfers pack nothing here.
 """
 
 from __future__ import annotations

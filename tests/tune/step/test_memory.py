@@ -74,7 +74,7 @@ def test_states_are_those_of_zero(zero: int, tensor: int, pipeline: int, group: 
     if pipeline > 1:
         counts[-1] += table // tensor
     shards = group or data
-    for stage, count in zip(memory.stages, counts, strict=True):
+    for stage, count in zip(memory.ranks, counts, strict=True):
         assert stage.weights == 2 * count // (shards if zero == 3 else 1)
         assert stage.gradients == 4 * count // (shards if zero >= 2 else 1)
         assert stage.optimizer == 12 * count // (shards if zero >= 1 else 1)
@@ -94,7 +94,7 @@ def test_a_rank_keeps_what_is_in_flight(pipeline: int, virtual: int, rounds: int
     for rank in range(pipeline - 1):
         ahead = 2 * (pipeline - rank) - 1 + (virtual - 1) * pipeline if virtual > 1 else pipeline - rank
         kept = min(micro_batches * virtual, ahead)
-        assert memory.stages[rank].activations == kept * 16 // (pipeline * virtual) * layer
+        assert memory.ranks[rank].activations == kept * 16 // (pipeline * virtual) * layer
 
 
 def test_a_rank_with_both_ends_has_both_tables() -> None:
@@ -102,12 +102,12 @@ def test_a_rank_with_both_ends_has_both_tables() -> None:
     tied = gpt(16, 64)
     apart = replace(tied, tied_embeddings=False)
     p = mw.Parallelism(16, 4, virtual_stages=2, schedule="zbv")
-    once, twice = (memory_of(mw.StepProblem(m, CLUSTER, 64, 512), p).stages for m in (tied, apart))
+    once, twice = (memory_of(mw.StepProblem(m, CLUSTER, 64, 512), p).ranks for m in (tied, apart))
     table = 2 * 51200 * tied.hidden
     assert twice[0].weights - once[0].weights == table == once[0].weights - once[1].weights
     assert once[1:] == twice[1:]
     step = mw.step_of(mw.StepProblem(tied, CLUSTER, 128, 512), p)
-    assert step.stages.sync.tied_s == 0 and mw.simulate_step(step).time_s > 0
+    assert step.stages.data_parallel.tied_s == 0 and mw.simulate_step(step).time_s > 0
 
 
 def test_fragmentation_is_a_named_share() -> None:

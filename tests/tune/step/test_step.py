@@ -20,8 +20,8 @@ from meshweave.estimate.skeletons import TimedSkeleton
 from meshweave.ir.skeleton import Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Work
 from meshweave.tune.step import check_step, least_step_s, memory_of, peak_memory
+from meshweave.tune.step.data_parallel import exposed_after
 from meshweave.tune.step.placement import axis_machine, replica_groups, sharding_groups
-from meshweave.tune.step.sync import exposed_after
 from sampling import examples
 
 GPT = mw.Transformer("gpt", 8, 1024, 16, 16, 64, 4096, 51200, False, "made up")
@@ -197,7 +197,7 @@ def test_what_a_stack_does_costs_time() -> None:
     hops = 2 * plain.num_micro_batches * plain.stages.transfer_s
     assert blocking.parts.transfers == pytest.approx(hops + 6 * plain.stages.transfer_s, rel=0.5)
     eager = mw.step(GPT, HOSTS, **options, loss="eager")
-    assert eager.time_s > plain.time_s and eager.memory.stages[-1].total > plain.memory.stages[-1].total
+    assert eager.time_s > plain.time_s and eager.memory.ranks[-1].total > plain.memory.ranks[-1].total
     assert pickle.loads(pickle.dumps(eager.problem)) == eager.problem
 
 

@@ -88,10 +88,10 @@ def test_the_search_loses_nothing(
     rows = enumerated(problem, options, int(memory))
     assert bool(ranking.rows) == bool(rows)
     for row, seconds in zip(ranking.rows[: ranking.num_exact], sorted(rows.values()), strict=False):
-        assert row.seconds == pytest.approx(seconds, rel=1e-12)
+        assert row.time_s == pytest.approx(seconds, rel=1e-12)
     for row in ranking.rows:
         assert row.memory_bytes <= memory
-        assert row.seconds >= rows[row.row_key] * (1 - 1e-12)
+        assert row.time_s >= rows[row.row_key] * (1 - 1e-12)
 
 
 @examples(20)

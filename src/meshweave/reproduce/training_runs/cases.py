@@ -1,4 +1,4 @@
-"""What a published run asks of a prediction: model, cluster, batch, degrees and software stack.
+"""Turn a published run into a step to predict: model, cluster, batch, degrees and software stack.
 
 A row states some of that in columns and some in words. Where it leaves the micro-batch or the number of virtual
 stages open, all choices are priced and the fastest that fits is taken, as the authors would have. What else is
@@ -15,7 +15,7 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.reproduce.training_runs.clusters import cluster_of
-from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_stated
+from meshweave.reproduce.training_runs.models import NoPredictionError, model_of, with_source_columns
 from meshweave.reproduce.training_runs.rows import PublishedRun
 from meshweave.reproduce.training_runs.stacks import RunStack, attention_rate, software_of, stack_of
 from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
@@ -23,7 +23,7 @@ from meshweave.tune.step import Parallelism, SoftwareStack, StepProblem
 _OPEN_MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_MICRO_BATCHES = 2**14
 """More of them on a pipeline than any run has, and than schedules are made of in a second."""
-_NARROW = re.compile(r"fp8|float8|mxfp|nvfp", re.IGNORECASE)
+_LOW_PRECISION = re.compile(r"fp8|float8|mxfp|nvfp", re.IGNORECASE)
 _SCHEDULES = (("zb-1p", "zb-1p"), ("zb-2p", "zb-2p"), ("zb-h1", "zb-h1"), ("zb-v", "zbv"))
 
 
@@ -55,7 +55,7 @@ class RunCase:
 def case_of(
     run: PublishedRun, constants: SoftwareStack | None = None, attention: float | None = None
 ) -> RunCase:
-    """Return what a run asks of a prediction.
+    """Return the problem and parallelism of a run.
 
     Args:
         constants: those of the stack; by default those that ship with the package.
@@ -64,13 +64,13 @@ def case_of(
     Raises:
         NoPredictionError: it cannot be predicted; the reason.
     """
-    run = with_stated(run)
+    run = with_source_columns(run)
     model, stack = model_of(run), stack_of(run)
-    if _NARROW.search(run.config) or _NARROW.search(run.source.rpartition(":")[2]):
+    if _LOW_PRECISION.search(run.config) or _LOW_PRECISION.search(run.source.rpartition(":")[2]):
         raise NoPredictionError(
             "products in eight or four bits: rates of such training kernels are not known"
         )
-    if stack.states_precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
+    if stack.needs_precision and not re.search(r"bf16|fp16", run.config, re.IGNORECASE):
         raise NoPredictionError("the precision is not stated")
     cluster, words = cluster_of(run), _Words(run)
     degrees = _degrees(run, words, cluster.num_chips)
@@ -82,7 +82,7 @@ def case_of(
     choices = tuple(
         replace(degrees, micro_batch=size, virtual_stages=virtual, recompute=recompute)
         for size, virtual in product(
-            (micro,) if micro else _OPEN_MICRO_BATCHES, _virtual(run, words, model, stack, degrees)
+            (micro,) if micro else _OPEN_MICRO_BATCHES, _virtual_stages(run, words, model, stack, degrees)
         )
         if batch % (size * degrees.data) == 0
     )
@@ -112,7 +112,7 @@ def case_of(
 
 
 class _Words:
-    """What the column `config` says of a run."""
+    """Read the column `config` of a run."""
 
     def __init__(self, run: PublishedRun) -> None:
         self.text = run.config.lower()
@@ -204,7 +204,7 @@ def _batch(run: PublishedRun, words: _Words, data: int) -> tuple[int | None, int
     raise NoPredictionError("the batch is not stated")
 
 
-def _virtual(
+def _virtual_stages(
     run: PublishedRun, words: _Words, model: Transformer, stack: RunStack, degrees: Parallelism
 ) -> tuple[int, ...]:
     """Return the numbers of virtual stages that the row allows."""

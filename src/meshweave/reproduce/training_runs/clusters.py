@@ -11,7 +11,7 @@ from meshweave.reproduce.training_runs.models import NoPredictionError
 from meshweave.reproduce.training_runs.rows import PublishedRun
 
 _CHIPS = re.compile(r"(?:(\d+)\s+(?:x\s+)?)?(\S+)")
-_NAMES = (
+_CLUSTERS_OF_CHIPS = (
     (r"a100.*40", "dgx-a100-40gb"),
     (r"a100", "dgx-a100"),
     (r"h100", "dgx-h100"),
@@ -23,7 +23,7 @@ _NAMES = (
     (r"v4", "tpu-v4"),
 )
 """Patterns of a kind of chip, in the order in which they are tried, and the cluster that has it."""
-_OF_SOURCES = (
+_CLUSTERS_OF_SOURCES = (
     ("torchtitan", "h100", "grand-teton-h100"),
     ("nanotron", "h100", "p5"),
     ("2104.04473", "a100", "selene"),
@@ -40,8 +40,10 @@ def cluster_of(run: PublishedRun) -> Cluster:
     pods = re.fullmatch(r"v5e-(\d+)", kind)
     if pods:
         count *= int(pods[1])
-    name = next((name for word, chip, name in _OF_SOURCES if word in run.source and chip in kind), None)
-    name = name or next((name for pattern, name in _NAMES if re.search(pattern, kind)), None)
+    name = next(
+        (name for word, chip, name in _CLUSTERS_OF_SOURCES if word in run.source and chip in kind), None
+    )
+    name = name or next((name for pattern, name in _CLUSTERS_OF_CHIPS if re.search(pattern, kind)), None)
     if name is None:
         raise NoPredictionError(f"the catalog has no cluster of {stated[2]}")
     try:

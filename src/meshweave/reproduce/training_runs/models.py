@@ -64,7 +64,7 @@ def size_of(run: PublishedRun) -> str:
     return f"{size[1]}{size[2]}".lower() if size else ""
 
 
-def with_stated(run: PublishedRun) -> PublishedRun:
+def with_source_columns(run: PublishedRun) -> PublishedRun:
     """Return a run with the columns that its source states elsewhere, where the row leaves them empty."""
     chips, config, counts = run.chips, run.config, dict(run.counts)
     for stated in _tables()["stated"]:

@@ -25,7 +25,7 @@ SHIPPED = "training_runs.csv"
 """The file of `reproduce/published` that ships with the package."""
 COUNTS = ("tp", "pp", "cp", "dp", "vp", "ep", "mbs", "gbs", "seq")
 COLUMNS = ("source", "model", "chips", *COUNTS, "config", "metric", "value", "second")
-_STATED = ("source", "model", "metric", "value")
+_REQUIRED = ("source", "model", "metric", "value")
 _NOT_STATED = ("", "n/a", "-")
 _MOST = 2**40
 
@@ -115,7 +115,7 @@ def _row(row: dict[str, str], line: int) -> PublishedRun | Problem:
     for column in COLUMNS:
         if not row[column].isprintable():
             return Problem(f"line {line}, column {column}", "has characters that cannot be printed")
-    for column in _STATED:
+    for column in _REQUIRED:
         if not row[column]:
             return Problem(f"line {line}, column {column}", "is empty; every run states it")
     counts = {}

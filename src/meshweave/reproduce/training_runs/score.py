@@ -68,14 +68,20 @@ class ScoredRun:
 
 @dataclass(frozen=True)
 class SourceScore:
-    """The errors of a source's rows; None where none of them could be predicted."""
+    """The errors of a source's rows; None where none of them could be predicted.
+
+    Attributes:
+        predicted: the number of rows that count.
+        median, worst: of the absolute relative errors; `bias` is the median of the signed ones.
+        num_within: the number of rows with an error of at most `ROW_GOAL`.
+    """
 
     source: str
     rows: int
     predicted: int
     median: float | None = None
     worst: float | None = None
-    within: int = 0
+    num_within: int = 0
     bias: float | None = None
     memory_rows: int = 0
     memory_median: float | None = None
@@ -230,7 +236,7 @@ def summary_of(rows: Sequence[ScoredRun]) -> Summary:
         len(scores),
         predicted,
         median(score.median or 0.0 for score in scores) if scores else None,
-        sum(score.within for score in scores) / predicted if predicted else None,
+        sum(score.num_within for score in scores) / predicted if predicted else None,
         sum(score.memory_rows for score in scores),
         median(memory) if memory else None,
     )

@@ -27,8 +27,8 @@ class RunStack:
         attention_kernel: which fused kernel computes attention; "" for scores in memory.
         loss: as of `StepProblem`.
         is_sequence_parallel: whether norms and dropout are sharded over tensor ranks.
-        interleaves: whether the number of virtual stages is open where a pipeline's row states none.
-        states_precision: whether a row without a precision leaves it open.
+        interleaves: whether all numbers of virtual stages are tried where a row states none.
+        needs_precision: whether a row is predicted only if it states its precision.
     """
 
     words: tuple[str, ...]
@@ -40,7 +40,7 @@ class RunStack:
     recompute: Recompute = "none"
     is_sequence_parallel: bool = True
     interleaves: bool = False
-    states_precision: bool = False
+    needs_precision: bool = False
 
     @property
     def attention(self) -> Literal["flash", "plain"]:
@@ -72,7 +72,7 @@ _STACKS = (
         ("Megatron-Bridge", "Megatron-Core"),
         loss="fused",
         attention_kernel="flash-3",
-        states_precision=True,
+        needs_precision=True,
     ),
 )
 _ZERO_3 = RunStack((), "none", "float16", "float16", "", recompute="full")
@@ -81,7 +81,7 @@ _UNKNOWN = RunStack(())
 
 
 def stack_of(run: PublishedRun) -> RunStack:
-    """Return the software of a run, by its source; that without constants for a source that is not known."""
+    """Return the software of a run, by its source; for an unknown source one without constants."""
     if "2104.04473" in run.source and "zero-3" in run.config.lower():
         return _ZERO_3
     return next((stack for stack in _STACKS if any(word in run.source for word in stack.words)), _UNKNOWN)

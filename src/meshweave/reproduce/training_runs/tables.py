@@ -40,7 +40,7 @@ def source_table(rows: Sequence[ScoredRun]) -> str:
                 f"{score.median:.1%}",
                 f"{score.bias:+.1%}",
                 f"{score.worst:.1%}",
-                str(score.within),
+                str(score.num_within),
                 memory,
             ]
         lines.append(

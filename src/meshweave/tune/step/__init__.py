@@ -1,14 +1,14 @@
 """The time and memory of a whole training step: degrees of parallelism laid on a cluster.
 
-problem      what is trained on what: model, cluster, batch, and what the software stack does
+problem      model, cluster, batch, and what the software stack does
 parallelism  one choice of degrees, strategy, schedule and recomputation
-step         both together: seconds in parts, bytes in parts
+step         the result: seconds in parts, bytes in parts
 """
 
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.compose import least_step_s, memory_of, peak_memory, step, step_of
 from meshweave.tune.step.layers import LayerTime, layer_time
-from meshweave.tune.step.memory import Memory, StageMemory
+from meshweave.tune.step.memory import Memory, RankMemory
 from meshweave.tune.step.problem import Parallelism, SoftwareStack, StepProblem
 from meshweave.tune.step.program import StepSimulation, simulate_step, step_program
 from meshweave.tune.step.result import Step, StepParts
@@ -18,8 +18,8 @@ __all__ = [
     "LayerTime",
     "Memory",
     "Parallelism",
+    "RankMemory",
     "SoftwareStack",
-    "StageMemory",
     "Step",
     "StepParts",
     "StepProblem",

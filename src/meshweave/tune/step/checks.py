@@ -1,4 +1,4 @@
-"""What a step cannot be: checks that price nothing."""
+"""Check that a step can be laid out, before anything is priced."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""Composes a step: layers to stages, stages to a pipeline, and what data parallelism and the optimizer add.
+"""Compose a step: layers to stages, stages to a pipeline, and what data parallelism and the optimizer add.
 
     micro-batch of a stage = its layers, forward and backward with recomputation, and embedding or loss at the ends
     pipeline = the longest path through the actions of the schedule, with transfers between stages
     step = gathers of weights that the first forward parts wait for + pipeline + reductions of the last gradients
            that nothing hides + the optimizer, through memory
 
-Every rank of a degree does the same, so that one stands for all; only pipeline ranks differ.
+Ranks of a data, context or tensor group do the same work, so one is priced for all of them; pipeline ranks are
+priced one by one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
-from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, rank_of_head, rank_parameters
+from meshweave.tune.step.memory import Memory, RankMemory, pipeline_memory, rank_of_head, rank_parameters
 from meshweave.tune.step.pipeline import num_stashes, ranks_of_stages
-from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
 from meshweave.tune.step.stages import Stages, stage_layers, stages_of
@@ -31,13 +32,11 @@ ADAM_STEP_BYTES = 34
 """Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
 three and the 16-bit weight (Kingma and Ba, 2015, algorithm 1); the norm of gradients reads these once more."""
 
-_SHORT = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "vp": "virtual_stages"}
-
 
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     """Return the time and memory of a step.
 
-    What has been priced stays with the problem: a search keeps one problem for all that it tries.
+    The problem keeps what has been priced, so a search uses one problem for all configurations.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -65,7 +64,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
 
 
 def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return a lower bound of the time of a step, near to it and much cheaper: for searches.
+    """Return a lower bound of the time of a step in seconds, close to `step_of` and much cheaper: for searches.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -79,7 +78,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 
 def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
-    """Return the memory of a step. It prices nothing.
+    """Return the memory of a step, without pricing its time.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -89,8 +88,8 @@ def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
     return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism))
 
 
-def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
-    """Return the memory of the pipeline rank that takes the most, as `memory_of` has it, at a part of its cost.
+def peak_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
+    """Return the memory of the pipeline rank that takes the most: that of `memory_of`, computed faster.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
@@ -109,7 +108,7 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
 
 
 def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[list[int], tuple[int, ...]]:
-    """Return the layers of each pipeline rank, and of how many micro-batches it keeps a stage's activations."""
+    """Return for each pipeline rank its layers, and the most micro-batches whose activations it keeps."""
     p = parallelism
     layers = stage_layers(problem.model.num_layers, p.num_stages)
     count = problem.batch // (p.data * p.micro_batch)
@@ -138,14 +137,14 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
         LayoutError: the degrees do not fit the chips, the batch or the model, or an option is unknown.
         DescriptionError: a model or cluster is unknown.
     """
-    chosen = {_SHORT.get(name, name): value for name, value in options.items()}
+    chosen = {SHORT_NAMES.get(name, name): value for name, value in options.items()}
     if isinstance(chosen.get("stack"), str):
         chosen["stack"] = load_stack(chosen["stack"])
     of_problem = {each.name for each in fields(StepProblem)}
     of_parallelism = {each.name for each in fields(Parallelism)}
     for name in chosen:
         if name not in of_problem | of_parallelism:
-            known = sorted(of_problem | of_parallelism | set(_SHORT))
+            known = sorted(of_problem | of_parallelism | set(SHORT_NAMES))
             raise LayoutError(f"a step has no option '{name}'{did_you_mean(name, known)}")
     problem = StepProblem(
         load_model(model) if isinstance(model, str) else model,
@@ -164,7 +163,7 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
 def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
     layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
-    known, out = problem.prices("optimizer"), []
+    known, out = problem.cache("optimizer"), []
     for count in rank_parameters(problem, parallelism, layers):
         own = -(-count // (parallelism.shards if parallelism.zero else 1))
         if own not in known:

@@ -1,11 +1,11 @@
-"""The time of a layer, of embedding and loss on the ranks that share them: estimates of the programs of blocks.
+"""Price a layer, and embedding and loss, on the ranks that share them: estimates of the programs of blocks.
 
-A layer is `algorithms.block`'s program of one layer under a strategy, on the chips that its ranks occupy. What it
-does not hide is exposed communication. Its gradients of weights that several ranks have are reduced once a step,
-not for each micro-batch, so that their reductions are left out here.
+A layer is the program that `algorithms.block` writes for one layer under a strategy, on the chips that its ranks
+occupy. Communication that its lanes do not hide is exposed. Gradients of replicated weights are reduced once a
+step, not for each micro-batch; `tune.step.data_parallel` prices that.
 
-Ranks that share sequences have parts of them that interleave, so that in each turn of the ring every rank attends
-to half of the keys (Brandon et al., Striped Attention, 2023).
+With context parallelism each rank has tokens from all over a sequence, so that in each turn of the ring every rank
+attends to half of the keys (Brandon et al., Striped Attention, 2023).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BY_NAME = {entry.name: entry for entry in ENTRIES}
 
 @dataclass(frozen=True)
 class PartTime:
-    """Seconds of a piece of work: computing, and communication that it does not hide, by kind."""
+    """Seconds of a piece of work: computing, and exposed communication of tensor and context parallelism."""
 
     compute_s: float = 0.0
     tensor_s: float = 0.0
@@ -65,10 +65,10 @@ class PartTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """One micro-batch of one layer, or of what is before the first and after the last.
+    """The time of one micro-batch in one layer, or in embedding, or in last norm, logits and loss.
 
     Attributes:
-        forward, backward: of each part.
+        forward, backward: the two parts, without recomputation.
         recompute: what the backward part computes again.
     """
 
@@ -116,7 +116,7 @@ class _RingsAround(BlockAlgorithm):
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     """Return what one micro-batch takes in one layer. Raises LayoutError where the strategy does not fit."""
-    known = problem.prices("layers")
+    known = problem.cache("layers")
     key = _key(parallelism), parallelism.recompute
     if key not in known:
         known[key] = _layer_time(problem, parallelism)
@@ -126,7 +126,7 @@ def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
 
 def ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTime, LayerTime]:
     """Return what one micro-batch takes before the first layer (embedding), and after the last (norm to loss)."""
-    known = problem.prices("ends")
+    known = problem.cache("ends")
     key = _key(parallelism)
     if key not in known:
         known[key] = _ends_time(problem, parallelism)
@@ -148,7 +148,7 @@ def _block(
 
 
 def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    bare, whole, kernels = _parts(problem, parallelism, 0, problem.product_dtype)
+    bare, whole, kernels = _split_time(problem, parallelism, 0, problem.product_dtype)
     extra = _software_s(problem, parallelism, kernels[0]), _software_s(problem, parallelism, kernels[1])
     attention = _attention_s(problem, parallelism, "forward"), _attention_s(problem, parallelism, "backward")
     forward = bare + PartTime(extra[0] + attention[0][1])
@@ -165,32 +165,32 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
 def least_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of one micro-batch in one layer, forward and backward, without what the software adds.
 
-    It takes half as long to find out as `layer_time`, which is no less. Raises LayoutError where the strategy does
+    It is a lower bound of `layer_time`, computed in half of the time. Raises LayoutError where the strategy does
     not fit.
     """
-    return _whole(problem, parallelism, 0, problem.product_dtype)[0].total_s
+    return _training_time(problem, parallelism, 0, problem.product_dtype)[0].total_s
 
 
-def _parts(
+def _split_time(
     problem: StepProblem, parallelism: Parallelism, vocabulary: int = 0, product_dtype: str | None = None
 ) -> tuple[PartTime, PartTime, tuple[int, int]]:
-    """Return the forward part, all of it, and the numbers of kernels forward and backward, at the best config."""
-    known = problem.prices("blocks")
+    """Return the times of the forward part and of both, and the kernels in each part, at the best config."""
+    known = problem.cache("blocks")
     key = _key(parallelism), vocabulary, product_dtype
     if key not in known:
-        whole, count, config = _whole(problem, parallelism, vocabulary, product_dtype)
+        whole, count, config = _training_time(problem, parallelism, vocabulary, product_dtype)
         block = _block(problem, parallelism, False, vocabulary)
-        forward, first = _timed(problem, parallelism, block, config, product_dtype)
+        forward, first = _block_time(problem, parallelism, block, config, product_dtype)
         known[key] = forward, whole, (first, count - first)
     forward, whole, kernels = known[key]
     return forward, whole, kernels
 
 
-def _whole(
+def _training_time(
     problem: StepProblem, parallelism: Parallelism, vocabulary: int, product_dtype: str | None
 ) -> tuple[PartTime, int, BlockConfig]:
-    """Return forward and backward part as one, its number of kernels, and the best config."""
-    known = problem.prices("wholes")
+    """Return the time of both parts together, their number of kernels, and the best config."""
+    known = problem.cache("wholes")
     key = _key(parallelism), vocabulary, product_dtype
     if key not in known:
         entry = strategy_of(problem, parallelism)
@@ -199,13 +199,15 @@ def _whole(
             raise LayoutError(f"{entry.name} {reason}")
         slices = isinstance(entry, IncludedProducts)
         configs = list(entry.candidates(block)) if slices else [BlockConfig()]
-        timed = [(*_timed(problem, parallelism, block, config, product_dtype), config) for config in configs]
+        timed = [
+            (*_block_time(problem, parallelism, block, config, product_dtype), config) for config in configs
+        ]
         known[key] = min(timed, key=lambda each: each[0].total_s)
     whole, count, config = known[key]
     return whole, count, config
 
 
-def _timed(
+def _block_time(
     problem: StepProblem,
     parallelism: Parallelism,
     block: BlockProblem,
@@ -233,12 +235,12 @@ def _skeleton(
     config: BlockConfig,
     product_dtype: str | None,
 ) -> Skeleton:
-    """Return the skeleton of a block as it runs, which is the same wherever its ranks lie."""
-    known = problem.prices("skeletons")
+    """Return the skeleton that is priced of a block; it does not depend on where the ranks lie."""
+    known = problem.cache("skeletons")
     entry = strategy_of(problem, parallelism)
     key = entry.name, block, config, product_dtype
     if key not in known:
-        known[key] = _as_run(_without_gradients(entry.skeleton(block, config)), product_dtype)
+        known[key] = _adapted(_without_gradients(entry.skeleton(block, config)), product_dtype)
     skeleton: Skeleton = known[key]
     return skeleton
 
@@ -279,12 +281,12 @@ def _without_gradients(skeleton: Skeleton) -> Skeleton:
     return Skeleton(tuple(phases))
 
 
-def _as_run(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
-    """Return a skeleton with products in another dtype, and with rings whose every turn has half of the keys."""
+def _adapted(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
+    """Return a skeleton with products in `product_dtype`, and with ring attention to half of the keys a turn."""
 
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Part):
-            inner = task.skeleton if product_dtype is None else _as_run(task.skeleton, product_dtype)
+            inner = task.skeleton if product_dtype is None else _adapted(task.skeleton, product_dtype)
             return replace(task, skeleton=inner)
         work = task.work
         if not isinstance(work, Compute):
@@ -304,7 +306,7 @@ def _as_run(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
 
 
 def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int) -> float:
-    """Return what the software adds to a part of a layer with so many kernels."""
+    """Return the seconds that the software stack adds to a part of a layer with so many kernels."""
     stack = problem.stack
     rows, columns = parallelism.tensor_mesh
     roles = strategy_of(problem, parallelism).roles[-2:]
@@ -320,7 +322,7 @@ def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int
 
 
 def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return what the pass takes that adds gradients of a layer to earlier ones, if there is one."""
+    """Return the seconds of the pass that accumulates gradients of a layer; 0 without one."""
     if not problem.stack.accumulates:
         return 0.0
     weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
@@ -331,7 +333,7 @@ def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def call_s(problem: StepProblem, work: Compute) -> float:
     """Return the seconds of work on one chip of the cluster."""
-    machines = problem.prices("machines")
+    machines = problem.cache("machines")
     if "chip" not in machines:
         machines["chip"] = axis_machine(problem.priced_cluster, (("row", 1, 1),))
     return _seconds(with_counts(work), machines["chip"])
@@ -381,8 +383,8 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
     if not vocabulary:
         none = LayerTime(PartTime(), PartTime())
         return none, none
-    forward, whole, _ = _parts(problem, parallelism, vocabulary)
-    plain, all_plain, _ = _parts(problem, parallelism)
+    forward, whole, _ = _split_time(problem, parallelism, vocabulary)
+    plain, all_plain, _ = _split_time(problem, parallelism)
     logits_s = [_eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
     ends_forward = forward - plain + PartTime(logits_s[0])
     ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])

@@ -1,4 +1,4 @@
-"""The bytes that training takes on a chip, by lifetimes: states for the whole step, activations while in flight.
+"""Count the bytes that training takes on a chip: states for the whole step, activations while in flight.
 
 Weights, gradients and optimizer states follow ZeRO (Rajbhandari et al., SC '20, section 3.1 and 5). What a layer
 keeps for its backward part follows equation 1 and table 2 of Korthikanti et al. (MLSys '23), with each tensor
@@ -12,8 +12,8 @@ e bytes an element, h hidden, q and g features of queries and of keys, f inner f
     scores and their dropout         a s (2 e + 1)    as attention lies; flash keeps 4 a of sums instead
     inner features                   2 e f, gated 4 e f
 
-A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of the schedule). The most
-lives when the backward part of a micro-batch begins; buffers are what lives then besides.
+A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of a schedule). Memory peaks
+when the backward part of a micro-batch begins; buffers are the tensors besides activations that live then.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GATHERED_LAYERS = 2
 
 
 @dataclass(frozen=True)
-class StageMemory:
+class RankMemory:
     """Bytes on each chip of one pipeline rank."""
 
     weights: int
@@ -63,27 +63,27 @@ class StageMemory:
 class Memory:
     """Bytes on each chip of every pipeline rank."""
 
-    stages: tuple[StageMemory, ...]
+    ranks: tuple[RankMemory, ...]
 
     @property
-    def peak_stage(self) -> int:
-        """Return the number of the pipeline rank that takes the most."""
-        return max(range(len(self.stages)), key=lambda rank: self.stages[rank].total)
+    def peak_rank(self) -> int:
+        """Return the pipeline rank whose chips hold the most bytes."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
 
     @property
-    def peak(self) -> StageMemory:
+    def peak(self) -> RankMemory:
         """Return the memory of that rank."""
-        return self.stages[self.peak_stage]
+        return self.ranks[self.peak_rank]
 
     @property
     def total(self) -> int:
-        """Return the bytes of that rank."""
+        """Return the bytes on a chip of that rank."""
         return self.peak.total
 
 
 def layer_parameters(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the weights of a layer on one rank of its tensor-parallel group."""
-    known = problem.prices("weights")
+    known = problem.cache("weights")
     if not known:
         layers = problem.model.fc_layers()
         known[""] = sum(layer.in_features * layer.out_features for layer in layers)
@@ -112,49 +112,49 @@ def rank_parameters(problem: StepProblem, parallelism: Parallelism, layers: list
     return counts
 
 
-def _shares(problem: StepProblem, parallelism: Parallelism) -> Callable[[str], int]:
-    """Return a function from a tensor of a role to the number of ranks that it is divided over."""
+def _num_parts(problem: StepProblem, parallelism: Parallelism) -> Callable[[str], int]:
+    """Return a function from a tensor's name in `AxisRole` to the number of ranks that it is divided over."""
     roles: tuple[AxisRole, ...] = strategy_of(problem, parallelism).roles[-2:]
 
-    def share(tensor: str) -> int:
+    def num_parts(tensor: str) -> int:
         sizes = zip(roles, parallelism.tensor_mesh, strict=True)
         return math.prod(size for role, size in sizes if getattr(role, tensor)) * parallelism.context
 
-    return share
+    return num_parts
 
 
 def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute: str) -> int:
     """Return the bytes that one micro-batch keeps of a layer on each rank."""
     model, e = problem.model, problem.item_bytes
     tokens = parallelism.micro_batch * problem.seq
-    share = _shares(problem, parallelism)
+    num_parts = _num_parts(problem, parallelism)
     h, f = model.hidden, model.ffn_hidden
     if recompute == "full":
-        return -(-e * tokens * h // share("residual"))
+        return -(-e * tokens * h // num_parts("residual"))
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
     masks = 2 if problem.has_dropout else 0
-    total = -(-tokens * h * (2 * e + masks) // share("residual"))
-    total += -(-tokens * h * 2 * e // share("operand_in" if keeps else "residual"))
-    total += -(-tokens * e * (2 * queries + 2 * keys) // share("attention"))
-    total += -(-tokens * e * f * (4 if model.gated_ffn else 2) // share("feed_forward"))
+    total = -(-tokens * h * (2 * e + masks) // num_parts("residual"))
+    total += -(-tokens * h * 2 * e // num_parts("operand_in" if keeps else "residual"))
+    total += -(-tokens * e * (2 * queries + 2 * keys) // num_parts("attention"))
+    total += -(-tokens * e * f * (4 if model.gated_ffn else 2) // num_parts("feed_forward"))
     if problem.attention == "flash":
-        return total - (-4 * tokens * model.num_heads // share("attention"))
+        return total - (-4 * tokens * model.num_heads // num_parts("attention"))
     if recompute == "none":
         scores = 2 * e + (1 if problem.has_dropout else 0) if problem.has_dropout else e
-        total += -(-tokens * model.num_heads * problem.seq * scores // share("attention"))
+        total += -(-tokens * model.num_heads * problem.seq * scores // num_parts("attention"))
     return total
 
 
 def boundary_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of the residual of a micro-batch on one rank: what goes on to the next stage."""
     elements = parallelism.micro_batch * problem.seq * problem.model.hidden
-    return -(-problem.item_bytes * elements // _shares(problem, parallelism)("residual"))
+    return -(-problem.item_bytes * elements // _num_parts(problem, parallelism)("residual"))
 
 
 def residual_is_whole(problem: StepProblem, parallelism: Parallelism) -> bool:
     """Return whether every tensor-parallel rank has the residual of all tokens that the group works on."""
-    return _shares(problem, parallelism)("residual") == parallelism.context
+    return _num_parts(problem, parallelism)("residual") == parallelism.context
 
 
 def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
@@ -170,7 +170,7 @@ def pipeline_memory(
     stashes: tuple[int, ...],
     ranks: Sequence[int] | None = None,
 ) -> Memory:
-    """Return the bytes on a chip of each pipeline rank; `memory_of` finds out the layers and stashes.
+    """Return the bytes on a chip of each pipeline rank; `memory_of` computes the layers and stashes.
 
     Args:
         layers: the layers of each pipeline rank.
@@ -210,7 +210,7 @@ class _MicroBatchBytes:
 
 
 def _micro_batch_bytes(problem: StepProblem, parallelism: Parallelism) -> _MicroBatchBytes:
-    known = problem.prices("bytes")
+    known = problem.cache("bytes")
     p = parallelism
     key = p.strategy, p.tensor_mesh, p.context, p.micro_batch, p.recompute
     if key not in known:
@@ -228,11 +228,11 @@ def _micro_batch_bytes(problem: StepProblem, parallelism: Parallelism) -> _Micro
 def _working_bytes(problem: StepProblem, parallelism: Parallelism) -> int:
     """Return the bytes of gradients of both sides of the activation, and of an operand that is gathered."""
     model, e, tokens = problem.model, problem.item_bytes, parallelism.micro_batch * problem.seq
-    share = _shares(problem, parallelism)
+    num_parts = _num_parts(problem, parallelism)
     inner = model.ffn_hidden * (3 if model.gated_ffn else 2)
-    working = -(-tokens * e * inner // share("feed_forward"))
-    if share("operand_in") < share("residual"):
-        working += -(-tokens * e * model.hidden // share("operand_in"))
+    working = -(-tokens * e * inner // num_parts("feed_forward"))
+    if num_parts("operand_in") < num_parts("residual"):
+        working += -(-tokens * e * model.hidden // num_parts("operand_in"))
     return working
 
 
@@ -244,11 +244,11 @@ def _on_rank(
     parameters: int,
     layers: int,
     stashes: int,
-) -> StageMemory:
+) -> RankMemory:
     p, zero, shards = parallelism, parallelism.zero, parallelism.shards
 
-    def states(num_bytes: int, from_stage: int) -> int:
-        return -(-parameters * num_bytes // (shards if zero >= from_stage else 1))
+    def states(num_bytes: int, from_level: int) -> int:
+        return -(-parameters * num_bytes // (shards if zero >= from_level else 1))
 
     activations = -(-stashes * layers * sizes.layer // p.virtual_stages) + sizes.again
     buffers = sizes.working
@@ -264,7 +264,7 @@ def _on_rank(
         whole = layer_parameters(problem, p)
         buffers += whole * problem.gradient_bytes
         buffers += GATHERED_LAYERS * whole * problem.item_bytes if zero == 3 else 0
-    return StageMemory(
+    return RankMemory(
         states(problem.item_bytes, 3),
         states(problem.gradient_bytes, 2),
         states(problem.optimizer_bytes, 1),

@@ -1,12 +1,12 @@
-"""The time of a pipeline by the actions of its schedule: longest paths over graphs that are kept.
+"""Time a pipeline by the actions of its schedule: longest paths over graphs that are cached.
 
 The graph of a schedule's actions (`algorithms.pipeline.action_graph`) depends on its name and on the numbers of
 ranks, stages and micro-batches alone. It is built once for each of them, in topological order, and then timed with
-the times of any stages: what `time_schedule` gives, without making actions again.
+the times of any stages. The result is that of `time_schedule`, without making actions again.
 
 A 1F1B schedule of many micro-batches repeats itself: past a few rounds of as many micro-batches as ranks, each
 further round takes as long as the one before. Those rounds are counted, not timed. Where stages differ little, the
-one that holds up the others may change later than that, which is then off by less than what they differ by.
+slowest one may change in a later round; the error is then smaller than their difference.
 
 `least_makespan_ps` is a closed form that is never more than that: a few paths through the actions. In 1F1B rank j
 of P has w = P - j micro-batches in flight. With C its forward and backward, and R what a micro-batch takes from
@@ -30,8 +30,10 @@ from meshweave.algorithms.pipeline.interleaved import round_sizes
 
 _TIMED_ROUNDS = 4
 _TIMED_MICRO_BATCHES = 24
+"""At least so many rounds, and so many micro-batches, are timed before rounds are counted."""
 _MANY_RANKS = 16
-_REPEATS = ("1f1b", "interleaved-1f1b", "gpipe")
+"""1F1B of so many ranks is timed slot by slot."""
+_PERIODIC = ("1f1b", "interleaved-1f1b", "gpipe")
 _FOLDED = ("zbv", "dualpipev")
 _BY_TIMES = ("zb-1p", "zb-2p")
 """Schedules that depend on the times of their stages."""
@@ -58,15 +60,15 @@ class _Graph:
 
     Attributes:
         schedule: the schedule.
-        ticks: for each action the place of its time in (forward, input_grad, weight_grad, whole backward) of all
-            stages, kind by kind, and then the times of `overlaps`.
-        overlaps: for each pair that runs beside each other the places of the two times.
+        durations: for each action the index of its duration in a list: forward, input_grad, weight_grad and whole
+            backward of all stages, kind by kind, and then those of `overlaps`.
+        overlaps: for each pair of actions that overlap the indices of the two durations.
         waits: for each action those that it waits for, with the edge that carries its value, or ABSENT.
-        last: for each rank the place of its last action.
+        last: for each rank the index of its last action.
     """
 
     schedule: Schedule
-    ticks: list[int]
+    durations: list[int]
     overlaps: list[tuple[int, ...]]
     waits: list[tuple[tuple[int, int], ...]]
     last: list[int]
@@ -74,17 +76,17 @@ class _Graph:
     def time(self, times: ActionTimes) -> PipelineTime:
         """Return when the ranks are done."""
         whole = tuple(a + b for a, b in zip(times.input_grad, times.weight_grad, strict=True))
-        ticks = [*times.forward, *times.input_grad, *times.weight_grad, *whole]
-        ticks += [sum(ticks[part] for part in parts) for parts in self.overlaps]
+        values = [*times.forward, *times.input_grad, *times.weight_grad, *whole]
+        values += [sum(values[part] for part in parts) for parts in self.overlaps]
         delays = (*times.transfer, 0)  # of ABSENT, the last
         ends: list[int] = []
-        for tick, waits in zip(self.ticks, self.waits, strict=True):
+        for duration, waits in zip(self.durations, self.waits, strict=True):
             begin = 0
             for other, edge in waits:
                 end = ends[other] + delays[edge]
                 if end > begin:
                     begin = end
-            ends.append(begin + ticks[tick])
+            ends.append(begin + values[duration])
         of_ranks = tuple(ends[place] for place in self.last)
         return PipelineTime(max(of_ranks), of_ranks, self.schedule.stage_ranks)
 
@@ -92,7 +94,7 @@ class _Graph:
 def time_pipeline(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> PipelineTime:
-    """Return when the ranks of a schedule are done, of stages and transfers with these times in picoseconds.
+    """Return when the ranks of a schedule are done; times of stages and transfers are in picoseconds.
 
     Raises:
         UnsupportedError: there is no such schedule.
@@ -103,9 +105,9 @@ def time_pipeline(
     if name in _BY_TIMES:
         return _build(*request, micro_batches, times).time(times)
     rounds, rest = divmod(micro_batches, num_ranks)
-    repeats = name in _REPEATS and (rest == 0 or name != "interleaved-1f1b")
+    is_periodic = name in _PERIODIC and (rest == 0 or name != "interleaved-1f1b")
     timed = max(_TIMED_ROUNDS, -(-_TIMED_MICRO_BATCHES // num_ranks))
-    if not repeats or rounds <= timed + 1:
+    if not is_periodic or rounds <= timed + 1:
         return _time(*request, micro_batches, times)
     shorter = _time(*request, timed * num_ranks + rest, times)
     longer = _time(*request, (timed + 1) * num_ranks + rest, times)
@@ -161,7 +163,7 @@ def time_in_slots(micro_batches: int, times: ActionTimes) -> PipelineTime:
 def _advance(
     ends: IntArray, before: IntArray, ranks: slice, towards: int, delays: IntArray, ticks: IntArray
 ) -> None:
-    """Let ranks run one action each, which waits for their neighbour on one side."""
+    """Advance ranks by one action each, which waits for their neighbour on one side."""
     if ranks.start >= ranks.stop:
         return
     own = slice(ranks.start + 1, ranks.stop + 1, ranks.step)
@@ -172,8 +174,8 @@ def _advance(
 def least_makespan_ps(
     name: str, num_ranks: int, virtual_stages: int, micro_batches: int, times: ActionTimes
 ) -> int:
-    """Return a lower bound of the makespan of a schedule, in a closed form; the module docstring has it."""
-    one_piece = name in _REPEATS
+    """Return a lower bound of the makespan of a schedule in picoseconds, in closed form (module docstring)."""
+    is_periodic = name in _PERIODIC
     if name in ("zb-h1", "zbv"):
         return _least_zero_bubble_ps(name == "zbv", num_ranks, micro_batches, times)
     whole = [sum(each) for each in zip(times.forward, times.input_grad, times.weight_grad, strict=True)]
@@ -181,10 +183,10 @@ def least_makespan_ps(
         return _longest_of_paths(whole, times, micro_batches)
     before = best = 0
     for rank in range(num_ranks):
-        busy = micro_batches * sum(whole[rank::num_ranks]) if one_piece else 0
+        busy = micro_batches * sum(whole[rank::num_ranks]) if is_periodic else 0
         best = max(best, before + busy)
         before += whole[rank] + 2 * (times.transfer[rank] if rank < len(times.transfer) else 0)
-    return best if one_piece else micro_batches * sum(whole) // num_ranks
+    return best if is_periodic else micro_batches * sum(whole) // num_ranks
 
 
 def _least_zero_bubble_ps(is_folded: bool, num_ranks: int, micro_batches: int, times: ActionTimes) -> int:
@@ -207,7 +209,7 @@ def _least_zero_bubble_ps(is_folded: bool, num_ranks: int, micro_batches: int, t
 
 
 def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) -> int:
-    """Return the longest of the paths through 1F1B that stay at one rank, with as many round trips as pay."""
+    """Return the longest path through 1F1B that stays at one rank but for round trips that make it longer."""
     before, best, size = 0, 0, len(whole)
     after = sum(whole) + 2 * sum(times.transfer)
     for rank, cycle in enumerate(whole):
@@ -284,11 +286,11 @@ def _build(name: str, num_ranks: int, virtual_stages: int, micro_batches: int, t
             if not left[other]:
                 order.append(other)
     place = {node: number for number, node in enumerate(order)}
-    ticks, overlaps = _ticks(schedule, num_stages)
+    durations, overlaps = _durations(schedule, num_stages)
     starts = np.cumsum([0, *(len(actions) for actions in schedule.actions)]).tolist()
     return _Graph(
         schedule,
-        [ticks[node] for node in order],
+        [durations[node] for node in order],
         overlaps,
         [tuple((place[source], edge) for source, edge in waits[node]) for node in order],
         [place[start - 1] for start in starts[1:]],
@@ -298,8 +300,8 @@ def _build(name: str, num_ranks: int, virtual_stages: int, micro_batches: int, t
 _KINDS = (ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD, ActionKind.BACKWARD)
 
 
-def _ticks(schedule: Schedule, num_stages: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Return for each action of all ranks the place of its time, and the places of the parts of overlaps."""
+def _durations(schedule: Schedule, num_stages: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Return for each action of all ranks the index of its duration, and for each overlap those of its parts."""
     overlaps: dict[tuple[int, ...], int] = {}
     ticks = []
     for order in schedule.actions:

@@ -1,8 +1,8 @@
-"""Where the ranks of each degree lie on a cluster, and what their collectives and messages take there.
+"""Lay the ranks of each degree on a cluster, and price their collectives and messages there.
 
 The chips of a cluster are one mesh. A degree of `size` ranks, `stride` chips apart, is an axis of it, and all
 groups of an axis communicate at once: those that leave a host share its NICs (`cost.machine`, `cost.libraries`).
-A price depends on sizes and strides alone, so a part of the cluster is enough on networks of equal hosts.
+A price depends on sizes and strides alone, so on a network of hosts the first hosts stand for the cluster.
 On a torus whose axes are not those of the mesh, groups are priced as if their members were neighbours.
 """
 
@@ -45,7 +45,7 @@ def axis_machine(cluster: Cluster, axes: Sequence[Axis]) -> Machine:
 
 
 def _part(cluster: Cluster, num_chips: int) -> Cluster:
-    """Return the first hosts of a cluster that hold `num_chips`, or the whole where they are no whole hosts."""
+    """Return the first hosts of a cluster with `num_chips` chips; the cluster where these are no whole hosts."""
     network = cluster.network
     if not isinstance(network, HostsNetwork) or num_chips >= cluster.num_chips:
         return cluster
@@ -64,7 +64,7 @@ def block_axes(parallelism: Parallelism) -> tuple[Axis, ...]:
 
 
 def replica_groups(parallelism: Parallelism) -> tuple[tuple[int, int], ...]:
-    """Return (size, stride) of the groups that have equal weights: data and context, as one where adjacent."""
+    """Return (size, stride) of the groups with equal weights: data and context, one group if adjacent."""
     degrees: tuple[Degree, ...] = ("context", "data")
     order = sorted(degrees, key=parallelism.stride)
     groups = [
@@ -95,10 +95,10 @@ def sharding_groups(
 def boundary_s(
     problem: StepProblem, parallelism: Parallelism, num_bytes: int, is_whole: bool
 ) -> tuple[float, bool]:
-    """Return the seconds in which the residual of a micro-batch gets from one pipeline rank to the next.
+    """Return the seconds of sending a micro-batch's residual to the next pipeline rank, and whether in parts.
 
-    What every tensor-parallel rank has whole is sent in parts and gathered there, if that is faster (Narayanan et
-    al., SC '21, section 4.1): whether it is comes beside the seconds.
+    A residual that every tensor-parallel rank has whole (`is_whole`) is sent in parts and gathered by the
+    receivers, if that is faster (Narayanan et al., SC '21, section 4.1).
     """
     size, stride = parallelism.pipeline, parallelism.stride("pipeline")
     sent_s = message_s(problem, size, stride, num_bytes)
@@ -118,7 +118,7 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
         groups: (size, stride) of each.
         num_bytes: of the whole tensor on a rank.
     """
-    known = problem.prices("collectives")
+    known = problem.cache("collectives")
     key = kind, tuple(groups), num_bytes
     if key not in known:
         total, left = 0.0, num_bytes
@@ -132,7 +132,7 @@ def collective_s(problem: StepProblem, kind: str, groups: Sequence[tuple[int, in
 
 def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> float:
     """Return the seconds of a message to a neighbour of a degree, which all ranks send at once."""
-    known = problem.prices("messages")
+    known = problem.cache("messages")
     key = size, stride, num_bytes
     if key not in known:
         known[key] = _transfer_s(problem, Transfer("permute", f"{MESH}.row", size, num_bytes), stride)
@@ -140,7 +140,7 @@ def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> f
 
 
 def _transfer_s(problem: StepProblem, work: Transfer, stride: int) -> float:
-    machines = problem.prices("machines")
+    machines = problem.cache("machines")
     key = work.num_ranks, stride
     if key not in machines:
         machines[key] = axis_machine(problem.priced_cluster, (("row", work.num_ranks, stride),))

@@ -1,4 +1,4 @@
-"""What a training step is made of: the problem, and one choice of degrees of parallelism for it."""
+"""The problem of a training step, and one choice of its parallelism."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from meshweave.describe.model.workload import Workload
 Degree = Literal["tensor", "context", "data", "pipeline"]
 DEGREES: tuple[Degree, ...] = ("tensor", "context", "data", "pipeline")
 """The degrees, innermost first: neighbouring chips are of one tensor-parallel group."""
+SHORT_NAMES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "vp": "virtual_stages"}
+"""What users call the degrees and the virtual stages, and the attributes of `Parallelism` that have them."""
 
 _ATTENTIONS = ("flash", "plain")
 _OPTIMIZER_BYTES = {"adam": 8, "sgd": 0, "momentum": 4}
@@ -160,7 +162,7 @@ class SoftwareStack:
 
 @dataclass(frozen=True)
 class StepProblem:
-    """What is trained on what.
+    """What a training step computes, and on which cluster.
 
     Attributes:
         batch: sequences of a step, of all replicas together.
@@ -170,13 +172,13 @@ class StepProblem:
         optimizer: "adam", "momentum" or "sgd".
         product_dtype: of products of layers where it is another, such as "fp8".
         attention: "flash": one kernel that keeps no scores; "plain": two products and a softmax that keep them.
-        attention_share: the speed of the attention kernel relative to that of the chip's constants: an older
-            kernel has less than 1.
+        attention_share: the FLOP rate of the attention kernel over that of the chip's constants; below 1 for an
+            older kernel.
         loss: "fused": logits are kept in fp32 and become their own gradient; "eager": as PyTorch's cross entropy
             of logits in 16 bits does it, with a cast, an output of log-softmax that is kept, and a cast back.
         dropout: whether dropout follows each half of a layer, whose masks are kept; None: as in GPT-3, where the
             feed-forward part is not gated.
-        stack: constants of the software.
+        stack: what the software adds, in constants.
 
     Raises:
         DescriptionError: a size or a word is wrong.
@@ -241,28 +243,28 @@ class StepProblem:
 
     @property
     def priced_cluster(self) -> Cluster:
-        """Return the cluster with the attention kernel of the stack."""
-        kept = self.prices("cluster")
+        """Return the cluster whose chips run attention at `attention_share` of their rate."""
+        kept = self.cache("cluster")
         if not kept:
             kept[""] = _with_attention(self.cluster, self.attention_share)
         cluster: Cluster = kept[""]
         return cluster
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes without prices, which are found again."""
-        return {name: value for name, value in vars(self).items() if name != "_prices"}
+        """Return the attributes without what is cached, which is computed again."""
+        return {name: value for name, value in vars(self).items() if name != "_cache"}
 
-    def prices(self, kind: str) -> dict[Any, Any]:
-        """Return what has been priced so far, to be kept with the problem: a dictionary for each kind of price."""
-        kept: dict[str, dict[Any, Any]] | None = self.__dict__.get("_prices")
+    def cache(self, kind: str) -> dict[Any, Any]:
+        """Return the dictionary in which the problem keeps results of a kind, such as prices of layers."""
+        kept: dict[str, dict[Any, Any]] | None = self.__dict__.get("_cache")
         if kept is None:
             kept = {}
-            object.__setattr__(self, "_prices", kept)
+            object.__setattr__(self, "_cache", kept)
         return kept.setdefault(kind, {})
 
 
 def _with_attention(cluster: Cluster, share: float) -> Cluster:
-    """Return a cluster whose chips run attention at a share of their speed."""
+    """Return a cluster whose chips run attention at a share of their FLOP rate."""
     chip = cluster.chip
     if share == 1:
         return cluster

@@ -1,9 +1,10 @@
-"""A whole step as one Program, to be simulated: pipelines of all replicas, their messages and their collectives.
+"""Write a whole step as one Program and simulate it: pipelines of all replicas, messages and collectives.
 
-Each layer is a stage of a pipeline (`algorithms.pipeline`), so that gradients of a layer are reduced as soon as
-it ends, in the lane of parameters. Calls take what the estimate says of a layer; communication inside a layer is
-part of that. Messages between pipeline ranks and collectives of replicas are real ops: simulation says how they
-share links. The sum of the gradient of a table that the first and the last pipeline rank share is left out.
+Each layer is a stage of a pipeline (`algorithms.pipeline`), so that its gradients are reduced as soon as its
+backward part ends, in the lane of parameters. A call takes as long as the estimate of its layer, with the
+communication inside the layer. Messages between pipeline ranks and collectives of replicas are ops, so that
+simulation shares links between them. The gradient of a table that the first and the last pipeline rank share is
+not summed here.
 
 Ranks of a tensor-parallel group do the same at the same time, each with its own chip, port and share of NICs.
 Where they are neighbours in a host and the NICs of a host divide evenly over them, one of them is simulated in a
@@ -45,8 +46,8 @@ class StepSimulation:
 
     Attributes:
         fold: how many tensor-parallel ranks each simulated rank stands for.
-        time_s: seconds of the simulation, and those of the optimizer, of software, and of a shared table from the
-            estimate.
+        time_s: seconds of the simulation, and from the estimate those of the optimizer, the software stack and the
+            gradient of a shared embedding table.
     """
 
     step: Step
@@ -80,8 +81,8 @@ def lay_step(step: Step, *, folds: bool = True) -> tuple[Program, Machine, int]:
 
 
 def outside_s(step: Step) -> float:
-    """Return the seconds of a step that are not in its program: optimizer, software, sum of a shared table."""
-    return step.optimizer_s + step.problem.stack.step_s + step.stages.sync.tied_s
+    """Return the seconds of a step outside its program: optimizer, software, gradient of a shared table."""
+    return step.optimizer_s + step.problem.stack.step_s + step.stages.data_parallel.tied_s
 
 
 def step_program(step: Step) -> Program:
@@ -95,7 +96,7 @@ def step_program(step: Step) -> Program:
 
 
 def _fold(step: Step) -> int:
-    """Return how many tensor-parallel ranks one of them can stand for."""
+    """Return for how many tensor-parallel ranks one simulated rank can stand."""
     p, network = step.parallelism, step.problem.cluster.network
     size = p.tensor_size
     if not isinstance(network, HostsNetwork) or p.stride("tensor") > 1 or step.stages.sends_parts:
@@ -104,7 +105,7 @@ def _fold(step: Step) -> int:
 
 
 def _folded(cluster: Cluster, fold: int) -> Cluster:
-    """Return a cluster of hosts with so many times fewer chips and NICs."""
+    """Return a cluster whose hosts have a `fold`-th of the chips and NICs."""
     network = cluster.network
     if fold == 1 or not isinstance(network, HostsNetwork):
         return cluster
@@ -151,7 +152,7 @@ def _groups(p: Parallelism) -> tuple[tuple[int, int], ...]:
 
 
 def _stages(step: Step, meshes: list[Mesh]) -> tuple[tuple[Stage, ...], list[int]]:
-    """Return a stage for each layer, or for an end without layers, and the first of each stage of the step."""
+    """Return a stage for each layer, or for an end without layers, and the first one of each stage of the step."""
     problem, p = step.problem, step.parallelism
     ranks, layer = step.stages.stage_ranks, step.stages.layer
     first, last = ends_time(problem, p)
@@ -191,9 +192,9 @@ def _divided(parameters: int, p: Parallelism) -> int:
 
 
 def _edge(step: Step, source: int) -> Edge:
-    """Return the residual from a layer to the next, of each replica a row.
+    """Return the edge that carries the residual from a layer to the next, one row for each replica.
 
-    What tensor-parallel ranks have of it is alike in size: each sends its own, or a part of what all of them have.
+    Tensor-parallel ranks send equal sizes: each its own part of the residual, or a part of what all of them have.
     """
     problem, p = step.problem, step.parallelism
     elements = -(-boundary_bytes(problem, p) // problem.item_bytes)
@@ -223,7 +224,7 @@ def _schedule(step: Step, problem: PipelineProblem, starts: list[int]) -> Schedu
 
 
 def _of_layers(action: Action, starts: list[int], stops: list[int]) -> Iterator[Action]:
-    """Yield an action of a stage for each of its layers, backwards but for a forward."""
+    """Yield an action of a stage once for each of its layers: in order for a forward, else in reverse."""
     if action.parts:
         raise UnsupportedError(f"the program of a step has no actions beside each other, such as {action}")
     layers = range(starts[action.stage], stops[action.stage])

@@ -1,4 +1,4 @@
-"""A step with its time and memory, in parts."""
+"""The result for a step: its time and memory, in parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepParts:
         recompute: what the backward part computes again, its communication included.
         ends: embedding, last norm, logits and loss.
         tensor, context: exposed communication inside layers.
-        bubble: the rank waits for others, transfers left out.
+        bubble: waiting for other ranks, transfers left out.
         transfers: what transfers between stages add to the step.
         data: exposed reductions of gradients and gathers of weights.
         optimizer: the update of weights.
@@ -56,7 +56,7 @@ class Step:
 
     Attributes:
         time_s: seconds of a step.
-        stages: what a micro-batch takes on each stage.
+        stages: the time of a micro-batch on each stage.
         pipeline_s: seconds from the begin of the first micro-batch to the end of the last.
         optimizer_s: seconds of the update of weights.
     """
@@ -146,6 +146,6 @@ class Step:
         return flops / self.time_s / (peak * self.parallelism.num_ranks)
 
     def fits(self, limit_bytes: float | None = None) -> bool:
-        """Return whether the chips' memory, or so many bytes of it, is enough."""
+        """Return whether the step fits in the memory of a chip, or in `limit_bytes`."""
         limit = self.problem.cluster.chip.memory_bytes if limit_bytes is None else limit_bytes
         return self.memory.total <= limit

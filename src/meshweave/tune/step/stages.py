@@ -1,4 +1,4 @@
-"""What one micro-batch takes on each stage of the pipeline, and the pipeline of them."""
+"""Price one micro-batch on each stage of the pipeline, and the pipeline that they make."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ from dataclasses import dataclass
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
+from meshweave.tune.step.data_parallel import (
+    DataParallelTime,
+    data_parallel_time,
+    exposed_after,
+    exposed_before,
+)
 from meshweave.tune.step.layers import LayerTime, PartTime, ends_time, layer_time
 from meshweave.tune.step.memory import boundary_bytes, residual_is_whole
 from meshweave.tune.step.pipeline import PipelineTime, least_makespan_ps, ranks_of_stages, time_pipeline
 from meshweave.tune.step.placement import boundary_s
 from meshweave.tune.step.problem import Parallelism, StepProblem
-from meshweave.tune.step.sync import LayerSync, exposed_after, exposed_before, layer_sync
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,11 @@ class StageTime:
     """One micro-batch of a stage in seconds.
 
     Attributes:
-        forward_s, backward_s: of all that it does.
-        work: what its layers take of them, without recomputation.
-        recompute_s: of recomputation.
-        ends_s: of embedding and loss.
-        data_s: of gathers of weights and reductions of gradients that nothing hides.
+        forward_s, backward_s: the two parts, with all that follows.
+        work: the layers, without recomputation.
+        recompute_s: recomputation.
+        ends_s: embedding and loss.
+        data_s: gathers of weights and reductions of gradients that nothing hides.
     """
 
     forward_s: float
@@ -41,15 +46,15 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a step with their times, and what composes them.
+    """The stages of a step with their times, and the times that they are made of.
 
     Attributes:
-        layers: of each stage.
-        times: of each stage.
-        layer: of one layer.
-        sync: collectives of one layer's weights.
-        transfer_s: from one stage to the next.
-        sends_parts: whether what tensor-parallel ranks have whole is sent in parts and gathered.
+        layers: the number of layers of each stage.
+        times: the time of each stage.
+        layer: the time of one layer.
+        data_parallel: collectives of one layer's weights.
+        transfer_s: seconds of the transfer from one stage to the next.
+        sends_parts: whether a residual that all tensor-parallel ranks have is sent in parts and gathered.
     """
 
     problem: StepProblem
@@ -57,13 +62,13 @@ class Stages:
     layers: tuple[int, ...]
     times: tuple[StageTime, ...]
     layer: LayerTime
-    sync: LayerSync
+    data_parallel: DataParallelTime
     transfer_s: float
     sends_parts: bool
 
     @property
     def micro_batches(self) -> int:
-        """Return how many micro-batches go through a pipeline."""
+        """Return the number of micro-batches that go through each pipeline."""
         return self.problem.batch // (self.parallelism.data * self.parallelism.micro_batch)
 
     def action_times(self, with_transfers: bool = True) -> ActionTimes:
@@ -88,7 +93,7 @@ class Stages:
         return ActionTimes(tuple(forward), tuple(inputs), tuple(weights), transfers)
 
     def pipeline(self, with_transfers: bool = True) -> PipelineTime:
-        """Return when the pipeline ranks are done; without the time of transfers if so wanted."""
+        """Return when the pipeline ranks are done, with or without the time of transfers."""
         times, p = self.action_times(with_transfers), self.parallelism
         if p.pipeline == 1:
             total = self.micro_batches * sum(times.forward)
@@ -97,7 +102,7 @@ class Stages:
         return time_pipeline(p.schedule, p.pipeline, p.virtual_stages, self.micro_batches, times)
 
     def least_pipeline_ps(self) -> int:
-        """Return a lower bound of what the pipeline takes, at a small part of the cost."""
+        """Return a lower bound of the makespan of the pipeline in picoseconds, much cheaper than `pipeline`."""
         p = self.parallelism
         if p.pipeline == 1:
             return self.pipeline().makespan_ps
@@ -117,35 +122,35 @@ class Stages:
         )
 
     def gathers_s(self) -> float:
-        """Return by how much gathers of updated weights delay the step (ZeRO-1 and 2): those of the first rank."""
+        """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
         p, overlap = self.parallelism, self.problem.stack.overlap
         once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)
         if not once:
             return 0.0
         first, others = self.layers[0], self.layers_of_rank(0) - self.layers[0]
-        ahead_s = exposed_before(first, self.layer.forward.total_s, self.sync.gather_s, overlap)
-        return ahead_s + others * self.sync.gather_s * (1 - overlap)
+        ahead_s = exposed_before(first, self.layer.forward.total_s, self.data_parallel.gather_s, overlap)
+        return ahead_s + others * self.data_parallel.gather_s * (1 - overlap)
 
     def reductions_s(self, rank: int) -> float:
-        """Return what reductions add after the last backward part of a pipeline rank."""
+        """Return the seconds that reductions add after the last backward part of a pipeline rank."""
         p, overlap = self.parallelism, self.problem.stack.overlap
         head = self.stage_ranks[-1]
         has_head = rank == head and (head > 0 or not self.problem.model.tied_embeddings)
-        head_s = self.sync.table_s if has_head else 0.0
-        after_all_s = self.sync.table_s if rank == 0 else 0.0
-        after_all_s += self.sync.tied_s if rank in (0, head) else 0.0
+        head_s = self.data_parallel.table_s if has_head else 0.0
+        after_all_s = self.data_parallel.table_s if rank == 0 else 0.0
+        after_all_s += self.data_parallel.tied_s if rank in (0, head) else 0.0
         if p.zero >= 2:
             return head_s + after_all_s
         back_s = self.layer.backward.total_s + self.layer.recompute.total_s
         last, others = self.layers[rank], self.layers_of_rank(rank) - self.layers[rank]
-        after_s = exposed_after(last, back_s, self.sync.reduce_s, overlap, head_s)
-        return after_s + others * self.sync.reduce_s * (1 - overlap) + after_all_s
+        after_s = exposed_after(last, back_s, self.data_parallel.reduce_s, overlap, head_s)
+        return after_s + others * self.data_parallel.reduce_s * (1 - overlap) + after_all_s
 
 
 def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage: as equal as can be, and where some have one more, those in the middle.
+    """Return the layers of each stage: equal but for layers left over, which go to the middle.
 
-    So the stages of embedding and loss have one less where the layers do not divide (Qi et al., Zero Bubble).
+    So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
     """
     each, more = divmod(num_layers, num_stages)
     begin = (num_stages - more) // 2
@@ -156,21 +161,21 @@ def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     """Return the stages of a step. Raises LayoutError where a strategy does not fit."""
     layers = stage_layers(problem.model.num_layers, parallelism.num_stages)
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
-    sync = layer_sync(problem, parallelism)
+    data_parallel = data_parallel_time(problem, parallelism)
     known: dict[tuple[int, bool, bool], StageTime] = {}
     times = []
     for stage, count in enumerate(layers):
         key = count, stage == 0, stage == len(layers) - 1
         if key not in known:
             at_ends = [end for end, is_here in zip(ends, key[1:], strict=True) if is_here]
-            known[key] = _stage_time(problem, parallelism, count, layer, at_ends, sync)
+            known[key] = _stage_time(problem, parallelism, count, layer, at_ends, data_parallel)
         times.append(known[key])
     transfer_s, sends_parts = 0.0, False
     if parallelism.pipeline > 1:
         sent = boundary_bytes(problem, parallelism)
         is_whole = residual_is_whole(problem, parallelism)
         transfer_s, sends_parts = boundary_s(problem, parallelism, sent, is_whole)
-    return Stages(problem, parallelism, layers, tuple(times), layer, sync, transfer_s, sends_parts)
+    return Stages(problem, parallelism, layers, tuple(times), layer, data_parallel, transfer_s, sends_parts)
 
 
 def _stage_time(
@@ -179,17 +184,17 @@ def _stage_time(
     count: int,
     layer: LayerTime,
     ends: list[LayerTime],
-    sync: LayerSync,
+    data_parallel: DataParallelTime,
 ) -> StageTime:
     overlap, forward_s = problem.stack.overlap, layer.forward.total_s
     back_s = layer.backward.total_s + layer.recompute.total_s
     gathers_s = reduces_s = 0.0
     ends_s = [sum(end.forward.total_s for end in ends), sum(end.backward.total_s for end in ends)]
     if parallelism.zero == 3 or (parallelism.zero == 2 and problem.stack.regathers):
-        gathers_s = exposed_before(count, forward_s, sync.gather_s, overlap)
+        gathers_s = exposed_before(count, forward_s, data_parallel.gather_s, overlap)
     if parallelism.zero >= 2:
-        again_s = sync.gather_s if parallelism.zero == 3 else 0.0
-        reduces_s = exposed_after(count, back_s, sync.reduce_s + again_s, overlap)
+        again_s = data_parallel.gather_s if parallelism.zero == 3 else 0.0
+        reduces_s = exposed_after(count, back_s, data_parallel.reduce_s + again_s, overlap)
     return StageTime(
         count * forward_s + ends_s[0] + gathers_s,
         count * back_s + ends_s[1] + reduces_s,

@@ -1,18 +1,18 @@
-"""Lower bounds of the time of a step, with which the search leaves out what cannot win.
+"""Lower bounds of the time of a step, by which the search rules configurations out.
 
-Each bound says what no step with some choices can go under:
+Each bound is a time that no step with some of its choices fixed can go under:
 
     compute     the FLOPs of the busiest pipeline rank at the highest rate of a chip
     layers      the layers of the busiest rank, as laid, for every micro-batch, and those of the other ranks once
-    easier      as layers, from a layer that is known and easier: more sequences, shorter links, or fewer chips
+    relaxed     as layers, from the price of a relaxed layer: more sequences, shorter links, or fewer chips
 
-The first two follow from the model of a step. The last assumes that a layer gets no better by being harder, but
-for `SLACK`; tests compare it with prices, and the search with the whole enumeration.
+The first two follow from the model of a step. The last is an assumption: a relaxed layer takes at most 1 / `SLACK`
+times the chip-seconds a sequence. Tests compare it with prices, and the search with the whole enumeration.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshweave.base.errors import MeshweaveError
@@ -23,6 +23,7 @@ from meshweave.describe.model.workload import Workload
 from meshweave.tune.step.layers import layer_time, least_layer_s
 from meshweave.tune.step.problem import DEGREES, Degree
 from meshweave.tune.step_search.space import (
+    DegreeSizes,
     StepLayout,
     StepSpace,
     Tensor,
@@ -32,9 +33,8 @@ from meshweave.tune.step_search.space import (
 )
 
 SLACK = 0.97
-"""What a layer takes with fewer sequences, longer links or more chips is at least so much of what it takes
-without, in seconds of all its chips for each sequence. Kernels in whole tiles and curves of collectives leave
-that much room."""
+"""The least ratio of chip-seconds a sequence, of a layer over the same layer relaxed: more sequences, shorter
+links or fewer chips. It is below 1: kernels compute whole tiles, and collectives change algorithm with size."""
 
 
 def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int:
@@ -46,11 +46,11 @@ def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """A strategy with its tensor and context ranks where they lie: what the seconds of a layer depend on.
+    """A strategy and where its tensor and context ranks lie, on which the seconds of a layer depend.
 
     Attributes:
-        layout: one with these ranks there.
-        key: equal for layouts whose layers take as long.
+        layout: a layout with these ranks there.
+        key: equal for layouts whose layers take equally long.
         num_chips: chips that share a layer.
     """
 
@@ -77,24 +77,24 @@ class LayerBounds:
         self._levels = level_sizes(self._problem.cluster.network)
         self._known: dict[tuple[object, int], float] = {}
         self._least: dict[tuple[object, int], float] = {}
-        self._easier_than: dict[tuple[object, int], tuple[tuple[LayerPlace, int], ...]] = {}
+        self._relaxed_from: dict[tuple[object, int], tuple[tuple[LayerPlace, int], ...]] = {}
         self._places: dict[StepLayout, LayerPlace] = {}
         self.largest: dict[tuple[object, ...], int] = {}
 
-    def compute_s(self, quad: Sequence[int], micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of its FLOPs at the highest rate of a chip, for degrees and a micro-batch."""
+    def compute_s(self, sizes: DegreeSizes, micro_batch: int, recompute: Recompute = "none") -> float:
+        """Return the seconds of a layer's FLOPs at the highest rate of a chip."""
         flops = micro_batch * self._flops
         if recompute == "full":  # forward is a third
             flops += flops // 3
-        return flops / (quad[2] * quad[3]) / self._peak
+        return flops / (sizes.context * sizes.tensor) / self._peak
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return what it takes as it is laid, with what is recomputed."""
+        """Return the seconds of a layer of a layout, recomputation included."""
         layer = layer_time(self._problem, layout.choice(micro_batch, "1f1b", 1, 0, recompute))
         return layer.forward.total_s + layer.backward.total_s + layer.recompute.total_s
 
     def least_s(self, place: LayerPlace, micro_batch: int, recompute: Recompute, enough_s: float) -> float:
-        """Return what it takes there, or a bound of that which is at least `enough_s`."""
+        """Return the seconds of a layer at a place, or a lower bound of them that already reaches `enough_s`."""
         scale = micro_batch / place.num_chips
         bound = scale * self._chip_s(place, micro_batch, enough_s / scale)
         if bound >= enough_s or recompute == "none":
@@ -116,17 +116,17 @@ class LayerBounds:
         return self._places[layout]
 
     def _chip_s(self, place: LayerPlace, micro_batch: int, enough_s: float) -> float:
-        """Return the seconds of all chips for a sequence, or a bound of at least `enough_s`."""
+        """Return the chip-seconds a sequence, or a lower bound of them that already reaches `enough_s`."""
         key = place.key, micro_batch
         if key in self._known:
             return self._known[key]
         if self._least.get(key, 0.0) >= enough_s:
             return self._least[key]
-        if key not in self._easier_than:
-            self._easier_than[key] = tuple(self._easier(place, micro_batch))
-        for easier, size in self._easier_than[key]:
+        if key not in self._relaxed_from:
+            self._relaxed_from[key] = tuple(self._relaxations(place, micro_batch))
+        for relaxed, size in self._relaxed_from[key]:
             try:
-                bound = SLACK * self._chip_s(easier, size, enough_s / SLACK)
+                bound = SLACK * self._chip_s(relaxed, size, enough_s / SLACK)
             except MeshweaveError:
                 continue
             if bound >= enough_s:
@@ -136,8 +136,8 @@ class LayerBounds:
         self._known[key] = least_layer_s(self._problem, choice) / micro_batch * place.num_chips
         return self._known[key]
 
-    def _easier(self, place: LayerPlace, micro_batch: int) -> Iterator[tuple[LayerPlace, int]]:
-        """Yield what takes at most as many chip-seconds a sequence: fewer chips, shorter links, more sequences."""
+    def _relaxations(self, place: LayerPlace, micro_batch: int) -> Iterator[tuple[LayerPlace, int]]:
+        """Yield places and micro-batches that relax this one: fewer chips, shorter links, more sequences."""
         layout = place.layout
         inner = replace(layout, order=DEGREES)
         if self.place(inner).key != place.key:

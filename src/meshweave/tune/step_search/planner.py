@@ -1,4 +1,4 @@
-"""The plan of a training step: the search, its ranking as a `Plan`, and how it changes with the machine."""
+"""Plan a training step: search, write the ranking as a `Plan`, and price it again with other links."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.tune.plan import Plan
 from meshweave.tune.plan_records import SensitivityRecord, StepRecord, StepsRecord, degrees_of
 from meshweave.tune.step import Parallelism, Step, StepProblem, load_stack, step_of
+from meshweave.tune.step.problem import SHORT_NAMES
 from meshweave.tune.step_search.reasons import refusal_text
 from meshweave.tune.step_search.search import NUM_EXACT, StepRanking, StepSearch
 from meshweave.tune.step_search.space import SpaceOptions, StepSpace
@@ -22,8 +23,7 @@ NOTE = (
     "Estimated without contention between kinds of traffic. Kernels, collectives and links are those of the "
     "cluster's description; the software stack adds nothing unless it is given."
 )
-_DEGREES = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "vp": "virtual_stages"}
-_CHOICES = {
+_FIELDS_OF_SPACE = {
     "strategy": "strategies",
     "schedule": "schedules",
     "order": "orders",
@@ -65,7 +65,9 @@ def plan(
         UnsupportedError: nothing fits, or nothing can be laid out; the message says what would.
     """
     names = {item.name for item in fields(StepProblem)}
-    known = names | set(_DEGREES) | set(_DEGREES.values()) | set(_CHOICES) | {"zero", "recompute"}
+    known = (
+        names | set(SHORT_NAMES) | set(SHORT_NAMES.values()) | set(_FIELDS_OF_SPACE) | {"zero", "recompute"}
+    )
     for name in options:
         if name not in known:
             raise DescriptionError(f"a plan has no option '{name}'{did_you_mean(name, sorted(known))}")
@@ -89,10 +91,10 @@ def plan(
 
 
 def space_options(fixed: dict[str, Any]) -> SpaceOptions:
-    """Return the options of a space from values, or lists of values, by short names. Raises as `SpaceOptions`."""
+    """Return the options of a space from values, or lists of values, by name. Raises as `SpaceOptions` does."""
     chosen: dict[str, Any] = {}
     for name, value in fixed.items():
-        field = _CHOICES.get(name, _DEGREES.get(name, name))
+        field = _FIELDS_OF_SPACE.get(name, SHORT_NAMES.get(name, name))
         values = tuple(value) if isinstance(value, list) else (value,)
         if field == "virtual_stages" and "schedule" not in fixed and values != (1,):
             chosen.setdefault("schedules", ("1f1b", "zbv") if 2 in values else ("1f1b",))
@@ -168,7 +170,7 @@ def parallelism_of(record: StepRecord) -> Parallelism:
 
 
 def link_sensitivity(ranking: StepRanking) -> tuple[SensitivityRecord, ...]:
-    """Return what outer links (NICs, the top of a tree) of twice and of half the rate make of a ranking."""
+    """Return the times of a ranking with outer links (NICs, the top of a tree) of twice and of half the rate."""
     problem = ranking.space.problem
     network = problem.cluster.network
     records = []

@@ -1,10 +1,10 @@
 """The search for the fastest configuration of a step that fits in memory: best first, with lower bounds, anytime.
 
-Nodes are layouts with a micro-batch. A node's bound begins as that of its FLOPs, is raised to what a layer
-takes as it is laid, and at last the choices within it (schedule, ZeRO level, recomputation) are weighed one by
-one: what exceeds the memory is dropped, and what its bound rules out is not priced. The search ends when the
-least bound is over the time of the last row of the ranking. That is exact as far as the bounds are; see
-`bounds`.
+This is branch and bound. A node is a layout with a micro-batch. Its first bound follows from its FLOPs, its second
+from the price of a layer of this layout. Then the node is branched into its choices (schedule, ZeRO level,
+recomputation): those that exceed the memory are dropped, and those that their bounds rule out are not priced. The
+search ends when the least bound exceeds the time of the last exact row of the ranking. The result is exact if the
+bounds are (see `bounds`).
 
 A row of the ranking is a set of degrees with a strategy, in the order and with the choices that suit it best.
 """
@@ -22,10 +22,10 @@ from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
 from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search.bounds import LayerBounds, LayerPlace, step_bound_s
-from meshweave.tune.step_search.space import StepLayout, StepSpace
+from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace
 
 NUM_EXACT = 2
-"""Rows of the ranking that no other configuration is faster than."""
+"""Exact rows: the first of the ranking, than which no other configuration is faster."""
 NUM_ROWS = 12
 """Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
 
@@ -38,7 +38,7 @@ class PricedStep:
     step: Step
 
     @property
-    def seconds(self) -> float:
+    def time_s(self) -> float:
         """Return the seconds of the step."""
         return self.step.time_s
 
@@ -58,12 +58,12 @@ def _row_key(layout: Parallelism | StepLayout) -> tuple[object, ...]:
 
 
 def _rank_key(priced: PricedStep) -> tuple[float, int, str]:
-    return priced.seconds, priced.memory_bytes, str(priced.parallelism)
+    return priced.time_s, priced.memory_bytes, str(priced.parallelism)
 
 
 @dataclass
 class SearchCount:
-    """What a search has looked at.
+    """Counts of what a search has visited.
 
     Attributes:
         nodes: layouts with a micro-batch, in all.
@@ -81,13 +81,13 @@ class SearchCount:
 
 @dataclass(frozen=True)
 class StepRanking:
-    """What a search gives.
+    """The result of a search.
 
     Attributes:
         rows: the best configuration of each set of degrees and strategy, the fastest first.
-        front: priced configurations of which none is both faster and smaller, the fastest first.
+        front: priced configurations on the Pareto front of time and memory, the fastest first.
         is_complete: whether the search ran to its end; otherwise these are the best so far.
-        num_exact: the first rows that no configuration is faster than, if it did.
+        num_exact: the number of exact rows, if the search ran to its end.
         smallest: of what does not fit, the configuration with the least memory, and its bytes.
     """
 
@@ -103,22 +103,23 @@ class StepRanking:
 
 @dataclass(order=True)
 class _Node:
-    """Something to look at, by its bound.
+    """An entry of the queue, ordered by its bound: a layout with a micro-batch, or one choice of it.
 
     Attributes:
-        place: of the layers of a layout, with the least recomputation that may fit, `recompute`.
-        is_raised: whether the bound is that of the layers.
-        choice: a configuration that fits, which is all that is left to price; None for a layout.
+        place: where the layers of the layout lie.
+        recompute: the least recomputation that may fit.
+        has_layer_bound: whether the bound is that of the layers.
+        choice: a configuration that fits and is to be priced; None for a layout with all its choices.
     """
 
     bound_s: float
     number: int
     place: LayerPlace = field(compare=False)
-    quad: tuple[int, int, int, int] = field(compare=False)
+    degrees: DegreeSizes = field(compare=False)
     layout: StepLayout = field(compare=False)
     micro_batch: int = field(compare=False)
     recompute: Recompute = field(compare=False)
-    is_raised: bool = field(compare=False, default=False)
+    has_layer_bound: bool = field(compare=False, default=False)
     choice: Parallelism | None = field(compare=False, default=None)
 
 
@@ -147,9 +148,9 @@ class StepSearch:
         self._count = SearchCount()
         self._smallest: tuple[Parallelism, int] | None = None
         self._limit_s = math.inf
-        self._per_s: dict[tuple[int, int, int], float] = {}
+        self._known_steps: dict[tuple[int, int, int], float] = {}
         self._heap: list[_Node] = []
-        self._num_put = 0
+        self._num_pushed = 0
 
     def run(self) -> StepRanking:
         """Return the ranking. Ctrl-C ends the search with the best so far, once there is one."""
@@ -174,39 +175,39 @@ class StepSearch:
         )
 
     def _search(self) -> None:
-        for is_usual in (True, False):  # the usual ones give an early answer, and rule out most of the others
-            self._heap = heap = list(self._nodes(is_usual))
+        for is_plain in (True, False):  # plain layouts give an early answer, which rules out most others
+            self._heap = heap = list(self._nodes(is_plain))
             heapq.heapify(heap)
             done, left = self._count.nodes, len(heap)
             self._count.nodes = total = done + left
             while heap and heap[0].bound_s < self._limit_s:
-                left -= self._closes(heapq.heappop(heap))
+                left -= self._visit(heapq.heappop(heap))
                 self.progress(total - left, total)
         self.progress(total, total)
 
-    def _is_usual(self, layout: StepLayout) -> bool:
+    def _is_plain(self, layout: StepLayout) -> bool:
         return (
             layout.context == 1
             and layout.strategy == self._space.options.strategies[0]
             and layout.order == DEGREES
         )
 
-    def _nodes(self, is_usual: bool) -> Iterator[_Node]:
-        """Yield usual or other layouts with each micro-batch that may fit: all orders of degrees keep as much."""
+    def _nodes(self, is_plain: bool) -> Iterator[_Node]:
+        """Yield plain or other layouts with each micro-batch that may fit; memory does not depend on the order."""
         number = self._count.nodes
-        for quad in self._space.degrees:
-            if is_usual and quad[2] > 1:
+        for degrees in self._space.degrees:
+            if is_plain and degrees.context > 1:
                 continue
-            sizes = self._space.micro_batches(quad[0])
-            per_s = [self._node_bound_s(quad, size) for size in sizes]
+            sizes = self._space.micro_batches(degrees.data)
+            ratio = [self._steps_per_layer(degrees, size) for size in sizes]
             least_s = (
-                each * self._bounds.compute_s(quad, size) for size, each in zip(sizes, per_s, strict=True)
+                each * self._bounds.compute_s(degrees, size) for size, each in zip(sizes, ratio, strict=True)
             )
             if min(least_s, default=math.inf) >= self._limit_s:
                 continue
             fitting: dict[tuple[object, ...], list[Recompute]] = {}
-            for layout in self._space.layouts(quad):
-                if self._is_usual(layout) != is_usual:
+            for layout in self._space.layouts(degrees):
+                if self._is_plain(layout) != is_plain:
                     continue
                 key = layout.strategy, layout.tensor
                 if key not in fitting:
@@ -217,9 +218,9 @@ class StepSearch:
                 if not fitting[key]:
                     continue
                 place = self._bounds.place(layout)
-                for size, recompute, seconds in zip(sizes, fitting[key], per_s, strict=False):
-                    bound = seconds * self._bounds.compute_s(quad, size, recompute)
-                    yield _Node(bound, number, place, quad, layout, size, recompute)
+                for size, recompute, seconds in zip(sizes, fitting[key], ratio, strict=False):
+                    bound = seconds * self._bounds.compute_s(degrees, size, recompute)
+                    yield _Node(bound, number, place, degrees, layout, size, recompute)
                     number += 1
 
     def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
@@ -249,43 +250,43 @@ class StepSearch:
         self._count.refused += 1
         self._count.reason = self._count.reason or str(error)
 
-    def _node_bound_s(self, quad: tuple[int, int, int, int], size: int) -> float:
-        """Return the least seconds of a step with any schedule, for layers of a second a micro-batch."""
-        key = quad[0], quad[1], size
-        if key not in self._per_s:
-            count = self._problem.batch // quad[0] // size
+    def _steps_per_layer(self, degrees: DegreeSizes, size: int) -> float:
+        """Return a lower bound, over all schedules, of the time of a step over that of a layer's micro-batch."""
+        key = degrees.data, degrees.pipeline, size
+        if key not in self._known_steps:
+            count = self._problem.batch // degrees.data // size
             layers = self._problem.model.num_layers
-            self._per_s[key] = min(
+            self._known_steps[key] = min(
                 (
-                    step_bound_s(layers, quad[1], schedule, virtual, count, 1.0)
-                    for schedule, virtual in self._space.schedules(quad[1], count)
+                    step_bound_s(layers, degrees.pipeline, schedule, virtual, count, 1.0)
+                    for schedule, virtual in self._space.schedules(degrees.pipeline, count)
                 ),
                 default=math.inf,
             )
-        return self._per_s[key]
+        return self._known_steps[key]
 
-    def _closes(self, node: _Node) -> bool:
-        """Look at a node, and put back what is left of it; return whether it was the last look at a layout."""
+    def _visit(self, node: _Node) -> bool:
+        """Visit a node, and push what it branches into; return whether its layout is done with."""
         row = self.rows.get(_row_key(node.layout))
         try:
-            if row is not None and row.seconds <= node.bound_s:
+            if row is not None and row.time_s <= node.bound_s:
                 return node.choice is None
             if node.choice is not None:
                 self._price(node.choice)
                 return False
-            if not node.is_raised:
-                self._raise_bound(node)
+            if not node.has_layer_bound:
+                self._tighten(node)
                 return False
-            self._weigh_choices(node)
+            self._branch(node)
         except MeshweaveError as error:
             self._refuse(error)
         return True
 
-    def _raise_bound(self, node: _Node) -> None:
-        per_s = self._node_bound_s(node.quad, node.micro_batch)
-        enough_s = self._limit_s / per_s
+    def _tighten(self, node: _Node) -> None:
+        ratio = self._steps_per_layer(node.degrees, node.micro_batch)
+        enough_s = self._limit_s / ratio
         layer_s = self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s)
-        node.bound_s, node.is_raised = max(node.bound_s, per_s * layer_s), True
+        node.bound_s, node.has_layer_bound = max(node.bound_s, ratio * layer_s), True
         heapq.heappush(self._heap, node)
 
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
@@ -298,8 +299,8 @@ class StepSearch:
             self._smallest = choice, size
         return None
 
-    def _weigh_choices(self, node: _Node) -> None:
-        """Put the choices of a node whose bounds leave them a chance among the nodes."""
+    def _branch(self, node: _Node) -> None:
+        """Push the choices of a node that fit and that their bounds do not rule out."""
         layout = node.layout
         count = self._problem.batch // layout.data // node.micro_batch
         kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
@@ -315,20 +316,20 @@ class StepSearch:
                         break  # lower levels shard less
                     least = least_step_s(self._problem, choice)
                     if least < self._limit_for(choice):
-                        self._put(node, choice, least)
+                        self._push(node, choice, least)
 
-    def _put(self, node: _Node, choice: Parallelism, bound: float) -> None:
+    def _push(self, node: _Node, choice: Parallelism, bound: float) -> None:
         if not self.rows:
             self._price(choice)
             return
-        self._num_put += 1
-        number = self._count.nodes + self._num_put
+        self._num_pushed += 1
+        number = self._count.nodes + self._num_pushed
         heapq.heappush(self._heap, replace(node, bound_s=bound, number=number, choice=choice))
 
     def _limit_for(self, choice: Parallelism) -> float:
         """Return the seconds from which on a choice changes no row of the ranking."""
         row = self.rows.get(_row_key(choice))
-        return self._limit_s if row is None else min(self._limit_s, row.seconds)
+        return self._limit_s if row is None else min(self._limit_s, row.time_s)
 
     def _price(self, choice: Parallelism) -> None:
         priced = PricedStep(choice, step_of(self._problem, choice))
@@ -338,7 +339,7 @@ class StepSearch:
         if row is None or _rank_key(priced) < _rank_key(row):
             self.rows[priced.row_key] = priced
             if len(self.rows) >= self._num_exact:
-                self._limit_s = heapq.nsmallest(self._num_exact, (row.seconds for row in self.rows.values()))[
+                self._limit_s = heapq.nsmallest(self._num_exact, (row.time_s for row in self.rows.values()))[
                     -1
                 ]
 

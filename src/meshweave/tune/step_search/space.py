@@ -7,7 +7,7 @@ per micro-batch, schedule, stages per pipeline rank, ZeRO level, recomputation.
 Divisibility rules, each of a training stack: the data degree divides the batch, and a micro-batch divides a
 replica's share of it (Megatron-LM, `arguments.py`); a one-dimensional tensor degree divides the heads; the
 context degree cuts a sequence into equal parts of at least `MIN_CONTEXT_TOKENS` tokens; a pipeline has a layer
-for every stage at least, evenly or not. `step.check` refuses what else cannot be laid out.
+for every stage at least, evenly or not. `tune.step.check_step` refuses what else cannot be laid out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import permutations
+from typing import NamedTuple
 
 from meshweave.base.errors import DescriptionError, UnsupportedError, did_you_mean, listed
 from meshweave.describe.machine.cluster import Cluster
@@ -34,9 +35,9 @@ ON_MESHES = ("atp", "collective_block", "meshslice_block", "wang_block", "summa_
 STRATEGIES = (*ONE_DIMENSIONAL, *ON_MESHES)
 """Strategies for the tensor ranks of a layer; the others of `algorithms.block` are the data and context
 degrees."""
-SEARCHED = (*ONE_DIMENSIONAL, "atp", "collective_block", "meshslice_block")
-"""Strategies that a search chooses among by itself. MeshSlice has Wang's and SUMMA's products as rivals, and their
-estimates take as long as those of all others together."""
+SEARCHED_STRATEGIES = (*ONE_DIMENSIONAL, "atp", "collective_block", "meshslice_block")
+"""Strategies that a search tries by default: not Wang's and SUMMA's products, whose estimates take as long as
+those of all others together."""
 SCHEDULES = ("1f1b", "zb-h1", "zbv")
 """Schedules that a search chooses among; 1F1B also interleaved. GPipe is never faster, and keeps more."""
 ZERO_LEVELS = (0, 1, 2, 3)
@@ -64,7 +65,7 @@ class SpaceOptions:
     pipeline: tuple[int, ...] | None = None
     context: tuple[int, ...] | None = None
     tensor: tuple[Tensor, ...] | None = None
-    strategies: tuple[str, ...] = SEARCHED
+    strategies: tuple[str, ...] = SEARCHED_STRATEGIES
     zero: tuple[int, ...] = ZERO_LEVELS
     schedules: tuple[str, ...] = SCHEDULES
     virtual_stages: tuple[int, ...] | None = None
@@ -105,6 +106,15 @@ def ranks_of(tensor: Tensor) -> int:
     return tensor if isinstance(tensor, int) else tensor[0] * tensor[1]
 
 
+class DegreeSizes(NamedTuple):
+    """The sizes of the four degrees; `tensor` counts ranks, whatever their mesh."""
+
+    data: int
+    pipeline: int
+    context: int
+    tensor: int
+
+
 @dataclass(frozen=True)
 class StepLayout:
     """Where the chips go: the degrees, the strategy within a layer, and the order of the degrees."""
@@ -123,9 +133,9 @@ class StepLayout:
         return math.prod(sizes[inner] for inner in self.order[: self.order.index(degree)])
 
     @property
-    def quad(self) -> tuple[int, int, int, int]:
-        """Return (data, pipeline, context, tensor ranks)."""
-        return self.data, self.pipeline, self.context, ranks_of(self.tensor)
+    def sizes(self) -> DegreeSizes:
+        """Return the sizes of the degrees."""
+        return DegreeSizes(self.data, self.pipeline, self.context, ranks_of(self.tensor))
 
     def choice(
         self, micro_batch: int, schedule: str, virtual: int, zero: int, recompute: Recompute
@@ -154,22 +164,25 @@ class StepSpace:
     options: SpaceOptions = field(default_factory=SpaceOptions)
 
     @cached_property
-    def degrees(self) -> tuple[tuple[int, int, int, int], ...]:
-        """Return (data, pipeline, context, tensor ranks), those with few tensor and pipeline ranks first."""
+    def degrees(self) -> tuple[DegreeSizes, ...]:
+        """Return the sizes of degrees that make up the chips, those with few tensor and pipeline ranks first."""
         chips = self.problem.cluster.num_chips
         divisors = divisors_of(chips)
-        quads = []
+        allowed = []
         for tensor in divisors:
             for pipeline in (n for n in divisors if chips % (tensor * n) == 0):
                 for context in (n for n in divisors if chips % (tensor * pipeline * n) == 0):
-                    quad = (chips // (tensor * pipeline * context), pipeline, context, tensor)
-                    if self._allows(quad):
-                        quads.append(quad)
-        return tuple(sorted(quads, key=lambda quad: (quad[3] * quad[1] * quad[2], quad[2], quad[1])))
+                    data = chips // (tensor * pipeline * context)
+                    sizes = DegreeSizes(data, pipeline, context, tensor)
+                    if self._allows(sizes):
+                        allowed.append(sizes)
+        return tuple(
+            sorted(allowed, key=lambda of: (of.tensor * of.pipeline * of.context, of.context, of.pipeline))
+        )
 
-    def _allows(self, quad: tuple[int, int, int, int]) -> bool:
+    def _allows(self, sizes: DegreeSizes) -> bool:
         problem, options = self.problem, self.options
-        data, pipeline, context, tensor = quad
+        data, pipeline, context, tensor = sizes
         given = ((options.data, data), (options.pipeline, pipeline), (options.context, context))
         return (
             all(allowed is None or number in allowed for allowed, number in given)
@@ -197,18 +210,18 @@ class StepSpace:
                 if given is None or mesh in given or ranks in given:
                     yield strategy, mesh
 
-    def layouts(self, quad: tuple[int, int, int, int]) -> Iterator[StepLayout]:
-        """Yield the layouts of (data, pipeline, context, tensor ranks)."""
-        data, pipeline, context, tensor = quad
+    def layouts(self, sizes: DegreeSizes) -> Iterator[StepLayout]:
+        """Yield the layouts with these sizes of the degrees."""
+        data, pipeline, context, tensor = sizes
         for strategy, mesh in self.tensors(tensor):
-            for order in self.orders(quad):
+            for order in self.orders(sizes):
                 yield StepLayout(data, pipeline, context, mesh, strategy, order)
 
-    def orders(self, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
+    def orders(self, sizes: DegreeSizes) -> tuple[Order, ...]:
         """Return the orders of the degrees that differ on the levels of the cluster, "tensor" innermost first."""
         if self.options.orders is not None:
             return self.options.orders
-        return distinct_orders(self.problem.cluster, quad)
+        return distinct_orders(self.problem.cluster, sizes)
 
     def micro_batches(self, data: int) -> tuple[int, ...]:
         """Return the sequences that a micro-batch may have: divisors, each at least twice the one before."""
@@ -245,13 +258,13 @@ class StepSpace:
 
     def choices(self) -> Iterator[Parallelism]:
         """Yield every configuration, also those that do not fit or that the model of a step refuses."""
-        for quad in self.degrees:
-            for layout in self.layouts(quad):
-                for size in self.micro_batches(quad[0]):
-                    count = self.problem.batch // quad[0] // size
-                    for schedule, virtual in self.schedules(quad[1], count):
+        for sizes in self.degrees:
+            for layout in self.layouts(sizes):
+                for size in self.micro_batches(sizes.data):
+                    count = self.problem.batch // sizes.data // size
+                    for schedule, virtual in self.schedules(sizes.pipeline, count):
                         for recompute in self.options.recompute:
-                            for zero in self.zero_levels(quad[0], quad[2]):
+                            for zero in self.zero_levels(sizes.data, sizes.context):
                                 yield layout.choice(size, schedule, virtual, zero, recompute)
 
     def zero_levels(self, data: int, context: int) -> tuple[int, ...]:
@@ -272,38 +285,38 @@ def divisors_of(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def distinct_orders(cluster: Cluster, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
+def distinct_orders(cluster: Cluster, sizes: DegreeSizes) -> tuple[Order, ...]:
     """Return the orders of degrees that lay some degree on other links than every order before them."""
-    return _distinct_orders(level_sizes(cluster.network), quad)
+    return _distinct_orders(level_sizes(cluster.network), sizes)
 
 
 @lru_cache(maxsize=8192)
-def _distinct_orders(levels: tuple[int, ...] | None, quad: tuple[int, int, int, int]) -> tuple[Order, ...]:
-    data, pipeline, context, tensor = quad
-    sizes: dict[str, int] = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+def _distinct_orders(levels: tuple[int, ...] | None, sizes: DegreeSizes) -> tuple[Order, ...]:
+    data, pipeline, context, tensor = sizes
+    size_of: dict[str, int] = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
     orders: dict[tuple[object, ...], Order] = {}
     for order in permutations(DEGREES):
         stride = 1
         strides: dict[str, int] = {}
         places: list[tuple[str, tuple[object, ...]]] = []
         for name in order:
-            if sizes[name] > 1:
+            if size_of[name] > 1:
                 strides[name] = stride
-                places.append((name, place_on_levels(levels, sizes[name], stride)))
-            stride *= sizes[name]
+                places.append((name, place_on_levels(levels, size_of[name], stride)))
+            stride *= size_of[name]
         inner, outer = sorted(("context", "data"), key=lambda name: strides.get(name, 0))
-        if inner in strides and strides[outer] == strides[inner] * sizes[inner]:  # they sum gradients as one
-            both = place_on_levels(levels, sizes["context"] * sizes["data"], strides[inner])
+        if inner in strides and strides[outer] == strides[inner] * size_of[inner]:  # one group sums gradients
+            both = place_on_levels(levels, size_of["context"] * size_of["data"], strides[inner])
             places.append(("replicas", both))
         orders.setdefault(tuple(sorted(places)), order)
     return tuple(orders.values())
 
 
 def place_on_levels(levels: tuple[int, ...] | None, size: int, stride: int) -> tuple[object, ...]:
-    """Return what decides on which links groups of `size` ranks, `stride` chips apart, communicate.
+    """Return a key of the links on which groups of `size` ranks, `stride` chips apart, communicate.
 
-    That is how many of a group lie in a block of chips of each level (a host, a subtree). Where groups straddle
-    blocks, and on a torus, which has none (`levels` is None), the stride decides.
+    The key has the number of a group's ranks in a block of chips of each level (a host, a subtree), and the stride
+    where groups straddle blocks, and on a torus, which has no levels (`levels` is None).
     """
     if levels is None:
         return size, stride

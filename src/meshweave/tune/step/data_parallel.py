@@ -1,8 +1,8 @@
-"""What data parallelism adds to a step: gradients reduced, weights gathered, beside the layers or after them.
+"""Price data parallelism: reductions of gradients and gathers of weights, beside the layers or after them.
 
-Ranks that have equal weights (data and context) reduce gradients of each layer as it ends, in a lane of their own
-beside the backward part of the layers before it; weights are gathered likewise ahead of the forward part (Li et
-al., VLDB '20; Rajbhandari et al., SC '20; Zhao et al., PyTorch FSDP, VLDB '23):
+Ranks that have equal weights (data and context) reduce the gradients of a layer when its backward part ends, in a
+lane beside the backward parts of the layers before it. Weights are gathered likewise ahead of the forward part (Li
+et al., VLDB '20; Rajbhandari et al., SC '20; Zhao et al., PyTorch FSDP, VLDB '23):
 
     zero 0    gradients summed in the last micro-batch
     zero 1    reduced and scattered in the last micro-batch; weights gathered once, ahead of the first forward part
@@ -27,14 +27,14 @@ from meshweave.tune.step.problem import Parallelism, StepProblem
 
 
 @dataclass(frozen=True)
-class LayerSync:
+class DataParallelTime:
     """Seconds of the collectives of one layer's weights, and of an embedding table's gradient.
 
     Attributes:
-        reduce_s: of the gradient of a layer.
-        gather_s: of its weights.
-        table_s: of the gradient of a table.
-        tied_s: of the sum of that of a table that the first and the last pipeline rank share.
+        reduce_s: the reduction of a layer's gradients.
+        gather_s: the all-gather of its weights; 0 without ZeRO.
+        table_s: the reduction of the gradient of an embedding table.
+        tied_s: the sum of that gradient over the first and the last pipeline rank, where they share the table.
     """
 
     reduce_s: float
@@ -43,8 +43,8 @@ class LayerSync:
     tied_s: float
 
 
-def layer_sync(problem: StepProblem, parallelism: Parallelism) -> LayerSync:
-    """Return what the collectives of a layer take."""
+def data_parallel_time(problem: StepProblem, parallelism: Parallelism) -> DataParallelTime:
+    """Return the seconds of the collectives of a layer and of an embedding table."""
     weights, table = layer_parameters(problem, parallelism), table_parameters(problem, parallelism)
     table_s = _reduce_s(problem, parallelism, table * problem.gradient_bytes)
     tied_s = gather_s = 0.0
@@ -54,7 +54,7 @@ def layer_sync(problem: StepProblem, parallelism: Parallelism) -> LayerSync:
     if parallelism.zero:
         shards, _ = sharding_groups(parallelism)
         gather_s = collective_s(problem, "all_gather", shards, weights * problem.item_bytes)
-    return LayerSync(
+    return DataParallelTime(
         _reduce_s(problem, parallelism, weights * problem.gradient_bytes), gather_s, table_s, tied_s
     )
 
@@ -73,11 +73,11 @@ def _reduce_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) ->
 def exposed_after(
     layers: int, compute_s: float, communication_s: float, overlap: float, queued_s: float = 0.0
 ) -> float:
-    """Return what communication of each layer adds, where it follows the layer's computing.
+    """Return the seconds that each layer's communication adds, where it follows the layer's computing.
 
     Args:
         overlap: the share of the communication that may run beside the computing.
-        queued_s: communication that is before all of it in its lane.
+        queued_s: communication that comes before it in the same lane.
     """
     waits_s = (1 - overlap) * (layers * communication_s + queued_s)
     hidden, before = overlap * communication_s, overlap * queued_s
@@ -88,5 +88,5 @@ def exposed_after(
 
 
 def exposed_before(layers: int, compute_s: float, communication_s: float, overlap: float) -> float:
-    """Return what communication adds that comes before each layer's computing: the same, turned round."""
+    """Return the seconds that communication before each layer's computing adds: `exposed_after` in reverse."""
     return exposed_after(layers, compute_s, communication_s, overlap)
