@@ -42,7 +42,7 @@ SIZED_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 _NIC_SHARE = 0.96
 _LONGEST_FILL_BYTES = 128 << 20
 _RINGS = ((6.6e-6, 0.6e-6, 2.7e-6, 0.5), (14.0e-6, 1.9e-6, 4.0e-6, 0.92), (8.4e-6, 3.4e-6, 14.0e-6, 1.0))
-"""By protocol (LL, LL128, Simple): seconds of the base, a hop inside and between hosts, and the share of the rate."""
+"""By protocol (LL, LL128, Simple): seconds of the base, of a hop inside and between hosts; share of the rate."""
 _USUAL_NIC_S = 2.7e-6
 """The latency of a NIC for which NCCL's constants stand; what a description says beyond it is added to each."""
 _TREE = (6.8e-6, 0.6e-6, 5.0e-6)
