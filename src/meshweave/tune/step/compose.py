@@ -21,10 +21,10 @@ from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
 from meshweave.tune.step.memory import Memory, StageMemory, pipeline_memory, rank_of_head, rank_parameters
-from meshweave.tune.step.pipeline import num_stashes, ranks_of_stages
+from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.result import Step
-from meshweave.tune.step.stages import Stages, stage_layers, stages_of
+from meshweave.tune.step.stages import Stages, rank_layers, stages_of
 
 ADAM_STEP_BYTES = 34
 """Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
@@ -107,18 +107,12 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
     return memory.peak
 
 
-def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[list[int], tuple[int, ...]]:
+def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the layers of each pipeline rank, and of how many micro-batches it keeps a stage's activations."""
     p = parallelism
-    layers = stage_layers(problem.model.num_layers, p.num_stages)
     count = problem.batch // (p.data * p.micro_batch)
-    stashes = num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
-    of_ranks = [0] * p.pipeline
-    for rank, layers_of_stage in zip(
-        ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages), layers, strict=True
-    ):
-        of_ranks[rank] += layers_of_stage
-    return of_ranks, stashes
+    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
+    return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
 def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Any) -> Step:

@@ -3,26 +3,29 @@
 Each bound says what no step with some choices can go under:
 
     compute     the FLOPs of the busiest pipeline rank at the highest rate of a chip
+    one chip    its layers in the time that one chip alone takes for them, divided by the chips of a layer
     layers      the layers of the busiest rank, as laid, for every micro-batch, and those of the other ranks once
     easier      as layers, from a layer that is known and easier: more sequences, shorter links, or fewer chips
 
-The first two follow from the model of a step. The last assumes that a layer gets no better by being harder, but
-for `SLACK`; tests compare it with prices, and the search with the whole enumeration.
+The first and the third follow from the model of a step. The others assume that a layer gets no better by being
+harder, but for `SLACK`; tests compare them with prices, and the search with the whole enumeration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.step.layers import layer_time, least_layer_s
-from meshweave.tune.step.problem import DEGREES, Degree
+from meshweave.tune.step.layers import bare_layer_s, layer_time, least_layer_s
+from meshweave.tune.step.problem import DEGREES, Degree, Parallelism
 from meshweave.tune.step_search.space import (
+    ONE_DIMENSIONAL,
     StepLayout,
     StepSpace,
     Tensor,
@@ -35,6 +38,10 @@ SLACK = 0.97
 """What a layer takes with fewer sequences, longer links or more chips is at least so much of what it takes
 without, in seconds of all its chips for each sequence. Kernels in whole tiles and curves of collectives leave
 that much room."""
+
+
+_ONE_CHIP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences of a micro-batch whose layers are looked at on one chip."""
 
 
 def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int:
@@ -67,7 +74,7 @@ class LayerBounds:
     """
 
     def __init__(self, space: StepSpace) -> None:
-        self._problem = space.problem
+        self._space, self._problem = space, space.problem
         chip = self._problem.cluster.chip
         rates = [
             rate for _, rate in (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)
@@ -82,11 +89,31 @@ class LayerBounds:
         self.largest: dict[tuple[object, ...], int] = {}
 
     def compute_s(self, quad: Sequence[int], micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of its FLOPs at the highest rate of a chip, for degrees and a micro-batch."""
-        flops = micro_batch * self._flops
-        if recompute == "full":  # forward is a third
-            flops += flops // 3
-        return flops / (quad[2] * quad[3]) / self._peak
+        """Return the least seconds of a layer by degrees and micro-batch alone: by its FLOPs, or on one chip."""
+        forward_s, whole_s = self._sequence_s
+        chip_s = whole_s + (forward_s if recompute == "full" else 0.0)
+        return micro_batch * chip_s / (quad[2] * quad[3])
+
+    @cached_property
+    def _sequence_s(self) -> tuple[float, float]:
+        """Return the least chip-seconds of a sequence in a layer: its forward part, and all without recomputation."""
+        whole_s = self._flops / self._peak
+        known = [(whole_s / 3, whole_s)]
+        sizes = self._space.options.micro_batches or _ONE_CHIP_SIZES
+        try:
+            of_sizes = [self.one_chip_s(size) for size in sizes if size <= self._problem.batch]
+            known += [
+                (SLACK * min(forward), SLACK * min(whole)) for forward, whole in [zip(*of_sizes, strict=True)]
+            ]
+        except (MeshweaveError, ValueError):
+            pass
+        return max(each[0] for each in known), max(each[1] for each in known)
+
+    def one_chip_s(self, micro_batch: int) -> tuple[float, float]:
+        """Return the seconds of a sequence in a layer on one chip: of its forward part, and forward and backward."""
+        alone = Parallelism(strategy=ONE_DIMENSIONAL[0], micro_batch=micro_batch)
+        forward_s, whole_s = bare_layer_s(self._problem, alone)
+        return forward_s / micro_batch, whole_s / micro_batch
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return what it takes as it is laid, with what is recomputed."""

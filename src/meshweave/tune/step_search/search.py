@@ -26,6 +26,8 @@ from meshweave.tune.step_search.space import StepLayout, StepSpace
 
 NUM_EXACT = 2
 """Rows of the ranking that no other configuration is faster than."""
+_RAISE = 1.01
+"""How far beyond the next node a bound is raised at a time: what is dear to find out waits until it matters."""
 NUM_ROWS = 12
 """Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
 
@@ -107,7 +109,7 @@ class _Node:
 
     Attributes:
         place: of the layers of a layout, with the least recomputation that may fit, `recompute`.
-        is_raised: whether the bound is that of the layers.
+        is_raised: whether the bound is that of the layers, and of a configuration that of all its step.
         choice: a configuration that fits, which is all that is left to price; None for a layout.
     """
 
@@ -219,6 +221,8 @@ class StepSearch:
                 place = self._bounds.place(layout)
                 for size, recompute, seconds in zip(sizes, fitting[key], per_s, strict=False):
                     bound = seconds * self._bounds.compute_s(quad, size, recompute)
+                    if bound >= self._limit_s:
+                        continue
                     yield _Node(bound, number, place, quad, layout, size, recompute)
                     number += 1
 
@@ -271,22 +275,27 @@ class StepSearch:
             if row is not None and row.seconds <= node.bound_s:
                 return node.choice is None
             if node.choice is not None:
-                self._price(node.choice)
+                self._refine(node, node.choice)
                 return False
             if not node.is_raised:
-                self._raise_bound(node)
-                return False
+                return self._raise_bound(node)
             self._weigh_choices(node)
         except MeshweaveError as error:
             self._refuse(error)
         return True
 
-    def _raise_bound(self, node: _Node) -> None:
+    def _raise_bound(self, node: _Node) -> bool:
+        """Raise the bound of a layout beyond the next node, or to that of its layers; return whether it is out."""
         per_s = self._node_bound_s(node.quad, node.micro_batch)
-        enough_s = self._limit_s / per_s
-        layer_s = self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s)
-        node.bound_s, node.is_raised = max(node.bound_s, per_s * layer_s), True
+        next_s = self._heap[0].bound_s if self._heap else math.inf
+        enough_s = min(self._limit_s, _RAISE * max(node.bound_s, next_s))
+        bound_s = per_s * self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s / per_s)
+        node.is_raised = bound_s < enough_s
+        node.bound_s = max(node.bound_s, bound_s)
+        if node.bound_s >= self._limit_s:
+            return True
         heapq.heappush(self._heap, node)
+        return False
 
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
         """Return the bytes of the fullest chip, or None where they do not fit."""
@@ -313,17 +322,23 @@ class StepSearch:
                     choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
                     if bound >= self._limit_for(choice) or self._fitting_bytes(choice) is None:
                         break  # lower levels shard less
-                    least = least_step_s(self._problem, choice)
-                    if least < self._limit_for(choice):
-                        self._put(node, choice, least)
+                    if not self.rows:
+                        self._price(choice)
+                        continue
+                    self._num_put += 1
+                    number = self._count.nodes + self._num_put
+                    bound_s = max(bound, node.bound_s)
+                    put = replace(node, bound_s=bound_s, number=number, choice=choice, is_raised=False)
+                    heapq.heappush(self._heap, put)
 
-    def _put(self, node: _Node, choice: Parallelism, bound: float) -> None:
-        if not self.rows:
+    def _refine(self, node: _Node, choice: Parallelism) -> None:
+        """Raise the bound of a configuration to that of its whole step, or price it."""
+        if node.is_raised:
             self._price(choice)
             return
-        self._num_put += 1
-        number = self._count.nodes + self._num_put
-        heapq.heappush(self._heap, replace(node, bound_s=bound, number=number, choice=choice))
+        node.bound_s, node.is_raised = max(node.bound_s, least_step_s(self._problem, choice)), True
+        if node.bound_s < self._limit_for(choice):
+            heapq.heappush(self._heap, node)
 
     def _limit_for(self, choice: Parallelism) -> float:
         """Return the seconds from which on a choice changes no row of the ranking."""
