@@ -138,6 +138,8 @@ def test_a_harder_layer_is_not_faster(strategy: str, ranks: int, size: int, cont
 
     seconds = chip_s(tensor, chips, size)
     assert seconds >= SLACK * chip_s(tensor, chips, 2 * size)
+    assert seconds >= bounds.compute_s((1, 1, context, ranks), size) * chips / size
+    assert seconds >= SLACK * bounds.one_chip_s(size)[1]
     if ranks > 2:
         fewer = ranks // 2 if isinstance(tensor, int) else (tensor[0] // 2, 2)
         assert seconds >= SLACK * chip_s(fewer, chips // 2, size)

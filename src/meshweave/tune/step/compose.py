@@ -11,6 +11,7 @@ Every rank of a degree does the same, so that one stands for all; only pipeline 
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from meshweave.base.errors import LayoutError, did_you_mean
@@ -97,14 +98,19 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> StageMemory:
     """
     check_step(problem, parallelism)
     layers, stashes = _on_ranks(problem, parallelism)
-    # Ranks between the ends differ in their layers and in what they keep of them.
+    ranks = {0, rank_of_head(parallelism), *_fullest_ranks(layers, stashes)}
+    memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
+    return memory.peak
+
+
+@lru_cache(maxsize=4096)
+def _fullest_ranks(layers: tuple[int, ...], stashes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return of the ranks with as many layers one that keeps the most: between the ends nothing else differs."""
     kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
     most: dict[int, int] = {}
     for count, stash in kept:
         most[count] = max(most.get(count, 0), stash)
-    ranks = {0, rank_of_head(parallelism), *(kept[pair] for pair in most.items())}
-    memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
-    return memory.peak
+    return tuple(kept[pair] for pair in most.items())
 
 
 def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int, ...], tuple[int, ...]]:

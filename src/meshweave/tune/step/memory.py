@@ -103,7 +103,8 @@ def rank_of_head(parallelism: Parallelism) -> int:
 
 def rank_parameters(problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]) -> list[int]:
     """Return the weights on a chip of each pipeline rank, with those of embedding and head at the ends."""
-    counts = [count * layer_parameters(problem, parallelism) for count in layers]
+    of_layer = layer_parameters(problem, parallelism)
+    counts = [count * of_layer for count in layers]
     table = table_parameters(problem, parallelism)
     counts[0] += table
     head = rank_of_head(parallelism)

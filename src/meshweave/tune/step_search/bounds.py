@@ -96,7 +96,7 @@ class LayerBounds:
 
     @cached_property
     def _sequence_s(self) -> tuple[float, float]:
-        """Return the least chip-seconds of a sequence in a layer: its forward part, and all without recomputation."""
+        """Return the least chip-seconds of a sequence in a layer, forward, and forward with backward."""
         whole_s = self._flops / self._peak
         known = [(whole_s / 3, whole_s)]
         sizes = self._space.options.micro_batches or _ONE_CHIP_SIZES
@@ -110,7 +110,7 @@ class LayerBounds:
         return max(each[0] for each in known), max(each[1] for each in known)
 
     def one_chip_s(self, micro_batch: int) -> tuple[float, float]:
-        """Return the seconds of a sequence in a layer on one chip: of its forward part, and forward and backward."""
+        """Return the seconds of a sequence in a layer on one chip, forward, and forward with backward."""
         alone = Parallelism(strategy=ONE_DIMENSIONAL[0], micro_batch=micro_batch)
         forward_s, whole_s = bare_layer_s(self._problem, alone)
         return forward_s / micro_batch, whole_s / micro_batch

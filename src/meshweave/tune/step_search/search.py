@@ -110,7 +110,8 @@ class _Node:
     Attributes:
         place: of the layers of a layout, with the least recomputation that may fit, `recompute`.
         is_raised: whether the bound is that of the layers, and of a configuration that of all its step.
-        choice: a configuration that fits, which is all that is left to price; None for a layout.
+        choice: what is left to look at: a configuration that fits if the bound is raised, else one with the
+            highest ZeRO level, for all levels; None for a layout.
     """
 
     bound_s: float
@@ -275,7 +276,10 @@ class StepSearch:
             if row is not None and row.seconds <= node.bound_s:
                 return node.choice is None
             if node.choice is not None:
-                self._refine(node, node.choice)
+                if node.is_raised:
+                    self._price(node.choice)
+                else:
+                    self._weigh_levels(node, node.choice)
                 return False
             if not node.is_raised:
                 return self._raise_bound(node)
@@ -318,27 +322,33 @@ class StepSearch:
                 bound = step_bound_s(
                     self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
                 )
-                for zero in sorted(self._space.zero_levels(layout.data, layout.context), reverse=True):
-                    choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
-                    if bound >= self._limit_for(choice) or self._fitting_bytes(choice) is None:
-                        break  # lower levels shard less
-                    if not self.rows:
-                        self._price(choice)
-                        continue
-                    self._num_put += 1
-                    number = self._count.nodes + self._num_put
-                    bound_s = max(bound, node.bound_s)
-                    put = replace(node, bound_s=bound_s, number=number, choice=choice, is_raised=False)
-                    heapq.heappush(self._heap, put)
+                most = max(self._space.zero_levels(layout.data, layout.context))
+                choice = layout.choice(node.micro_batch, schedule, virtual, most, recompute)
+                if bound < self._limit_for(choice):
+                    if self.rows:
+                        self._put(node, choice, bound, is_raised=False)
+                    else:  # an early answer
+                        self._weigh_levels(node, choice)
 
-    def _refine(self, node: _Node, choice: Parallelism) -> None:
-        """Raise the bound of a configuration to that of its whole step, or price it."""
-        if node.is_raised:
-            self._price(choice)
-            return
-        node.bound_s, node.is_raised = max(node.bound_s, least_step_s(self._problem, choice)), True
-        if node.bound_s < self._limit_for(choice):
-            heapq.heappush(self._heap, node)
+    def _put(self, node: _Node, choice: Parallelism, bound_s: float, is_raised: bool) -> None:
+        self._num_put += 1
+        number = self._count.nodes + self._num_put
+        bound_s = max(bound_s, node.bound_s)
+        put = replace(node, bound_s=bound_s, number=number, choice=choice, is_raised=is_raised)
+        heapq.heappush(self._heap, put)
+
+    def _weigh_levels(self, node: _Node, choice: Parallelism) -> None:
+        """Put a configuration with each of its ZeRO levels that fits among the nodes, by the bound of its step."""
+        for zero in sorted(self._space.zero_levels(choice.data, choice.context), reverse=True):
+            each = replace(choice, zero=zero)
+            if self._fitting_bytes(each) is None:
+                break  # lower levels shard less
+            if not self.rows:
+                self._price(each)
+                continue
+            least_s = least_step_s(self._problem, each)
+            if least_s < self._limit_for(each):
+                self._put(node, each, least_s, is_raised=True)
 
     def _limit_for(self, choice: Parallelism) -> float:
         """Return the seconds from which on a choice changes no row of the ranking."""
