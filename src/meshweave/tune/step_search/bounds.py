@@ -123,8 +123,9 @@ class LayerBounds:
     def least_s(self, place: LayerPlace, micro_batch: int, recompute: Recompute, enough_s: float) -> float:
         """Return what it takes there, or a bound of that which is at least `enough_s`."""
         scale = micro_batch / place.num_chips
-        bound = scale * self._chip_s(place, micro_batch, enough_s / scale)
-        if bound >= enough_s or recompute == "none":
+        again_s = scale * self._sequence_s[0] if recompute == "full" else 0.0
+        bound = scale * self._chip_s(place, micro_batch, (enough_s - again_s) / scale) + again_s
+        if bound >= enough_s or recompute != "full":
             return bound
         return max(bound, self.layer_s(place.layout, micro_batch, recompute))
 
@@ -175,7 +176,7 @@ class LayerBounds:
                 yield self.place(replace(inner, tensor=tensor, context=context)), size
         largest = self.largest.get((layout.strategy, layout.tensor, layout.context), 1)
         if micro_batch < largest:
-            yield place, min(2 * micro_batch, largest)
+            yield place, largest
 
 
 def _smaller(tensor: Tensor, context: int) -> Iterator[tuple[Tensor, int]]:
