@@ -1,10 +1,10 @@
 """The search for the fastest configuration of a step that fits in memory: best first, with lower bounds, anytime.
 
-Nodes are layouts with a micro-batch. A node's bound begins as that of its layers on one chip, is raised, only as
-far as the next node makes it matter, to what a layer takes as it is laid, and at last the choices within it (schedule, ZeRO level, recomputation) are weighed one by
-one: what exceeds the memory is dropped, and what its bound rules out is not priced. The search ends when the
-least bound is over the time of the last row of the ranking. That is exact as far as the bounds are; see
-`bounds`.
+Nodes are layouts with a micro-batch. A node's bound begins as that of its layers on one chip and is raised, only
+as far as the next node makes it matter, to what a layer takes as it is laid. At last the choices within it
+(schedule, ZeRO level, recomputation) are weighed one by one: what exceeds the memory is dropped, and what its
+bound rules out is not priced. The search ends when the least bound is over the time of the last row of the
+ranking. That is exact as far as the bounds are; see `bounds`.
 
 A row of the ranking is a set of degrees with a strategy, in the order and with the choices that suit it best.
 """
