@@ -176,7 +176,7 @@ class LayerBounds:
                 yield self.place(replace(inner, tensor=tensor, context=context)), size
         largest = self.largest.get((layout.strategy, layout.tensor, layout.context), 1)
         if micro_batch < largest:
-            yield place, largest
+            yield place, min(2 * micro_batch, largest)
 
 
 def _smaller(tensor: Tensor, context: int) -> Iterator[tuple[Tensor, int]]:
