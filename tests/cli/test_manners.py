@@ -103,6 +103,7 @@ def test_progress_in_plain_lines(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(options, "PLAIN_LINES_EVERY_S", 0.0)
     with options.progress_bar("checking", plain_lines=True) as progress:
         progress(3, 12)
+        progress(3, 12)  # nothing changed
     with options.progress_bar("tuning") as progress:
         progress(1, 2)
     assert capsys.readouterr().err == "checking: 3 of 12\n"

@@ -177,15 +177,16 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=1))
 
 
-PLAIN_LINES_EVERY_S = 5.0
-"""Seconds between lines of progress where stderr is no terminal."""
+PLAIN_LINES_EVERY_S = 10.0
+"""The least seconds between lines of progress where stderr is no terminal."""
 
 
 @contextmanager
 def progress_bar(title: str, *, plain_lines: bool = False) -> Iterator[Progress]:
     """Show progress on stderr: on a terminal as a bar that appears when the work takes over a second.
 
-    Elsewhere nothing is shown, or with `plain_lines` a line every `PLAIN_LINES_EVERY_S` seconds.
+    Elsewhere nothing is shown, or with `plain_lines` a line at most every `PLAIN_LINES_EVERY_S` seconds, where
+    something changed.
     """
     if sys.stderr.isatty():
         from rich.console import Console
@@ -213,13 +214,16 @@ def _on_terminal(bar: Any, title: str) -> Progress:
 
 
 def _in_lines(title: str) -> Progress:
-    last = time.monotonic()
+    last, line = time.monotonic(), ""
 
     def advance(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= PLAIN_LINES_EVERY_S:
-            last = time.monotonic()
-            typer.echo(f"{title}: {done} of {total}", err=True)
+        nonlocal last, line
+        if time.monotonic() - last < PLAIN_LINES_EVERY_S:
+            return
+        changed = f"{title}: {done} of {total}"
+        if changed != line:
+            last, line = time.monotonic(), changed
+            typer.echo(line, err=True)
 
     return advance
 

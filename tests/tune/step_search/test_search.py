@@ -19,7 +19,7 @@ from meshweave.tune.step.pipeline import least_makespan_ps, num_stashes, time_pi
 from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search import SpaceOptions, StepRanking, StepSearch, StepSpace
 from meshweave.tune.step_search.bounds import SLACK, LayerBounds
-from meshweave.tune.step_search.space import StepLayout
+from meshweave.tune.step_search.space import DegreeSizes, StepLayout
 from sampling import examples
 
 SMALL = mw.Transformer("small", 4, 1024, 8, 8, 128, 4096, 32000, False, "a test")
@@ -138,6 +138,8 @@ def test_a_harder_layer_is_not_faster(strategy: str, ranks: int, size: int, cont
 
     seconds = chip_s(tensor, chips, size)
     assert seconds >= SLACK * chip_s(tensor, chips, 2 * size)
+    assert seconds >= bounds.compute_s(DegreeSizes(1, 1, context, ranks), size) * chips / size
+    assert seconds >= SLACK * bounds.one_chip_s(size)[1]
     if ranks > 2:
         fewer = ranks // 2 if isinstance(tensor, int) else (tensor[0] // 2, 2)
         assert seconds >= SLACK * chip_s(fewer, chips // 2, size)

@@ -12,6 +12,7 @@ priced one by one.
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from meshweave.base.errors import LayoutError, did_you_mean
@@ -22,11 +23,11 @@ from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
 from meshweave.tune.step.memory import Memory, RankMemory, pipeline_memory, rank_of_head, rank_parameters
-from meshweave.tune.step.pipeline import num_stashes, ranks_of_stages
+from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import Stages, stage_layers, stages_of
+from meshweave.tune.step.stages import Stages, rank_layers, stages_of
 
 ADAM_STEP_BYTES = 34
 """Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
@@ -97,28 +98,27 @@ def peak_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
     """
     check_step(problem, parallelism)
     layers, stashes = _on_ranks(problem, parallelism)
-    # Ranks between the ends differ in their layers and in what they keep of them.
-    kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
-    most: dict[int, int] = {}
-    for count, stash in kept:
-        most[count] = max(most.get(count, 0), stash)
-    ranks = {0, rank_of_head(parallelism), *(kept[pair] for pair in most.items())}
+    ranks = {0, rank_of_head(parallelism), *_fullest_ranks(layers, stashes)}
     memory = pipeline_memory(problem, parallelism, layers, stashes, sorted(ranks))
     return memory.peak
 
 
-def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[list[int], tuple[int, ...]]:
+@lru_cache(maxsize=4096)
+def _fullest_ranks(layers: tuple[int, ...], stashes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return of the ranks with as many layers one that keeps the most: between the ends nothing else differs."""
+    kept = {(count, stash): rank for rank, (count, stash) in enumerate(zip(layers, stashes, strict=True))}
+    most: dict[int, int] = {}
+    for count, stash in kept:
+        most[count] = max(most.get(count, 0), stash)
+    return tuple(kept[pair] for pair in most.items())
+
+
+def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return for each pipeline rank its layers, and the most micro-batches whose activations it keeps."""
     p = parallelism
-    layers = stage_layers(problem.model.num_layers, p.num_stages)
     count = problem.batch // (p.data * p.micro_batch)
-    stashes = num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
-    of_ranks = [0] * p.pipeline
-    for rank, layers_of_stage in zip(
-        ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages), layers, strict=True
-    ):
-        of_ranks[rank] += layers_of_stage
-    return of_ranks, stashes
+    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
+    return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 
 def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int, **options: Any) -> Step:

@@ -26,7 +26,7 @@ from meshweave.describe.model.workload import Workload
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer, Work, matmul_work
-from meshweave.tune.step.placement import axis_machine, block_axes
+from meshweave.tune.step.placement import block_axes, machine_of
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
 EAGER_LOGIT_BYTES = (10, 10)
@@ -162,6 +162,12 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     return LayerTime(forward, backward, again)
 
 
+def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float]:
+    """Return `least_layer_s` of the forward part, and of forward and backward. Raises as that does."""
+    forward, whole, _ = _split_time(problem, parallelism, 0, problem.product_dtype)
+    return forward.total_s, whole.total_s
+
+
 def least_layer_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """Return the seconds of one micro-batch in one layer, forward and backward, without what the software adds.
 
@@ -215,13 +221,15 @@ def _block_time(
     product_dtype: str | None,
 ) -> tuple[PartTime, int]:
     """Return the estimate of a block without the reductions of gradients of weights, and its number of kernels."""
-    machine = axis_machine(problem.priced_cluster, block_axes(parallelism))
+    machine = machine_of(problem, block_axes(parallelism))
     skeleton = _skeleton(problem, parallelism, block, config, product_dtype)
     time = estimate_skeleton(skeleton, machine)
     tasks = list(skeleton.counted_tasks())
-    context_s = sum(
-        count * _seconds(task.work, machine) for count, task in tasks if _axis(task.work) == "depth"
-    )
+    context_s = 0.0
+    if parallelism.context > 1:
+        context_s = sum(
+            count * _seconds(task.work, machine) for count, task in tasks if _axis(task.work) == "depth"
+        )
     share = min(context_s / time.communication_s, 1.0) if time.communication_s else 0.0
     exposed_s = max(_exposed_s(time), 0.0)
     part = PartTime(time.total_s - exposed_s, exposed_s * (1 - share), exposed_s * share)
@@ -333,10 +341,7 @@ def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def call_s(problem: StepProblem, work: Compute) -> float:
     """Return the seconds of work on one chip of the cluster."""
-    machines = problem.cache("machines")
-    if "chip" not in machines:
-        machines["chip"] = axis_machine(problem.priced_cluster, (("row", 1, 1),))
-    return _seconds(with_counts(work), machines["chip"])
+    return _seconds(with_counts(work), machine_of(problem, (("row", 1, 1),)))
 
 
 def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str) -> tuple[float, float]:

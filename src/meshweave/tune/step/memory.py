@@ -101,9 +101,10 @@ def rank_of_head(parallelism: Parallelism) -> int:
     return ranks_of_stages(p.schedule, p.pipeline, p.virtual_stages)[-1]
 
 
-def rank_parameters(problem: StepProblem, parallelism: Parallelism, layers: list[int]) -> list[int]:
+def rank_parameters(problem: StepProblem, parallelism: Parallelism, layers: Sequence[int]) -> list[int]:
     """Return the weights on a chip of each pipeline rank, with those of embedding and head at the ends."""
-    counts = [count * layer_parameters(problem, parallelism) for count in layers]
+    of_layer = layer_parameters(problem, parallelism)
+    counts = [count * of_layer for count in layers]
     table = table_parameters(problem, parallelism)
     counts[0] += table
     head = rank_of_head(parallelism)
@@ -166,7 +167,7 @@ def logit_elements(problem: StepProblem, parallelism: Parallelism) -> int:
 def pipeline_memory(
     problem: StepProblem,
     parallelism: Parallelism,
-    layers: list[int],
+    layers: Sequence[int],
     stashes: tuple[int, ...],
     ranks: Sequence[int] | None = None,
 ) -> Memory:

@@ -228,6 +228,7 @@ def _longest_of_paths(whole: list[int], times: ActionTimes, micro_batches: int) 
     return best
 
 
+@lru_cache(maxsize=4096)
 def ranks_of_stages(name: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
     """Return for each stage the pipeline rank that has it: dealt out in turn, or for some schedules in a V."""
     if name in _FOLDED and virtual_stages == 2:

@@ -44,6 +44,15 @@ def axis_machine(cluster: Cluster, axes: Sequence[Axis]) -> Machine:
     return Machine(chips, (mesh,), logical=True)
 
 
+def machine_of(problem: StepProblem, axes: tuple[Axis, ...]) -> Machine:
+    """Return the machine of these axes on the cluster of a problem, one object for all that is priced on it."""
+    machines = problem.cache("machines")
+    if axes not in machines:
+        machines[axes] = axis_machine(problem.priced_cluster, axes)
+    machine: Machine = machines[axes]
+    return machine
+
+
 def _part(cluster: Cluster, num_chips: int) -> Cluster:
     """Return the first hosts of a cluster with `num_chips` chips; the cluster where these are no whole hosts."""
     network = cluster.network
@@ -140,8 +149,4 @@ def message_s(problem: StepProblem, size: int, stride: int, num_bytes: int) -> f
 
 
 def _transfer_s(problem: StepProblem, work: Transfer, stride: int) -> float:
-    machines = problem.cache("machines")
-    key = work.num_ranks, stride
-    if key not in machines:
-        machines[key] = axis_machine(problem.priced_cluster, (("row", work.num_ranks, stride),))
-    return to_s(price(work, machines[key]).total_ps)
+    return to_s(price(work, machine_of(problem, (("row", work.num_ranks, stride),))).total_ps)

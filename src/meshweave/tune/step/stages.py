@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshweave.algorithms.pipeline.action_times import ActionTimes
 from meshweave.base.units import to_ps, to_s
@@ -117,9 +118,9 @@ class Stages:
 
     def layers_of_rank(self, rank: int) -> int:
         """Return the layers of a pipeline rank."""
-        return sum(
-            layers for layers, owner in zip(self.layers, self.stage_ranks, strict=True) if owner == rank
-        )
+        p = self.parallelism
+        numbers = p.schedule, p.pipeline, p.virtual_stages
+        return rank_layers(self.problem.model.num_layers, *numbers)[rank]
 
     def gathers_s(self) -> float:
         """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
@@ -147,6 +148,7 @@ class Stages:
         return after_s + others * self.data_parallel.reduce_s * (1 - overlap) + after_all_s
 
 
+@lru_cache(maxsize=4096)
 def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the layers of each stage: equal but for layers left over, which go to the middle.
 
@@ -155,6 +157,16 @@ def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
     each, more = divmod(num_layers, num_stages)
     begin = (num_stages - more) // 2
     return tuple(each + (begin <= stage < begin + more) for stage in range(num_stages))
+
+
+@lru_cache(maxsize=4096)
+def rank_layers(num_layers: int, schedule: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """Return the layers of each pipeline rank of a schedule."""
+    counts = [0] * num_ranks
+    layers = stage_layers(num_layers, num_ranks * virtual_stages)
+    for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):
+        counts[rank] += count
+    return tuple(counts)
 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:

@@ -3,26 +3,30 @@
 Each bound is a time that no step with some of its choices fixed can go under:
 
     compute     the FLOPs of the busiest pipeline rank at the highest rate of a chip
+    one chip    its layers in the time that one chip alone takes for them, divided by the chips of a layer
     layers      the layers of the busiest rank, as laid, for every micro-batch, and those of the other ranks once
     relaxed     as layers, from the price of a relaxed layer: more sequences, shorter links, or fewer chips
 
-The first two follow from the model of a step. The last is an assumption: a relaxed layer takes at most 1 / `SLACK`
-times the chip-seconds a sequence. Tests compare it with prices, and the search with the whole enumeration.
+The first and the third follow from the model of a step. The others are assumptions: a relaxed layer, or one on one
+chip, takes at most 1 / `SLACK` times the chip-seconds a sequence. Tests compare them with prices, and the search
+with the whole enumeration.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.describe.model.transformer import Transformer
 from meshweave.describe.model.workload import Workload
-from meshweave.tune.step.layers import layer_time, least_layer_s
-from meshweave.tune.step.problem import DEGREES, Degree
+from meshweave.tune.step.layers import bare_layer_s, layer_time, least_layer_s
+from meshweave.tune.step.problem import DEGREES, Degree, Parallelism
 from meshweave.tune.step_search.space import (
+    ONE_DIMENSIONAL,
     DegreeSizes,
     StepLayout,
     StepSpace,
@@ -35,6 +39,10 @@ from meshweave.tune.step_search.space import (
 SLACK = 0.97
 """The least ratio of chip-seconds a sequence, of a layer over the same layer relaxed: more sequences, shorter
 links or fewer chips. It is below 1: kernels compute whole tiles, and collectives change algorithm with size."""
+
+
+_ONE_CHIP_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Sequences of a micro-batch whose layers are looked at on one chip."""
 
 
 def layer_flops(model: Transformer, sequences: int, seq: int, dtype: str) -> int:
@@ -67,7 +75,7 @@ class LayerBounds:
     """
 
     def __init__(self, space: StepSpace) -> None:
-        self._problem = space.problem
+        self._space, self._problem = space, space.problem
         chip = self._problem.cluster.chip
         rates = [
             rate for _, rate in (*chip.peak_flops_per_s, *chip.dtype_flops_per_s, *chip.call_flops_per_s)
@@ -82,11 +90,31 @@ class LayerBounds:
         self.largest: dict[tuple[object, ...], int] = {}
 
     def compute_s(self, sizes: DegreeSizes, micro_batch: int, recompute: Recompute = "none") -> float:
-        """Return the seconds of a layer's FLOPs at the highest rate of a chip."""
-        flops = micro_batch * self._flops
-        if recompute == "full":  # forward is a third
-            flops += flops // 3
-        return flops / (sizes.context * sizes.tensor) / self._peak
+        """Return the least seconds of a layer by degrees and micro-batch alone: by its FLOPs, or on one chip."""
+        forward_s, whole_s = self._sequence_s
+        chip_s = whole_s + (forward_s if recompute == "full" else 0.0)
+        return micro_batch * chip_s / (sizes.context * sizes.tensor)
+
+    @cached_property
+    def _sequence_s(self) -> tuple[float, float]:
+        """Return the least chip-seconds of a sequence in a layer, forward, and forward with backward."""
+        whole_s = self._flops / self._peak
+        known = [(whole_s / 3, whole_s)]
+        sizes = self._space.options.micro_batches or _ONE_CHIP_SIZES
+        try:
+            of_sizes = [self.one_chip_s(size) for size in sizes if size <= self._problem.batch]
+            known += [
+                (SLACK * min(forward), SLACK * min(whole)) for forward, whole in [zip(*of_sizes, strict=True)]
+            ]
+        except (MeshweaveError, ValueError):
+            pass
+        return max(each[0] for each in known), max(each[1] for each in known)
+
+    def one_chip_s(self, micro_batch: int) -> tuple[float, float]:
+        """Return the seconds of a sequence in a layer on one chip, forward, and forward with backward."""
+        alone = Parallelism(strategy=ONE_DIMENSIONAL[0], micro_batch=micro_batch)
+        forward_s, whole_s = bare_layer_s(self._problem, alone)
+        return forward_s / micro_batch, whole_s / micro_batch
 
     def layer_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute = "none") -> float:
         """Return the seconds of a layer of a layout, recomputation included."""
@@ -96,8 +124,9 @@ class LayerBounds:
     def least_s(self, place: LayerPlace, micro_batch: int, recompute: Recompute, enough_s: float) -> float:
         """Return the seconds of a layer at a place, or a lower bound of them that already reaches `enough_s`."""
         scale = micro_batch / place.num_chips
-        bound = scale * self._chip_s(place, micro_batch, enough_s / scale)
-        if bound >= enough_s or recompute == "none":
+        again_s = scale * self._sequence_s[0] if recompute == "full" else 0.0
+        bound = scale * self._chip_s(place, micro_batch, (enough_s - again_s) / scale) + again_s
+        if bound >= enough_s or recompute != "full":
             return bound
         return max(bound, self.layer_s(place.layout, micro_batch, recompute))
 
@@ -144,8 +173,7 @@ class LayerBounds:
             yield self.place(inner), micro_batch
         else:
             for tensor, context in _smaller(layout.tensor, layout.context):
-                size = self.largest.get((layout.strategy, tensor, context), 1)
-                yield self.place(replace(inner, tensor=tensor, context=context)), size
+                yield self.place(replace(inner, tensor=tensor, context=context)), micro_batch
         largest = self.largest.get((layout.strategy, layout.tensor, layout.context), 1)
         if micro_batch < largest:
             yield place, min(2 * micro_batch, largest)

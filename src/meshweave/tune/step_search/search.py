@@ -1,10 +1,10 @@
-"""The search for the fastest configuration of a step that fits in memory: best first, with lower bounds, anytime.
+"""The search for the fastest configuration of a step within memory: best first, by lower bounds, anytime.
 
-This is branch and bound. A node is a layout with a micro-batch. Its first bound follows from its FLOPs, its second
-from the price of a layer of this layout. Then the node is branched into its choices (schedule, ZeRO level,
-recomputation): those that exceed the memory are dropped, and those that their bounds rule out are not priced. The
-search ends when the least bound exceeds the time of the last exact row of the ranking. The result is exact if the
-bounds are (see `bounds`).
+This is branch and bound. A node is a layout with a micro-batch. Its bound begins as that of its layers on one chip.
+It is tightened to what a layer takes as it is laid, only as far as the next node makes it matter. Then the node
+is branched into its choices (schedule, ZeRO level, recomputation): those that exceed the memory are dropped, and
+those that their bounds rule out are not priced. The search ends when the least bound exceeds the time of the last
+exact row of the ranking. The result is exact if the bounds are (see `bounds`).
 
 A row of the ranking is a set of degrees with a strategy, in the order and with the choices that suit it best.
 """
@@ -26,6 +26,8 @@ from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace
 
 NUM_EXACT = 2
 """Exact rows: the first of the ranking, than which no other configuration is faster."""
+_TIGHTEN = 1.01
+"""How far beyond the next node a bound is tightened at a time: what is dear to find out waits until it matters."""
 NUM_ROWS = 12
 """Rows of the ranking, if there are as many; those after the exact ones are the best that were priced."""
 
@@ -108,8 +110,9 @@ class _Node:
     Attributes:
         place: where the layers of the layout lie.
         recompute: the least recomputation that may fit.
-        has_layer_bound: whether the bound is that of the layers.
-        choice: a configuration that fits and is to be priced; None for a layout with all its choices.
+        is_tight: whether the bound is that of the layers, and of a configuration that of all its step.
+        choice: a configuration that fits, if the bound is tight; else one with the highest ZeRO level, for all
+            levels; None for a layout with all its choices.
     """
 
     bound_s: float
@@ -119,7 +122,7 @@ class _Node:
     layout: StepLayout = field(compare=False)
     micro_batch: int = field(compare=False)
     recompute: Recompute = field(compare=False)
-    has_layer_bound: bool = field(compare=False, default=False)
+    is_tight: bool = field(compare=False, default=False)
     choice: Parallelism | None = field(compare=False, default=None)
 
 
@@ -220,6 +223,8 @@ class StepSearch:
                 place = self._bounds.place(layout)
                 for size, recompute, seconds in zip(sizes, fitting[key], ratio, strict=False):
                     bound = seconds * self._bounds.compute_s(degrees, size, recompute)
+                    if bound >= self._limit_s:
+                        continue
                     yield _Node(bound, number, place, degrees, layout, size, recompute)
                     number += 1
 
@@ -272,22 +277,30 @@ class StepSearch:
             if row is not None and row.time_s <= node.bound_s:
                 return node.choice is None
             if node.choice is not None:
-                self._price(node.choice)
+                if node.is_tight:
+                    self._price(node.choice)
+                else:
+                    self._branch_levels(node, node.choice)
                 return False
-            if not node.has_layer_bound:
-                self._tighten(node)
-                return False
+            if not node.is_tight:
+                return self._tighten(node)
             self._branch(node)
         except MeshweaveError as error:
             self._refuse(error)
         return True
 
-    def _tighten(self, node: _Node) -> None:
+    def _tighten(self, node: _Node) -> bool:
+        """Raise the bound of a layout beyond the next node, or to that of its layers; return whether it is out."""
         ratio = self._steps_per_layer(node.degrees, node.micro_batch)
-        enough_s = self._limit_s / ratio
-        layer_s = self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s)
-        node.bound_s, node.has_layer_bound = max(node.bound_s, ratio * layer_s), True
+        next_s = self._heap[0].bound_s if self._heap else math.inf
+        enough_s = min(self._limit_s, _TIGHTEN * max(node.bound_s, next_s))
+        bound_s = ratio * self._bounds.least_s(node.place, node.micro_batch, node.recompute, enough_s / ratio)
+        node.is_tight = bound_s < enough_s
+        node.bound_s = max(node.bound_s, bound_s)
+        if node.bound_s >= self._limit_s:
+            return True
         heapq.heappush(self._heap, node)
+        return False
 
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
         """Return the bytes of the fullest chip, or None where they do not fit."""
@@ -310,21 +323,33 @@ class StepSearch:
                 bound = step_bound_s(
                     self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
                 )
-                for zero in sorted(self._space.zero_levels(layout.data, layout.context), reverse=True):
-                    choice = layout.choice(node.micro_batch, schedule, virtual, zero, recompute)
-                    if bound >= self._limit_for(choice) or self._fitting_bytes(choice) is None:
-                        break  # lower levels shard less
-                    least = least_step_s(self._problem, choice)
-                    if least < self._limit_for(choice):
-                        self._push(node, choice, least)
+                most = max(self._space.zero_levels(layout.data, layout.context))
+                choice = layout.choice(node.micro_batch, schedule, virtual, most, recompute)
+                if bound < self._limit_for(choice):
+                    if self.rows:
+                        self._push(node, choice, bound, is_tight=False)
+                    else:  # an early answer
+                        self._branch_levels(node, choice)
 
-    def _push(self, node: _Node, choice: Parallelism, bound: float) -> None:
-        if not self.rows:
-            self._price(choice)
-            return
+    def _push(self, node: _Node, choice: Parallelism, bound_s: float, is_tight: bool) -> None:
         self._num_pushed += 1
         number = self._count.nodes + self._num_pushed
-        heapq.heappush(self._heap, replace(node, bound_s=bound, number=number, choice=choice))
+        bound_s = max(bound_s, node.bound_s)
+        put = replace(node, bound_s=bound_s, number=number, choice=choice, is_tight=is_tight)
+        heapq.heappush(self._heap, put)
+
+    def _branch_levels(self, node: _Node, choice: Parallelism) -> None:
+        """Put a configuration with each of its ZeRO levels that fits among the nodes, by the bound of its step."""
+        for zero in sorted(self._space.zero_levels(choice.data, choice.context), reverse=True):
+            each = replace(choice, zero=zero)
+            if self._fitting_bytes(each) is None:
+                break  # lower levels shard less
+            if not self.rows:
+                self._price(each)
+                continue
+            least_s = least_step_s(self._problem, each)
+            if least_s < self._limit_for(each):
+                self._push(node, each, least_s, is_tight=True)
 
     def _limit_for(self, choice: Parallelism) -> float:
         """Return the seconds from which on a choice changes no row of the ranking."""
