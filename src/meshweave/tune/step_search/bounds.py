@@ -173,7 +173,8 @@ class LayerBounds:
             yield self.place(inner), micro_batch
         else:
             for tensor, context in _smaller(layout.tensor, layout.context):
-                yield self.place(replace(inner, tensor=tensor, context=context)), micro_batch
+                size = self.largest.get((layout.strategy, tensor, context), 1)
+                yield self.place(replace(inner, tensor=tensor, context=context)), size
         largest = self.largest.get((layout.strategy, layout.tensor, layout.context), 1)
         if micro_batch < largest:
             yield place, min(2 * micro_batch, largest)

@@ -1,6 +1,6 @@
 """The search for the fastest configuration of a step within memory: best first, by lower bounds, anytime.
 
-This is branch and bound. A node is a layout with a micro-batch. Its bound begins as that of its layers on one chip.
+This is branch and bound. A node is a layout with a micro-batch. Its first bound is that of its layers on one chip.
 It is tightened to what a layer takes as it is laid, only as far as the next node makes it matter. Then the node
 is branched into its choices (schedule, ZeRO level, recomputation): those that exceed the memory are dropped, and
 those that their bounds rule out are not priced. The search ends when the least bound exceeds the time of the last
