@@ -83,7 +83,9 @@ def test_command_line_knows_them(capsys: pytest.CaptureFixture[str], name: str, 
 def test_plan_ranks_the_product(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     names = ["--algorithms", f"collective,{PRODUCT}"]
-    assert run_app(["plan", "gpt3", "--cluster", "tpu-v4-pod:16", "--out", str(plan), *names]) == 0
+    assert (
+        run_app(["plan", "gpt3", "--products", "--cluster", "tpu-v4-pod:16", "--out", str(plan), *names]) == 0
+    )
     assert {candidate["algorithm"] for candidate in json.loads(plan.read_text())["candidates"]} == {
         "collective",
         PRODUCT,

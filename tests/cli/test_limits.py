@@ -128,8 +128,8 @@ def deep(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-PLAN = ["plan", "FILE", "--cluster", "tpu-v4-pod:4", "--algorithms", "collective"]
-PLAN_ON = ["plan", "gpt3", "--cluster", "FILE", "--algorithms", "collective"]
+PLAN = ["plan", "--products", "FILE", "--cluster", "tpu-v4-pod:4", "--algorithms", "collective"]
+PLAN_ON = ["plan", "--products", "gpt3", "--cluster", "FILE", "--algorithms", "collective"]
 RESHARD = ["reshard", "FILE", "--from", "2x2", "--to", "1x4", "--cluster", "p3.8xlarge"]
 MANY = MODEL.replace("num_layers = 2", "num_layers = 10_000_000")
 DESCRIPTIONS: list[tuple[list[str], str, str | bytes, str]] = [
@@ -158,7 +158,12 @@ DESCRIPTIONS: list[tuple[list[str], str, str | bytes, str]] = [
         "over the limit of 65,536",
     ),
     (PLAN_ON, "cluster.toml", RING.replace("size = 4", "size = 16777216"), "over the limit of 65,536"),
-    (["plan", "gpt3", "--cluster", "FILE:99999999"], "cluster.toml", RING, "over the limit of 65,536"),
+    (
+        ["plan", "--products", "gpt3", "--cluster", "FILE:99999999"],
+        "cluster.toml",
+        RING,
+        "over the limit of 65,536",
+    ),
 ]
 
 
@@ -174,7 +179,11 @@ def test_what_is_large_and_right_is_read(tmp_path: Path) -> None:
     for args, name, content in (
         (PLAN, "model.toml", "\ufeff" + MANY),
         (PLAN, "model.toml", MODEL + 'note = "' + "a.b." * 500 + '"\n'),
-        (["plan", "gpt3", "--cluster", "tpu-v4-pod:65536", "--algorithms", "collective"], "model.toml", ""),
+        (
+            ["plan", "--products", "gpt3", "--cluster", "tpu-v4-pod:65536", "--algorithms", "collective"],
+            "model.toml",
+            "",
+        ),
         (["show", "FILE", "--no-check"], "program.txt", PROGRAM.replace('"small"', '"\\ud800"')),
         (SIMULATE, "program.txt", PROGRAM.replace('"small"', '"\\ud800"')),
     ):

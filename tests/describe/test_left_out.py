@@ -27,6 +27,7 @@ def test_zero_costs_are_named_and_others_are_not() -> None:
 def test_a_plan_says_so_beside_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "plan",
+        "--products",
         "llama-2-7b",
         "--batch",
         "8",
