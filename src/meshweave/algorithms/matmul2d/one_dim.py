@@ -112,6 +112,7 @@ class TensorParallel1d(_RingAlgorithm):
     own_stationary = ("y", "x")
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
+        """Return the placements of Megatron's column-parallel and row-parallel layers in turn."""
         return tensor_placements(problem)
 
 
@@ -125,6 +126,7 @@ class FullyShardedDataParallel(_RingAlgorithm):
     own_stationary = ("y",)
 
     def operand_placements(self, problem: Matmul2dProblem) -> Placements:
+        """Return the placements of FSDP: activations and weights both sharded around the ring."""
         return fsdp_placements(problem)
 
 

@@ -131,7 +131,7 @@ class SoftwareStack:
         overlap: the share, from 0 to 1, of data-parallel communication that may run beside the backward part (for
             gradients) or the forward part (for weights); 0 where the stack waits for it.
         extra_passes: element-wise passes over the residual of a layer, forward, that the stack makes and the block
-            does not count: kernels that are not fused, casts, dropout. Backward counts twice as many.
+            does not count: kernels that are not fused, casts, dropout. Backward adds as many again.
         launch_s: seconds that pass between two kernels of a layer.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
         fragmentation: bytes that the allocator cannot use, as a share of activations and buffers.

@@ -82,21 +82,25 @@ class Matmul2d(Algorithm[Matmul2dProblem, Matmul2dConfig]):
         return None
 
     def placements(self, problem: Matmul2dProblem) -> dict[str, Layout]:
+        """Return the layouts of A, B and C on the problem's mesh."""
         return {
             operand.upper(): Layout(problem.mesh, placements)
             for operand, placements in self.operand_placements(problem).items()
         }
 
     def reference(self, problem: Matmul2dProblem, inputs: Arrays) -> dict[str, Array]:
+        """Return C, of shape (m, n), computed densely from A and B as the dataflow stores them."""
         a, b = inputs["A"], inputs["B"]
         left = a.T if problem.dataflow == "rs" else a
         right = b.T if problem.dataflow == "ls" else b
         return {"C": left @ right}
 
     def estimate(self, problem: Matmul2dProblem, config: Matmul2dConfig, machine: Machine) -> Estimate:
+        """Return the seconds of a candidate in closed form: those of its skeleton."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
     def refusal(self, problem: Matmul2dProblem) -> str | None:
+        """Return why there is no such dataflow or mesh, or None."""
         if problem.dataflow not in self.dataflows:
             return f"it has no dataflow {problem.dataflow}, only {', '.join(self.dataflows)}"
         if problem.mesh_shape not in self.mesh_shapes(problem.num_chips):
