@@ -11,6 +11,8 @@ import numpy as np
 from meshweave.algorithms.block.assembly import write_program, write_skeleton
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
 from meshweave.algorithms.block.function_table import functions_of
+from meshweave.algorithms.block.parts import BlockParts, write_parts
+from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.block.ring_equations import POSITIONS
@@ -20,6 +22,7 @@ from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.model.memory import Recompute
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
@@ -74,6 +77,30 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), problem.mesh, name)
+
+    def parts(
+        self,
+        problem: BlockProblem,
+        config: BlockConfig,
+        *,
+        piece: Piece = "layers",
+        recompute: Recompute = "none",
+    ) -> BlockParts:
+        """Return a piece of the model as a forward and a backward program, each to be run for a micro-batch.
+
+        Args:
+            piece: "layers", or with a vocabulary "embedding" or "head" (norm, logits and loss) alone.
+            recompute: what the backward program computes again.
+
+        Raises:
+            LayoutError: the problem or config does not fit.
+            UnsupportedError: a weight is kept in parts, or attention in a ring is to be computed again alone.
+        """
+        self._check(problem, config)
+        name = f"{self.title}, {piece}, {config}"
+        return write_parts(
+            problem, config, self.roles_of(problem), problem.mesh, name, piece=piece, recompute=recompute
+        )
 
     def _check(self, problem: BlockProblem, config: BlockConfig) -> None:
         """Raise LayoutError where a problem or a config is none of this strategy."""
