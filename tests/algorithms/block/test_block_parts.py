@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
+from meshweave.algorithms.block.roles import RING
 from meshweave.base.errors import UnsupportedError
 from meshweave.ir.analysis.validate import validate
 from meshweave.ir.program import Program
-from meshweave.tune.step.layers import _RingsAround
+from meshweave.tune.step.layers import StrategyAround
 from sampling import examples
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
@@ -30,7 +31,7 @@ def blocks(draw: st.DrawFn) -> tuple[BlockAlgorithm, BlockProblem]:
         4, 4, 8, 4, 4, 2, 16, shape, family=family, exact=True, biases=draw(st.booleans()) and family == "gpt"
     )
     if name == "megatron_sp" and draw(st.booleans()):
-        return _RingsAround(BY_NAME[name]), replace(problem, mesh_shape=(2, 2, 1))
+        return StrategyAround(BY_NAME[name], (RING,)), replace(problem, mesh_shape=(2, 2, 1))
     return BY_NAME[name], problem
 
 
@@ -82,6 +83,6 @@ def test_attention_alone_is_computed_again_where_it_is_one_call() -> None:
     parts = BY_NAME["megatron_sp"].parts(problem, BlockConfig(), recompute="selective")
     assert "a0" not in parts.kept
     assert op_kinds(parts.backward)["call attention"] == 1
-    rings = _RingsAround(BY_NAME["megatron_sp"])
+    rings = StrategyAround(BY_NAME["megatron_sp"], (RING,))
     with pytest.raises(UnsupportedError, match="recompute='full'"):
         rings.parts(replace(problem, mesh_shape=(2, 2, 1)), BlockConfig(), recompute="selective")

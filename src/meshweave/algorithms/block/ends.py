@@ -109,7 +109,11 @@ class EndsWriter(LayerWriter):
         writer.call("loss", (loss,), (sums, greatest, loss), "reduction", (writer.elements(greatest),))
         writer.cut()
         of_tokens: AxisDims = tuple("partial" if dim in TOKENS else "" for dim in tokens)
-        writer.move_once(replace(loss, dims=of_tokens), loss.dims, "")
+        self._sum_loss(replace(loss, dims=of_tokens), loss)
+
+    def _sum_loss(self, landed: Stored, out: Stored) -> None:
+        """Write the sum of the losses of all tokens."""
+        self.writer.move_once(landed, out.dims, "")
 
     def _before_backward(self) -> None:
         """Write the gradients of logits, of W_v, and of the last norm."""

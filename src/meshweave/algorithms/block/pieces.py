@@ -1,6 +1,6 @@
 """Writers of one piece of a model each: layers, the embedding before them, or norm, logits and loss after them.
 
-They leave sums of gradients of weights over ranks to whoever runs them: a step makes them once, not for each
+They leave sums of gradients of weights, and of losses, over ranks to whoever runs them: a step makes them once, not for each
 micro-batch. Sums of which each rank keeps a part are made here.
 """
 
@@ -88,6 +88,10 @@ class HeadPiece(_EndPiece):
 
     def _before(self) -> None:
         """Write nothing before it."""
+
+    def _sum_loss(self, landed: Stored, out: Stored) -> None:
+        """Leave the losses of the tokens of each rank."""
+        self.unsummed[out.tensor] = landed
 
     def _after_backward(self) -> None:
         """Write nothing after its gradients."""
