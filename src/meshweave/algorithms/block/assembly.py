@@ -8,6 +8,7 @@ from meshweave.algorithms.block.end_equations import end_meanings, end_tensors
 from meshweave.algorithms.block.ends import EndsWriter
 from meshweave.algorithms.block.halves import Half, halves_of_layers, token_sizes
 from meshweave.algorithms.block.layer import LayerWriter
+from meshweave.algorithms.block.pieces import WRITERS, Piece
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.program_writer import ProgramWriter
 from meshweave.algorithms.block.ring_equations import (
@@ -33,10 +34,15 @@ def write_program(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh
     return _assembled(writer, roles, name)
 
 
-def write_skeleton(problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh) -> Skeleton:
-    """Return the tasks of rank 0 of that program."""
+def write_skeleton(
+    problem: BlockProblem, config: BlockConfig, roles: Roles, mesh: Mesh, piece: Piece | None = None
+) -> Skeleton:
+    """Return the tasks of rank 0 of that program, or of one piece of the model."""
     writer = SkeletonWriter(problem, config, mesh, batch_dims(roles))
-    _layers(problem, roles, writer).write()
+    if piece is None:
+        _layers(problem, roles, writer).write()
+    else:
+        WRITERS[piece](problem, roles, writer).write()
     return writer.skeleton()
 
 

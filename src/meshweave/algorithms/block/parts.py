@@ -35,7 +35,8 @@ class BlockParts:
 
     Attributes:
         kept: the buffers that are outputs of the forward program and inputs of the backward one.
-        sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are to be summed.
+        sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are to
+            be summed.
     """
 
     forward: Program

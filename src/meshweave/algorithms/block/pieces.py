@@ -1,7 +1,7 @@
 """Writers of one piece of a model each: layers, the embedding before them, or norm, logits and loss after them.
 
-They leave sums of gradients of weights, and of losses, over ranks to whoever runs them: a step makes them once, not for each
-micro-batch. Sums of which each rank keeps a part are made here.
+They leave sums of gradients of weights, and of losses, over ranks to whoever runs them: a step makes them once,
+not for each micro-batch. Sums of which each rank keeps a part are made here.
 """
 
 from __future__ import annotations

@@ -133,10 +133,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
-    def skeleton(self, problem: BlockProblem, config: BlockConfig) -> Skeleton:
-        """Return the tasks of rank 0 of the program."""
+    def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
+        """Return the tasks of rank 0 of the program, or of one piece of the model."""
         self._check(problem, config)
-        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
+        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""

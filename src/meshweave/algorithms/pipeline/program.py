@@ -61,8 +61,8 @@ class StageWriter(Protocol):
 
 
 StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], int], StageWriter]
-"""Makes the writer of a stage from its number, its mesh, the boundaries of its edges, and the most micro-batches of
-which something is kept between its forward and its backward part."""
+"""Makes the writer of a stage from its number, its mesh, the boundaries of its edges, and the most micro-batches
+of which something is kept between its forward and its backward part."""
 
 COMPUTE, PARAMETERS = "compute", "parameters"
 TURNS = ("m", "n")

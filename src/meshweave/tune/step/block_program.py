@@ -1,8 +1,8 @@
 """Write a step as one Program with the programs of its layers included: `tune.step.block_stage` writes a stage.
 
-A layer's program is that of the strategy on the whole mesh of its pipeline rank: data parallelism is an axis that shares
-the batch, context parallelism one that shares sequences. One include is then all replicas, and says over which axes
-gradients are still to be summed.
+A layer's program is that of the strategy on the whole mesh of its pipeline rank: data parallelism is an axis that
+shares the batch, context parallelism one that shares sequences. One include is then all replicas, and says over
+which axes gradients are still to be summed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from meshweave.describe.layout.layouts import Placement
 from meshweave.describe.layout.mesh import Mesh
 from meshweave.describe.model.workload import Workload
 from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Call, Op
+from meshweave.ir.program.statements import rewrite
 from meshweave.tune.step.block_stage import BlockStage, StageSettings
 from meshweave.tune.step.layers import (
     EAGER_LOGIT_BYTES,
@@ -49,9 +51,9 @@ def block_step_program(step: Step) -> Program:
     """Return the program of a step, with the programs of its layers inside.
 
     Raises:
-        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0 and
-            1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two, or
-            sizes that tensor-parallel ranks do not share evenly.
+        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
+            and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
+            or sizes that tensor-parallel ranks do not share evenly.
     """
     return _StepWriter(step).program()
 
@@ -114,7 +116,10 @@ class _StepWriter:
             block = replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // ranks) * ranks)
         config = best_config(problem, p)
         recompute = p.recompute if piece == "layers" else "none"
-        return entry.parts(block, config, piece=piece, recompute=recompute)
+        parts = entry.parts(block, config, piece=piece, recompute=recompute)
+        if p.context > 1 and piece == "layers":
+            parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
+        return parts
 
     # --- meshes -----------------------------------------------------------------------------------------
 
@@ -202,6 +207,17 @@ class _StepWriter:
         if any(action.parts for order in whole.actions for action in order):
             raise UnsupportedError(f"the program of a step has no actions beside each other, as in {name}")
         return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
+
+
+def _striped(program: Program) -> Program:
+    """Return a program whose rings attend to half of the keys in every turn, as the estimate has them."""
+
+    def striped(op: Op) -> tuple[Op, ...]:
+        if isinstance(op, Call) and op.work == "attention":
+            op = replace(op, shape=(*op.shape[:3], op.shape[2] // 2 + 1, op.shape[4]))
+        return (op,)
+
+    return replace(program, body=rewrite(program.body, striped))
 
 
 def _strided(

@@ -413,9 +413,18 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
     logits_s = [eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
     ends_forward = forward - plain + PartTime(logits_s[0])
     ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])
-    elements = -(-parallelism.micro_batch * problem.seq * problem.model.hidden // parallelism.context)
-    moved = 2 * elements * problem.item_bytes
-    embedded_s = call_s(problem, Compute("call", elements, moved, dtype=problem.dtype, call="elementwise"))
-    first = (PartTime(min(embedded_s, max(each.compute_s, 0.0))) for each in (ends_forward, ends_backward))
-    begins = LayerTime(next(first), next(first))
+    begins = _embedding_time(problem, parallelism)
     return begins, LayerTime(ends_forward - begins.forward, ends_backward - begins.backward)
+
+
+def _embedding_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
+    """Return what one micro-batch takes in the embedding alone."""
+    entry, config = strategy_of(problem, parallelism), best_config(problem, parallelism)
+    machine = machine_of(problem, block_axes(parallelism))
+    parts = []
+    for training in (False, True):
+        block = _block(problem, parallelism, training, problem.model.vocab_size or 0)
+        time = estimate_skeleton(_without_gradients(entry.skeleton(block, config, "embedding")), machine)
+        exposed_s = max(_exposed_s(time), 0.0)
+        parts.append(PartTime(time.total_s - exposed_s, exposed_s))
+    return LayerTime(parts[0], parts[1] - parts[0])
