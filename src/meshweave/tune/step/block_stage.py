@@ -96,8 +96,9 @@ class BlockStage:
     def tensors(self) -> Iterator[Tensor]:
         """Yield the buckets of weights, of gradients and of updated weights of all tensor-parallel ranks."""
         settings, parts = self.settings, self.replicas.size("tensor")
+        parts *= self.replicas.size(settings.groups[0]) if settings.is_sharded else 1
         for unit, count in self.units.values():
-            shape = (parts * count * unit.elements,)
+            shape = (parts * count * unit.elements // unit.shards,)
             yield Tensor(self._tensor(unit, "W"), shape, settings.dtype)
             yield Tensor(self._tensor(unit, "DW"), shape, settings.gradient_dtype)
             yield Tensor(self._tensor(unit, "NEW"), shape, settings.dtype)
