@@ -1,8 +1,8 @@
 """A machine of which one part stands for several that are alike: replicas in hosts of their own.
 
-Replicas that lie `copies` times one after the other in whole hosts do the same at the same time. The first of them is
-laid on a cluster of that many times fewer hosts. A collective over the replicas has all of its members; of those that
-are left out each is an image of one that is there, and so are its links.
+Replicas that lie `copies` times one after the other in whole hosts do the same at the same time. The first of them
+is laid on a cluster of that many times fewer hosts. A collective over the replicas has all of its members. Each of
+those that are left out is an image of one that is there, and so are its links.
 """
 
 from __future__ import annotations

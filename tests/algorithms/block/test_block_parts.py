@@ -41,7 +41,7 @@ def op_kinds(program: Program) -> Counter[str]:
 
 
 @examples(6)
-@given(blocks(), st.sampled_from(["none", "full"]))
+@given(blocks(), st.sampled_from(["none", "selective", "full"]))
 def test_both_parts_are_proved(block: tuple[BlockAlgorithm, BlockProblem], recompute: str) -> None:
     entry, problem = block
     config = next(entry.candidates(problem))
@@ -78,11 +78,15 @@ def test_ends_are_proved(name: str, piece: str) -> None:
     assert not validate(parts.backward).skipped
 
 
-def test_attention_alone_is_computed_again_where_it_is_one_call() -> None:
+def test_attention_alone_is_computed_again() -> None:
     problem = BlockProblem(4, 4, 8, 4, 4, 2, 16, (2, 1))
-    parts = BY_NAME["megatron_sp"].parts(problem, BlockConfig(), recompute="selective")
+    entry = BY_NAME["megatron_sp"]
+    parts = entry.parts(problem, BlockConfig(), recompute="selective")
     assert "a0" not in parts.kept
     assert op_kinds(parts.backward)["call attention"] == 1
-    rings = StrategyAround(BY_NAME["megatron_sp"], (RING,))
+    rings = StrategyAround(entry, (RING,))
+    parts = rings.parts(replace(problem, mesh_shape=(2, 2, 1)), BlockConfig(), recompute="selective")
+    assert "a0" not in parts.kept
+    assert not validate(parts.backward).skipped
     with pytest.raises(UnsupportedError, match="recompute='full'"):
-        rings.parts(replace(problem, mesh_shape=(2, 2, 1)), BlockConfig(), recompute="selective")
+        entry.parts(problem, BlockConfig(chunks=2), recompute="selective")

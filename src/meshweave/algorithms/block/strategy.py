@@ -94,7 +94,7 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
 
         Raises:
             LayoutError: the problem or config does not fit.
-            UnsupportedError: a weight is kept in parts, or attention in a ring is to be computed again alone.
+            UnsupportedError: a weight is kept in parts, or attention in chunks is to be computed again alone.
         """
         self._check(problem, config)
         name = f"{self.title}, {piece}, {config}"

@@ -94,8 +94,8 @@ class TemplateColumns:
 
     Attributes:
         data: the columns that the core takes, by name.
-        copies: of how many groups one after the other those of a mesh axis ("p0.data") are the first, where these are
-            folded (`simulate.fold`).
+        copies: how many times more members the groups of a mesh axis ("p0.data") have, where images of these are
+            left out (`cost.folded`).
     """
 
     def __init__(self, program: Program, copies: Mapping[str, int] | None = None) -> None:

@@ -8,7 +8,7 @@ which axes gradients are still to be summed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from meshweave.algorithms.block import BlockProblem
@@ -35,6 +35,7 @@ from meshweave.ir.program import Program
 from meshweave.ir.program.ops import Call, Op
 from meshweave.ir.program.statements import rewrite
 from meshweave.tune.step.block_stage import BlockStage, StageSettings
+from meshweave.tune.step.laid import LaidStep
 from meshweave.tune.step.layers import (
     EAGER_LOGIT_BYTES,
     StrategyAround,
@@ -48,22 +49,8 @@ from meshweave.tune.step.placement import replica_groups, sharding_groups
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.units import Unit, local_shape
 
-
 REPLICAS = "r"
 """What the names of meshes of replicas begin with, before the pipeline rank."""
-
-
-@dataclass(frozen=True)
-class LaidStep:
-    """The program of a step and the machine that it is on.
-
-    Attributes:
-        copies: how many replicas each simulated one stands for.
-    """
-
-    program: Program
-    machine: Machine
-    copies: int
 
 
 def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
@@ -72,7 +59,10 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
     Args:
         folds: whether one of several replicas that are alike stands for them: those in hosts of their own.
 
-    Raises UnsupportedError, as `block_step_program` does.
+    Raises:
+        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
+            and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
+            or sizes that tensor-parallel ranks do not share evenly.
     """
     copies = replica_copies(step) if folds else 1
     whole = _StepWriter(step, 1)
@@ -94,8 +84,8 @@ def lay_block_step(step: Step, *, folds: bool = True) -> LaidStep:
 def replica_copies(step: Step) -> int:
     """Return of how many replicas one can be simulated for all: those that lie alike in hosts of their own.
 
-    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another, with
-    all its chips, NICs and groups. Where several replicas share a host, these stay.
+    Replicas one after the other in whole hosts are alike: a step along the data axis takes each host to another,
+    with all its chips, NICs and groups. Where several replicas share a host, these stay.
     """
     p, cluster = step.parallelism, step.problem.cluster
     network = cluster.network
@@ -108,17 +98,6 @@ def replica_copies(step: Step) -> int:
         return 1
     kept = 1 if stride % chips == 0 else chips // stride if chips % stride == 0 else 0
     return p.data // kept if kept and p.data % kept == 0 else 1
-
-
-def block_step_program(step: Step) -> Program:
-    """Return the program of a step on all its chips, with the programs of its layers inside.
-
-    Raises:
-        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
-            and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
-            or sizes that tensor-parallel ranks do not share evenly.
-    """
-    return _StepWriter(step, 1).program()
 
 
 class _StepWriter:

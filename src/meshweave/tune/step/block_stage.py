@@ -1,7 +1,8 @@
 """Write one stage of a step: includes of its layers' block programs, its gradients, and the optimizer.
 
 A forward action is an include of the forward program of each layer, a loop over layers; a backward action
-likewise, from the last layer to the first. What a layer keeps lies in slots, one for each layer and micro-batch in flight.
+likewise, from the last layer to the first. What a layer keeps lies in slots, one for each layer and micro-batch in
+flight.
 
     unpack        a call that makes the matrices of a layer of its bucket (they are views of it; it costs nothing)
     accumulate    a call that adds gradients to the bucket (products do that as they write; it costs nothing)
@@ -9,8 +10,8 @@ likewise, from the last layer to the first. What a layer keeps lies in slots, on
     optimizer     the update of a bucket, or of a rank's shard of it
 
 In the last micro-batch each layer's bucket is summed over tensor-parallel ranks where these have terms, and
-reduced over replicas, in a lane of its own. Under ZeRO-1 it is reduced into shards, and weights are gathered at the
-beginning of the step, in the order of the layers.
+reduced over replicas, in a lane of its own. Under ZeRO-1 it is reduced into shards, and weights are gathered at
+the beginning of the step, in the order of the layers.
 """
 
 from __future__ import annotations
