@@ -223,7 +223,7 @@ class _StepWriter:
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             units = self._units_of(number)
-            return BlockStage(number, mesh, replicas, units, self.settings, boundaries, stashes, last[number])
+            return BlockStage(number, mesh, replicas, units, self.settings, boundaries, stashes, last.get(number, 0))
 
         return pipeline_program(problem, schedule, title="step", writes_stage=stage)
 
