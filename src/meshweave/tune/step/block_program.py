@@ -141,7 +141,8 @@ class _StepWriter:
         if piece == "layers":
             seconds = extra_s(problem, p)
         elif piece == "head":
-            seconds = tuple(eager_logits_s(problem, p, num_bytes) for num_bytes in EAGER_LOGIT_BYTES)
+            first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in EAGER_LOGIT_BYTES)
+            seconds = first, second
         else:
             seconds = 0.0, 0.0
         flops = round(seconds[0] * rate), round(seconds[1] * rate)
@@ -223,7 +224,9 @@ class _StepWriter:
         ) -> BlockStage:
             replicas = self._replica_mesh(problem.stage_ranks[number])
             units = self._units_of(number)
-            return BlockStage(number, mesh, replicas, units, self.settings, boundaries, stashes, last.get(number, 0))
+            return BlockStage(
+                number, mesh, replicas, units, self.settings, boundaries, stashes, last.get(number, 0)
+            )
 
         return pipeline_program(problem, schedule, title="step", writes_stage=stage)
 

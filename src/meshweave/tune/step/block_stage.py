@@ -16,7 +16,7 @@ the beginning of the step, in the order of the layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.problem import MESH
@@ -297,7 +297,9 @@ class BlockStage:
         streams = {"x": self._stream(layer, at), "z": self._stream(layer + 1, at)}
         yield from self._include(self.units["layer"][0], True, streams, at, layer, label)
 
-    def _over_layers(self, write, *, backwards: bool = False) -> Iterator[Statement]:  # type: ignore[no-untyped-def]
+    def _over_layers(
+        self, write: Callable[[Index], Iterator[Statement]], *, backwards: bool = False
+    ) -> Iterator[Statement]:
         """Yield what `write` yields for each layer: the first and the last alone, the others in a loop."""
         count = self.layers
         blocks: list[Iterator[Statement]] = []
@@ -318,6 +320,9 @@ class BlockStage:
         elif (self.number, self.number + 1, "g") not in self.boundaries:
             out = self._gradient(self.layers, at)
             yield Call(fn="gradient", outs=(out,), ins=(), args=(at,), lane=COMPUTE, name="gradient of loss")
+        else:  # what is computed again is so once the gradient is there, as by autograd
+            ins = (self._gradient(self.layers, at),)
+            yield Call(fn="arrived", outs=(), ins=ins, lane=COMPUTE, name="gradient is here")
         yield from self._over_layers(lambda layer: self._layer_back(layer, at, label), backwards=True)
         if "embedding" in self.units:
             gradients = {"dx": self._gradient(0, at)}

@@ -155,7 +155,7 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     if parallelism.recompute == "full":
         again = forward
     elif parallelism.recompute == "selective":
-        again = PartTime(sum(_attention_s(problem, parallelism, "forward")))
+        again = PartTime(sum(_attention_s(problem, parallelism, "forward")), 0.0, bare.context_s)
     return LayerTime(forward, backward, again)
 
 
