@@ -62,9 +62,12 @@ def with_outer_links(network: Network, factor: float) -> Network:
 
 
 def outer_link_names(network: Network) -> str:
-    """Return the names of the links that `with_outer_links` makes faster."""
+    """Return what the links that `with_outer_links` makes faster are called."""
     pairs = zip(_axes(network), _axes(with_outer_links(network, 2.0)), strict=True)
-    return ", ".join(dict.fromkeys(old.name for old, new in pairs if old != new))
+    names = ", ".join(dict.fromkeys(old.name for old, new in pairs if old != new))
+    if isinstance(network, HostsNetwork) and network.num_hosts > 1:
+        return "NICs"
+    return f"links of {names}"
 
 
 def _axes(network: Network) -> list[NetworkAxis]:

@@ -1,8 +1,8 @@
 """When the parts of a step run, for pictures: actions of pipeline ranks, and tasks of a layer.
 
 The times are those of `step_of`: what it adds up is laid out here one after the other. Gathers of weights come
-first, then the pipeline by its schedule, with reductions of gradients beside the last backward parts of each stage,
-then the optimizer.
+first, then the pipeline by its schedule, with reductions of gradients beside the last backward parts, then the
+optimizer.
 """
 
 from __future__ import annotations
@@ -291,5 +291,7 @@ def _work_text(work: Work, times: int) -> str:
         if work.kind == "matmul":
             return f"product {' x '.join(map(str, work.dims))}"
         return work.call or work.kind
-    text = f"{work.kind.replace('_', '-')} of {format_bytes(work.part_bytes)} a rank over {work.num_ranks} ranks"
+    text = (
+        f"{work.kind.replace('_', '-')} of {format_bytes(work.part_bytes)} a rank over {work.num_ranks} ranks"
+    )
     return text if times == 1 else f"{times} times {text}"

@@ -100,9 +100,7 @@ def _point(place: _Place, memory_bytes: int) -> CurvePoint | None:
     except MeshweaveError:
         return None
     size = step.memory.total
-    return CurvePoint(
-        x, step.time_s, step.tokens_per_second_per_chip, step.mfu, size, size <= memory_bytes
-    )
+    return CurvePoint(x, step.time_s, step.tokens_per_second_per_chip, step.mfu, size, size <= memory_bytes)
 
 
 def _over_chips(problem: StepProblem, choice: Parallelism) -> Iterator[_Place]:
