@@ -181,7 +181,7 @@ def _write_page(path: Path, problem: StepProblem, chosen: Plan) -> None:
     choices = [parallelism_of(record) for record in steps.ranked[:2]]
     priced = list(zip(("best", "runner-up"), (step_of(problem, choice) for choice in choices), strict=False))
     timelines = [(name, step_timeline(step)) for name, step in priced]
-    layers = ((f"one layer of {name}", layer_timeline(step)) for name, step in priced)
+    layers = ((f"a layer of the {name}", layer_timeline(step)) for name, step in priced)
     timelines += [(title, timeline) for title, timeline in layers if timeline is not None]
     with progress_bar("curves of the report", plain_lines=True) as progress:
         curves = step_curves(problem, choices, steps.memory_limit_bytes, progress)

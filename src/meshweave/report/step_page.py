@@ -43,6 +43,8 @@ _MEMORY = {
     "fragmentation": "#9aa5b1",
 }
 
+_DRAWN_OVER_FRONT = 1.5
+"""Configurations slower than that many times the slowest of the Pareto front are left out of its picture."""
 _KINDS = {
     "forward": ("forward", "#3b6fb6"),
     "backward": ("backward", "#b0562a"),
@@ -156,11 +158,9 @@ def _data(
         }
         for title, timeline in timelines
     ]
-    front = {record.degrees: record for record in steps.front}
-    points = [(record, record.degrees in front) for record in (*steps.ranked,)]
-    points += [
-        (record, True) for record in steps.front if record.degrees not in {r.degrees for r in steps.ranked}
-    ]
+    front = {record.degrees for record in steps.front}
+    slowest_s = _DRAWN_OVER_FRONT * max((record.step_s for record in steps.front), default=0.0)
+    others = [each for each in steps.ranked if each.degrees not in front and each.step_s <= slowest_s]
     data = {
         "timelines": drawn,
         "names": list(names),
@@ -182,8 +182,8 @@ def _data(
             for curve in curves
         ],
         "front": [
-            [record.memory_bytes, record.step_s, choice_text(record.degrees), int(on_front)]
-            for record, on_front in points
+            [record.memory_bytes, record.step_s, choice_text(record.degrees), int(record.degrees in front)]
+            for record in (*others, *steps.front)
         ],
         "limit": steps.memory_limit_bytes,
     }

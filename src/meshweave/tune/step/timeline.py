@@ -262,7 +262,7 @@ def layer_timeline(step: Step) -> StepTimeline | None:
             lane += _hidden_and_exposed(begin_s, end_s, busy, name)
     ordered = sorted(lanes, key=lambda name: name != "compute")
     drawn = tuple(
-        TimelineLane("one layer", "computing" if name == "compute" else name, tuple(lanes[name]))
+        TimelineLane("one layer", "computing" if name == "compute" else f"lane {name}", tuple(lanes[name]))
         for name in ordered
     )
     return StepTimeline(drawn, max(to_s(each.end_ps) for each in spans))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
-from meshweave.describe.machine.levels import outer_link_names, with_outer_links
+from meshweave.describe.machine.levels import link_levels
 from meshweave.tune.step import Parallelism, StepProblem, step_of
 from meshweave.tune.step_search.space import divisors_of
 
@@ -74,7 +74,7 @@ def step_curves(
     kinds: tuple[tuple[str, str, float, Callable[[StepProblem, Parallelism], Iterator[_Place]]], ...] = (
         ("chips", f"chips, batch {problem.batch}", problem.cluster.num_chips, _over_chips),
         ("batch", f"sequences of a step, {problem.cluster.num_chips} chips", problem.batch, _over_batch),
-        ("links", f"rate of {outer_link_names(problem.cluster.network)} over today's", 1.0, _over_links),
+        ("links", f"rate of {link_levels(problem.cluster)[0][0]} over today's", 1.0, _over_links),
     )
     places = [[list(over(problem, choice)) for choice in choices] for *_, over in kinds]
     total, done = sum(len(line) for lines in places for line in lines), 0
@@ -124,9 +124,9 @@ def _over_batch(problem: StepProblem, choice: Parallelism) -> Iterator[_Place]:
 
 
 def _over_links(problem: StepProblem, choice: Parallelism) -> Iterator[_Place]:
+    _, with_rate = link_levels(problem.cluster)[0]
     for factor in LINK_FACTORS:
-        network = with_outer_links(problem.cluster.network, factor)
-        yield factor, replace(problem, cluster=replace(problem.cluster, network=network)), choice
+        yield factor, replace(problem, cluster=with_rate(factor)), choice
 
 
 def _nearest(allowed: Sequence[int], here: int) -> list[int]:
