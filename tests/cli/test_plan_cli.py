@@ -119,7 +119,17 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--fix", "pt=8"], "names are dp, pp"),
         ([*SMALL, "--fix", "tp=eight"], "whole number"),
         ([*SMALL, "--fix", "tp=2,tp=4"], "twice"),
-        ([*SMALL, "--fix", "tp=3"], "tensor 3"),
+        ([*SMALL, "--fix", "tp=3"], "tp 3 does not divide its 8 chips"),
+        ([*SMALL, "--fix", "tp=8,pp=16"], "tp 8 x pp 16 is 128 ranks, more than its 8 chips"),
+        ([*SMALL, "--fix", "pp=64"], "pp 64 is more than its 8 chips"),
+        ([*SMALL, "--fix", "tp=2,pp=2,cp=1,dp=1"], "is 4 ranks, fewer than its 8 chips"),
+        ([*SMALL, "--fix", "vp=40"], "leave out vp"),
+        ([*SMALL, "--fix", "micro_batch=3"], "in micro-batches of 3"),
+        ([*SMALL, "--seq", "256", "--fix", "cp=8"], "parts of 128 tokens of a sequence of 256"),
+        (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "6", "--fix", "dp=8"], "the batch of 6"),
+        (["llama-2-7b", "--cluster", "dgx-h100:40", "--batch", "80", "--fix", "pp=40"], "its 32 layers"),
+        (["llama-2-7b", "--cluster", "dgx-h100:24", "--batch", "24", "--fix", "tp=3"], "its 32 heads"),
+        (["llama-2-7b", "--cluster", "dgx-h100:1", "--batch", "4"], "1 chip of dgx-h100 fits"),
         ([*SMALL, "--fix", "zero=7"], "from 0 to 3"),
         ([*SMALL, "--fix", "recompute=some"], "there are none, selective, full"),
         ([*SMALL, "--fix", "order=data"], "innermost first"),
@@ -136,6 +146,50 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[st
     status, out, err = called(capsys, *args)
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+ODD = "name = 'odd'\n[chip]\nname = 'chip'\npeak_flops_per_s = { bfloat16 = 9e14 }\nmemory_bytes = 80e9\n"
+FIVE = """[network]
+kind = "hosts"
+num_hosts = 3
+chips_per_host = 5
+nics_per_host = 2
+intra = { name = "nvlink", link_bytes_per_s = 4.5e11 }
+nic = { name = "nic", link_bytes_per_s = 2.5e10 }
+"""
+SLOW = """[network]
+kind = "tree"
+levels = [
+  { fanout = 4, name = "node", link_bytes_per_s = 1e9 },
+  { fanout = 2, name = "root", link_bytes_per_s = 1e8 },
+]
+"""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "fixed"),
+    [
+        (FIVE, 30, ""),
+        (SLOW, 16, ""),
+        ("dgx-h100:7", 14, ""),
+        ("dgx-h100:8", 7, ""),
+        ("dgx-h100:8", 16, "vp=5"),
+    ],
+    ids=["3 hosts of 5", "a slow tree", "7 chips", "7 sequences", "5 stages a rank"],
+)
+def test_odd_clusters_and_prime_numbers_have_a_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, cluster: str, batch: int, fixed: str
+) -> None:
+    name = cluster
+    if "\n" in cluster:
+        name = str(tmp_path / "odd.toml")
+        Path(name).write_text(ODD + cluster)
+    fix = ",".join(filter(None, ("strategy=megatron_sp,micro_batch=1,recompute=none,cp=1", fixed)))
+    status, out, err = called(
+        capsys, "llama-2-7b", "--cluster", name, "--batch", str(batch), "--fix", fix, "--sensitivity"
+    )
+    assert (status, err) == (0, "") and "runner-up" in out
+    assert out.count("\nwith ") == (4 if cluster == FIVE else 2)
 
 
 def test_an_interrupted_plan_prints_the_best_so_far(
