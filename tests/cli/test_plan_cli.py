@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import meshweave as mw
 from meshweave.base.errors import DescriptionError
 from meshweave.cli.app import run_app
 from meshweave.tune import Plan, load_plan
@@ -128,7 +130,10 @@ def test_verbs_of_products_say_what_a_step_is_not(
         ([*SMALL, "--seq", "256", "--fix", "cp=8"], "parts of 128 tokens of a sequence of 256"),
         (["llama-2-7b", "--cluster", "dgx-h100:8", "--batch", "6", "--fix", "dp=8"], "the batch of 6"),
         (["llama-2-7b", "--cluster", "dgx-h100:40", "--batch", "80", "--fix", "pp=40"], "its 32 layers"),
-        (["llama-2-7b", "--cluster", "dgx-h100:24", "--batch", "24", "--fix", "tp=3"], "its 32 heads"),
+        (
+            ["llama-2-7b", "--cluster", "dgx-h100:24", "--batch", "24", "--fix", "tp=3,strategy=megatron"],
+            "its 32 heads",
+        ),
         (["llama-2-7b", "--cluster", "dgx-h100:1", "--batch", "4"], "1 chip of dgx-h100 fits"),
         ([*SMALL, "--fix", "zero=7"], "from 0 to 3"),
         ([*SMALL, "--fix", "recompute=some"], "there are none, selective, full"),
@@ -148,22 +153,9 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], args: list[st
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-ODD = "name = 'odd'\n[chip]\nname = 'chip'\npeak_flops_per_s = { bfloat16 = 9e14 }\nmemory_bytes = 80e9\n"
-FIVE = """[network]
-kind = "hosts"
-num_hosts = 3
-chips_per_host = 5
-nics_per_host = 2
-intra = { name = "nvlink", link_bytes_per_s = 4.5e11 }
-nic = { name = "nic", link_bytes_per_s = 2.5e10 }
-"""
-SLOW = """[network]
-kind = "tree"
-levels = [
-  { fanout = 4, name = "node", link_bytes_per_s = 1e9 },
-  { fanout = 2, name = "root", link_bytes_per_s = 1e8 },
-]
-"""
+FIVE = ("dgx-h100", {"num_hosts = 1": "num_hosts = 3", "chips_per_host = 8": "chips_per_host = 5"})
+SLOW = ("atp-ic1", {"link_bytes_per_s = 7.425e9": "link_bytes_per_s = 1e8"})
+CATALOG = Path(mw.__file__).parent / "catalog" / "clusters"
 
 
 @pytest.mark.parametrize(
@@ -178,12 +170,16 @@ levels = [
     ids=["3 hosts of 5", "a slow tree", "7 chips", "7 sequences", "5 stages a rank"],
 )
 def test_odd_clusters_and_prime_numbers_have_a_plan(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, cluster: str, batch: int, fixed: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, cluster: Any, batch: int, fixed: str
 ) -> None:
     name = cluster
-    if "\n" in cluster:
+    if isinstance(cluster, tuple):
+        text = (CATALOG / f"{cluster[0]}.toml").read_text()
+        for old, new in cluster[1].items():
+            assert old in text
+            text = text.replace(old, new)
         name = str(tmp_path / "odd.toml")
-        Path(name).write_text(ODD + cluster)
+        Path(name).write_text(text)
     fix = ",".join(filter(None, ("strategy=megatron_sp,micro_batch=1,recompute=none,cp=1", fixed)))
     status, out, err = called(
         capsys, "llama-2-7b", "--cluster", name, "--batch", str(batch), "--fix", fix, "--sensitivity"

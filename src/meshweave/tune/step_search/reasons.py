@@ -8,9 +8,8 @@ from itertools import product
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
-from meshweave.tune.step import StepProblem
 from meshweave.tune.step_search.search import StepRanking
-from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, ranks_of
+from meshweave.tune.step_search.space import MIN_CONTEXT_TOKENS, ONE_DIMENSIONAL, StepSpace, ranks_of
 
 PART_NAMES = {
     "compute": "computing",
@@ -78,7 +77,7 @@ def _division_text(ranking: StepRanking) -> str:
         ranks = f" is {least} ranks," if len(given) > 1 else " is"
         return f"{sizes}{ranks} more than its {counted(chips, 'chip')}"
     for name, values in given.items():
-        if reason := _degree_reason(name, values, problem):
+        if reason := _degree_reason(name, values, space):
             return f"{name} {' or '.join(map(str, values))} {reason}"
     if given and all(chips % math.prod(each) for each in product(*given.values())):
         return f"{sizes} does not divide its {counted(chips, 'chip')}"
@@ -91,16 +90,18 @@ def _division_text(ranking: StepRanking) -> str:
         )
     micro_batches = options.micro_batches or ()
     size = f" in micro-batches of {' or '.join(map(str, micro_batches))}" if micro_batches else ""
+    model = problem.model
+    most = f"{counted(model.num_layers, 'stage')} and tensor ranks that divide {model.num_heads} heads"
     return (
         f"no number of replicas{f' with {sizes}' if given else ''} divides both {counted(chips, 'chip')} and the "
-        f"batch of {problem.batch}{size}, with at most {counted(problem.model.num_layers, 'stage')} and tensor ranks "
-        f"that divide {problem.model.num_heads} heads; give a batch that is a multiple of "
+        f"batch of {problem.batch}{size}, with at most {most}; give a batch that is a multiple of "
         f"{math.prod((chips, *micro_batches[:1]))}, or another number of chips"
     )
 
 
-def _degree_reason(name: str, values: Sequence[int], problem: StepProblem) -> str:
+def _degree_reason(name: str, values: Sequence[int], space: StepSpace) -> str:
     """Return why none of the values of a degree can be laid out on its own; "" where one of them can."""
+    problem = space.problem
     model, chips = problem.model, problem.cluster.num_chips
     if all(chips % value for value in values):
         return f"does not divide its {counted(chips, 'chip')}"
@@ -112,7 +113,8 @@ def _degree_reason(name: str, values: Sequence[int], problem: StepProblem) -> st
         problem.seq % value or problem.seq < value * MIN_CONTEXT_TOKENS for value in values
     ):
         return f"leaves no equal parts of {MIN_CONTEXT_TOKENS} tokens of a sequence of {problem.seq}"
-    if name == "tp" and all(model.num_heads % value for value in values):
+    is_1d = set(space.options.strategies) <= set(ONE_DIMENSIONAL)
+    if name == "tp" and is_1d and all(model.num_heads % value for value in values):
         return f"does not divide its {model.num_heads} heads"
     return ""
 
