@@ -29,7 +29,8 @@ def print_plan(plan: Plan, left_out: str, *, table: bool, price: float | None) -
     else:
         typer.echo(f"runner-up  {choice_text(steps.runner_up.degrees)}")
         typer.echo(f"           {difference_text(steps.best, steps.runner_up)}")
-    typer.echo(f"next       {advice(steps)}; {_more(table, bool(steps.sensitivity))}")
+    typer.echo(f"next       {advice(steps)}")
+    typer.echo(f"           {_more(table, bool(steps.sensitivity))}")
     if not steps.is_complete:
         typer.echo("\nThe search was stopped: these are the best so far.")
     if steps.sensitivity:

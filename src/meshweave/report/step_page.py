@@ -6,12 +6,12 @@ complete without a script.
 
 from __future__ import annotations
 
-import json
 from html import escape
 from typing import TYPE_CHECKING
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.report.page import asset, page
+from meshweave.report.step_data import step_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshweave.tune.plan import Plan
     from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
     from meshweave.tune.step.timeline import StepTimeline
-    from meshweave.tune.step_search.curves import Curve
+    from meshweave.tune.step_search.curves import StepCurve
 
 _PARTS = {
     "compute": ("computing", "#3b6fb6"),
@@ -43,22 +43,6 @@ _MEMORY = {
     "fragmentation": "#9aa5b1",
 }
 
-_DRAWN_OVER_FRONT = 1.5
-"""Configurations slower than that many times the slowest of the Pareto front are left out of its picture."""
-_KINDS = {
-    "forward": ("forward", "#3b6fb6"),
-    "backward": ("backward", "#b0562a"),
-    "input gradient": ("input gradient", "#c9771f"),
-    "weight gradient": ("weight gradient", "#4f8f57"),
-    "optimizer": ("optimizer", "#7a5cc0"),
-    "software": ("software", "#6b7b8c"),
-    "products": ("product or attention", "#3b6fb6"),
-    "element-wise": ("element-wise", "#7fa3d1"),
-    "hidden": ("communication, hidden", "#94a1af"),
-    "exposed": ("communication, exposed", "#d0433c"),
-}
-"""What runs in timelines, by the kind of a `StepSpan`: its name and colour."""
-
 
 def step_page(
     plan: Plan,
@@ -66,7 +50,7 @@ def step_page(
     difference: str,
     advice: str,
     timelines: Sequence[tuple[str, StepTimeline]] = (),
-    curves: Sequence[Curve] = (),
+    curves: Sequence[StepCurve] = (),
 ) -> str:
     """Return the page of the plan of a step.
 
@@ -79,7 +63,7 @@ def step_page(
     """
     steps = plan.step
     title = f"{plan.model} on {plan.num_chips} chips of {plan.cluster}"
-    data = _data(steps, choice_text, timelines, curves)
+    data = step_data(steps, choice_text, timelines, curves)
     body = "\n".join(
         [
             f"<h1>{escape(title)}</h1>",
@@ -117,77 +101,6 @@ _FRONT_HELP = (
 
 def _section(title: str, name: str, text: str) -> str:
     return f'<h2>{title}</h2><p class="quiet">{text}</p><div id="{name}"></div>'
-
-
-def _data(
-    steps: StepsRecord,
-    choice_text: Callable[[DegreesRecord], str],
-    timelines: Sequence[tuple[str, StepTimeline]],
-    curves: Sequence[Curve],
-) -> str:
-    """Return what the script draws, as JSON that stands in a page."""
-    names: dict[str, int] = {}
-    kinds = {kind: number for number, kind in enumerate(_KINDS)}
-
-    def number_of(name: str) -> int:
-        return names.setdefault(name, len(names)) if name else -1
-
-    drawn = [
-        {
-            "title": title,
-            "end": timeline.duration_s,
-            "remark": timeline.remark,
-            "lanes": [
-                {
-                    "group": lane.group,
-                    "name": lane.name,
-                    "spans": [
-                        [
-                            round(span.begin_s, 10),
-                            round(span.end_s, 10),
-                            kinds[span.kind],
-                            number_of(span.name),
-                            -1 if span.micro_batch is None else span.micro_batch,
-                            -1 if span.stage is None else span.stage,
-                        ]
-                        for span in lane.spans
-                    ],
-                }
-                for lane in timeline.lanes
-            ],
-        }
-        for title, timeline in timelines
-    ]
-    front = {record.degrees for record in steps.front}
-    slowest_s = _DRAWN_OVER_FRONT * max((record.step_s for record in steps.front), default=0.0)
-    others = [each for each in steps.ranked if each.degrees not in front and each.step_s <= slowest_s]
-    data = {
-        "timelines": drawn,
-        "names": list(names),
-        "kinds": list(_KINDS.values()),
-        "choices": [choice_text(record.degrees) for record in steps.ranked[:2]],
-        "curves": [
-            {
-                "name": curve.name,
-                "xText": curve.x_text,
-                "here": curve.here,
-                "lines": [
-                    [
-                        [p.x, p.step_s, p.tokens_per_s_per_chip, p.mfu, p.memory_bytes, int(p.fits)]
-                        for p in line
-                    ]
-                    for line in curve.lines
-                ],
-            }
-            for curve in curves
-        ],
-        "front": [
-            [record.memory_bytes, record.step_s, choice_text(record.degrees), int(record.degrees in front)]
-            for record in (*others, *steps.front)
-        ],
-        "limit": steps.memory_limit_bytes,
-    }
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _lead(

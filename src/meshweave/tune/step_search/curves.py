@@ -40,7 +40,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class Curve:
+class StepCurve:
     """Lines over one quantity.
 
     Attributes:
@@ -64,7 +64,7 @@ def step_curves(
     choices: Sequence[Parallelism],
     memory_bytes: int,
     progress: Progress = no_progress,
-) -> tuple[Curve, ...]:
+) -> tuple[StepCurve, ...]:
     """Return the curves of some configurations; points that cannot be laid out are left out.
 
     Args:
@@ -89,7 +89,7 @@ def step_curves(
                 done += 1
                 progress(done, total)
             drawn.append(tuple(points))
-        curves.append(Curve(name, x_text, here, tuple(drawn)))
+        curves.append(StepCurve(name, x_text, here, tuple(drawn)))
     return tuple(curves)
 
 
