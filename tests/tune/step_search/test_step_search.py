@@ -200,7 +200,7 @@ def test_what_does_not_fit_says_what_is_least() -> None:
         ({"tp": 0}, DescriptionError, "at least 1"),
         ({"zero": 4}, DescriptionError, "from 0 to 3"),
         ({"order": ("data",)}, DescriptionError, "each of"),
-        ({"tp": 3}, UnsupportedError, "tensor 3"),
+        ({"tp": 3}, UnsupportedError, "tp 3 does not divide its 4 chips"),
     ],
 )
 def test_wrong_options_are_one_line(
