@@ -34,7 +34,7 @@ from meshweave.ir.program import Program
 from meshweave.simulate.columns import Columns
 from meshweave.simulate.result import Simulation
 
-IMAGE_ROUTES = 4
+IMAGE_ROUTES = 5
 """What the core adds to the number of a route that leads to an image of a rank (`cost.folded`)."""
 _IDLE = "too many statements"
 """In the core's words for loops that turn and turn and do nothing."""
@@ -147,7 +147,7 @@ def _column(*values: int) -> Column:
 class _Routes:
     """A cache of the numbered links of a machine, and of routes over them.
 
-    A link of a route is its number times 4 plus its weight, as the core reads it.
+    A link of a route is its number times 8 plus its weight, as the core reads it.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -184,7 +184,7 @@ class _Routes:
             if link not in self.links:
                 self.links[link] = len(self.links)
                 self.rates.append(machine.link_rate(link))
-            route.append(4 * self.links[link] + machine.link_weight(link, kind))
+            route.append(8 * self.links[link] + machine.link_weight(link, kind))
         self.known[source, target, number] = route
         return route
 
