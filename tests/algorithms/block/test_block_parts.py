@@ -40,7 +40,7 @@ def op_kinds(program: Program) -> Counter[str]:
     return Counter(f"{op.kind} {getattr(op, 'fn', '')}" for op in program.expanded.ops())
 
 
-@examples(6)
+@examples(4)
 @given(blocks(), st.sampled_from(["none", "selective", "full"]))
 def test_both_parts_are_proved(block: tuple[BlockAlgorithm, BlockProblem], recompute: str) -> None:
     entry, problem = block
@@ -54,7 +54,7 @@ def test_both_parts_are_proved(block: tuple[BlockAlgorithm, BlockProblem], recom
     assert parts.sums.keys() == weights
 
 
-@examples(4)
+@examples(3)
 @given(blocks())
 def test_both_parts_have_the_ops_of_the_whole(block: tuple[BlockAlgorithm, BlockProblem]) -> None:
     """But for sums of gradients, and for what a ring needs again of the forward part."""
@@ -68,7 +68,7 @@ def test_both_parts_have_the_ops_of_the_whole(block: tuple[BlockAlgorithm, Block
     assert (whole - both).keys() <= {"all_reduce "}
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", ["megatron_sp", "atp", "meshslice_block"])
 @pytest.mark.parametrize("piece", ["embedding", "head"])
 def test_ends_are_proved(name: str, piece: str) -> None:
     shape = (4, 1) if "megatron" in name else (2, 2)
