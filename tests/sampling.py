@@ -1,10 +1,10 @@
 """How many examples Hypothesis draws, and whether it draws anew: a number per test, scaled by one profile.
 
 `ci` (the default) draws 30 % of the numbers that the tests give, and the same examples in every run: a test that
-begins to fail does so because of the change. `random` draws as many, anew in every run: run it to explore, as in
+begins to fail does so because of the change. `random` draws as many, anew in every run, to explore:
 `pytest tests/ir --hypothesis-profile random`. `slow` (`make slow`) draws three times as many, anew. `sanitize`
-(`.ci/sanitize`) draws a quarter, the same in every run, for instrumented code takes several times as long. None has
-deadlines.
+(`.ci/sanitize`) draws a quarter, the same in every run, for instrumented code takes several times as long. None
+has deadlines.
 """
 
 from __future__ import annotations
