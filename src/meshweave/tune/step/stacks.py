@@ -15,11 +15,17 @@ from meshweave.describe.files import parse_table
 from meshweave.tune.step.problem import SoftwareStack
 
 _FILE = "stacks.toml"
-_DEFAULTS: dict[str, dict[str, bool]] = {
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron-2021": {"blocks_transfers": True, "accumulates": True},
-    "llm-foundry": {"regathers": True},
-    "torchtitan": {},
-    "nanotron": {"accumulates": True},
+    "llm-foundry": {"regathers": True, "sharding": "fsdp"},
+    "torchtitan": {"sharding": "fsdp2"},
+    "nanotron": {
+        "accumulates": True,
+        "adds_gradients_late": True,
+        "buckets_gradients": True,
+        "layers_by_cost": True,
+        "keeps_joint_qkv": True,
+    },
 }
 """What a stack does where nobody says otherwise. megatron-2021 is Megatron-LM before fused attention and
 overlapped transfers."""

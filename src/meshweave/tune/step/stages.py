@@ -120,7 +120,7 @@ class Stages:
         """Return the layers of a pipeline rank."""
         p = self.parallelism
         numbers = p.schedule, p.pipeline, p.virtual_stages
-        return rank_layers(self.problem.model.num_layers, *numbers)[rank]
+        return rank_layers(self.problem.model.num_layers, *numbers, layer_costs(self.problem))[rank]
 
     def gathers_s(self) -> float:
         """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
@@ -149,21 +149,50 @@ class Stages:
 
 
 @lru_cache(maxsize=4096)
-def stage_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def stage_layers(num_layers: int, num_stages: int, costs: tuple[int, int] | None = None) -> tuple[int, ...]:
     """Return the layers of each stage: equal but for layers left over, which go to the middle.
 
     So embedding and loss lie on stages with fewer layers (Qi et al., Zero Bubble).
+
+    Args:
+        costs: of a layer and of the head, where stages are divided by them instead: a stage ends with the layer
+            that takes the sum above its share of all, as in nanotron (`build_model`).
     """
+    if costs is not None:
+        return _layers_by_cost(num_layers, num_stages, *costs)
     each, more = divmod(num_layers, num_stages)
     begin = (num_stages - more) // 2
     return tuple(each + (begin <= stage < begin + more) for stage in range(num_stages))
 
 
+def _layers_by_cost(num_layers: int, num_stages: int, layer: int, head: int) -> tuple[int, ...]:
+    counts, stage, total = [0] * num_stages, 0, num_layers * layer + head
+    for number in range(1, num_layers + 1):
+        counts[stage] += 1
+        stage += number * layer * num_stages > total * (stage + 1)
+    return tuple(counts)
+
+
+def layer_costs(problem: StepProblem) -> tuple[int, int] | None:
+    """Return the multiplications a token of a layer and of the head, by which layers are divided; None: evenly."""
+    model = problem.model
+    if not problem.stack.layers_by_cost:
+        return None
+    products = 4 * model.num_heads * model.head_dim + (3 if model.gated_ffn else 2) * model.ffn_hidden
+    return products * model.hidden, (model.vocab_size or 0) * model.hidden
+
+
 @lru_cache(maxsize=4096)
-def rank_layers(num_layers: int, schedule: str, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
-    """Return the layers of each pipeline rank of a schedule."""
+def rank_layers(
+    num_layers: int,
+    schedule: str,
+    num_ranks: int,
+    virtual_stages: int,
+    costs: tuple[int, int] | None = None,
+) -> tuple[int, ...]:
+    """Return the layers of each pipeline rank of a schedule; `costs` as for `stage_layers`."""
     counts = [0] * num_ranks
-    layers = stage_layers(num_layers, num_ranks * virtual_stages)
+    layers = stage_layers(num_layers, num_ranks * virtual_stages, costs)
     for rank, count in zip(ranks_of_stages(schedule, num_ranks, virtual_stages), layers, strict=True):
         counts[rank] += count
     return tuple(counts)
@@ -171,7 +200,7 @@ def rank_layers(num_layers: int, schedule: str, num_ranks: int, virtual_stages: 
 
 def stages_of(problem: StepProblem, parallelism: Parallelism) -> Stages:
     """Return the stages of a step. Raises LayoutError where a strategy does not fit."""
-    layers = stage_layers(problem.model.num_layers, parallelism.num_stages)
+    layers = stage_layers(problem.model.num_layers, parallelism.num_stages, layer_costs(problem))
     layer, ends = layer_time(problem, parallelism), ends_time(problem, parallelism)
     data_parallel = data_parallel_time(problem, parallelism)
     known: dict[tuple[int, bool, bool], StageTime] = {}
