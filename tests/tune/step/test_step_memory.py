@@ -166,7 +166,7 @@ def test_nanotron_divides_by_cost() -> None:
     """80 layers and a head as dear as 1.1 of them, over 16 stages: `build_model` gives the first stage six."""
     model = mw.Transformer("80B", 80, 8192, 64, 64, 128, 28672, 131072, True, "-", False)
     problem = mw.StepProblem(model, CLUSTER, 64, 512, stack=load_stack("nanotron"))
-    assert stage_layers(80, 16, layer_costs(problem)) == (6, *[5] * 14, 4)
+    assert stage_layers(80, 16, layer_costs(problem)) == (6, *[5] * 13, 6, 3)
     assert layer_costs(replace(problem, stack=mw.SoftwareStack())) is None
 
 
