@@ -192,6 +192,17 @@ def test_gradients_that_wait_and_buckets_are_counted() -> None:
     assert memory_of(late, mw.Parallelism(64)).peak.buffers == plain.weights
     assert memory_of(buckets, mw.Parallelism(64)).peak.gradients == plain.gradients + plain.weights
     assert memory_of(buckets, mw.Parallelism(64, zero=1)).peak.gradients == plain.gradients
+    late_loss = replace(problem, seq=512, loss="eager")
+    logits = 512 * 51200
+    eager, fused = (
+        memory_of(each, mw.Parallelism(64)).peak for each in (late_loss, replace(late_loss, loss="fused"))
+    )
+    assert eager.buffers - fused.buffers == 8 * logits and eager.fragmentation == 2 * logits
+    copies = replace(problem, stack=mw.SoftwareStack(copies_norm_inputs=True))
+    more = layer_activations(copies, mw.Parallelism(), "none") - layer_activations(
+        problem, mw.Parallelism(), "none"
+    )
+    assert more == 2 * 4 * model.hidden
     joint = replace(problem, stack=mw.SoftwareStack(keeps_joint_qkv=True))
     more = layer_activations(joint, mw.Parallelism(), "none") - layer_activations(
         problem, mw.Parallelism(), "none"

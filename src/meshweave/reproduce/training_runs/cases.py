@@ -103,7 +103,7 @@ def case_of(
         attention = attention_rate(stack.attention_kernel, cluster.chip.name)
     software = software_of(stack) if constants is None else constants
     if words.is_compiled:
-        software = replace(software, extra_passes=0.0)
+        software = replace(software, extra_passes=0.0, recomputes_gate=True, copies_norm_inputs=False)
     loss = stack.compiled_loss if words.is_compiled else stack.loss
     try:
         problem = StepProblem(

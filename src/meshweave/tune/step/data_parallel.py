@@ -13,8 +13,8 @@ Where only a group of them shards, the shards of gradients are then summed over 
 is the head's as well has its gradient summed over the first and the last pipeline rank besides.
 
 Tables are reduced and gathered as layers are: the head's before all layers in the lane of the backward part and
-after them in that of the forward part; the embedding's the other way round, with nothing to hide it. FSDP of PyTorch
-gathers both before the first layer, and reduces both after the last one.
+after them in that of the forward part; the embedding's the other way round, with nothing to hide it. PyTorch's
+FSDP gathers both before the first layer, and reduces both after the last one.
 
 Two lanes of n equal layers, c seconds of computing and r of communication each, end after n c + r if c > r, else
 after c + n r: the recurrence that a skeleton of these tasks has.

@@ -5,12 +5,12 @@ keeps for its backward part follows equation 1 and table 2 of Korthikanti et al.
 divided by the mesh axes along which the roles of the strategy split it (`algorithms.block.roles`). Per token, of
 e bytes an element, h hidden, q and g features of queries and of keys, f inner features, a heads and s tokens:
 
-    inputs of two norms              2 e h            as the residual lies
+    inputs of two norms              2 e h            as the residual lies (8 h more where kept in fp32)
     operands of QKV and first FFN    2 e h            as the residual lies, or as they are multiplied if kept so
     masks of dropout                 2 h              as the residual lies, where there is dropout
     Q, K, V, result of attention     e (2 q + 2 g)    as attention lies
     scores and their dropout         a s (2 e + 1)    as attention lies; flash keeps 4 a of sums instead
-    inner features                   2 e f, gated 4 e f
+    inner features                   2 e f, gated 4 e f (compiled 3 e f)
 
 A pipeline rank keeps as many of these as micro-batches are in flight (`peak_stashes` of a schedule). Besides, it
 holds what one of three moments needs, the largest: the loss and its gradient; the backward part of a layer, where
@@ -34,11 +34,11 @@ from meshweave.tune.step.layers import strategy_of
 from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
 
-LOGIT_BYTES = {"fused": (4, 0), "eager": (10, 4), "sharded": (10, 0)}
-"""Bytes of a logit that are kept, and that its gradient takes besides. Fused: in fp32 (Korthikanti et al., section
-4.3: 4 s b v), overwritten by the gradient. Eager: 2 of the product, 4 of its copy in fp32 and 4 of log-softmax; of
-the two gradients in fp32 that follow one takes the place of that copy. Sharded: as many, and softmax becomes its
-own gradient."""
+LOGIT_BYTES = {"fused": (4, 0, 0), "eager": (4, 8, 2), "sharded": (4, 6, 0)}
+"""Bytes of a logit that are kept, that the loss and its gradient take besides, and that nothing fits into then.
+Fused: in fp32 (Korthikanti et al., section 4.3: 4 s b v), overwritten by the gradient. Eager: log-softmax in fp32,
+its gradient and that of its input; the place of the 16-bit product is free and too small for these. Sharded:
+softmax, which becomes its own gradient; at the end of the forward part its input in fp32, and in 16 bits."""
 GATHERED_LAYERS = 2
 """Layers whose weights ZeRO-3 has whole at a time: the one in use, and the next."""
 ActivationRule = Literal["none", "selective", "full", "operators", "compiled-operators"]
@@ -154,10 +154,12 @@ def layer_activations(problem: StepProblem, parallelism: Parallelism, recompute:
         return total - (-e * tokens * f // num_parts("feed_forward"))
     keeps = any(role.keeps_gathered for role in strategy_of(problem, parallelism).roles[-2:])
     masks = 2 if problem.has_dropout else 0
-    total = -(-tokens * h * (2 * e + masks) // num_parts("residual"))
+    copies = 2 * 4 if problem.stack.copies_norm_inputs and e < 4 else 0
+    total = -(-tokens * h * (2 * e + copies + masks) // num_parts("residual"))
     total += -(-tokens * h * 2 * e // num_parts("operand_in" if keeps else "residual"))
     total += -(-tokens * e * (2 * queries + 2 * keys) // num_parts("attention"))
-    total += -(-tokens * e * f * (4 if model.gated_ffn else 2) // num_parts("feed_forward"))
+    inner = 2 if not model.gated_ffn else 3 if problem.stack.recomputes_gate else 4
+    total += -(-tokens * e * f * inner // num_parts("feed_forward"))
     if problem.stack.keeps_joint_qkv and keys == queries:
         total += -(-tokens * e * 2 * keys // num_parts("attention"))
     if problem.attention == "flash":
@@ -221,7 +223,8 @@ class _MicroBatchBytes:
         again: kept besides while a layer is computed again.
         residual: of the residual.
         logits: of the logits that are kept.
-        logit_gradients: of their gradient.
+        logit_gradients: of the loss and its gradient besides.
+        logit_holes: that the allocator cannot use then.
         working: of gradients and gathered operands inside the backward part of a layer.
     """
 
@@ -230,6 +233,7 @@ class _MicroBatchBytes:
     residual: int
     logits: int
     logit_gradients: int
+    logit_holes: int
     working: int
 
 
@@ -243,9 +247,9 @@ def _micro_batch_bytes(
         layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
         again = 0 if recompute == "none" else whole if recompute == "full" else max(whole - layer, 0)
-        logits, gradients = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
+        of_logits = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
         known[key] = _MicroBatchBytes(
-            layer, again, boundary_bytes(problem, p), logits, gradients, _working_bytes(problem, p)
+            layer, again, boundary_bytes(problem, p), *of_logits, _working_bytes(problem, p)
         )
     sizes: _MicroBatchBytes = known[key]
     return sizes
@@ -281,16 +285,16 @@ def _on_rank(
     at_end = units.at_end
     if problem.stack.adds_gradients_late:
         at_end = max(at_end, parameters * problem.item_bytes)
-    moments = [(kept - micro_batch, at_end)] if at_end else []
+    moments = [(kept - micro_batch, at_end, 0)] if at_end else []
     if has_head:
         in_flight = stashes // p.virtual_stages if p.schedule == "gpipe" else 1
         kept += in_flight * 2 * sizes.residual + (in_flight - 1) * sizes.logits
-        moments.append((kept + sizes.logits, sizes.logit_gradients + units.at_loss))
-    moments.append((kept + sizes.again, sizes.working + units.at_layer))
-    activations, buffers = max(moments, key=sum)
+        moments.append((kept + sizes.logits, sizes.logit_gradients + units.at_loss, sizes.logit_holes))
+    moments.append((kept + sizes.again, sizes.working + units.at_layer, 0))
+    activations, buffers, holes = max(moments, key=sum)
     buffers += 2 * sizes.residual if p.pipeline > 1 else 0
     weights, gradients, optimizer = _state_bytes(problem, p, parameters)
-    fragments = round(problem.stack.fragmentation * (activations + buffers))
+    fragments = holes + round(problem.stack.fragmentation * (activations + buffers))
     return RankMemory(weights, gradients, optimizer, activations, buffers, fragments)
 
 

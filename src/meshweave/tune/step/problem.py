@@ -136,7 +136,8 @@ class SoftwareStack:
             does not count: kernels that are not fused, casts, dropout. Backward adds as many again.
         launch_s: seconds that pass between two kernels of a layer.
         step_s: seconds of a step outside the model: data, logging, norms of gradients.
-        fragmentation: bytes that the allocator cannot use, as a share of activations and buffers.
+        fragmentation: bytes that the allocator cannot use, as a share of activations and buffers, besides the gaps
+            that the loss leaves (`memory.LOGIT_BYTES`).
         regathers: whether ZeRO-2 gathers weights for each micro-batch, as FSDP's SHARD_GRAD_OP does, and not once
             a step. It says what the stack does; it is no constant.
         blocks_transfers: whether pipeline ranks wait for each transfer that they send, as Megatron-LM did before
@@ -150,6 +151,10 @@ class SoftwareStack:
             ends, and are then added to those of the ones before.
         buckets_gradients: whether replicas without ZeRO copy 16-bit gradients into buckets that hold all of them,
             as PyTorch's DistributedDataParallel does.
+        recomputes_gate: whether the product of the gated activation is computed again for the gradient of the one
+            that follows, as compilers do, and not kept.
+        copies_norm_inputs: whether norms keep their input in fp32, and what they multiply by the gain, as norms
+            that are written out in PyTorch do.
         layers_by_cost: whether layers are divided among stages by their multiplications and the head's, as in
             nanotron, and not evenly.
         keeps_joint_qkv: whether queries are a view of one tensor of queries, keys and values, all of which is
@@ -168,6 +173,8 @@ class SoftwareStack:
     sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
     adds_gradients_late: bool = False
     buckets_gradients: bool = False
+    recomputes_gate: bool = False
+    copies_norm_inputs: bool = False
     layers_by_cost: bool = False
     keeps_joint_qkv: bool = False
 

@@ -19,7 +19,7 @@ _FILE, _MEMORY_FILE = "stacks.toml", "fragmentation.toml"
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron-2021": {"blocks_transfers": True, "accumulates": True},
     "llm-foundry": {"regathers": True, "sharding": "fsdp"},
-    "torchtitan": {"sharding": "fsdp2"},
+    "torchtitan": {"sharding": "fsdp2", "copies_norm_inputs": True},
     "nanotron": {
         "accumulates": True,
         "adds_gradients_late": True,
