@@ -247,9 +247,9 @@ def _micro_batch_bytes(
         layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
         again = 0 if recompute == "none" else whole if recompute == "full" else max(whole - layer, 0)
-        of_logits = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
+        kept, gradients, holes = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
         known[key] = _MicroBatchBytes(
-            layer, again, boundary_bytes(problem, p), *of_logits, _working_bytes(problem, p)
+            layer, again, boundary_bytes(problem, p), kept, gradients, holes, _working_bytes(problem, p)
         )
     sizes: _MicroBatchBytes = known[key]
     return sizes
