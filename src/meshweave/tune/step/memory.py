@@ -328,11 +328,14 @@ class _UnitBytes:
     at_end: int = 0
 
 
+_NO_UNITS = _UnitBytes()
+
+
 def _unit_bytes(problem: StepProblem, parallelism: Parallelism, rank: int) -> _UnitBytes:
     """Return what is whole of sharded units on a pipeline rank at each moment."""
     p = parallelism
-    if p.shards == 1 or p.zero < 2:
-        return _UnitBytes()
+    if p.zero < 2 or p.shards == 1:
+        return _NO_UNITS
     known = problem.cache("units")
     head = rank_of_head(p)
     key = p.tensor_size, p.zero, rank == 0, rank == head
