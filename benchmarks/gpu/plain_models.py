@@ -29,6 +29,7 @@ class TrainingRun:
             copy of the weights float32.
         functions: "torch" for norms of torch, "written out" for those of Hugging Face.
         dropout: the probability after each half of a layer.
+        attention: the kernel of attention, "default" for the one that SDPA chooses.
     """
 
     name: str
@@ -47,6 +48,7 @@ class TrainingRun:
     gradients: Literal["float32", "bfloat16"] = "float32"
     functions: Literal["torch", "written out"] = "torch"
     dropout: float = 0.0
+    attention: Literal["default", "flash-2"] = "default"
 
 
 class WrittenOutNorm(nn.Module):

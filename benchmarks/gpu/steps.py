@@ -23,6 +23,7 @@ import torch
 from device import FOLDER, save_rows
 from plain_models import MixedAdam, PlainTransformer, TrainingRun
 from profiles import profile
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshweave.algorithms.block import BlockConfig
 from meshweave.cost.price import price
@@ -55,6 +56,9 @@ RUNS = (
     replace(WIDE, name="llama-12x4096 s4096 b1"),
     replace(WIDE, name="llama-12x4096 s4096 b2 full", micro_batch=2, recompute="full"),
     replace(GROUPED, name="llama3-4x4096 s8192 b1"),
+    replace(
+        SMALL, name="llama-24x2048 s2048 b4 flash-2", micro_batch=4, accumulation=2, attention="flash-2"
+    ),
     replace(GPT, name="gpt-24x2048 s2048 b2"),
     replace(GPT, name="gpt-24x2048 s2048 b2 dropout", dropout=0.1),
     replace(GPT, name="gpt-24x2048 s2048 b4 full", micro_batch=4, recompute="full"),
@@ -112,6 +116,13 @@ class MeasuredTraining:
 
 def measure(run: TrainingRun) -> dict[str, Any]:
     """Return what a run takes on the CUDA device: seconds, phases, kernels and memory."""
+    if run.attention == "default":
+        return _measured(run)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return _measured(run)
+
+
+def _measured(run: TrainingRun) -> dict[str, Any]:
     began = time.perf_counter()
     training = MeasuredTraining(run)
     for _ in range(WARMUP):
@@ -171,7 +182,7 @@ def _memory(training: MeasuredTraining) -> dict[str, int]:
 # --- predicting -------------------------------------------------------------------------------------------------
 
 
-def problem_of(run: TrainingRun, stack: str, attention: str = "flash-2") -> tuple[StepProblem, Parallelism]:
+def problem_of(run: TrainingRun, stack: str) -> tuple[StepProblem, Parallelism]:
     """Return the step of a run for `mw.step_of`, on one chip of the catalog's H100 cluster."""
     model = Transformer(
         run.name,
@@ -186,7 +197,7 @@ def problem_of(run: TrainingRun, stack: str, attention: str = "flash-2") -> tupl
         "benchmarks/gpu/steps.py",
         run.family == "gpt",
     )
-    share = stack_table()["attention"].get(attention, {}).get("H100", 1.0)
+    share = stack_table()["attention"].get(run.attention, {}).get("H100", 1.0)
     problem = StepProblem(
         model,
         load_cluster("dgx-h100:1"),
@@ -201,14 +212,13 @@ def problem_of(run: TrainingRun, stack: str, attention: str = "flash-2") -> tupl
     return problem, Parallelism(micro_batch=run.micro_batch, recompute=run.recompute)
 
 
-def predict(run: TrainingRun, attention: str = "flash-2") -> dict[str, Any]:
+def predict(run: TrainingRun) -> dict[str, Any]:
     """Return the predictions of a run: with no constants of software in parts, and with those of torchtitan."""
-    problem, parallelism = problem_of(run, "none", attention)
+    problem, parallelism = problem_of(run, "none")
     bare = step_of(problem, parallelism)
-    with_stack = step_of(*problem_of(run, "torchtitan", attention))
+    with_stack = step_of(*problem_of(run, "torchtitan"))
     memory = bare.memory.peak
     return {
-        "attention": attention,
         "step_s": bare.time_s,
         "torchtitan_step_s": with_stack.time_s,
         "mfu": bare.mfu,
@@ -297,14 +307,19 @@ def main() -> None:
         print("\n".join(map(line_of, saved["rows"])))
         return
     begin, rows = time.perf_counter(), []
+    names = [run.name for run in RUNS]
+    if arguments.only and path.exists():  # the other rows stay
+        rows = json.loads(path.read_text())["rows"]
     for run in RUNS:
         if arguments.only and not any(word in run.name for word in arguments.only.split(",")):
             continue
         if time.perf_counter() - begin > arguments.most_s:
             print(f"{run.name}: left out, {arguments.most_s:.0f} s are over")
             continue
+        rows = [row for row in rows if row["run"]["name"] != run.name]
         rows.append(with_prediction(measured_row(run)))
         print(line_of(rows[-1]), flush=True)
+        rows.sort(key=lambda row: names.index(row["run"]["name"]))
         save_rows(arguments.folder, "steps", rows)
 
 

@@ -1,7 +1,7 @@
 """Measure products on one device, CPU or CUDA, and fit the constants of its kernels.
 
 Shapes are drawn by a seed: logarithms of m, n and k evenly, products of at most some FLOPs, so that none
-takes long. Each repetition takes all shapes in another order and times each by the best of three loops of at
+takes long. Operands are random numbers. Each repetition takes all shapes in another order and times each by the best of three loops of at
 least a millisecond. A shape's time is the lower quartile of its repetitions: what else runs on a machine only
 adds, for seconds at a time, and the least of many would be a luck of addresses that no other run has.
 """
@@ -134,10 +134,14 @@ def _measure(
         draw.shuffle(order)
         for at in order:
             m, n, k = shapes[at]
-            a = torch.ones((m, k), device=device, dtype=getattr(torch, dtype))
-            b = torch.ones((k, n), device=device, dtype=getattr(torch, dtype))
+            a, b = (_operand(torch, shape, device, dtype) for shape in ((m, k), (k, n)))
             times[at].append(_best_loop_s(torch, device, a, b, loop_s))
     return [float(np.quantile(seconds, _QUANTILE)) for seconds in times]
+
+
+def _operand(torch: Any, shape: tuple[int, int], device: str, dtype: str) -> torch.Tensor:
+    """Return normal random numbers: multiplying ones takes less power, and so a GPU does it faster."""
+    return torch.randn(shape, device=device).to(getattr(torch, dtype))
 
 
 def _best_loop_s(torch: Any, device: str, a: torch.Tensor, b: torch.Tensor, loop_s: float) -> float:
