@@ -23,7 +23,7 @@ def describe_device() -> dict[str, Any]:
         asked = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         asked = ""
-    driver, power, clock = (asked.split(", ") + ["", "", ""])[:3]
+    driver, power, clock = [*asked.split(", "), "", "", ""][:3]
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,

@@ -1,10 +1,10 @@
 """Kernels on one GPU, measured, beside what the catalog's constants of an H100 and a calibration say.
 
-python benchmarks/gpu/kernels.py [--folder FOLDER] [--parts products,attention,...]   # measure on a CUDA device, save
-python benchmarks/gpu/kernels.py --predict [--folder FOLDER]                          # score what is saved again
+python benchmarks/gpu/kernels.py [--folder FOLDER] [--parts products,...]   # measure on a CUDA device, save
+python benchmarks/gpu/kernels.py --predict [--folder FOLDER]                # score what is saved again
 
-Operands are random numbers: with ones or zeros a GPU takes less power and runs faster. Every measurement is a CUDA
-graph of several launches over different operands, more bytes than the cache has, so that it has no time of the host.
+Operands are random numbers: with ones or zeros a GPU takes less power and runs faster. A measurement is a CUDA graph of
+launches over several sets of operands, of more bytes than the cache has, so that it has no time of the host.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from device import FOLDER, save_rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import meshweave as mw
 from meshweave.calibrate.device import calibrate_device, draw_shapes
 from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.cost.calls import with_counts
@@ -46,7 +47,7 @@ Shape = tuple[int, int, int]
 
 
 def graph_s(launches: Sequence[Callable[[], Any]], loop_s: float = LOOP_S) -> float:
-    """Return the seconds of a launch: the median of five replays of a graph of all of `launches`, some times over."""
+    """Return the seconds of a launch: the median of five replays of a graph of all `launches`, some times over."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -135,7 +136,12 @@ def product_row(name: str, shape: Shape, order: str = "nn") -> dict[str, Any]:
         return lambda: torch.mm(a, b, out=out)
 
     copies = copies_of(2 * (m * k + k * n + m * n))
-    return {"name": name, "shape": list(shape), "order": order, "s": graph_s([launch() for _ in range(copies)])}
+    return {
+        "name": name,
+        "shape": list(shape),
+        "order": order,
+        "s": graph_s([launch() for _ in range(copies)]),
+    }
 
 
 def products() -> dict[str, list[dict[str, Any]]]:
@@ -216,8 +222,9 @@ PASSES: dict[str, tuple[int, Callable[..., Tensor], int]] = {
 def passes() -> dict[str, list[dict[str, Any]]]:
     """Return the rows of element-wise passes, in eager mode and compiled."""
     rows: dict[str, list[dict[str, Any]]] = {"passes eager": [], "passes compiled": []}
+    torch._dynamo.reset()
     for name, (count, function, moves) in PASSES.items():
-        for kind, run in (("eager", function), ("compiled", torch.compile(function, dynamic=True))):
+        for kind, run in (("eager", function), ("compiled", torch.compile(function, dynamic=False))):
             for shape in WIDTHS:
                 sets = [[random_tensor(*shape) for _ in range(count)] for _ in range(3)]
                 seconds = graph_s([lambda each=each, run=run: run(*each) for each in sets])
@@ -231,7 +238,7 @@ def passes() -> dict[str, list[dict[str, Any]]]:
 
 
 def sustained(size: int = 8192, seconds: float = 4.0) -> dict[str, Any]:
-    """Return FLOP/s of a large product, at first and after seconds, of random numbers, ones and zeros; and power."""
+    """Return FLOP/s of a large product at first and after seconds, of random numbers, ones and zeros, and power."""
     out: dict[str, Any] = {"size": size}
     for name, make in (("random", torch.randn), ("ones", torch.ones), ("zeros", torch.zeros)):
         a, b = (make((size, size), device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -275,6 +282,57 @@ def copies() -> list[dict[str, Any]]:
         seconds = graph_s([lambda x=x, y=y: y.copy_(x)])
         rows.append({"bytes": 2 * num_bytes, "s": seconds, "bytes_per_s": 2 * num_bytes / seconds})
     return rows
+
+
+# --- products of the library ------------------------------------------------------------------------------------
+
+
+def library() -> list[dict[str, Any]]:
+    """Return the seconds of a product by torch, by `mw.matmul` of DTensors and by `mw.matmul2d`, of one rank.
+
+    A difference is what binding costs a call: of the host for small products, of the device (copies) for large ones.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    line, square = init_device_mesh("cuda", (1,)), init_device_mesh("cuda", (1, 1))
+    rows = []
+    for size in (256, 1024, 4096, 8192):
+        a, b = random_tensor(size, size), random_tensor(size, size)
+        da, db = (distribute_tensor(x, line, [Replicate()]) for x in (a, b))
+        shape = (size, size, size)
+        ways = {
+            "torch.mm": lambda a=a, b=b: torch.mm(a, b),
+            "mw.matmul": lambda da=da, db=db: mw.matmul(da, db, [Replicate()]),
+            "mw.matmul2d, 1 slice": lambda a=a, b=b, shape=shape: mw.matmul2d(
+                a, b, mesh=square, shape=shape, slices=1
+            ),
+            "mw.matmul2d, 4 slices": lambda a=a, b=b, shape=shape: mw.matmul2d(
+                a, b, mesh=square, shape=shape, slices=4
+            ),
+        }
+        for name, run in ways.items():
+            rows.append({"name": name, "size": size, "s": eager_s(run)})
+    dist.destroy_process_group()
+    return rows
+
+
+def eager_s(run: Callable[[], Any], loop_s: float = 0.05) -> float:
+    """Return the seconds of a call in a loop of calls, with the time of the host where that is longer."""
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    times, turns = [], 10
+    for _ in range(6):
+        begin = time.perf_counter()
+        for _ in range(turns):
+            run()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) / turns)
+        turns = min(max(int(loop_s / times[-1]), 5), 500)
+    return statistics.median(times[1:])
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------
@@ -349,9 +407,11 @@ def calibrated() -> dict[str, Any]:
 
 def main() -> None:
     """Measure and score, or score again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--predict", action="store_true", help="score again what is saved; needs no GPU")
-    parser.add_argument("--parts", default="calibrate,products,attention,passes,copies,sustained")
+    parser.add_argument("--parts", default="calibrate,products,attention,passes,copies,library,sustained")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where kernels.json is")
     arguments = parser.parse_args()
     path = arguments.folder / "kernels.json"
@@ -372,6 +432,7 @@ def main() -> None:
         "calibrate": ("calibrated", calibrated),
         "copies": ("copies", copies),
         "sustained": ("sustained", sustained),
+        "library": ("library", library),
     }
     for part in arguments.parts.split(","):
         begin = time.perf_counter()
@@ -392,7 +453,7 @@ def print_scores(rows: dict[str, Any]) -> None:
     """Print the scores of all classes, one a line."""
     for name, each in rows["scores"].items():
         print(f"{name:40} " + ", ".join(f"{key} {value:.3f}" for key, value in each.items()))
-    for name in ("sustained", "copies"):
+    for name in ("sustained", "copies", "library"):
         print(name, json.dumps(rows.get(name)))
 
 

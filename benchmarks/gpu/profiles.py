@@ -40,7 +40,9 @@ def profile(work: Callable[[], None], listed: int = 30) -> dict[str, Any]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return summary([event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")], listed)
+    return summary(
+        [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")], listed
+    )
 
 
 def summary(events: list[dict[str, Any]], listed: int) -> dict[str, Any]:

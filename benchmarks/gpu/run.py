@@ -2,8 +2,8 @@
 
 python benchmarks/gpu/run.py [--folder FOLDER]
 
-Writes tests.json, kernels.json and steps.json beside the device, versions and date. Without a device it says what it
-leaves out, and that is no failure.
+Writes tests.json, kernels.json and steps.json with the device, versions and date. Without a device it says what it
+leaves out; that is no failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PARTS = ("tests marked gpu", "kernels (benchmarks/gpu/kernels.py)", "training steps (benchmarks/gpu/steps.py)")
+PARTS = (
+    "tests marked gpu",
+    "kernels (benchmarks/gpu/kernels.py)",
+    "training steps (benchmarks/gpu/steps.py)",
+)
 
 
 def why_not() -> str:
@@ -50,7 +54,9 @@ def run_tests() -> list[dict[str, Any]]:
 
 def main() -> int:
     """Run all parts; return 1 where one fails."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, help="where results go; default benchmarks/results/gpu")
     arguments = parser.parse_args()
     reason = why_not()

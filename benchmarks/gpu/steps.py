@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +48,26 @@ RUNS = (
     replace(SMALL, name="llama-24x2048 s2048 b1"),
     replace(SMALL, name="llama-24x2048 s2048 b4", micro_batch=4, accumulation=2),
     replace(
-        SMALL, name="llama-24x2048 s2048 b4 bf16 gradients", micro_batch=4, accumulation=2, gradients="bfloat16"
+        SMALL,
+        name="llama-24x2048 s2048 b4 bf16 gradients",
+        micro_batch=4,
+        accumulation=2,
+        gradients="bfloat16",
     ),
     replace(
-        SMALL, name="llama-24x2048 s2048 b4 written out", micro_batch=4, accumulation=2, functions="written out"
+        SMALL,
+        name="llama-24x2048 s2048 b4 written out",
+        micro_batch=4,
+        accumulation=2,
+        functions="written out",
     ),
-    replace(SMALL, name="llama-24x2048 s4096 b2 full", seq=4096, micro_batch=2, accumulation=2, recompute="full"),
+    replace(
+        SMALL, name="llama-24x2048 s4096 b2 full", seq=4096, micro_batch=2, accumulation=2, recompute="full"
+    ),
     replace(WIDE, name="llama-12x4096 s4096 b1"),
     replace(WIDE, name="llama-12x4096 s4096 b2 full", micro_batch=2, recompute="full"),
     replace(GROUPED, name="llama3-4x4096 s8192 b1"),
-    replace(
-        SMALL, name="llama-24x2048 s2048 b4 flash-2", micro_batch=4, accumulation=2, attention="flash-2"
-    ),
+    replace(SMALL, name="llama-24x2048 s2048 b4 flash-2", micro_batch=4, accumulation=2, attention="flash-2"),
     replace(GPT, name="gpt-24x2048 s2048 b2"),
     replace(GPT, name="gpt-24x2048 s2048 b2 dropout", dropout=0.1),
     replace(GPT, name="gpt-24x2048 s2048 b4 full", micro_batch=4, recompute="full"),
@@ -138,7 +147,7 @@ def _measured(run: TrainingRun) -> dict[str, Any]:
     for events, _ in steps:
         totals.append(events[0][1].elapsed_time(events[-1][1]) * 1e-3)
         phases: dict[str, float] = {}
-        for (_, before), (phase, after) in zip(events, events[1:], strict=False):
+        for (_, before), (phase, after) in pairwise(events):
             phases[phase] = phases.get(phase, 0.0) + before.elapsed_time(after) * 1e-3
         for phase, seconds in phases.items():
             times.setdefault(phase, []).append(seconds)
@@ -281,19 +290,20 @@ def line_of(row: dict[str, Any]) -> str:
     if "error" in measured:
         return f"{row['run']['name']:45} {measured['error'][:60]}"
     classes = {name: round(1e3 * entry["s"]) for name, entry in measured["profile"]["classes"].items()}
-    memory, errors = measured["memory"], row["errors"]
+    step, memory, errors = measured["step_s"], measured["memory"], row["errors"]
     return (
-        f"{row['run']['name']:45} {1e3 * measured['step_s']:7.1f} ms, predicted {1e3 * predicted['step_s']:7.1f} "
-        f"({errors['step']:+.1%}; torchtitan {errors['torchtitan_step']:+.1%}) gap {1e3 * measured['gap_s']:.1f} "
-        f"warm {measured['warmup_s']:.0f} s; {memory['peak'] / 1e9:.1f} GB, predicted "
-        f"{predicted['memory']['total'] / 1e9:.1f} ({errors['allocated']:+.1%}; reserved {errors['reserved']:+.1%}) "
-        f"{classes}"
+        f"{row['run']['name']:45} {1e3 * step:7.1f} ms, predicted {1e3 * predicted['step_s']:7.1f} "
+        f"({errors['step']:+.1%}; torchtitan {errors['torchtitan_step']:+.1%}), gaps {1e3 * measured['gap_s']:.1f}; "
+        f"{memory['peak'] / 1e9:.1f} GB, predicted {predicted['memory']['total'] / 1e9:.1f} "
+        f"({errors['allocated']:+.1%}; reserved {errors['reserved']:+.1%}) {classes}"
     )
 
 
 def main() -> None:
     """Measure and predict, or predict again."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--predict", action="store_true", help="predict again what is saved; needs no GPU")
     parser.add_argument("--only", default="", help="runs whose names contain one of these, between commas")
     parser.add_argument("--most-s", type=float, default=600.0, help="begin no run after so many seconds")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import traceback
 
 import numpy as np
-import torch
 from backend_programs import CALLS, PROGRAMS, inputs_for
 from backend_rank_functions import shards
 from cuda_world import nccl_context

@@ -31,8 +31,11 @@ def needs_cuda() -> None:
 
 
 def places(num_ranks: int) -> list[RankPlace]:
-    """Return where ranks run that share a device. NCCL refuses two ranks of one host on a device; it takes ranks for
-    those of different hosts whose NCCL_HOSTID differ, and connects them by sockets."""
+    """Return where ranks run that share a device.
+
+    NCCL refuses two ranks of one host on one device. It takes ranks whose NCCL_HOSTID differ for those of
+    different hosts, and connects them by sockets.
+    """
     return [RankPlace(env={"NCCL_HOSTID": f"rank{rank}"}) for rank in range(num_ranks)]
 
 
@@ -42,7 +45,9 @@ def nccl_context(context: Any) -> Iterator[TorchContext]:
     torch.cuda.set_device(0)
     dist.destroy_process_group()
     store = dist.PrefixStore("nccl", context.store)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=context.rank, world_size=context.num_ranks)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=store, rank=context.rank, world_size=context.num_ranks
+    )
     adopt(context.liveness)
     ours = TorchContext(liveness=context.liveness, deadline_s=60.0, device="cuda:0")
     yield ours

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import pipeline_models as models
 import torch
 from cuda_world import nccl_context
 from torch import nn
@@ -139,4 +141,60 @@ def linear(context: Any, payload: Mapping[str, Any]) -> list[str]:
                 "bias'": (ours_linear.bias.grad, wide.bias.grad),
             }
             _check(wrong, f"linear {dtype} {of}", dtype, pairs)
+    return wrong
+
+
+def pipelines(context: Any, payload: Mapping[str, Any]) -> list[str]:
+    """Train a pipeline of two ranks by several schedules against the whole model; return what is wrong."""
+    wrong: list[str] = []
+    batch, target = (x.cuda() for x in models.tokens(6))
+    with nccl_context(context) as ours:
+        for name, num_stages, micro_batches in (
+            ("1f1b", 2, 3),
+            ("gpipe", 2, 2),
+            ("zb-h1", 2, 3),
+            ("zbv", 4, 3),
+        ):
+            stages = [stage.cuda() for stage in models.gpt(num_stages)]
+            whole = copy.deepcopy(stages)
+            loss = models.cross_entropy(models.run_whole(whole, (), batch), target)
+            loss.backward()
+            ranks = (0, 1) if num_stages == 2 else (0, 1, 1, 0)
+            own = {number: stages[number] for number, of in enumerate(ranks) if of == context.rank}
+            pipeline = meshweave.pipeline(
+                own,
+                name,
+                loss_fn=models.cross_entropy,
+                context=ours,
+                micro_batches=micro_batches,
+                ranks=(0, 1),
+            )
+            found = pipeline.step(batch, target)
+            if num_stages - 1 in own and not torch.allclose(found, loss, rtol=1e-9):
+                wrong.append(f"{name}: loss {found} and not {loss}")
+            for number, module in own.items():
+                pairs = zip(module.named_parameters(), whole[number].parameters(), strict=True)
+                for (label, param), expected in pairs:
+                    if param.grad is None or not torch.allclose(
+                        param.grad, expected.grad, rtol=1e-9, atol=1e-12
+                    ):
+                        wrong.append(f"{name}: gradient of {label} of stage {number}")
+    return wrong
+
+
+def reshards(context: Any, payload: Mapping[str, Any]) -> list[str]:
+    """Move DTensors between meshes and placements of one device; return what is wrong."""
+    wrong: list[str] = []
+    with nccl_context(context) as ours:
+        mesh = init_device_mesh("cuda", (context.num_ranks,))
+        kinds = (Shard(0), Shard(1), Replicate())
+        for dtype, of, to in itertools.product(DTYPES, kinds, kinds):
+            whole = _random((37, 24), 7, dtype)
+            x = distribute_tensor(whole, mesh, [of]).requires_grad_()
+            y = meshweave.reshard(x, mesh, [to], context=ours)
+            if y.placements != (to,) or not torch.equal(y.full_tensor(), whole):
+                wrong.append(f"{dtype} {of} to {to}")
+            (2 * y).sum().backward()
+            if x.grad is None or not torch.equal(x.grad.full_tensor(), torch.full_like(whole, 2)):
+                wrong.append(f"{dtype} {of} to {to}: gradient")
     return wrong

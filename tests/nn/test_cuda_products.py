@@ -1,4 +1,4 @@
-"""Products of torch modules on CUDA tensors, of one rank and of several that share a device."""
+"""Products, linear layers, pipelines and reshards on CUDA tensors, of ranks that share one device."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_products_of_a_2d_mesh(mesh: tuple[int, int]) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_linear_layers(num_ranks: int) -> None:
     on_one_device("linear", num_ranks, transport="auto")
+
+
+@pytest.mark.gpu
+def test_pipelines_of_two_ranks() -> None:
+    on_one_device("pipelines", 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reshards(num_ranks: int) -> None:
+    on_one_device("reshards", num_ranks)
