@@ -3,8 +3,9 @@
 python benchmarks/gpu/kernels.py [--folder FOLDER] [--parts products,...]   # measure on a CUDA device, save
 python benchmarks/gpu/kernels.py --predict [--folder FOLDER]                # score what is saved again
 
-Operands are random numbers: with ones or zeros a GPU takes less power and runs faster. A measurement is a CUDA graph of
-launches over several sets of operands, of more bytes than the cache has, so that it has no time of the host.
+Operands are random numbers: with ones or zeros a GPU takes less power and runs faster. A measurement is a
+CUDA graph of launches over several sets of operands, of more bytes than the cache has, so that it has no
+time of the host.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def passes() -> dict[str, list[dict[str, Any]]]:
 
 
 def sustained(size: int = 8192, seconds: float = 4.0) -> dict[str, Any]:
-    """Return FLOP/s of a large product at first and after seconds, of random numbers, ones and zeros, and power."""
+    """Return FLOP/s of a large product, at first and after seconds, by what the numbers are, and the power."""
     out: dict[str, Any] = {"size": size}
     for name, make in (("random", torch.randn), ("ones", torch.ones), ("zeros", torch.zeros)):
         a, b = (make((size, size), device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -290,7 +291,7 @@ def copies() -> list[dict[str, Any]]:
 def library() -> list[dict[str, Any]]:
     """Return the seconds of a product by torch, by `mw.matmul` of DTensors and by `mw.matmul2d`, of one rank.
 
-    A difference is what binding costs a call: of the host for small products, of the device (copies) for large ones.
+    A difference is what a call costs: time of the host for small products, copies on the device for large ones.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -26,6 +26,11 @@ PARTS = (
 )
 
 
+FILES = sorted(
+    {str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text("utf-8")}
+)
+
+
 def why_not() -> str:
     """Return why nothing can run, "" where a CUDA device is there."""
     if importlib.util.find_spec("torch") is None:
@@ -39,7 +44,9 @@ def run_tests() -> list[dict[str, Any]]:
     """Run the tests marked `gpu`; return the outcome and seconds of each."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "tests.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", "tests"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", f"--junitxml={report}", *FILES]
+        if importlib.util.find_spec("xdist") is not None:
+            command += ["-n", "3"]
         subprocess.run(command, cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     return [

@@ -30,7 +30,7 @@ from meshweave.algorithms.block import BlockConfig
 from meshweave.cost.price import price
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model.transformer import Transformer
-from meshweave.ir.work import Compute
+from meshweave.ir.work import Compute, matmul_work
 from meshweave.tune.step import layers
 from meshweave.tune.step.compose import step_of
 from meshweave.tune.step.placement import block_axes, machine_of
@@ -226,31 +226,49 @@ def predict(run: TrainingRun) -> dict[str, Any]:
     problem, parallelism = problem_of(run, "none")
     bare = step_of(problem, parallelism)
     with_stack = step_of(*problem_of(run, "torchtitan"))
-    memory = bare.memory.peak
+    memory, parts = bare.memory.peak, bare.parts
+    kinds = kinds_of_work(problem, parallelism)
+    kinds["elementwise"] = parts.compute + parts.recompute + parts.ends - sum(kinds.values())
+    kinds["optimizer"] = parts.optimizer
     return {
         "step_s": bare.time_s,
         "torchtitan_step_s": with_stack.time_s,
         "mfu": bare.mfu,
-        "parts_s": {name: value for name, value in asdict(bare.parts).items() if value},
-        "layers_s": kinds_of_work(problem, parallelism),
+        "parts_s": {name: value for name, value in asdict(parts).items() if value},
+        "kinds_s": kinds,
         "memory": {**asdict(memory), "total": memory.total},
     }
 
 
 def kinds_of_work(problem: StepProblem, parallelism: Parallelism) -> dict[str, float]:
-    """Return the seconds of products, attention and element-wise work of all layers in a step."""
+    """Return the seconds of products, the head's included, and of attention in a step."""
     machine = machine_of(problem, block_axes(parallelism))
-    block = layers._block(problem, parallelism, True)
-    skeleton = layers._skeleton(problem, parallelism, block, BlockConfig(), None)
-    times = {"product": 0.0, "attention": 0.0, "elementwise": 0.0}
-    passes = problem.model.num_layers * problem.batch // parallelism.micro_batch
-    for count, task in skeleton.counted_tasks():
-        if isinstance(task.work, Compute):
-            kind = task.work.call if task.work.kind == "call" else "product"
-            kind = {"matmul": "product", "causal_attention": "attention"}.get(kind, kind)
-            seconds = price(task.work, machine).total_ps * 1e-12
-            times[kind if kind in times else "elementwise"] += passes * count * seconds
+    model, count = problem.model, problem.batch // parallelism.micro_batch
+    assert model.vocab_size is not None
+    head = parallelism.micro_batch * problem.seq, model.vocab_size, model.hidden
+    shapes = [head, (head[0], head[2], head[1]), (head[2], head[1], head[0])]
+    times = {
+        "product": count * sum(layers.call_s(problem, matmul_work(*shape, problem.dtype)) for shape in shapes)
+    }
+    times["attention"] = 0.0
+    for training in (True, False) if parallelism.recompute == "full" else (True,):
+        block = layers._block(problem, parallelism, training)
+        skeleton = layers._skeleton(problem, parallelism, block, BlockConfig(), None)
+        for turns, task in skeleton.counted_tasks():
+            if isinstance(task.work, Compute):
+                kind = "product" if task.work.kind == "matmul" else task.work.call
+                kind = {"matmul": "product", "causal_attention": "attention"}.get(kind, kind)
+                if kind in times:
+                    seconds = price(task.work, machine).total_ps * 1e-12
+                    times[kind] += model.num_layers * count * turns * seconds
     return times
+
+
+def kinds_measured(profile: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of a measured step's kernels by the kinds that are predicted; the rest is element-wise."""
+    classes = {name: entry["s"] for name, entry in profile["classes"].items()}
+    kinds = {name: classes.pop(name, 0.0) for name in ("product", "attention", "optimizer")}
+    return {**kinds, "elementwise": sum(classes.values())}
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -274,6 +292,7 @@ def with_prediction(row: dict[str, Any]) -> dict[str, Any]:
     measured, predicted = row["measured"], predict(run)
     out = {**row, "predicted": predicted}
     if "error" not in measured:
+        measured["kinds_s"] = kinds_measured(measured["profile"])
         memory = measured["memory"]
         out["errors"] = {
             "step": predicted["step_s"] / measured["step_s"] - 1,
@@ -289,13 +308,17 @@ def line_of(row: dict[str, Any]) -> str:
     measured, predicted = row["measured"], row["predicted"]
     if "error" in measured:
         return f"{row['run']['name']:45} {measured['error'][:60]}"
-    classes = {name: round(1e3 * entry["s"]) for name, entry in measured["profile"]["classes"].items()}
+    kinds = {
+        name: f"{1e3 * seconds:.0f} ({1e3 * predicted['kinds_s'][name]:.0f})"
+        for name, seconds in measured["kinds_s"].items()
+    }
     step, memory, errors = measured["step_s"], measured["memory"], row["errors"]
     return (
         f"{row['run']['name']:45} {1e3 * step:7.1f} ms, predicted {1e3 * predicted['step_s']:7.1f} "
-        f"({errors['step']:+.1%}; torchtitan {errors['torchtitan_step']:+.1%}), gaps {1e3 * measured['gap_s']:.1f}; "
+        f"({errors['step']:+.1%}; torchtitan {errors['torchtitan_step']:+.1%}), "
+        f"gaps {1e3 * measured['gap_s']:.0f}; "
         f"{memory['peak'] / 1e9:.1f} GB, predicted {predicted['memory']['total'] / 1e9:.1f} "
-        f"({errors['allocated']:+.1%}; reserved {errors['reserved']:+.1%}) {classes}"
+        f"({errors['allocated']:+.1%}) {kinds}"
     )
 
 

@@ -1,12 +1,13 @@
 """Measure products on one device, CPU or CUDA, and fit the constants of its kernels.
 
-Shapes are drawn by a seed: logarithms of m, n and k evenly, products of at most some FLOPs, so that none takes
-long. Operands are random numbers. Each repetition takes all shapes in another order and times each by the best of three
-loops of at least a millisecond. A shape's time is the lower quartile of its repetitions: what else runs on a machine only
-adds, for seconds at a time, and the least of many would be a luck of addresses that no other run has.
+Shapes are drawn by a seed: logarithms of m, n and k evenly, products of at most some FLOPs, so that none
+takes long. Operands are random numbers. Each repetition takes all shapes in another order and times each by
+the best of three loops of at least a millisecond. A shape's time is the lower quartile of its repetitions:
+what else runs on a machine only adds, for seconds at a time, and the least of many would be a luck of
+addresses that no other run has.
 
-On CUDA a loop is a graph of products of several pairs of operands, of more bytes than the device's cache: neither the
-host's time to launch a kernel nor operands that are still in the cache belong to it. It takes 10 ms.
+On CUDA a loop is a graph of products of several pairs of operands, of more bytes than the device's cache:
+neither the host's time to launch a kernel nor operands that are still in the cache belong to it.
 """
 
 from __future__ import annotations
