@@ -265,7 +265,7 @@ def kinds_of_work(problem: StepProblem, parallelism: Parallelism) -> dict[str, f
 
 
 def kinds_measured(profile: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of a measured step's kernels by the kinds that are predicted; the rest is element-wise."""
+    """Return the seconds of kernels by the kinds that are predicted; what is left is element-wise."""
     classes = {name: entry["s"] for name, entry in profile["classes"].items()}
     kinds = {name: classes.pop(name, 0.0) for name in ("product", "attention", "optimizer")}
     return {**kinds, "elementwise": sum(classes.values())}
