@@ -146,8 +146,8 @@ def _measure(
             if device.startswith("cuda"):
                 times[at].append(_graph_s(torch, device, dtype, shapes[at]))
             else:
-                pair = _operands(torch, shapes[at], device, dtype)
-                times[at].append(_best_loop_s(torch, *pair, loop_s))
+                a, b = _operands(torch, shapes[at], device, dtype)
+                times[at].append(_best_loop_s(torch, a, b, loop_s))
     return [float(np.quantile(seconds, _QUANTILE)) for seconds in times]
 
 

@@ -200,7 +200,7 @@ def test_what_does_not_fit_says_what_is_least() -> None:
         ({"tp": 0}, DescriptionError, "at least 1"),
         ({"zero": 4}, DescriptionError, "from 0 to 3"),
         ({"order": ("data",)}, DescriptionError, "each of"),
-        ({"tp": 3}, UnsupportedError, "tensor 3"),
+        ({"tp": 3}, UnsupportedError, "tp 3 does not divide its 4 chips"),
     ],
 )
 def test_wrong_options_are_one_line(
@@ -233,9 +233,19 @@ def test_an_interrupted_search_gives_the_best_so_far() -> None:
 
 def test_faster_links_are_never_slower() -> None:
     plan = mw.plan(SMALL, hosts(2, 2), batch=8, seq=1024, sensitivity=True, strategy="megatron_sp", cp=1)
+    nics, inside = plan.step.sensitivity[:2], plan.step.sensitivity[2:]
+    for faster, slower in (nics, inside):
+        assert faster.same_s <= plan.step.best.step_s <= slower.same_s
+        assert faster.best_s <= faster.same_s and slower.best_s <= slower.same_s
+
+
+def test_measured_collectives_inside_a_host_change_with_its_links() -> None:
+    plan = mw.plan(
+        "llama-2-7b", "dgx-h100:8", batch=8, seq=1024, sensitivity=True, tp=8, strategy="megatron_sp"
+    )
     faster, slower = plan.step.sensitivity
-    assert faster.same_s <= plan.step.best.step_s <= slower.same_s
-    assert faster.best_s <= faster.same_s and slower.best_s <= slower.same_s
+    assert "inside hosts" in faster.change
+    assert faster.same_s < 0.95 * plan.step.best.step_s and slower.same_s > 1.05 * plan.step.best.step_s
 
 
 @pytest.mark.parametrize(("name", "virtual"), [("zb-h1", 1), ("zbv", 2), ("1f1b", 1), ("1f1b", 3)])
