@@ -13,7 +13,7 @@ MODULES := $(shell find src -name '*.py' | sort | cksum)
 # pip compiles no module; each is compiled once, when it is first imported, whatever the environment says of it.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test browser coverage lint sanitize sanitized-core docs bench slow clean FORCE
+.PHONY: demo test browser coverage lint sanitize sanitized-core docs bench gpu slow clean FORCE
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -76,6 +76,10 @@ slow: $(STAMP)
 # The site, in build/docs: guide, API and command-line reference, glossary, decisions. Warnings are errors.
 docs: $(STAMP)
 	$(BIN)/python docs/site.py
+
+# Tests and benchmarks that need a CUDA device; without one it says what it leaves out.
+gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu/run.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/import_time.py

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -149,6 +150,18 @@ def planner_speed() -> str:
     return f"{small:.1f} s on 256 chips, {large:.1f} s on 65,536"
 
 
+def steps_on_a_gpu() -> str:
+    """Return how far predictions of steps of plain PyTorch on one GPU are off, without constants of software."""
+    errors = [row["errors"] for row in load("gpu/steps")["rows"]]
+    times = sorted(error["step"] for error in errors)
+    bytes_of = sorted(abs(error["allocated"]) for error in errors)
+    return (
+        f"time {100 * statistics.median(times):+.0f} % at the median "
+        f"({100 * times[0]:+.0f} to {100 * times[-1]:+.0f} %); "
+        f"memory off by {100 * statistics.median(bytes_of):.1f} %, worst {100 * bytes_of[-1]:.0f} %"
+    )
+
+
 def table(of: Path) -> str:
     """Return the table of a page in Markdown."""
     rows = [
@@ -173,12 +186,17 @@ def table(of: Path) -> str:
         ("MeshSlice on a 4x4 lab, three paces of compute", meshslice_in_the_lab(), "lab_torus_4x4"),
         ("tensors between meshes, AlpaComm's nine cases, lab", reshard_in_the_lab(), "reshard_cases"),
         ("blocks in three labs, simulated beside measured", blocks_in_the_lab(), "block_lab_two_groups"),
+        (
+            f"{len(load('gpu/steps')['rows'])} steps of plain PyTorch on one H100, predicted beside measured",
+            steps_on_a_gpu(),
+            "gpu/steps",
+        ),
         ("simulator, ring all-gathers on a 16x16 torus", simulator_speed(), "simulator_speed"),
         ("planner of products, GPT-3, all algorithms", planner_speed(), "planner_speed"),
     ]
     lines = []
     for what, text, data in rows:
-        path = data if "/" in data else f"{RESULTS}/{data}.json"
+        path = data if data == PUBLISHED else f"{RESULTS}/{data}.json"
         link = Path(os.path.relpath(ROOT / path, of.parent)).as_posix()
         lines += [f"| {what} | {text} | [{Path(path).stem}]({link}) |"] if text else []
     shown = lines[:IN_README] if of == README else lines

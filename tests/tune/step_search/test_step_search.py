@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -190,6 +191,34 @@ def test_a_slow_tree_has_a_plan() -> None:
 def test_what_does_not_fit_says_what_is_least() -> None:
     with pytest.raises(UnsupportedError, match=r"fits in 1 MB a chip: the smallest takes [0-9.]+ MB \(dp"):
         mw.plan(SMALL, hosts(1, 4), batch=4, seq=1024, memory_bytes=10**6)
+
+
+NARROW = {
+    "strategy": "megatron_sp", "schedule": "1f1b", "vp": 1, "cp": 1, "micro_batch": 1,
+    "order": ("tensor", "context", "data", "pipeline"), "num_exact": 1,
+}  # fmt: skip
+
+
+def test_memory_of_a_plan_is_the_sum_of_its_parts() -> None:
+    """What tables, files and reports print of each row: bytes by kind, and in all."""
+    plan = mw.plan(SMALL, hosts(1, 4), batch=16, seq=1024, **NARROW)
+    for row in (plan.step.best, *plan.step.ranked):
+        assert row.memory_bytes == sum(row.memory_parts.values()) <= plan.step.memory_limit_bytes
+        assert min(row.memory_parts.values()) >= 0
+
+
+@pytest.mark.parametrize(("limit", "has_shorter"), [(180e6, False), (400e6, True), (500e6, True)])
+def test_what_is_said_to_fit_does(limit: float, has_shorter: bool) -> None:
+    """A plan that does not fit names chips, sequences and memory a chip; with each of them there is a plan."""
+    with pytest.raises(UnsupportedError, match=r"of which [0-9.]+ MB are .*what would fit") as refused:
+        mw.plan(SMALL, hosts(1, 4), batch=64, seq=4096, memory_bytes=int(limit), **NARROW)
+    text = str(refused.value)
+    chips, shorter = (re.search(words, text) for words in (r"(\d+) chips \(", r"sequences of (\d+) tokens"))
+    assert chips and bool(shorter) == has_shorter
+    of = {"memory_bytes": int(limit), "recompute": "full", **NARROW}
+    assert mw.plan(SMALL, hosts(int(chips[1]) // 4, 4), batch=64, seq=4096, **of)
+    if shorter:
+        assert mw.plan(SMALL, hosts(1, 4), batch=64, seq=int(shorter[1]), **of)
 
 
 @pytest.mark.parametrize(
