@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshweave.algorithms.block.roles import AxisRole
-from meshweave.tune.step.layers import strategy_of
 from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.strategies import strategy_of
 
 LOGIT_BYTES = {"fused": (4, 0), "eager": (10, 6)}
 """Bytes of a logit that are kept, and that its gradient takes besides. Fused: in fp32 (Korthikanti et al., section
