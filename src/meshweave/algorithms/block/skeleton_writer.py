@@ -129,14 +129,17 @@ class SkeletonWriter(BlockWriter):
             users = self._users_of(stored, chunk)
             users.writers, users.readers = tasks, []
 
-    def _add_part(self, skeleton: Skeleton, ops: Mapping[str, Pending]) -> None:
+    def _add_product(self, name: str, problem: Matmul2dProblem, ops: Mapping[str, Pending]) -> None:
         """Add a product, of which the tasks of a lane read and write what the op of that lane does.
 
         A ring in both directions has a second lane, `row_back` or `col_back`. The first task of a lane waits for
         what the op conflicts with.
         """
+        self._add_part(product_skeleton(name, problem, self.config.slices, self.config.packets), ops)
+
+    def _add_part(self, skeleton: Skeleton, ops: Mapping[str, Pending]) -> None:
         before = {lane: self._conflicts(op, 0) for lane, op in ops.items()}
-        lanes = skeleton.lanes
+        lanes = skeleton.lanes or tuple(ops)
         after = (
             (lane, tuple(name for name, _ in self._waits(before[lane.removesuffix("_back")], lane)))
             for lane in lanes
@@ -266,7 +269,7 @@ class SkeletonWriter(BlockWriter):
             if operand.scattered:
                 reads[lane] = ()
         ops = {lane: Pending(lane, _no_work, (*ins, scratch), (out, scratch)) for lane, ins in reads.items()}
-        self._add_part(product_skeleton(name, problem, self.config.slices, self.config.packets), ops)
+        self._add_product(name, problem, ops)
 
     def add(self, out: Stored, term: Stored) -> None:
         """Add out += term on the chunk."""

@@ -113,11 +113,9 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
 
     def sized_skeleton(self, problem: BlockProblem) -> SizedSkeleton:
-        """Return the tasks of rank 0 in one chunk, for any number of sequences; that of `problem` has no part."""
+        """Return the tasks of rank 0 in one chunk for any number of sequences, whatever batch `problem` has."""
         self._check(problem, BlockConfig())
-        roles = self.roles_of(problem)
-        assert not roles.product_2d, f"{self.name} includes products, whose slices depend on their sizes"
-        return write_sized_skeleton(problem, roles, problem.mesh)
+        return write_sized_skeleton(problem, self.roles_of(problem), problem.mesh)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""

@@ -13,18 +13,19 @@ from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.layer import GRADIENTS
-from meshweave.algorithms.block.sized import SizedSkeleton
-from meshweave.algorithms.block.two_d import IncludedProducts
+from meshweave.algorithms.block.sized import SizedSkeleton, Step
+from meshweave.algorithms.block.two_d import IncludedProducts, MeshSliceBlock
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
+from meshweave.cost.machine import Machine
 from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate_skeleton
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
-from meshweave.ir.work import Compute, Transfer, Work
-from meshweave.tune.step.placement import Axis, block_axes, machine_of
+from meshweave.ir.work import Compute, Transfer
+from meshweave.tune.step.placement import block_axes, machine_of
 from meshweave.tune.step.problem import Parallelism, StepProblem
 from meshweave.tune.step.strategies import strategy_of
 
@@ -128,98 +129,92 @@ def block_of(
 def _config_time(
     problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig
 ) -> BlockTime:
-    if isinstance(strategy_of(problem, parallelism), IncludedProducts):
-        return _estimated(problem, parallelism, what, config)
-    tasks = _tasks(problem, parallelism, what)
-    return tasks.time(problem, block_axes(parallelism), tasks.sized.sequences(parallelism.micro_batch))
+    axes = block_axes(parallelism)
+    if _is_estimated(problem, parallelism):
+        skeleton = _skeleton(problem, parallelism, what, config)
+        return _estimated(skeleton, machine_of(problem, axes))
+    steps = _steps(problem, parallelism, what, config)
+    return steps.time(machine_of(problem, axes), problem.cache("transfers").setdefault(axes, {}))
 
 
-# --- one skeleton for all sizes ---------------------------------------------------------------------------------
+def _is_estimated(problem: StepProblem, parallelism: Parallelism) -> bool:
+    """Return whether a block has products of chains, or products that fall back to others in an uneven batch."""
+    entry = strategy_of(problem, parallelism)
+    if not isinstance(entry, IncludedProducts):
+        return False
+    return not isinstance(entry, MeshSliceBlock) or parallelism.micro_batch % parallelism.tensor_mesh[0] != 0
 
 
-@dataclass(frozen=True)
-class _SizedWork:
-    """The work of all tasks for a number of sequences.
-
-    Attributes:
-        durations_ps: of tasks that compute; 0 for those that communicate.
-        transfers: the numbers of those that communicate, with their work.
-    """
-
-    durations_ps: list[int]
-    transfers: list[tuple[int, Transfer]]
+# --- one skeleton for all sizes -----------------------------------------------------------------------------------
 
 
-class _Tasks:
-    """The tasks of a block without reductions of gradients of weights, with numbers for lanes."""
+class _Steps:
+    """The tasks of a block for a number of sequences: lanes by number, and what their computing takes."""
 
-    def __init__(self, sized: SizedSkeleton, product_dtype: str | None) -> None:
-        self.sized, self._product_dtype = sized, product_dtype
+    def __init__(self, steps: list[Step], product_dtype: str | None, problem: StepProblem) -> None:
         lanes: dict[str, int] = {}
         number_of: dict[int, int] = {}
-        self._kept = [
-            (number, task) for number, task in enumerate(sized.tasks) if not task.lane.endswith(_DROPPED)
-        ]
         self._steps: list[tuple[int, tuple[int, ...]]] = []
-        for number, task in self._kept:
-            waits = tuple(number_of[other] for other in task.after if other in number_of)
-            number_of[number] = len(self._steps)
-            self._steps.append((lanes.setdefault(task.lane, len(lanes)), waits))
+        self._durations: list[int] = []
+        self._transfers: list[tuple[int, Transfer, int]] = []
+        self.kernels = 0
+        for number, (lane, work, after, times) in enumerate(steps):
+            if lane.endswith(_DROPPED):
+                continue
+            number_of[number] = place = len(self._steps)
+            waits = tuple([number_of[other] for other in after if other in number_of])
+            self._steps.append((lanes.setdefault(lane, len(lanes)), waits))
+            if isinstance(work, Transfer):
+                self._transfers.append((place, work, times))
+                self._durations.append(0)
+            else:
+                self._durations.append(times * compute_ps(problem, adapted_compute(work, product_dtype)))
+                self.kernels += times
         self._num_lanes = len(lanes)
-        self._sizes: dict[int, _SizedWork] = {}
-        self._kernels = 0
+        self.computing_ps = sum(self._durations)
 
-    def _work(self, problem: StepProblem, sequences: int) -> _SizedWork:
-        if sequences not in self._sizes:
-            durations, transfers = [0] * len(self._kept), []
-            self._kernels = 0
-            for place, (_, task) in enumerate(self._kept):
-                work = adapted_work(task.work_of(sequences), self._product_dtype)
-                if isinstance(work, Transfer):
-                    transfers.append((place, work))
-                else:
-                    durations[place] = task.times * compute_ps(problem, work)
-                    self._kernels += task.times
-            self._sizes[sequences] = _SizedWork(durations, transfers)
-        return self._sizes[sequences]
-
-    def time(self, problem: StepProblem, axes: tuple[Axis, ...], sequences: int) -> BlockTime:
-        """Return the time where each rank has so many sequences."""
-        work = self._work(problem, sequences)
-        durations = work.durations_ps.copy()
-        prices = problem.cache("transfers").setdefault(axes, {})
-        machine = machine_of(problem, axes)
+    def time(self, machine: Machine, known: dict[Transfer, int]) -> BlockTime:
+        """Return the time on a machine; `known` keeps what transfers take there."""
+        durations = self._durations.copy()
         communication = context = 0
-        for place, transfer in work.transfers:
-            each = prices.get(transfer)
-            if each is None:
-                each = prices[transfer] = price(transfer, machine).total_ps
-            durations[place] = each = each * self._kept[place][1].times
-            communication += each
-            context += each if transfer.axis.endswith(_CONTEXT_AXIS) else 0
+        for place, work, times in self._transfers:
+            ticks = known.get(work)
+            if ticks is None:
+                ticks = known[work] = price(work, machine).total_ps
+            durations[place] = ticks = times * ticks
+            communication += ticks
+            context += ticks if work.axis.endswith(_CONTEXT_AXIS) else 0
         lanes, ends = [0] * self._num_lanes, []
         for (lane, waits), duration in zip(self._steps, durations, strict=True):
-            begin = lanes[lane]
+            end = lanes[lane]
             for other in waits:
-                if ends[other] > begin:
-                    begin = ends[other]
-            lanes[lane] = begin + duration
-            ends.append(begin + duration)
-        computing = sum(durations) - communication
-        part = _part_time(max(lanes, default=0), computing, communication, context)
-        return BlockTime(part, self._kernels)
+                if ends[other] > end:
+                    end = ends[other]
+            end += duration
+            lanes[lane] = end
+            ends.append(end)
+        total = max(lanes, default=0)
+        exposed_s = to_s(max(total - self.computing_ps, 0))
+        share = context / communication if communication else 0.0
+        part = PartTime(to_s(total) - exposed_s, exposed_s * (1 - share), exposed_s * share)
+        return BlockTime(part, self.kernels)
 
 
-def _tasks(problem: StepProblem, parallelism: Parallelism, what: _What) -> _Tasks:
-    known = problem.cache("tasks")
+def _steps(problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig) -> _Steps:
+    known = problem.cache("steps")
     training, vocabulary, product_dtype = what
     entry = strategy_of(problem, parallelism)
-    key = entry.name, parallelism.tensor_mesh, parallelism.context, what
+    family = entry.name, parallelism.tensor_mesh, parallelism.context, training, vocabulary
+    key = family, product_dtype, parallelism.micro_batch, config
     if key not in known:
-        block = block_of(problem, parallelism, training, vocabulary)
-        known[key] = _Tasks(entry.sized_skeleton(block), product_dtype)
-    tasks: _Tasks = known[key]
-    return tasks
+        sized = problem.cache("sized")
+        if family not in sized:
+            sized[family] = entry.sized_skeleton(block_of(problem, parallelism, training, vocabulary))
+        of: SizedSkeleton = sized[family]
+        steps = of.steps(of.sequences(parallelism.micro_batch), config)
+        known[key] = _Steps(steps, product_dtype, problem)
+    made: _Steps = known[key]
+    return made
 
 
 def compute_ps(problem: StepProblem, work: Compute) -> int:
@@ -231,17 +226,8 @@ def compute_ps(problem: StepProblem, work: Compute) -> int:
     return ticks
 
 
-def _part_time(total: int, computing: int, communication: int, context: int) -> PartTime:
-    """Return the parts of a time, given in picoseconds with sums over tasks that compute and communicate."""
-    exposed_s = to_s(max(total - computing, 0))
-    share = context / communication if communication else 0.0
-    return PartTime(to_s(total) - exposed_s, exposed_s * (1 - share), exposed_s * share)
-
-
-def adapted_work(work: Work, product_dtype: str | None) -> Work:
+def adapted_compute(work: Compute, product_dtype: str | None) -> Compute:
     """Return work with products in `product_dtype`, and with ring attention to half of the keys a turn."""
-    if not isinstance(work, Compute):
-        return work
     if work.kind == "matmul" and product_dtype is not None:
         return replace(work, dtype=product_dtype, item_bytes=item_bytes(product_dtype))
     if work.call == "attention" and work.shape[3] == work.shape[2] > 1:
@@ -253,10 +239,9 @@ def adapted_work(work: Work, product_dtype: str | None) -> Work:
 # --- a skeleton for each size and config ------------------------------------------------------------------------
 
 
-def _estimated(problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig) -> BlockTime:
+def _estimated(skeleton: Skeleton, machine: Machine) -> BlockTime:
     """Return the time of a block with included products."""
-    skeleton = _skeleton(problem, parallelism, what, config)
-    time = estimate_skeleton(skeleton, machine_of(problem, block_axes(parallelism)))
+    time = estimate_skeleton(skeleton, machine)
     exposed_s = max(time.total_s - time.compute_s - time.copy_s, 0.0)
     kernels = sum(count for count, task in skeleton.counted_tasks() if isinstance(task.work, Compute))
     return BlockTime(PartTime(time.total_s - exposed_s, exposed_s), kernels)
@@ -304,7 +289,8 @@ def _adapted(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
 
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Task):
-            return replace(task, work=adapted_work(task.work, product_dtype))
+            is_compute = isinstance(task.work, Compute)
+            return replace(task, work=adapted_compute(task.work, product_dtype)) if is_compute else task
         inner = task.skeleton if product_dtype is None else _adapted(task.skeleton, product_dtype)
         return replace(task, skeleton=inner)
 

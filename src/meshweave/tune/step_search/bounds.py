@@ -20,8 +20,7 @@ from meshweave.base.units import to_s
 from meshweave.cost.calls import with_counts
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
-from meshweave.ir.work import Compute
-from meshweave.tune.step.block_time import adapted_work, block_of, compute_ps
+from meshweave.tune.step.block_time import adapted_compute, block_of, compute_ps
 from meshweave.tune.step.layers import bare_layer_s, layer_time, least_added_s
 from meshweave.tune.step.problem import Degree, Parallelism
 from meshweave.tune.step.strategies import strategy_of
@@ -99,8 +98,7 @@ class LayerBounds:
 
     def _least_ps(self, kernel: Kernel, entry: BlockAlgorithm, mesh: tuple[int, int]) -> int:
         """Return the least picoseconds of a kernel, which a 2D product may have cut into slices."""
-        work = adapted_work(kernel.work, self._problem.product_dtype)
-        assert isinstance(work, Compute)
+        work = adapted_compute(kernel.work, self._problem.product_dtype)
         if work.kind != "matmul" or not isinstance(entry, IncludedProducts):
             return compute_ps(self._problem, with_counts(work))
         size = work.dims[kernel.sliced]
