@@ -212,10 +212,6 @@ class SkeletonWriter(BlockWriter):
             return self._window_extent(side, window)
         return self._largest(side, stored.dims)
 
-    def _bytes(self, stored: Stored, size: int) -> int:
-        count = self._elements_per_sequence(stored) * (size if stored.has_tokens else 1)
-        return count * dtype_bytes(stored.dtype)
-
     # --- compute ------------------------------------------------------------------------------------------------
 
     def call(
@@ -233,12 +229,16 @@ class SkeletonWriter(BlockWriter):
         per_sequence, chunk = flops // max(self.chunk, 1), max(self.chunk, 1)
         first, *others = (int(size) for size in shape)  # type: ignore[arg-type]
 
+        fixed = growing = 0
+        for stored in (*ins, *outs):
+            moved = self._elements_per_sequence(stored) * dtype_bytes(stored.dtype)
+            fixed, growing = (fixed, growing + moved) if stored.has_tokens else (fixed + moved, growing)
+        dtype = outs[0].dtype
+
         def work_of(size: int) -> Work:
-            moved = sum(self._bytes(stored, size) for stored in (*ins, *outs))
             sizes = (first * size // chunk, *others)  # the first one grows with the number of sequences
-            return Compute(
-                "call", per_sequence * size, moved, dtype=outs[0].dtype, call=work, shape=sizes, part=part
-            )
+            moved = fixed + growing * size
+            return Compute("call", per_sequence * size, moved, dtype=dtype, call=work, shape=sizes, part=part)
 
         self._do(COMPUTE, work_of, ins, outs)
 

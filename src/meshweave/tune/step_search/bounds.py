@@ -21,8 +21,10 @@ from meshweave.cost.calls import with_counts
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
 from meshweave.tune.step.block_time import adapted_compute, block_of, compute_ps
-from meshweave.tune.step.layers import bare_layer_s, layer_time, least_added_s
+from meshweave.tune.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
+from meshweave.tune.step.pipeline import ranks_of_stages
 from meshweave.tune.step.problem import Degree, Parallelism
+from meshweave.tune.step.stages import rank_layers, stage_layers
 from meshweave.tune.step.strategies import strategy_of
 from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace, place_on_levels, ranks_of
 
@@ -70,6 +72,11 @@ class LayerBounds:
         again_s = self.kernels_s(layout, micro_batch, recompute) - self.kernels_s(layout, micro_batch)
         return self._layers[key] + again_s
 
+    def head_s(self, layout: StepLayout, micro_batch: int) -> float:
+        """Return the seconds of last norm, logits and loss as laid. Raises as above."""
+        _, head = ends_time(self._problem, self.place(layout).choice(micro_batch, "1f1b", 1, 0, "none"))
+        return max(head.forward.total_s + head.backward.total_s, 0.0)
+
     def recomputed_s(self, layout: StepLayout, micro_batch: int, recompute: Recompute) -> float:
         """Return the seconds of a layer as laid, all of its recomputation included. Raises as above."""
         if recompute == "none":
@@ -116,17 +123,23 @@ class LayerBounds:
 
 
 def step_bound_s(
-    num_layers: int, pipeline: int, schedule: str, virtual: int, num_micro_batches: int, layer_s: float
+    num_layers: int,
+    pipeline: int,
+    schedule: str,
+    virtual: int,
+    num_micro_batches: int,
+    layer_s: float,
+    head_s: float = 0.0,
 ) -> float:
     """Return the least seconds of a step whose layers take `layer_s` a micro-batch, forward and backward.
 
-    The busiest rank has a p-th of the layers at least. With 1F1B the last rank, which may have a layer less
-    than its share for the loss, also waits for the others before its first micro-batch, and they for it after
-    the last: `(L - l) / v` layers (Narayanan et al. 2021, section 2.2). Zero-bubble schedules fill that time.
+    A rank works on every micro-batch, one of them also on head and loss. With 1F1B the last rank also waits for
+    the first stages of the others before its first micro-batch, and they for it after the last (Narayanan et al.
+    2021, section 2.2). Zero-bubble schedules fill that time.
     """
-    busiest = -(-num_layers // pipeline)
-    if pipeline == 1 or schedule != "1f1b":
-        return num_micro_batches * busiest * layer_s
-    last = max(num_layers // pipeline - 1, 1)
-    waits = (num_layers - last) / virtual
-    return max(num_micro_batches * busiest, num_micro_batches * last + waits) * layer_s
+    layers = rank_layers(num_layers, schedule, pipeline, virtual)
+    head = ranks_of_stages(schedule, pipeline, virtual)[-1]
+    of_head = num_micro_batches * (layers[head] * layer_s + head_s)
+    if pipeline > 1 and schedule == "1f1b":
+        of_head += sum(stage_layers(num_layers, pipeline * virtual)[: pipeline - 1]) * layer_s
+    return max(num_micro_batches * max(layers) * layer_s, of_head)

@@ -148,6 +148,7 @@ class StepSearch:
         self._smallest: tuple[Parallelism, int] | None = None
         self._limit_s = math.inf
         self._known_steps: dict[tuple[int, int, int], float] = {}
+        self._bytes: dict[tuple[object, ...], int] = {}
         self._heap: list[_Node] = []
         self._num_pushed = 0
 
@@ -290,8 +291,13 @@ class StepSearch:
         return False
 
     def _fitting_bytes(self, choice: Parallelism) -> int | None:
-        """Return the bytes of the fullest chip, or None where they do not fit."""
-        size = peak_memory(self._problem, choice).total
+        """Return the bytes of the fullest chip, or None where they do not fit; the order makes no difference."""
+        p = choice
+        degrees = p.data, p.pipeline, p.context, p.tensor, p.strategy, p.micro_batch
+        key = degrees, p.schedule, p.virtual_stages, p.zero, p.recompute
+        size = self._bytes.get(key)
+        if size is None:
+            size = self._bytes[key] = peak_memory(self._problem, choice).total
         if size <= self._memory_bytes:
             return size
         self._count.over_memory += 1
@@ -304,12 +310,12 @@ class StepSearch:
         layout = node.layout
         count = self._problem.batch // layout.data // node.micro_batch
         kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
+        num_layers, head_s = self._problem.model.num_layers, self._bounds.head_s(layout, node.micro_batch)
         for recompute in kinds[kinds.index(node.recompute) :]:
             layer_s = self._bounds.recomputed_s(layout, node.micro_batch, recompute)
             for schedule, virtual in self._space.schedules(layout.pipeline, count):
-                bound = step_bound_s(
-                    self._problem.model.num_layers, layout.pipeline, schedule, virtual, count, layer_s
-                )
+                numbers = num_layers, layout.pipeline, schedule, virtual, count
+                bound = step_bound_s(*numbers, layer_s, head_s)
                 most = max(self._space.zero_levels(layout.data, layout.context))
                 choice = layout.choice(node.micro_batch, schedule, virtual, most, recompute)
                 if bound < self._limit_for(choice):
