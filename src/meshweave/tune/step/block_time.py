@@ -145,7 +145,7 @@ def _is_estimated(problem: StepProblem, parallelism: Parallelism) -> bool:
     return not isinstance(entry, MeshSliceBlock) or parallelism.micro_batch % parallelism.tensor_mesh[0] != 0
 
 
-# --- one skeleton for all sizes -----------------------------------------------------------------------------------
+# --- one skeleton for all sizes ---------------------------------------------------------------------------------
 
 
 class _Steps:
