@@ -184,7 +184,8 @@ class _Steps:
             durations[place] = ticks = times * ticks
             communication += ticks
             context += ticks if work.axis.endswith(_CONTEXT_AXIS) else 0
-        lanes, ends = [0] * self._num_lanes, []
+        lanes = [0] * self._num_lanes
+        ends: list[int] = []
         for (lane, waits), duration in zip(self._steps, durations, strict=True):
             end = lanes[lane]
             for other in waits:
@@ -289,8 +290,12 @@ def _adapted(skeleton: Skeleton, product_dtype: str | None) -> Skeleton:
 
     def changed(task: Task | Part) -> Task | Part:
         if isinstance(task, Task):
-            is_compute = isinstance(task.work, Compute)
-            return replace(task, work=adapted_compute(task.work, product_dtype)) if is_compute else task
+            work = task.work
+            return (
+                replace(task, work=adapted_compute(work, product_dtype))
+                if isinstance(work, Compute)
+                else task
+            )
         inner = task.skeleton if product_dtype is None else _adapted(task.skeleton, product_dtype)
         return replace(task, skeleton=inner)
 

@@ -162,8 +162,8 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
 
 def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
-    layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
-    known, out = problem.cache("optimizer"), []
+    p, known, out = parallelism, problem.cache("optimizer"), []
+    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
     for count in rank_parameters(problem, parallelism, layers):
         own = -(-count // (parallelism.shards if parallelism.zero else 1))
         if own not in known:

@@ -11,15 +11,13 @@ take one after the other. Tests compare them with prices, and the search with th
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from meshweave.algorithms.block import BlockAlgorithm
 from meshweave.algorithms.block.kernels import Kernel, kernels_of
 from meshweave.algorithms.block.two_d import IncludedProducts, MeshSliceBlock
 from meshweave.base.units import to_s
-from meshweave.cost.calls import with_counts
 from meshweave.describe.machine.levels import level_sizes
 from meshweave.describe.model.memory import Recompute
+from meshweave.ir.work import Compute, matmul_work
 from meshweave.tune.step.block_time import adapted_compute, block_of, compute_ps
 from meshweave.tune.step.layers import bare_layer_s, ends_time, layer_time, least_added_s
 from meshweave.tune.step.pipeline import ranks_of_stages
@@ -105,21 +103,24 @@ class LayerBounds:
 
     def _least_ps(self, kernel: Kernel, entry: BlockAlgorithm, mesh: tuple[int, int]) -> int:
         """Return the least picoseconds of a kernel, which a 2D product may have cut into slices."""
-        work = adapted_compute(kernel.work, self._problem.product_dtype)
+        work = kernel.work
         if work.kind != "matmul" or not isinstance(entry, IncludedProducts):
-            return compute_ps(self._problem, with_counts(work))
+            return self._compute_ps(work)
         size = work.dims[kernel.sliced]
         is_even = all(size % (parts * _SLICE_BLOCK) == 0 for parts in mesh)
         if not isinstance(entry, MeshSliceBlock) or not is_even:
             return int(work.flops / self._most_flops_per_s * 1e12)
-        least = []
-        for count in range(1, max(entry.slices) + 1):
-            if size % count == 0:
-                dims = list(work.dims)
-                dims[kernel.sliced] = size // count
-                each = replace(work, dims=tuple(dims), flops=work.flops // count)
-                least.append(count * compute_ps(self._problem, each))
-        return min(least)
+        counts = (count for count in range(1, max(entry.slices) + 1) if size % count == 0)
+        return min(count * self._compute_ps(_sliced(work, kernel.sliced, count)) for count in counts)
+
+    def _compute_ps(self, work: Compute) -> int:
+        return compute_ps(self._problem, adapted_compute(work, self._problem.product_dtype))
+
+
+def _sliced(work: Compute, dim: int, count: int) -> Compute:
+    """Return one of `count` equal slices of a product along one of its dims m, n and k."""
+    m, n, k = (size // count if place == dim else size for place, size in enumerate(work.dims))
+    return matmul_work(m, n, k, work.dtype)
 
 
 def step_bound_s(

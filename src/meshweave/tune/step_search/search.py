@@ -20,6 +20,7 @@ from meshweave.base.errors import MeshweaveError
 from meshweave.base.progress import Progress, no_progress
 from meshweave.describe.model.memory import RECOMPUTES, Recompute
 from meshweave.tune.step import Parallelism, Step, least_step_s, peak_memory, step_of
+from meshweave.tune.step.memory import GATHERED_LAYERS
 from meshweave.tune.step.problem import DEGREES
 from meshweave.tune.step_search.bounds import LayerBounds, step_bound_s
 from meshweave.tune.step_search.space import DegreeSizes, StepLayout, StepSpace
@@ -200,7 +201,7 @@ class StepSearch:
                 continue
             sizes = self._space.micro_batches(degrees.data)
             ratio = [self._steps_per_layer(degrees, size) for size in sizes]
-            least_s = min(size * each for size, each in zip(sizes, ratio, strict=True))
+            least_s = min((size * each for size, each in zip(sizes, ratio, strict=True)), default=math.inf)
             if least_s * self._bounds.flops_s(degrees) >= self._limit_s:
                 continue
             fitting: dict[tuple[object, ...], list[Recompute]] = {}
@@ -221,7 +222,7 @@ class StepSearch:
 
     def _fitting_recomputes(self, layout: StepLayout, sizes: Sequence[int]) -> list[Recompute]:
         """Return the least recomputation that may fit, for each micro-batch up to the last that does."""
-        level = max(self._space.zero_levels(layout.data, layout.context))
+        levels = self._least_levels(layout)
         kinds = sorted(self._space.options.recompute, key=RECOMPUTES.index)
         least: list[Recompute] = []
         try:
@@ -230,7 +231,7 @@ class StepSearch:
                 pairs = self._space.schedules(layout.pipeline, count)
                 plain = [pair for pair in pairs if pair == ("1f1b", 1)] or pairs
                 for kind in tuple(kinds):
-                    choices = (layout.choice(size, *pair, level, kind) for pair in plain)
+                    choices = (layout.choice(size, *pair, level, kind) for pair in plain for level in levels)
                     if any(self._fitting_bytes(choice) is not None for choice in choices):
                         least.append(kind)
                         break
@@ -241,6 +242,16 @@ class StepSearch:
             self._refuse(error)
             return []
         return least
+
+    def _least_levels(self, layout: StepLayout) -> tuple[int, ...]:
+        """Return the ZeRO levels of which one keeps least: the highest, or any where ranks have few layers.
+
+        ZeRO-2 has gradients of a layer whole besides its shards, and ZeRO-3 weights of two. With n ranks it shards
+        1 - 1 / n of what it would keep of each layer.
+        """
+        levels = sorted(self._space.zero_levels(layout.data, layout.context), reverse=True)
+        shards, fewest = layout.data * layout.context, self._problem.model.num_layers // layout.pipeline - 1
+        return tuple(levels[:1] if fewest * (1 - 1 / shards) >= GATHERED_LAYERS else levels)
 
     def _refuse(self, error: MeshweaveError) -> None:
         self._count.refused += 1
@@ -336,7 +347,7 @@ class StepSearch:
         for zero in sorted(self._space.zero_levels(choice.data, choice.context), reverse=True):
             each = replace(choice, zero=zero)
             if self._fitting_bytes(each) is None:
-                break  # lower levels shard less
+                continue
             if not self.rows:
                 self._price(each)
                 continue
