@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from meshweave.algorithms.block import ENTRIES, BlockAlgorithm, BlockConfig, BlockProblem
 from meshweave.algorithms.block.kernels import kernels_of
-from meshweave.algorithms.block.sized import Step
+from meshweave.algorithms.block.sized import FlatTask
 from meshweave.algorithms.block.two_d import IncludedProducts
 from meshweave.base.errors import LayoutError
 from meshweave.cost.calls import with_counts
@@ -50,7 +50,7 @@ def duration(work: Work) -> int:
     return 1 + sum(map(ord, repr(work))) % 97
 
 
-def makespan(steps: list[Step]) -> int:
+def makespan(steps: list[FlatTask]) -> int:
     """Return when the last step ends: each waits for its lane and for those that it names."""
     lanes: dict[str, int] = {}
     ends: list[int] = []

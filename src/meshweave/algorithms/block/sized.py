@@ -23,7 +23,7 @@ from meshweave.ir.skeleton import Part, Skeleton, Task
 from meshweave.ir.work import Work
 
 
-class Step(NamedTuple):
+class FlatTask(NamedTuple):
     """A task of a flat skeleton. It waits for the numbers `after`; `times` is as of `ir.skeleton.Task`."""
 
     lane: str
@@ -82,15 +82,15 @@ class SizedSkeleton:
         """Return the most sequences that a rank has of a batch."""
         return -(-batch // self.batch_parts)
 
-    def steps(self, sequences: int, config: BlockConfig) -> list[Step]:
+    def steps(self, sequences: int, config: BlockConfig) -> list[FlatTask]:
         """Return the tasks for so many sequences a rank, those of products among them."""
-        steps: list[Step] = []
+        steps: list[FlatTask] = []
         last: list[tuple[int, ...]] = []  # of each task of this skeleton, the steps that end it
         for task in self.tasks:
             if isinstance(task, SizedTask):
                 after = tuple(step for other in task.after for step in last[other])
                 last.append((len(steps),))
-                steps.append(Step(task.lane, task.work_of(sequences), after, task.times))
+                steps.append(FlatTask(task.lane, task.work_of(sequences), after, task.times))
                 continue
             begin, ends = len(steps), {}
             product = _unrolled(task.name, task.problem_of(sequences), config.slices, config.packets)
@@ -99,16 +99,16 @@ class SizedSkeleton:
                 if lane not in ends:
                     after += tuple(step for other in task.after.get(lane, ()) for step in last[other])
                 ends[lane] = len(steps)
-                steps.append(Step(lane, work, after, times))
+                steps.append(FlatTask(lane, work, after, times))
             last.append(tuple(ends.values()))
         return steps
 
 
 @lru_cache(maxsize=4096)
-def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) -> tuple[Step, ...]:
+def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) -> tuple[FlatTask, ...]:
     """Return the tasks of all turns of a product, one after another."""
     skeleton = product_skeleton(name, problem, slices, packets)
-    steps: list[Step] = []
+    steps: list[FlatTask] = []
     turns: list[dict[str, int]] = []
     for phase in skeleton.phases:
         for _ in range(phase.turns):
@@ -122,7 +122,7 @@ def _unrolled(name: str, problem: Matmul2dProblem, slices: int, packets: int) ->
                     if turn >= 0 and task_name in turns[turn]
                 )
                 turns[-1][task.name] = len(steps)
-                steps.append(Step(task.lane, task.work, tuple(after), task.times))
+                steps.append(FlatTask(task.lane, task.work, tuple(after), task.times))
     return tuple(steps)
 
 

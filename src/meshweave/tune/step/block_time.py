@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshweave.algorithms.block import BlockConfig, BlockProblem
 from meshweave.algorithms.block.layer import GRADIENTS
-from meshweave.algorithms.block.sized import SizedSkeleton, Step
+from meshweave.algorithms.block.sized import FlatTask, SizedSkeleton
 from meshweave.algorithms.block.two_d import IncludedProducts, MeshSliceBlock
 from meshweave.base.errors import LayoutError
 from meshweave.base.units import to_s
@@ -148,10 +148,10 @@ def _is_estimated(problem: StepProblem, parallelism: Parallelism) -> bool:
 # --- one skeleton for all sizes ---------------------------------------------------------------------------------
 
 
-class _Steps:
+class _PricedTasks:
     """The tasks of a block for a number of sequences: lanes by number, and what their computing takes."""
 
-    def __init__(self, steps: list[Step], product_dtype: str | None, problem: StepProblem) -> None:
+    def __init__(self, steps: list[FlatTask], product_dtype: str | None, problem: StepProblem) -> None:
         lanes: dict[str, int] = {}
         number_of: dict[int, int] = {}
         self._steps: list[tuple[int, tuple[int, ...]]] = []
@@ -201,7 +201,7 @@ class _Steps:
         return BlockTime(part, self.kernels)
 
 
-def _steps(problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig) -> _Steps:
+def _steps(problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig) -> _PricedTasks:
     known = problem.cache("steps")
     training, vocabulary, product_dtype = what
     entry = strategy_of(problem, parallelism)
@@ -213,8 +213,8 @@ def _steps(problem: StepProblem, parallelism: Parallelism, what: _What, config: 
             sized[family] = entry.sized_skeleton(block_of(problem, parallelism, training, vocabulary))
         of: SizedSkeleton = sized[family]
         steps = of.steps(of.sequences(parallelism.micro_batch), config)
-        known[key] = _Steps(steps, product_dtype, problem)
-    made: _Steps = known[key]
+        known[key] = _PricedTasks(steps, product_dtype, problem)
+    made: _PricedTasks = known[key]
     return made
 
 

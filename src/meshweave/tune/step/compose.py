@@ -27,7 +27,7 @@ from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import Stages, rank_layers, stages_of
+from meshweave.tune.step.stages import rank_layers, stages_of
 
 ADAM_STEP_BYTES = 34
 """Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
@@ -46,7 +46,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     memory = memory_of(problem, parallelism)
     stages = stages_of(problem, parallelism)
     pipeline = stages.pipeline()
-    update_s = _optimizer_s(problem, parallelism, stages)
+    update_s = _optimizer_s(problem, parallelism)
     ends = [
         (to_s(end) + stages.reductions_s(rank) + update_s[rank], update_s[rank])
         for rank, end in enumerate(pipeline.ends_ps)
@@ -73,7 +73,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """
     check_step(problem, parallelism)
     stages = stages_of(problem, parallelism)
-    update_s = _optimizer_s(problem, parallelism, stages)
+    update_s = _optimizer_s(problem, parallelism)
     after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
     return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
 
@@ -160,7 +160,7 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
     return step_of(problem, Parallelism(**degrees))
 
 
-def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
+def _optimizer_s(problem: StepProblem, parallelism: Parallelism) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
     p, known, out = parallelism, problem.cache("optimizer"), []
     layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
