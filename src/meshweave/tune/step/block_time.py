@@ -23,6 +23,7 @@ from meshweave.cost.price import price
 from meshweave.cost.product_table import item_bytes
 from meshweave.describe.model.workload import Workload
 from meshweave.estimate import estimate_skeleton
+from meshweave.estimate.spans import TaskSpan, task_spans
 from meshweave.ir.skeleton import Part, Phase, Skeleton, Task
 from meshweave.ir.work import Compute, Transfer
 from meshweave.tune.step.placement import block_axes, machine_of
@@ -106,6 +107,15 @@ def whole_time(
         known[key] = min(timed, key=lambda each: each[0].part.total_s)
     time, config = known[key]
     return time, config
+
+
+def block_spans(problem: StepProblem, parallelism: Parallelism) -> tuple[TaskSpan, ...] | None:
+    """Return when the tasks of `whole_time` run, or None where broadcasts are chains. Raises as that does."""
+    dtype = problem.product_dtype
+    _, config = whole_time(problem, parallelism, 0, dtype)
+    skeleton = _skeleton(problem, parallelism, (True, 0, dtype), config)
+    machine = machine_of(problem, block_axes(parallelism))
+    return task_spans(skeleton, lambda work: price(work, machine).total_ps)
 
 
 _What = tuple[bool, int, str | None]

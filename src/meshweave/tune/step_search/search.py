@@ -246,12 +246,13 @@ class StepSearch:
     def _least_levels(self, layout: StepLayout) -> tuple[int, ...]:
         """Return the ZeRO levels of which one keeps least: the highest, or any where ranks have few layers.
 
-        ZeRO-2 has gradients of a layer whole besides its shards, and ZeRO-3 weights of two. With n ranks it shards
-        1 - 1 / n of what it would keep of each layer.
+        ZeRO-2 and 3 have a few layers and tables whole besides the shards; they save 1 - 1 / n of each layer.
         """
-        levels = sorted(self._space.zero_levels(layout.data, layout.context), reverse=True)
-        shards, fewest = layout.data * layout.context, self._problem.model.num_layers // layout.pipeline - 1
-        return tuple(levels[:1] if fewest * (1 - 1 / shards) >= GATHERED_LAYERS else levels)
+        model, levels = self._problem.model, self._space.zero_levels(layout.data, layout.context)
+        weights = sum(layer.in_features * layer.out_features for layer in model.fc_layers())
+        whole = 2 * GATHERED_LAYERS + 4 * (model.vocab_size or 0) * model.hidden / weights
+        saved = (model.num_layers // layout.pipeline - 1) * (1 - 1 / (layout.data * layout.context))
+        return (max(levels),) if saved >= whole else tuple(sorted(levels, reverse=True))
 
     def _refuse(self, error: MeshweaveError) -> None:
         self._count.refused += 1
