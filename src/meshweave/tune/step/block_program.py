@@ -38,15 +38,14 @@ from meshweave.tune.step.block_stage import BlockStage, StageSettings
 from meshweave.tune.step.laid import LaidStep
 from meshweave.tune.step.layers import (
     EAGER_LOGIT_BYTES,
-    StrategyAround,
     best_config,
     eager_logits_s,
     extra_s,
-    strategy_of,
 )
 from meshweave.tune.step.memory import residual_is_whole
 from meshweave.tune.step.placement import replica_groups, sharding_groups
 from meshweave.tune.step.result import Step
+from meshweave.tune.step.strategies import StrategyAround, strategy_of
 from meshweave.tune.step.units import Unit, local_shape
 
 REPLICAS = "r"
