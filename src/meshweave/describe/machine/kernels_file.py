@@ -172,7 +172,10 @@ class KernelsFile(FileModel):
         False, description="true where the switch inside a host reduces (NVLink SHARP), else false"
     )
     sustained_share: float = Field(
-        1.0, gt=0, le=1, description="the rate of products in steady training over that of `products`, at most 1"
+        1.0,
+        gt=0,
+        le=1,
+        description="the rate of products in steady training over that of `products`, at most 1",
     )
     products: list[ProductsFile] = Field(default_factory=list, description="a list of tables")
     systolic: list[SystolicFile] = Field(default_factory=list, description="a list of tables")

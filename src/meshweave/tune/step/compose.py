@@ -22,17 +22,24 @@ from meshweave.describe.model import Transformer, load_model
 from meshweave.ir.work import Compute
 from meshweave.tune.step.checks import check_step
 from meshweave.tune.step.layers import call_s
-from meshweave.tune.step.memory import Memory, RankMemory, pipeline_memory, rank_of_head, rank_parameters
+from meshweave.tune.step.memory import (
+    ActivationRule,
+    Memory,
+    RankMemory,
+    pipeline_memory,
+    rank_of_head,
+    rank_parameters,
+)
 from meshweave.tune.step.pipeline import num_stashes
 from meshweave.tune.step.problem import SHORT_NAMES, Parallelism, StepProblem
 from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
-from meshweave.tune.step.stages import Stages, rank_layers, stages_of
+from meshweave.tune.step.stages import Stages, layer_costs, rank_layers, stages_of
 
 ADAM_STEP_BYTES = 50
 """Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
-three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of gradients
-reads them (4), clipping scales them (8), and they are set to zero (4). 54 were measured on an H100, in PyTorch."""
+three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
+gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
 
 
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
@@ -79,15 +86,20 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
 
 
-def memory_of(problem: StepProblem, parallelism: Parallelism) -> Memory:
+def memory_of(
+    problem: StepProblem, parallelism: Parallelism, recompute: ActivationRule | None = None
+) -> Memory:
     """Return the memory of a step, without pricing its time.
+
+    Args:
+        recompute: what the forward part keeps; None for what the parallelism says.
 
     Raises:
         LayoutError: the degrees do not fit the chips, the batch or the model.
         UnsupportedError: a strategy or schedule is unknown.
     """
     check_step(problem, parallelism)
-    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism))
+    return pipeline_memory(problem, parallelism, *_on_ranks(problem, parallelism), recompute=recompute)
 
 
 def peak_memory(problem: StepProblem, parallelism: Parallelism) -> RankMemory:
@@ -118,7 +130,8 @@ def _on_ranks(problem: StepProblem, parallelism: Parallelism) -> tuple[tuple[int
     """Return for each pipeline rank its layers, and the most micro-batches whose activations it keeps."""
     p = parallelism
     count = problem.batch // (p.data * p.micro_batch)
-    layers = rank_layers(problem.model.num_layers, p.schedule, p.pipeline, p.virtual_stages)
+    numbers = p.schedule, p.pipeline, p.virtual_stages
+    layers = rank_layers(problem.model.num_layers, *numbers, layer_costs(problem))
     return layers, num_stashes(p.schedule, p.pipeline, p.virtual_stages, count)
 
 

@@ -1,7 +1,8 @@
 """Software stacks by name: their constants, fitted on published training runs, and what they do by default.
 
-`catalog/stacks.toml` has the constants, `validation/fit_stacks.py` fits them on half of the families of published
-runs (`meshweave reproduce published` scores the others), and the table below has what is no constant.
+`catalog/stacks.toml` has the constants of time and `catalog/fragmentation.toml` that of memory. Fitted by
+`validation/fit_stacks.py` and `validation/fit_memory.py` on half of the families of published runs (`meshweave
+reproduce published` scores the others). The table below has what is no constant.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from meshweave.base.errors import DescriptionError, did_you_mean
 from meshweave.describe.files import parse_table
 from meshweave.tune.step.problem import SoftwareStack, UnfusedKernels
 
-_FILE = "stacks.toml"
+_FILE, _MEMORY_FILE = "stacks.toml", "fragmentation.toml"
 
 # Bytes of kernels that are not fused, counted from the code of each stack for 16-bit activations. An eager PyTorch
 # kernel reads its operands and writes its result; autograd adds gradients that arrive from several users.
@@ -47,18 +48,34 @@ joined and made contiguous (8 + 8), rotated (4, 4); silu and a product for one k
 way round, and the gradients of both halves of the gated activation joined."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "megatron-2021": {"blocks_transfers": True, **_MEGATRON},
-    "llm-foundry": {"regathers": True, "gradient_passes": (3.0, 3.0), **_LLM_FOUNDRY},
-    "torchtitan": {"gradient_passes": (1.0, 1.0), "gather_passes": 2.0, "stops_early": True, **_TORCHTITAN},
-    "nanotron": {"gradient_passes": (1.0, 2.0), "logit_bytes": (36.0, 10.0), **_NANOTRON},
+    "llm-foundry": {"regathers": True, "sharding": "fsdp", "gradient_passes": (3.0, 3.0), **_LLM_FOUNDRY},
+    "torchtitan": {
+        "sharding": "fsdp2",
+        "copies_norm_inputs": True,
+        "gradient_passes": (1.0, 1.0),
+        "gather_passes": 2.0,
+        "stops_early": True,
+        **_TORCHTITAN,
+    },
+    "nanotron": {
+        "gradient_passes": (1.0, 2.0),
+        "adds_gradients_late": True,
+        "buckets_gradients": True,
+        "layers_by_cost": True,
+        "keeps_joint_qkv": True,
+        "logit_bytes": (36.0, 10.0),
+        **_NANOTRON,
+    },
 }
-"""What a stack does where nobody says otherwise. megatron-2021 is Megatron-LM before fused attention and overlapped
-transfers; its products add gradients of weights to those of the micro-batches before. nanotron does that in a pass of
-its own (a read, and a read and a write of the sum). FSDP of PyTorch up to 2.1, which llm-foundry runs, joins gradients
-(a read and a write), casts them for the reduction (a read, a write) and divides them before it (a read, a write):
-torch/distributed/fsdp, _post_backward_hook. FSDP2 joins and casts in one kernel, and copies out what it gathers.
-Checkpoints of PyTorch from 2.1 on stop early (torch.utils.checkpoint, set_checkpoint_early_stop). nanotron's loss
-(parallel/tensor_parallel/functional.py, sharded_cross_entropy): a cast to fp32 (2 + 4), the greatest (4), a difference,
-an exponential (8 + 8), their sum (4) and a quotient (8); its gradient scaled (8) and cast back (6)."""
+"""What a stack does where nobody says otherwise. megatron-2021 is Megatron-LM before fused attention and
+overlapped transfers; its products add gradients of weights to those of the micro-batches before. nanotron does
+that in a pass of its own (a read, and a read and a write of the sum). FSDP of PyTorch up to 2.1, which
+llm-foundry runs, joins gradients (a read and a write), casts them for the reduction (a read, a write) and
+divides them before it (a read, a write): torch/distributed/fsdp, _post_backward_hook. FSDP2 joins and casts in
+one kernel, and copies out what it gathers. Checkpoints of PyTorch from 2.1 on stop early
+(torch.utils.checkpoint, set_checkpoint_early_stop). nanotron's loss (parallel/tensor_parallel/functional.py,
+sharded_cross_entropy): a cast to fp32 (2 + 4), the greatest (4), a difference, an exponential (8 + 8), their
+sum (4) and a quotient (8); its gradient scaled (8) and cast back (6)."""
 
 
 def stack_names() -> tuple[str, ...]:
@@ -69,7 +86,16 @@ def stack_names() -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def stack_table() -> dict[str, Any]:
     """Return `catalog/stacks.toml`: constants of stacks, and rates of kernels of attention."""
-    return parse_table((files("meshweave") / "catalog" / _FILE).read_text("utf-8"), _FILE, "toml")
+    return _catalog_table(_FILE)
+
+
+@lru_cache(maxsize=1)
+def _fragmentation() -> dict[str, Any]:
+    return _catalog_table(_MEMORY_FILE)
+
+
+def _catalog_table(name: str) -> dict[str, Any]:
+    return parse_table((files("meshweave") / "catalog" / name).read_text("utf-8"), name, "toml")
 
 
 def load_stack(name: str) -> SoftwareStack:
@@ -83,5 +109,8 @@ def load_stack(name: str) -> SoftwareStack:
     if name not in _DEFAULTS:
         known = ("none", *stack_names())
         raise DescriptionError(f"no stack '{name}'{did_you_mean(name, known)}; known: {', '.join(known)}")
-    constants = stack_table().get("stacks", {}).get(name, {})
+    constants = {
+        **stack_table().get("stacks", {}).get(name, {}),
+        "fragmentation": _fragmentation().get(name, 0.0),
+    }
     return SoftwareStack(name, **constants, **_DEFAULTS[name])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from meshweave.base.units import format_bytes, format_s
 from meshweave.tune.plan_records import DegreesRecord, StepRecord, StepsRecord
+from meshweave.tune.step_search.remedies import remedies_text
 from meshweave.tune.step_search.search import StepRanking
 from meshweave.tune.step_search.space import ranks_of
 
@@ -42,8 +43,7 @@ def refusal_text(ranking: StepRanking) -> str:
         choice, size = ranking.smallest
         return (
             f"{start} fits in {format_bytes(ranking.memory_bytes)} a chip: the smallest takes "
-            f"{format_bytes(size)} ({choice_text(choice)}); give more chips, a smaller batch or sequence"
-            f"{_or_fewer_fixed(options)}"
+            f"{format_bytes(size)} ({choice_text(choice)}), {remedies_text(ranking)}{_or_fewer_fixed(options)}"
         )
     if ranking.count.reason:
         return f"{start} can be laid out: {ranking.count.reason}"
