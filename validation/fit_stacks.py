@@ -7,8 +7,8 @@ sustain, which all stacks share. Which families are fitted, a hash of the model'
 decides (`reproduce/training_runs/split.py`); the others judge (`meshweave reproduce published`). The loss is the
 mean over rows of the absolute logarithm of predicted over published seconds. Each row is priced without constants
 and with one of each at a time; between these its seconds are taken to be linear in a constant, and in the inverse
-rates of products and of the kernel of attention. The least loss is searched one constant after the other with
-ever smaller steps.
+rates of products and of the kernel of attention. The least loss is searched one or two constants at a time with
+ever smaller steps, from several points.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from pathlib import Path
+from random import Random
 from statistics import mean, median
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshweave.calibrate.kernels_toml import kernels_toml
 from meshweave.describe.machine.kernels_file import load_kernels
@@ -31,6 +36,8 @@ from meshweave.reproduce.training_runs.split import is_fitted
 from meshweave.reproduce.training_runs.stacks import run_stacks, software_of, stack_of
 from meshweave.tune.step import StepProblem, step_of
 
+Array = NDArray[np.float64]
+
 CATALOG = Path(__file__).parents[1] / "src/meshweave/catalog"
 NEUTRAL: dict[str, float] = {"overlap": 1.0, "launch_s": 0.0, "step_s": 0.0, "fragmentation": 0.0}
 UNITS = {"overlap": 0.0, "launch_s": 1e-5}
@@ -42,7 +49,9 @@ FREE = {
     "torchtitan": ("overlap", "launch_s"),
     "nanotron": ("overlap", "launch_s"),
 }
-"""What is fitted of each stack. Megatron of 2021 waits for its reductions: overlap is 0."""
+"""What is fitted of each stack. Megatron of 2021 waits for its reductions: overlap is 0. Others run collectives
+beside the backward part, and have one overlap: it is a matter of the machine more than of the stack."""
+_SHARED = ("overlap",)
 FIXED = {"megatron-2021": {"overlap": 0.0}}
 FITTED_RATES = {"llm-foundry": ("A100", "H100")}
 """Stacks whose kernel of attention has a fitted rate, by chip."""
@@ -51,6 +60,8 @@ KNOWN_RATES = {"flash-2": {"H100": 0.57}}
 SUSTAINED = {"A100": ("a100-sxm4-80gb", "a100-sxm4-40gb"), "H100": ("h100-sxm5-80gb",)}
 """Kernels of the catalog whose sustained share of the rate of products is fitted, on all stacks together."""
 _FITTED_KERNELS = {kernels: chip for chip, names in SUSTAINED.items() for kernels in names}
+_STARTS = 12
+"""From so many points, drawn with a seed, the search begins."""
 _INVERSE_RATE = (1.0, 6.0)
 _INVERSE_SHARE = (1.0, 1.6)
 _PRICED_RATE = 0.5
@@ -79,7 +90,7 @@ class PricedRow:
     bytes_error: float | None
 
     def predicted_s(self, values: dict[str, float]) -> float:
-        """Return the seconds with constants by name: "STACK CONSTANT", "CHIP" of products, or "STACK CHIP" of attention."""
+        """Return the seconds by constants: `_name`, "CHIP" of products, "STACK CHIP" of attention."""
         seconds = self.bare_s
         for name, added in self.added.items():
             if name == "products":
@@ -87,7 +98,9 @@ class PricedRow:
             elif name == "attention":
                 seconds += (values[f"{self.stack} {self.chip[:4]}"] - 1) * added
             else:
-                value = values.get(f"{self.stack} {name}", FIXED.get(self.stack, {}).get(name, NEUTRAL[name]))
+                value = values.get(
+                    _name(self.stack, name), FIXED.get(self.stack, {}).get(name, NEUTRAL[name])
+                )
                 seconds += (value - NEUTRAL[name]) / (UNITS[name] - NEUTRAL[name]) * added
         return seconds
 
@@ -136,6 +149,11 @@ def priced_row(run: PublishedRun) -> PricedRow | None:
     )
 
 
+def _name(stack: str, constant: str) -> str:
+    """Return the name of a stack's constant among all that are fitted; stacks share some."""
+    return constant if constant in _SHARED and constant not in FIXED.get(stack, {}) else f"{stack} {constant}"
+
+
 def _at_share(problem: StepProblem, share: float) -> StepProblem:
     """Return a problem whose chips sustain a share of the rate of products, where that share is fitted."""
     chip = problem.cluster.chip
@@ -146,42 +164,49 @@ def _at_share(problem: StepProblem, share: float) -> StepProblem:
 
 
 def search(
-    loss: Callable[[dict[str, float]], float], start: dict[str, float], bounds: dict[str, tuple[float, float]]
-) -> dict[str, float]:
-    """Return the constants with the least loss, one after the other with ever smaller steps."""
-    best, least, share = dict(start), loss(start), 0.25
+    loss: Callable[[Array], float], start: Array, bounds: Sequence[tuple[float, float]]
+) -> tuple[float, Array]:
+    """Return the least loss and its constants: one or two of them move at a time, with ever smaller steps."""
+    low, high = np.array(bounds).T
+    units = np.eye(len(bounds)) * (high - low)
+    moves = [sign * unit for unit in units for sign in (1, -1)]
+    moves += [
+        first + sign * second for first, second in permutations([*units, *-units], 2) for sign in (0.3, 1)
+    ]
+    best, least, share = start, loss(start), 0.25
     while share > 0.002:
-        moved = False
-        for name, (low, high) in bounds.items():
-            for sign in (1, -1):
-                trial = {**best, name: min(max(best[name] + sign * share * (high - low), low), high)}
-                if (of_trial := loss(trial)) < least - 1e-7:
-                    best, least, moved = trial, of_trial, True
-                    break
-        share = share if moved else share / 2
-    return best
+        before = least
+        for move in moves:
+            trial = np.clip(best + share * move, low, high)
+            if (of_trial := loss(trial)) < least - 1e-7:
+                best, least = trial, of_trial
+        share = share if least < before else share / 2
+    return least, best
 
 
 def fit(rows: Sequence[PricedRow]) -> dict[str, float]:
-    """Return the constants of all stacks and chips, by the names of `PricedRow.predicted_s`.
-
-    The loss is the mean over stacks of the mean over their rows.
-    """
+    """Return the constants of all stacks and chips, by the names of `PricedRow.predicted_s`."""
     stacks = list(dict.fromkeys(row.stack for row in rows))
-    bounds = {f"{name} {key}": BOUNDS[key] for name in stacks for key in FREE[name]}
+    bounds = {_name(name, key): BOUNDS[key] for name in stacks for key in FREE[name]}
     bounds |= {f"{name} {chip}": _INVERSE_RATE for name in stacks for chip in FITTED_RATES.get(name, ())}
     bounds |= dict.fromkeys(SUSTAINED, _INVERSE_SHARE)
-    weights = [1 / sum(other.stack == row.stack for other in rows) / len(stacks) for row in rows]
+    names, limits = list(bounds), list(bounds.values())
+    lowest = {name: low for name, (low, _) in bounds.items()}
+    published = np.array([row.published_s for row in rows])
+    least = np.array([row.predicted_s(lowest) for row in rows])
+    columns = [[row.predicted_s({**lowest, name: lowest[name] + 1}) for row in rows] for name in names]
+    added = np.array(columns).T - least[:, None]
 
-    def loss(values: dict[str, float]) -> float:
-        errors = (abs(math.log(row.predicted_s(values) / row.published_s)) for row in rows)
-        return sum(weight * error for weight, error in zip(weights, errors, strict=True))
+    def loss(values: Array) -> float:
+        seconds = least + added @ (values - np.array(list(lowest.values())))
+        return float(np.abs(np.log(seconds / published)).mean())
 
+    random = Random(0)
     starts = [
-        {key: low + share * (high - low) for key, (low, high) in bounds.items()}
-        for share in (0.0, 0.3, 0.6, 1.0)
+        np.array([low + random.random() * (high - low) for low, high in limits]) for _ in range(_STARTS)
     ]
-    best = min((search(loss, start, bounds) for start in starts), key=loss)
+    _, nearest = min((search(loss, start, limits) for start in starts), key=lambda pair: pair[0])
+    best = dict(zip(names, map(float, nearest), strict=True))
     for name in stacks:
         own = [row for row in rows if row.stack == name]
         errors = [abs(math.log(row.predicted_s(best) / row.published_s)) for row in own]
@@ -205,7 +230,7 @@ def stacks_toml(values: dict[str, float]) -> str:
         lines += ["", f"[attention.{kernel}]", *(f"{chip} = {rate:.3g}" for chip, rate in rates.items())]
     for name in FREE:
         constants = {
-            **NEUTRAL, **FIXED.get(name, {}), **{key: values[f"{name} {key}"] for key in FREE[name]}
+            **NEUTRAL, **FIXED.get(name, {}), **{key: values[_name(name, key)] for key in FREE[name]}
         }  # fmt: skip
         lines += ["", f"[stacks.{name}]", *(f"{key} = {value:.3g}" for key, value in constants.items())]
     return "\n".join(lines) + "\n"

@@ -172,6 +172,7 @@ class SoftwareStack:
             backward. PyTorch: a cast to fp32 (2 + 4) and log-softmax (4 + 4), where a fused one reads 2; zeros for
             the gradient (4), that of log-softmax (4 + 4 + 4) and a cast back (4 + 2), where it reads and writes 4.
         waits_for_tensor: whether nothing runs beside the collectives of a layer.
+        waits_for_gathers: whether the step waits for weights that ZeRO-1 gathers: the optimizer does it.
         stops_early: whether full recomputation of a layer ends before its last product, of which nothing is kept.
         sharding: how weights are kept where ZeRO-3 shards them, no constant either. "zero": in 16 bits, beside a
             sharded copy in fp32 (Rajbhandari et al.); "fsdp": in fp32, cast as they are gathered (PyTorch's mixed
@@ -203,6 +204,7 @@ class SoftwareStack:
     gather_passes: float = 0.0
     logit_bytes: tuple[float, float] = (12.0, 18.0)
     waits_for_tensor: bool = False
+    waits_for_gathers: bool = False
     stops_early: bool = False
     sharding: Literal["zero", "fsdp", "fsdp2"] = "zero"
     adds_gradients_late: bool = False

@@ -59,6 +59,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "nanotron": {
         "gradient_passes": (1.0, 2.0),
+        "waits_for_gathers": True,
         "adds_gradients_late": True,
         "buckets_gradients": True,
         "layers_by_cost": True,
