@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import meshweave as mw
 from meshweave.describe.model.memory import Recompute, activation_bytes
-from meshweave.tune.step import memory_of
+from meshweave.tune.step import memory_of, peak_memory
 from meshweave.tune.step.memory import ActivationRule, layer_activations
 from meshweave.tune.step.stacks import load_stack
 from meshweave.tune.step.stages import layer_costs, stage_layers
@@ -97,6 +97,41 @@ def test_a_rank_keeps_what_is_in_flight(pipeline: int, virtual: int, rounds: int
         ahead = 2 * (pipeline - rank) - 1 + (virtual - 1) * pipeline if virtual > 1 else pipeline - rank
         kept = min(micro_batches * virtual, ahead)
         assert memory.ranks[rank].activations == kept * 16 // (pipeline * virtual) * layer
+
+
+@examples(60)
+@given(st.data())
+def test_parts_add_up_and_the_peak_is_the_fullest_rank(data: st.DataObject) -> None:
+    """Of every rank, under any stack: no part is negative, and more sharding or recomputation keeps no more."""
+    draw = data.draw
+    pipeline, tensor, zero = draw(SIZES), draw(st.sampled_from([1, 2, 4])), draw(st.integers(0, 3))
+    flags = (
+        "layers_by_cost",
+        "keeps_joint_qkv",
+        "adds_gradients_late",
+        "buckets_gradients",
+        "recomputes_gate",
+    )
+    stack = mw.SoftwareStack(
+        fragmentation=draw(st.sampled_from([0.0, 0.2])),
+        sharding=draw(st.sampled_from(["zero", "fsdp", "fsdp2"])),
+        **{name: draw(st.booleans()) for name in flags},
+    )
+    gated, tied = draw(st.booleans()), draw(st.booleans())
+    model = replace(gpt(16, 64), gated_ffn=gated, tied_embeddings=tied)
+    loss = draw(st.sampled_from(["fused", "eager", "sharded"]))
+    problem = mw.StepProblem(model, CLUSTER, 512, draw(st.sampled_from([64, 1024])), loss=loss, stack=stack)
+    p = mw.Parallelism(64 // (pipeline * tensor), pipeline, tensor=tensor, zero=zero)
+    p = replace(p, recompute=draw(st.sampled_from(["none", "selective", "full"])))
+    memory = memory_of(problem, p)
+    for rank in memory.ranks:
+        assert rank.total == sum(vars(rank).values()) and min(vars(rank).values()) >= 0
+    assert memory.total == max(rank.total for rank in memory.ranks) == peak_memory(problem, p).total
+    if zero < 3:
+        more = memory_of(problem, replace(p, zero=zero + 1))
+        states = [[x.weights + x.gradients + x.optimizer for x in each.ranks] for each in (memory, more)]
+        assert all(a >= b - 2 for a, b in zip(*states, strict=True))
+    assert memory_of(problem, replace(p, recompute="none")).total >= memory.total - memory.peak.buffers
 
 
 def test_a_rank_with_both_ends_has_both_tables() -> None:

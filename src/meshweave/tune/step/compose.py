@@ -54,7 +54,7 @@ def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:
     memory = memory_of(problem, parallelism)
     stages = stages_of(problem, parallelism)
     pipeline = stages.pipeline()
-    update_s = _optimizer_s(problem, parallelism, stages)
+    update_s = update_times_s(problem, parallelism, stages)
     ends = [
         (to_s(end) + stages.reductions_s(rank) + update_s[rank], update_s[rank])
         for rank, end in enumerate(pipeline.ends_ps)
@@ -81,7 +81,7 @@ def least_step_s(problem: StepProblem, parallelism: Parallelism) -> float:
     """
     check_step(problem, parallelism)
     stages = stages_of(problem, parallelism)
-    update_s = _optimizer_s(problem, parallelism, stages)
+    update_s = update_times_s(problem, parallelism, stages)
     after_s = min(stages.reductions_s(rank) + each for rank, each in enumerate(update_s))
     return stages.gathers_s() + to_s(stages.least_pipeline_ps()) + after_s + problem.stack.step_s
 
@@ -174,7 +174,7 @@ def step(model: str | Transformer, cluster: str | Cluster, batch: int, seq: int,
     return step_of(problem, Parallelism(**degrees))
 
 
-def _optimizer_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
+def update_times_s(problem: StepProblem, parallelism: Parallelism, stages: Stages) -> list[float]:
     """Return the seconds of the update of weights on each pipeline rank."""
     layers = [stages.layers_of_rank(rank) for rank in range(parallelism.pipeline)]
     known, out = problem.cache("optimizer"), []

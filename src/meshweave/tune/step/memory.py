@@ -247,9 +247,9 @@ def _micro_batch_bytes(
         layer = layer_activations(problem, p, recompute)
         whole = layer_activations(problem, p, "none")
         again = 0 if recompute == "none" else whole if recompute == "full" else max(whole - layer, 0)
-        of_logits = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
+        kept, gradients, holes = (each * logit_elements(problem, p) for each in LOGIT_BYTES[problem.loss])
         known[key] = _MicroBatchBytes(
-            layer, again, boundary_bytes(problem, p), *of_logits, _working_bytes(problem, p)
+            layer, again, boundary_bytes(problem, p), kept, gradients, holes, _working_bytes(problem, p)
         )
     sizes: _MicroBatchBytes = known[key]
     return sizes
@@ -328,11 +328,14 @@ class _UnitBytes:
     at_end: int = 0
 
 
+_NO_UNITS = _UnitBytes()
+
+
 def _unit_bytes(problem: StepProblem, parallelism: Parallelism, rank: int) -> _UnitBytes:
     """Return what is whole of sharded units on a pipeline rank at each moment."""
     p = parallelism
-    if p.shards == 1 or p.zero < 2:
-        return _UnitBytes()
+    if p.zero < 2 or p.shards == 1:
+        return _NO_UNITS
     known = problem.cache("units")
     head = rank_of_head(p)
     key = p.tensor_size, p.zero, rank == 0, rank == head

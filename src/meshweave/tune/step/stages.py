@@ -130,10 +130,11 @@ class Stages:
         if not once:
             return 0.0
         first, others = self.layers[0], self.layers_of_rank(0) - self.layers[0]
-        ahead_s = exposed_before(first, self.layer.forward.total_s, self.data_parallel.gather_s, overlap)
-        return (
-            self.data_parallel.table_gather_s + ahead_s + others * self.data_parallel.gather_s * (1 - overlap)
-        )
+        of = self.data_parallel
+        has_head = self.stage_ranks[-1] == 0 and not self.problem.model.tied_embeddings
+        head_s = of.table_gather_s if has_head else 0.0
+        ahead_s = exposed_before(first, self.layer.forward.total_s, of.gather_s, overlap, head_s)
+        return of.table_gather_s + ahead_s + others * of.gather_s * (1 - overlap)
 
     def reductions_s(self, rank: int) -> float:
         """Return the seconds that reductions add after the last backward part of a pipeline rank."""

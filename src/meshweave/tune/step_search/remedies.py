@@ -1,9 +1,10 @@
-"""What would make a step fit that does not: more chips, shorter sequences or more memory, each with its numbers."""
+"""What would make a step fit that does not: more chips, shorter sequences, more memory, each with numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from meshweave.base.errors import MeshweaveError
 from meshweave.base.units import format_bytes
@@ -26,7 +27,7 @@ def remedies_text(ranking: StepRanking) -> str:
     problem = ranking.space.problem
     peak = peak_memory(problem, choice)
     states = peak.weights + peak.gradients + peak.optimizer
-    parts = f"{format_bytes(states)} of weights, gradients and optimizer"
+    parts = f"of which {format_bytes(states)} are weights, gradients and optimizer states"
     fitting = [
         f"{chips} chips ({format_bytes(num_bytes)} each)"
         for chips, num_bytes in (_with_more_chips(ranking, choice),)
@@ -67,27 +68,23 @@ def _with_more_chips(ranking: StepRanking, choice: Parallelism) -> tuple[int, in
 
 
 def _spread(choice: Parallelism, times: int, options: SpaceOptions) -> Iterator[Parallelism]:
-    """Yield the configuration on so many times its chips: each factor goes to one degree that is not fixed."""
-    for data in (1, times):
-        for pipeline in (1, times // data):
-            tensor = times // (data * pipeline)
-            if tensor > 1 and not isinstance(choice.tensor, int):
-                continue
-            sizes = {
-                "data": choice.data * data,
-                "pipeline": choice.pipeline * pipeline,
-                "tensor": choice.tensor * tensor if isinstance(choice.tensor, int) else choice.tensor,
-            }
-            if all(
-                getattr(options, name) is None or size in getattr(options, name)
-                for name, size in sizes.items()
-            ):
-                for zero in {choice.zero, max(options.zero)}:
-                    yield replace(choice, **sizes, zero=zero)
+    """Yield the configuration on so many times its chips, a power of two, over degrees that are not fixed."""
+    powers = [2**power for power in range(times.bit_length())]
+    for data, pipeline in product(powers, powers):
+        tensor = times // (data * pipeline)
+        if not tensor or (tensor > 1 and not isinstance(choice.tensor, int)):
+            continue
+        grown = {}
+        for name, factor in (("data", data), ("pipeline", pipeline), ("tensor", tensor)):
+            if factor > 1:
+                grown[name] = factor * getattr(choice, name)
+        if all(size in (getattr(options, name) or (size,)) for name, size in grown.items()):
+            for zero in {choice.zero, max(options.zero)}:
+                yield replace(choice, **grown, zero=zero)
 
 
 def _with_shorter_sequences(ranking: StepRanking, choice: Parallelism) -> tuple[int, int]:
-    """Return the longest sequence, halved again and again, with which it fits, and its bytes; 0 where none does."""
+    """Return the longest of sequences halved again and again that fits, and its bytes; 0 where none does."""
     problem = ranking.space.problem
     seq = problem.seq // 2
     while seq >= MIN_CONTEXT_TOKENS * choice.context:
