@@ -49,7 +49,7 @@ def write_skeleton(
 
 def write_sized_skeleton(problem: BlockProblem, roles: Roles, mesh: Mesh) -> SizedSkeleton:
     """Return the tasks of rank 0 of that program in one chunk, for any number of sequences."""
-    writer = SizedWriter(problem, mesh, _batch_dims(roles))
+    writer = SizedWriter(problem, mesh, batch_dims(roles))
     _layers(writer.problem, roles, writer).write()
     return writer.sized()
 

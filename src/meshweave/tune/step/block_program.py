@@ -37,7 +37,6 @@ from meshweave.ir.program.statements import rewrite
 from meshweave.tune.step.block_stage import BlockStage, StageSettings
 from meshweave.tune.step.laid import LaidStep
 from meshweave.tune.step.layers import (
-    EAGER_LOGIT_BYTES,
     best_config,
     eager_logits_s,
     extra_s,
@@ -140,7 +139,7 @@ class _StepWriter:
         if piece == "layers":
             seconds = extra_s(problem, p)
         elif piece == "head":
-            first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in EAGER_LOGIT_BYTES)
+            first, second = (eager_logits_s(problem, p, num_bytes) for num_bytes in problem.stack.logit_bytes)
             seconds = first, second
         else:
             seconds = 0.0, 0.0

@@ -117,7 +117,7 @@ def piece_time(
     entry = strategy_of(problem, parallelism)
     block = block_of(problem, parallelism, training, problem.model.vocab_size or 0)
     skeleton = _without_gradients(entry.skeleton(block, config, piece))
-    return _estimated(skeleton, machine_of(problem, block_axes(parallelism)))
+    return _estimated(skeleton, machine_of(problem, block_axes(parallelism)), problem.stack.waits_for_tensor)
 
 
 def block_spans(problem: StepProblem, parallelism: Parallelism) -> tuple[TaskSpan, ...] | None:
@@ -153,9 +153,10 @@ def _config_time(
     axes = block_axes(parallelism)
     if _is_estimated(problem, parallelism):
         skeleton = _skeleton(problem, parallelism, what, config)
-        return _estimated(skeleton, machine_of(problem, axes))
+        return _estimated(skeleton, machine_of(problem, axes), problem.stack.waits_for_tensor)
     steps = _steps(problem, parallelism, what, config)
-    return steps.time(machine_of(problem, axes), problem.cache("transfers").setdefault(axes, {}))
+    known = problem.cache("transfers").setdefault(axes, {})
+    return steps.time(machine_of(problem, axes), known, problem.stack.waits_for_tensor)
 
 
 def _is_estimated(problem: StepProblem, parallelism: Parallelism) -> bool:
@@ -194,8 +195,11 @@ class _PricedTasks:
         self._num_lanes = len(lanes)
         self.computing_ps = sum(self._durations)
 
-    def time(self, machine: Machine, known: dict[Transfer, int]) -> BlockTime:
-        """Return the time on a machine; `known` keeps what transfers take there."""
+    def time(self, machine: Machine, known: dict[Transfer, int], waits: bool) -> BlockTime:
+        """Return the time on a machine; `known` keeps what transfers take there.
+
+        Where the software waits for each transfer (`waits`), nothing of it is hidden.
+        """
         durations = self._durations.copy()
         communication = context = 0
         for place, work, times in self._transfers:
@@ -218,7 +222,10 @@ class _PricedTasks:
         total = max(lanes, default=0)
         exposed_s = to_s(max(total - self.computing_ps, 0))
         share = context / communication if communication else 0.0
-        part = PartTime(to_s(total) - exposed_s, exposed_s * (1 - share), exposed_s * share)
+        computing_s = to_s(total) - exposed_s
+        if waits:
+            exposed_s = to_s(communication)
+        part = PartTime(computing_s, exposed_s * (1 - share), exposed_s * share)
         return BlockTime(part, self.kernels)
 
 
@@ -261,12 +268,15 @@ def adapted_compute(work: Compute, product_dtype: str | None) -> Compute:
 # --- a skeleton for each size and config ------------------------------------------------------------------------
 
 
-def _estimated(skeleton: Skeleton, machine: Machine) -> BlockTime:
-    """Return the time of a block with included products."""
+def _estimated(skeleton: Skeleton, machine: Machine, waits: bool) -> BlockTime:
+    """Return the time of a block with included products; `waits` is that of `_PricedTasks.time`."""
     time = estimate_skeleton(skeleton, machine)
     exposed_s = max(time.total_s - time.compute_s - time.copy_s, 0.0)
+    computing_s = time.total_s - exposed_s
+    if waits:
+        exposed_s = time.communication_s
     kernels = sum(count for count, task in skeleton.counted_tasks() if isinstance(task.work, Compute))
-    return BlockTime(PartTime(time.total_s - exposed_s, exposed_s), kernels)
+    return BlockTime(PartTime(computing_s, exposed_s), kernels)
 
 
 def _skeleton(problem: StepProblem, parallelism: Parallelism, what: _What, config: BlockConfig) -> Skeleton:

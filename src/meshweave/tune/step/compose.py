@@ -36,9 +36,10 @@ from meshweave.tune.step.result import Step
 from meshweave.tune.step.stacks import load_stack
 from meshweave.tune.step.stages import layer_costs, rank_layers, stages_of
 
-ADAM_STEP_BYTES = 34
-"""Bytes through memory per parameter: Adam reads gradient, fp32 weight, momentum and variance, and writes the last
-three and the 16-bit weight (Kingma and Ba, 2015, algorithm 1); the norm of gradients reads these once more."""
+ADAM_STEP_BYTES = 50
+"""Bytes through memory per parameter. Adam reads gradient, fp32 weight, momentum and variance, and writes the last
+three (28; Kingma and Ba, 2015, algorithm 1); the 16-bit weight is copied from the fp32 one (6); the norm of
+gradients reads them (4), clipping scales them (8), and they are set to zero (4)."""
 
 
 def step_of(problem: StepProblem, parallelism: Parallelism) -> Step:

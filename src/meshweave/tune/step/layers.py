@@ -18,12 +18,8 @@ from meshweave.cost.calls import with_counts
 from meshweave.ir.work import Compute, matmul_work
 from meshweave.tune.step.block_time import PartTime, compute_ps, forward_and_whole, piece_time, whole_time
 from meshweave.tune.step.placement import block_axes
-from meshweave.tune.step.problem import Parallelism, StepProblem
+from meshweave.tune.step.problem import Parallelism, StepProblem, UnfusedKernels
 from meshweave.tune.step.strategies import strategy_of
-
-EAGER_LOGIT_BYTES = (10, 10)
-"""Bytes a logit through memory that a loss in steps moves beyond a fused one, forward and backward: a cast to fp32
-(2 + 4) and an output of log-softmax (4); its gradient in fp32 (4) and a cast back (4 + 2)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,8 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
+        if problem.stack.stops_early:
+            again = again - PartTime(_last_product_s(problem, parallelism))
     elif parallelism.recompute == "selective":
         again = PartTime(sum(_attention_s(problem, parallelism, "forward")), 0.0, first.part.context_s)
     return LayerTime(forward, backward, again)
@@ -84,7 +82,8 @@ def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, floa
     forward_s = _added_s(problem, parallelism, first.kernels, "forward")
     backward_s = _added_s(problem, parallelism, whole.kernels - first.kernels, "backward")
     if parallelism.recompute == "full":
-        backward_s += forward_s
+        skipped_s = _last_product_s(problem, parallelism) if problem.stack.stops_early else 0.0
+        backward_s += max(forward_s - skipped_s, 0.0)
     elif parallelism.recompute == "selective":
         backward_s += _attention_s(problem, parallelism, "forward")[1]
     return forward_s, backward_s
@@ -111,7 +110,8 @@ def least_added_s(problem: StepProblem, parallelism: Parallelism) -> float:
 
 def _added_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int, part: str) -> float:
     """Return the seconds that the software stack, and plain attention, add to a part of so many kernels."""
-    added_s = _software_s(problem, parallelism, num_kernels)
+    unfused = problem.stack.forward if part == "forward" else problem.stack.backward
+    added_s = _software_s(problem, parallelism, num_kernels, unfused)
     if part == "backward":
         added_s += _accumulation_s(problem, parallelism)
     if problem.attention == "plain":
@@ -119,30 +119,53 @@ def _added_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int, p
     return added_s
 
 
-def _software_s(problem: StepProblem, parallelism: Parallelism, num_kernels: int) -> float:
-    """Return the seconds that the software stack adds to a part of a layer with so many kernels."""
-    stack = problem.stack
+def _software_s(
+    problem: StepProblem, parallelism: Parallelism, num_kernels: int, unfused: UnfusedKernels
+) -> float:
+    """Return the seconds that the software stack adds to a part of a layer that has so many kernels without it."""
     rows, columns = parallelism.tensor_mesh
     roles = strategy_of(problem, parallelism).roles[-2:]
     shared = parallelism.context
     for role, size in zip(roles, (rows, columns), strict=True):
         shared *= size if role.residual else 1
-    elements = -(-parallelism.micro_batch * problem.seq * problem.model.hidden // shared)
-    one_pass = 0.0
-    if stack.extra_passes:
-        moved = 2 * elements * problem.item_bytes
-        one_pass = call_s(problem, Compute("call", elements, moved, dtype=problem.dtype, call="elementwise"))
-    return num_kernels * stack.launch_s + stack.extra_passes * one_pass
+    model, tokens = problem.model, parallelism.micro_batch * problem.seq
+    inner = parallelism.context * parallelism.tensor_size
+    moved = tokens * (
+        unfused.residual * model.hidden / shared
+        + unfused.heads * model.num_heads * model.head_dim / inner
+        + unfused.keys * model.num_kv_heads * model.head_dim / inner
+        + unfused.ffn * model.ffn_hidden / inner
+    )
+    return (num_kernels + unfused.kernels) * problem.stack.launch_s + streamed_s(problem, moved)
 
 
 def _accumulation_s(problem: StepProblem, parallelism: Parallelism) -> float:
-    """Return the seconds of the pass that accumulates gradients of a layer; 0 without one."""
-    if not problem.stack.accumulates:
-        return 0.0
+    """Return the seconds of the stack's passes over a layer's gradients of weights, and its gathered weights."""
     weights = sum(layer.in_features * layer.out_features for layer in problem.model.fc_layers())
     own = -(-weights // parallelism.tensor_size)
-    moved = own * (problem.item_bytes + 2 * problem.gradient_bytes)
-    return call_s(problem, Compute("call", own, moved, dtype=problem.dtype, call="elementwise"))
+    in_weights, in_gradients = problem.stack.gradient_passes
+    moved = own * (in_weights * problem.item_bytes + in_gradients * problem.gradient_bytes)
+    if parallelism.zero == 3:
+        gathers = 2  # forward and backward, of which the time is counted backward
+        moved += gathers * own * problem.stack.gather_passes * problem.item_bytes
+    return streamed_s(problem, moved)
+
+
+def _last_product_s(problem: StepProblem, parallelism: Parallelism) -> float:
+    """Return the seconds of the last product of a layer's forward part."""
+    tokens = -(-parallelism.micro_batch * problem.seq // parallelism.context)
+    inner = -(-problem.model.ffn_hidden // parallelism.tensor_size)
+    return call_s(problem, matmul_work(tokens, problem.model.hidden, inner, problem.dtype))
+
+
+def streamed_s(problem: StepProblem, num_bytes: float) -> float:
+    """Return the seconds in which so many bytes are read and written on one chip; 0 for none."""
+    if num_bytes <= 0:
+        return 0.0
+    moved = round(num_bytes)
+    return call_s(
+        problem, Compute("call", max(moved // 4, 1), moved, dtype=problem.dtype, call="elementwise")
+    )
 
 
 def call_s(problem: StepProblem, work: Compute) -> float:
@@ -153,8 +176,9 @@ def call_s(problem: StepProblem, work: Compute) -> float:
 def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str) -> tuple[float, float]:
     """Return the seconds of attention as the block has it, and what plain attention adds to them.
 
-    Plain attention multiplies all pairs of tokens twice forward and four times backward. Softmax reads and writes
-    all scores, and so does its mask.
+    Plain attention multiplies all pairs of tokens twice forward and four times backward. A causal softmax reads
+    half of the scores and writes all, and backward reads half of two tensors (Megatron-LM, megatron/fused_kernels/
+    scaled_upper_triang_masked_softmax.h). Dropout reads and writes all, and its mask.
     """
     model, item = problem.model, problem.item_bytes
     heads = -(-model.num_heads // parallelism.tensor_size)
@@ -174,18 +198,19 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     products.append(matmul_work(queries, width, problem.seq, problem.dtype, batch * heads))
     times = 1 if direction == "forward" else 2
     plain_s = times * sum(call_s(problem, each) for each in products)
-    moved = scores * (2 * item + (1 if problem.has_dropout else 0)) * (2 if problem.has_dropout else 1)
-    softmax = Compute("call", 5 * scores, moved * times, dtype=problem.dtype, call="softmax")
+    moved = scores * item * (3 if times == 1 else 4) // 2
+    moved += scores * (2 * item + 1) if problem.has_dropout else 0
+    softmax = Compute("call", 5 * scores, moved, dtype=problem.dtype, call="softmax")
     return fused_s, plain_s + call_s(problem, softmax) - fused_s
 
 
-def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
+def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: float) -> float:
     """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
     if problem.loss == "fused":
         return 0.0
     tokens = parallelism.micro_batch * problem.seq
     logits = -(-tokens * (problem.model.vocab_size or 0) // (parallelism.tensor_size * parallelism.context))
-    work = Compute("call", logits, num_bytes * logits, dtype=problem.dtype, call="elementwise")
+    work = Compute("call", logits, round(num_bytes * logits), dtype=problem.dtype, call="elementwise")
     return call_s(problem, work)
 
 
@@ -196,7 +221,7 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
         return none, none
     forward, whole = (each.part for each in forward_and_whole(problem, parallelism, vocabulary))
     plain, all_plain = (each.part for each in forward_and_whole(problem, parallelism))
-    logits_s = [eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
+    logits_s = [eager_logits_s(problem, parallelism, each) for each in problem.stack.logit_bytes]
     ends_forward = forward - plain + PartTime(logits_s[0])
     ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])
     begins = _embedding_time(problem, parallelism)

@@ -126,7 +126,8 @@ class Stages:
 
     def gathers_s(self) -> float:
         """Return the seconds by which gathers of weights on the first rank delay the step (ZeRO-1 and 2)."""
-        p, overlap = self.parallelism, self.problem.stack.overlap
+        p, stack = self.parallelism, self.problem.stack
+        overlap = 0.0 if stack.waits_for_gathers else stack.overlap
         once = p.zero == 1 or (p.zero == 2 and not self.problem.stack.regathers)
         if not once:
             return 0.0
