@@ -4,8 +4,8 @@
 
 Random configurations of four models on four clusters: degrees, strategy, ZeRO-0 or 1, schedule, recomputation,
 and whether reductions overlap. Replicas that are alike are folded. "error" is estimate over simulation, less one.
-With --save, rows of an unfinished run are kept and the next run goes on behind them; each row depends on its number
-alone.
+With --save, rows of an unfinished run are kept and the next run goes on behind them; each row depends on its
+number alone.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class _StepWriter:
             raise UnsupportedError(
                 "the program of a step shards over one group; put context beside data in the order"
             )
-        if stack.overlap not in (0, 1) or stack.blocks_transfers:
+        if stack.overlap not in (0, 1) or stack.blocks_transfers or stack.waits_for_tensor:
             raise UnsupportedError(
                 "the program of a step overlaps all of its reductions or none, and its transfers"
             )

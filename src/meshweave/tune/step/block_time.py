@@ -211,9 +211,9 @@ class _PricedTasks:
             context += ticks if work.axis.endswith(_CONTEXT_AXIS) else 0
         lanes = [0] * self._num_lanes
         ends: list[int] = []
-        for (lane, waits), duration in zip(self._steps, durations, strict=True):
+        for (lane, after), duration in zip(self._steps, durations, strict=True):
             end = lanes[lane]
-            for other in waits:
+            for other in after:
                 if ends[other] > end:
                     end = ends[other]
             end += duration
