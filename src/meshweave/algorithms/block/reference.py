@@ -13,25 +13,26 @@ from meshweave.algorithms.contract import Array, Arrays
 
 
 def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return Z, and for training DX and the gradients of all weights; with a vocabulary LOSS and no Z and DX."""
+    """Return Z, or LOSS where the problem has one, and for training the gradients of X and of all weights."""
     halves = [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
     known = dict(inputs)
-    ends = _Ends(problem, known) if problem.vocabulary else None
-    if ends is not None:
+    ends = _Ends(problem, known)
+    if problem.has_embedding:
         ends.before()
     for half in halves:
         _forward(half, known)
-    if ends is not None:
+    if problem.has_loss:
         ends.after()
-    names = ["LOSS"] if ends is not None else ["Z"]
+    names = ["LOSS"] if problem.has_loss else ["Z"]
     if problem.training:
-        if ends is not None:
+        if problem.has_loss:
             ends.before_backward()
         for half in reversed(halves):
             _backward(half, known)
-        if ends is not None:
+        if problem.has_embedding:
             ends.after_backward()
-        names += ["DE", "DGN", "DWV"] if ends is not None else ["DX"]
+        names += ["DE"] if problem.has_embedding else ["DX"]
+        names += ["DGN", "DWV"] if problem.has_loss else []
         names += [f"D{name}" for half in halves for name in (half.gain, half.w_in, half.w_out)]
         if problem.biases:
             names += [f"D{bias}" for half in halves for bias, *_ in half.biases]
