@@ -162,6 +162,11 @@ def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
     return LayerTime(forward, backward, again)
 
 
+def block_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
+    """Return the config of the strategy that suits a layer best. Raises LayoutError where it does not fit."""
+    return _training_time(problem, parallelism, 0, problem.product_dtype)[2]
+
+
 def bare_layer_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float]:
     """Return `least_layer_s` of the forward part, and of forward and backward. Raises as that does."""
     forward, whole, _ = _split_time(problem, parallelism, 0, problem.product_dtype)
