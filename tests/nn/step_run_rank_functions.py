@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from meshweave.check.training_step import random_batches, random_weights, reference_steps, worst_difference
+from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import load_cluster
 from meshweave.describe.model import Transformer
 from meshweave.execute.ranks.launch import RankContext
@@ -38,13 +38,11 @@ def run_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str
         run = StepRun(step, weights, optimizer=ADAM, liveness=context.liveness)
         losses = [run.run(tokens, targets) for tokens, targets in batches]
         shards = step.parallelism.tensor_size if run.has_loss else 1
-        parts = run.weights()
         out.append(
             {
                 "losses": [loss / shards for loss in losses],
                 "expected": expected.losses,
-                "difference": worst_difference(parts, expected.weights),
-                "num_weights": len(parts),
+                "difference": run.worst_difference(expected.weights),
             }
         )
         run.close()

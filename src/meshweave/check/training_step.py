@@ -5,9 +5,8 @@ Loss and gradients are those of `algorithms.block.reference`; Adam updates the w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -80,16 +79,3 @@ def reference_steps(
             value, *both = optimizer.update(value, *moments[name], out[f"D{name}"], number)
             known[name], moments[name] = value, (both[0], both[1])
     return ReferenceSteps(tuple(losses), known)
-
-
-def worst_difference(parts: Mapping[str, tuple[Any, tuple[Any, ...]]], expected: Arrays) -> float:
-    """Return the largest difference of parts of weights from those expected.
-
-    Args:
-        parts: (values, global indices by dim) by name of the weight.
-    """
-    differences = [
-        float(np.abs(np.asarray(value) - expected[name][np.ix_(*places)]).max(initial=0.0))
-        for name, (value, places) in parts.items()
-    ]
-    return max(differences, default=0.0)

@@ -2,8 +2,8 @@
 
 The program is that of `tune.step`: a pipeline of layers on all replicas, with its messages, its reductions of
 gradients and, under ZeRO-1, its gathers of weights. At its end an optimizer (Adam: Kingma and Ba, 2015,
-algorithm 1) updates the weights of each layer, or the shard of them that a rank has. A layer is a call, whose function runs the forward or the
-backward part of the block program of its strategy among the tensor-parallel ranks.
+algorithm 1) updates the weights of each layer, or the shard of them that a rank has. A layer is a call, whose
+function runs the forward or the backward part of the block program of its strategy among the tensor-parallel ranks.
 
 Weights of a layer are one vector: those of its block program in the order of their buffers, then zeros up to a
 multiple of the replicas. Gradients of weights that all ranks of a tensor-parallel axis have, from tokens that they
@@ -377,19 +377,23 @@ class StepRun:
     def _tensors(self, weights: Arrays) -> dict[str, Values]:
         """Return weights and moments of this rank: what is updated is where it was."""
         tensors: dict[str, Values] = {}
-        for number, layer in self._layers.items():
-            buffer = self.program.buffer_of[f"w{number}"]
-            count = self.problem.stages[number].parameters
-            vector = torch.zeros(count)
-            vector[: layer.size] = layer.local_weights(weights, number, self.rank)
-            assert buffer.layout is not None
-            (mine,) = buffer.layout.indices((count,), self.rank)
-            own = vector[torch.from_numpy(mine)].clone()
+        for number in self._layers:
+            own = self._own_weights(weights, number)
             tensors |= {f"w{number}": own, f"nw{number}": own}
             for moment in _MOMENTS:
                 kept = torch.zeros_like(own)
                 tensors |= {f"{moment}{number}": kept, f"n{moment}{number}": kept}
         return tensors
+
+    def _own_weights(self, weights: Arrays, number: int) -> Values:
+        """Return what this rank has of a layer's weights: all that its tensor-parallel part has, or a shard."""
+        layer, buffer = self._layers[number], self.program.buffer_of[f"w{number}"]
+        count = self.problem.stages[number].parameters
+        vector = torch.zeros(count)
+        vector[: layer.size] = layer.local_weights(weights, number, self.rank)
+        assert buffer.layout is not None
+        (mine,) = buffer.layout.indices((count,), self.rank)
+        return vector[torch.from_numpy(mine)]
 
     def run(self, tokens: Array, targets: Array) -> float:
         """Run one step, and return the sum of the loss over the tokens of this rank's micro-batches.
@@ -415,12 +419,13 @@ class StepRun:
         losses = self._bound.outputs.get(f"y{last}")
         return 0.0 if losses is None else float(losses.sum())
 
-    def weights(self) -> dict[str, tuple[Values, tuple[Any, ...]]]:
-        """Return this rank's part of each weight and its global indices; nothing of those that ZeRO-1 cuts."""
-        out: dict[str, tuple[Values, tuple[Any, ...]]] = {}
-        for number, layer in self._layers.items():
-            out |= layer_parts(layer, number, self._bound.inputs[f"w{number}"], self.rank)
-        return out
+    def worst_difference(self, weights: Arrays) -> float:
+        """Return the largest difference of this rank's weights from those of a whole model, given by name."""
+        worst = 0.0
+        for number in self._layers:
+            own, expected = self._bound.inputs[f"w{number}"], self._own_weights(weights, number)
+            worst = max(worst, float((own - expected).abs().max()))
+        return worst
 
     @property
     def has_loss(self) -> bool:
@@ -506,21 +511,6 @@ class StepRun:
         rows = self.step.num_micro_batches * self.step.parallelism.replicas
         indices = buffer.layout.indices((rows, 1), self.rank)[0]
         return int(indices[micro_batch])
-
-
-def layer_parts(
-    layer: _Layer, number: int, vector: Values, rank: int
-) -> dict[str, tuple[Values, tuple[Any, ...]]]:
-    """Return the weights in the vector of a layer by name, with their global indices; nothing of a part of it."""
-    if vector.numel() < layer.size:
-        return {}
-    out = {}
-    for name, (where, shape) in layer.slices.items():
-        buffer = layer.forward_program.buffer_of[name]
-        assert buffer.tensor is not None and buffer.layout is not None
-        places = buffer.layout.indices(layer.forward_program.tensor_of[buffer.tensor].shape, rank)
-        out[_model_name(buffer.tensor, number)] = vector[where].view(shape), places
-    return out
 
 
 def _local_size(step: Step, layer: int) -> int:

@@ -1,0 +1,203 @@
+"""What one rank of `step_lab.py` does: constants of the lab, then steps of every configuration."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from block_lab_functions import FusedFunctions
+from block_lab_rank import PRODUCT
+
+from meshweave.describe.layout import Layout, Replicate, Shard
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.machine.cluster import Cluster, CommConstants, NetworkAxis
+from meshweave.describe.machine.network import HostsNetwork
+from meshweave.describe.model import Transformer
+from meshweave.execute.ranks.launch import RankContext
+from meshweave.execute.torch.bind import bind
+from meshweave.execute.torch.context import TorchContext
+from meshweave.execute.torch.measure import start_together, without_garbage_collection
+from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Repeat, Statement, Tensor, View
+from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, Permute, Zero
+from meshweave.lab.description_file import load_lab
+from meshweave.lab.pace import paced
+from meshweave.lower import lower_rings
+from meshweave.nn.step_run import Adam, StepRun
+from meshweave.tune.step import Parallelism, StepProblem, step_of
+
+ADAM = Adam(lr=0.01, eps=0.1)
+"""Gradients that are nearly zero do not decide by their rounding which way a weight moves."""
+
+
+# --- constants ----------------------------------------------------------------------------------------------
+
+
+def axis_program(kind: str, shape: tuple[int, int], axis: str, num_bytes: int, loops: int, products: int) -> Program:
+    """Return ops along one axis of a mesh (hosts, ranks of a host), one after another, with products beside them.
+
+    Args:
+        kind: "all_gather" (as rings), "all_reduce" (the transport's) or "permute".
+        axis: "row", between hosts, or "col", inside them; all groups of the axis at once.
+        num_bytes: of a part of an all-gather, of what is summed, or of a message.
+        loops: how many ops there are in lane "net".
+        products: how many products there are in lane "compute".
+    """
+    mesh, count = Mesh.of("tp", shape, ("row", "col")), num_bytes // 4
+    size = mesh.size(axis)
+    everywhere = Layout(mesh, (Replicate(), Replicate()))
+    whole = count * size if kind == "all_gather" else count
+    tensors = [Tensor("X", (whole,), "float32"), Tensor("Y", (whole,), "float32")]
+    over, x, y = f"tp.{axis}", View("x", (FULL,)), View("y", (FULL,))
+    split = Layout(mesh, tuple(Shard(0) if name == axis else Replicate() for name in mesh.axes))
+    read = split if kind == "all_gather" else everywhere
+    op: Op
+    if kind == "all_gather":
+        op = AllGather(out=y, src=x, dim=0, over=over, lane="net")
+    elif kind == "all_reduce":
+        op = AllReduce(out=y, src=x, over=over, lane="net")
+    else:
+        op = Permute(out=y, src=x, over=over, shift=1, lane="net")
+    buffers = [
+        Buffer("x", "input", "tp", "float32", "X", read),
+        Buffer("y", "output", "tp", "float32", "Y", everywhere),
+    ]
+    m, k, n = PRODUCT
+    views = {name: View(name, (FULL, FULL)) for name in "abc"}
+    buffers += [
+        Buffer(name, "scratch", "tp", "float32", shape=sizes)
+        for name, sizes in (("a", (m, k)), ("b", (k, n)), ("c", (m, n)))
+    ]
+    statements: list[Statement] = [Repeat("i", loops, (op,))]
+    statements += [Zero(out=views[name], lane="compute") for name in "ab"]
+    product = Matmul(out=views["c"], a=views["a"], b=views["b"], lane="compute")
+    statements.append(Repeat("j", products, (product,)))
+    body = (On("tp", tuple(statements)),)
+    program = Program(kind, (mesh,), tuple(tensors), tuple(buffers), (Lane("net"), Lane("compute")), body)
+    return lower_rings(program)
+
+
+def measure_axes(context: RankContext, payload: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return for each "kind axis bytes" the seconds of one op in a row of `loops`, by repetition.
+
+    `payload`: lab, shape, cases [[kind, axis, bytes, loops, products]], repeat, deadline_s.
+    """
+    torch.set_num_threads(1)
+    lab = load_lab(payload["lab"])
+    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    assert lab.flops_per_s is not None
+    out = {}
+    for kind, axis, num_bytes, loops, products in payload["cases"]:
+        program = axis_program(kind, tuple(payload["shape"]), axis, num_bytes, loops, products)
+        bound = bind(program, context.rank, {"x": torch.ones(num_bytes // 4)}, context=shared, trace=True)
+        times = []
+        with without_garbage_collection(), paced(lab.flops_per_s, lab.call_flops_per_s):
+            for repetition in range(payload["repeat"] + 1):
+                start_together(shared)
+                trace = bound.run()
+                assert trace is not None
+                spans = [span for span in trace.spans if span.lane != "compute"]
+                took_ps = max(span.end_ps for span in spans) - min(span.start_ps for span in spans)
+                if repetition:
+                    times.append(took_ps / 1e12 / loops)
+        out[f"{kind} {axis} {num_bytes}"] = times
+    shared.close()
+    return out
+
+
+def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -> Cluster:
+    """Return a lab's cluster of hosts with measured links; rings go in one direction, as those of gloo do.
+
+    Args:
+        constants: for "intra" and "nic": bytes_per_s, step_s of a step of a ring, reduce_step_s of a step of an
+            all-reduce, and message_s, the latency of a message.
+    """
+    network = cluster.network
+    assert isinstance(network, HostsNetwork)
+
+    def measured(axis: NetworkAxis, of: Mapping[str, float]) -> NetworkAxis:
+        rate = of["bytes_per_s"]
+        kinds = {"all_reduce": of["reduce_step_s"], "send_recv": of["message_s"]}
+        return replace(
+            axis,
+            link_bytes_per_s=rate,
+            link_latency_s=of["step_s"],
+            num_directions=1,
+            constants=tuple((kind, CommConstants(rate, seconds, 0.0)) for kind, seconds in kinds.items()),
+        )
+
+    links = {name: measured(getattr(network, name), constants[name]) for name in ("intra", "nic")}
+    return replace(cluster, network=replace(network, **links))
+
+
+# --- steps --------------------------------------------------------------------------------------------------
+
+
+def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Run steps of every configuration: one to warm up, which is checked, and then `repeat`, each from a common start.
+
+    `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat, deadline_s,
+    arrays: a file of weights ("before NAME"), expected weights after a step ("after NAME"), and of `tokens` and
+    `targets`. Returns for each configuration the seconds of each step from the common start to the end of this
+    rank, its sum of the loss, the largest difference of a weight after one step, overruns [count, seconds], late_s.
+    """
+    torch.set_num_threads(1)
+    lab = load_lab(payload["lab"])
+    assert lab.flops_per_s is not None
+    arrays = np.load(payload["arrays"])
+    before, after = (
+        {name.removeprefix(word): arrays[name] for name in arrays.files if name.startswith(word)}
+        for word in ("before ", "after ")
+    )
+    cluster = calibrated(lab.cluster(), payload["constants"])
+    problem = StepProblem(Transformer(**payload["model"]), cluster, payload["batch"], payload["seq"], "float32")
+    world = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
+    out = []
+    for number, fields in enumerate(payload["cases"]):
+        step = step_of(problem, parallelism_of(fields))
+        began = time.monotonic()
+        run = StepRun(
+            step, before, optimizer=ADAM, functions=FusedFunctions, liveness=context.liveness,
+            deadline_s=payload["deadline_s"],
+        )  # fmt: skip
+        gc.collect()
+        bound_s = time.monotonic() - began
+        row: dict[str, Any] = {"times": [], "late_s": 0.0, "overruns": [0, 0.0]}
+        with without_garbage_collection(), paced(lab.flops_per_s, lab.call_flops_per_s) as pacer:
+            for repetition in range(payload["repeat"] + 1):
+                report = pacer.report()
+                start_ns, late_ns = start_together(world)
+                loss = run.run(arrays["tokens"], arrays["targets"])
+                took = time.monotonic() - start_ns / 1e9
+                if repetition == 0:
+                    row |= {"loss": loss, "difference": run.worst_difference(after)}
+                    continue
+                row["times"].append(took)
+                row["late_s"] = max(row["late_s"], late_ns / 1e9)
+                now = pacer.report()
+                row["overruns"][0] += now.num_overruns - report.num_overruns
+                row["overruns"][1] += now.overrun_s - report.overrun_s
+        # Ranks of a tensor-parallel group have one loss.
+        row["loss"] /= step.parallelism.tensor_size
+        run.close()
+        out.append(row)
+        if context.rank == 0:
+            times = ", ".join(f"{each:.3f}" for each in row["times"])
+            done = f"{number + 1} of {len(payload['cases'])}"
+            print(f"{done}: {times} s, bound in {bound_s:.1f} s", file=sys.stderr, flush=True)
+    world.close()
+    return out
+
+
+def parallelism_of(fields: Mapping[str, Any]) -> Parallelism:
+    """Return a configuration from its fields as JSON has them."""
+    tensor = fields.get("tensor", 1)
+    lists = {"tensor": tuple(tensor) if isinstance(tensor, list) else tensor}
+    if "order" in fields:
+        lists["order"] = tuple(fields["order"])
+    return Parallelism(**{**fields, **lists})
