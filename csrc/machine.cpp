@@ -242,7 +242,7 @@ std::vector<Route> routes(const Expanded& program, const Column& num_directions,
       const i64 price = code.group_price[static_cast<size_t>(group)];
       require(price >= 0 && price < static_cast<i64>(num_directions.size()), "machine: a group without constants");
       if (shift == RING && rails[static_cast<size_t>(price)])
-        for (const i64 number : {2, 3}) add(rank, code.member(group, (place + 1) % count), number);
+        for (const i64 number : {2, 3, 4}) add(rank, code.member(group, (place + 1) % count), number);
       if (shift == RING && num_directions[static_cast<size_t>(price)] == 2)
         add(rank, code.member(group, (place + count - 1) % count), 1);
     }

@@ -36,8 +36,8 @@ struct Works {
   std::vector<std::vector<i64>> number;  // of each op of each class, -1 for other kinds of op
 };
 
-constexpr i64 NUM_ROUTES = 4;
-constexpr i64 LINK_WEIGHTS = 4;  // an entry of `route_links` is a link times this plus its weight
+constexpr i64 NUM_ROUTES = 5;
+constexpr i64 LINK_WEIGHTS = 8;  // an entry of `route_links` is a link times this plus its weight
 
 class Machine {
  public:
@@ -112,7 +112,7 @@ class Machine {
 };
 
 // A route that a program may take: positions of the source and of the target, and which one: 0; 1 backwards, where both
-// directions are as long; 2 and 3 over all NICs of hosts, of a ring and of a tree.
+// directions are as long; 2 to 4 over all NICs of hosts, of a ring and of trees of two and of three hosts.
 struct Route {
   i64 source, target, number;
 };

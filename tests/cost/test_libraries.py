@@ -59,7 +59,7 @@ def hosts(cluster: Cluster, num_hosts: int, nics: int, latency_s: float = 0.0) -
 @given(
     st.sampled_from(SIZED_KINDS),
     st.sampled_from([H100, PLAIN, load_cluster("dgx-a100")]),
-    st.sampled_from([1, 2, 3]),
+    st.sampled_from([1, 2, 3, 4]),
     st.sampled_from([1, 2, 4, 8]),
     st.integers(10, 30),
 )
@@ -73,7 +73,17 @@ def test_closed_form_and_simulators_agree_on_an_idle_machine(
     core = engine.simulate(program, machine)
     exact = reference.simulate(program, machine)
     assert core.trace().spans == exact.spans
-    assert core.duration_s == pytest.approx(estimate(program, machine).total_s, rel=0.03)
+    assert core.duration_s == pytest.approx(estimate(program, machine).total_s, rel=0.005)
+
+
+@pytest.mark.parametrize("num_hosts", range(2, 9))
+def test_trees_of_any_number_of_hosts_have_the_nics_that_they_need(num_hosts: int) -> None:
+    cluster = hosts(PLAIN, num_hosts, 2, 5e-6)
+    program = program_of("all_reduce", (8 * num_hosts,), num_hosts << 24, "x")
+    machine = Machine.of(cluster, program)
+    assert engine.simulate(program, machine).duration_s == pytest.approx(
+        estimate(program, machine).total_s, rel=0.005
+    )
 
 
 def bandwidth(cluster: Cluster, kind: str, num_bytes: int) -> float:

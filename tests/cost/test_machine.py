@@ -167,7 +167,7 @@ def test_other_networks_carry_any_mesh(network: Network, shape: tuple[int, ...])
         for dst in range(12):
             path = plain.path(src, dst)
             assert path == logical.path(src, dst) and len(set(path)) == len(path)
-            assert all(plain.link_rate(link) in (10**9, 4 * 10**9, 10**10) for link in path)
+            assert all(plain.link_rate(link) in (10**9, 4 * 10**9, 8 * 10**9, 10**10) for link in path)
 
 
 def test_a_logical_mesh_on_a_ring_shares_links() -> None:

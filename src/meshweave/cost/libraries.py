@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from meshweave.base.units import to_ps
 from meshweave.cost.collectives import collective_seconds
-from meshweave.cost.machine import RING_ROUTE, TREE_ROUTE, HostSpan, Machine
+from meshweave.cost.machine import RING_ROUTE, TREE_OF_2_ROUTE, TREE_OF_3_ROUTE, HostSpan, Machine
 from meshweave.describe.machine.kernels import ChipKernels
 from meshweave.describe.machine.network import HostsNetwork
 
@@ -52,8 +52,8 @@ _TREE = (6.8e-6, 0.6e-6, 5.0e-6)
 class SizedPrice:
     """The price of a collective of one size: launch, picoseconds of each step, and bytes per second into a chip.
 
-    `route` says how its messages between hosts use the NICs: 0 as any message, or `RING_ROUTE`, `TREE_ROUTE`
-    of `cost.machine`.
+    `route` says how its messages between hosts use the NICs: 0 as any message, or `RING_ROUTE`, `TREE_OF_2_ROUTE`,
+    `TREE_OF_3_ROUTE` of `cost.machine`.
     """
 
     algorithm: str
@@ -147,5 +147,5 @@ def _across_hosts(
     levels = span.num_hosts.bit_length() - 1
     latency = tree[0] + 2 * ((span.per_host - 1) * tree[1] + levels * tree[2])
     fill = 2 * math.sqrt(latency * min(total, _LONGEST_FILL_BYTES) / rate)
-    route = TREE_ROUTE if span.num_hosts == 2 else RING_ROUTE
+    route = {2: TREE_OF_2_ROUTE, 3: TREE_OF_3_ROUTE}.get(span.num_hosts, RING_ROUTE)
     yield _AlgorithmTime("tree", tree[0], latency + fill + total / rate, moved * rate / total, route)

@@ -37,8 +37,10 @@ level, 0) or (direct, child, level, other child), the children of a level counte
 a full mesh, (inner or link, source, target, 0)."""
 
 _MOST_PER_BYTE = 1 << 20
-RING_ROUTE, TREE_ROUTE = 2, 3
+RING_ROUTE, TREE_OF_2_ROUTE, TREE_OF_3_ROUTE = 2, 3, 4
 """Routes of collectives that use all NICs of their hosts, beside 0 (forwards) and 1 (backwards)."""
+_NICS_WEIGHT = {TREE_OF_2_ROUTE: 2, TREE_OF_3_ROUTE: 3}
+"""Quarters of what a ring sends through the NICs of a host that a tree of so many hosts sends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +292,7 @@ class Machine:
         full mesh. Where both directions of a torus are equally long, it goes forwards, on `route` 1 backwards.
 
         Where collectives use all NICs of a host at once, a message between hosts takes its share of them all, of
-        the links "nics-out" and "nics-in" of a host; on `RING_ROUTE` and `TREE_ROUTE` it takes these alone.
+        the links "nics-out" and "nics-in" of a host; on `RING_ROUTE` and those of trees it takes these alone.
         """
         network = self.cluster.network
         if self.placement is not None:
@@ -312,7 +314,7 @@ class Machine:
                 if not self.has_rails:
                     return own
                 shared: tuple[Link, ...] = ("nics-out", host, 0, 0), ("nics-in", to_host, 0, 0)
-                return shared if route in (RING_ROUTE, TREE_ROUTE) else own + shared
+                return shared if route >= RING_ROUTE else own + shared
             case FullMeshNetwork():
                 return tuple(_mesh_hops(network, src, dst))
             case TreeNetwork():
@@ -330,13 +332,16 @@ class Machine:
                 at[axis] = (at[axis] + direction) % size
 
     def link_rate(self, link: Link) -> int:
-        """Return the bytes per second of one direction of a link; in a tree, of all parallel links of a child."""
+        """Return the bytes per second of one direction of a link, in units of `link_weight`.
+
+        In a tree it is that of all parallel links of a child.
+        """
         network = self.cluster.network
         link_kind, _, axis, _ = link
         match network:
             case HostsNetwork():
                 if link_kind.startswith("nics"):
-                    return 2 * network.nics_per_host * int(network.nic.link_bytes_per_s)
+                    return 4 * network.nics_per_host * int(network.nic.link_bytes_per_s)
                 chosen = network.nic if link_kind.startswith("nic") else network.intra
             case TreeNetwork():
                 level = network.levels[axis]
@@ -356,9 +361,10 @@ class Machine:
     def link_weight(link: Link, route: int = 0) -> int:
         """Return the bytes of a link's rate that each byte of a message on a route takes.
 
-        All NICs of a host are counted twice, since a tree between two hosts sends about half of what a ring sends.
+        All NICs of a host are counted four times, since a tree between two hosts sends about half of what a ring
+        sends, and one between three hosts three quarters.
         """
-        return 2 if link[0].startswith("nics") and route != TREE_ROUTE else 1
+        return _NICS_WEIGHT.get(route, 4) if link[0].startswith("nics") else 1
 
     @cached_property
     def _torus_axes(self) -> tuple[NetworkAxis, ...]:

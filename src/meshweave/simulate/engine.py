@@ -145,7 +145,7 @@ def _column(*values: int) -> Column:
 class _Routes:
     """A cache of the numbered links of a machine, and of routes over them.
 
-    A link of a route is its number times 4 plus its weight, as the core reads it.
+    A link of a route is its number times 8 plus its weight, as the core reads it.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -179,7 +179,7 @@ class _Routes:
             if link not in self.links:
                 self.links[link] = len(self.links)
                 self.rates.append(self.machine.link_rate(link))
-            route.append(4 * self.links[link] + self.machine.link_weight(link, number))
+            route.append(8 * self.links[link] + self.machine.link_weight(link, number))
         self.known[source, target, number] = route
         return route
 
