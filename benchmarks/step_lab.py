@@ -1,12 +1,13 @@
-"""Training steps in a lab of 16 ranks: configurations of data, pipeline and tensor parallelism beside what the plan says.
+"""Training steps in a lab of 16 ranks: data, pipeline and tensor parallelism, beside what the plan says.
 
     python benchmarks/step_lab.py [--lab LAB.toml] [--cases 0,3] [--repeat N] [--save NAME]
 
 First the lab is calibrated: small and large all-gathers as rings of steps, all-reduces of the transport and
 messages, inside hosts and between them, with products beside them. They give a rate and latencies for both kinds
-of links. With these `step_of` estimates a step of each configuration, and `simulate_step` simulates it. Then each is run: the Program of the
-step over gloo, forward and backward parts of all micro-batches, messages of the pipeline, reductions of gradients, and Adam. Products, norms,
-attention, activations, losses and the optimizer are paced.
+of links. With these `step_of` estimates a step of each configuration, and `simulate_step` simulates it. Then each
+is run, as the Program of the step over gloo: forward and backward parts of all micro-batches, messages of the
+pipeline, reductions of gradients, and Adam. Products, norms, attention, activations, losses and the optimizer are
+paced.
 
 The first step of each configuration is compared with one process: loss, and weights after it. A time is
 from a common start to the end of the last rank, and what counts is the median.
@@ -164,9 +165,7 @@ def measure(
     running: RunningLab, options: argparse.Namespace, constants: Mapping[str, Any], cases: list[int]
 ) -> list[dict[str, Any]]:
     """Return the measured part of each configuration's row."""
-    problem = StepProblem(
-        Transformer(**MODEL), running.description.cluster(), BATCH, SEQ, "float32"
-    )
+    problem = StepProblem(Transformer(**MODEL), running.description.cluster(), BATCH, SEQ, "float32")
     weights, batches = random_weights(problem), random_batches(problem, 1)
     expected = reference_steps(problem, weights, batches, ADAM)
     (tokens, targets), (loss,) = batches[0], expected.losses
@@ -242,19 +241,24 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         one = said[reading]
         print(
             f"{reading}: mean error {one['mean_error']:.1%}, worst {one['worst_error']:+.1%}, {one['within']} of "
-            f"{len(rows)} within {APART:.0%}; {len(one['pairs_missed'])} of {said['pairs_apart']} pairs in another order"
+            f"{len(rows)} within {APART:.0%}; {len(one['pairs_missed'])} of {said['pairs_apart']} pairs in another "
+            "order"
         )
         for faster, slower in one["pairs_missed"]:
             print(f"    measured faster: {faster}; than {slower}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--cases", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--repeat", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=580.0)
-    parser.add_argument("--save", nargs="?", const="step_lab", help="a file in benchmarks/results, without .json")
+    parser.add_argument(
+        "--save", nargs="?", const="step_lab", help="a file in benchmarks/results, without .json"
+    )
     options = parser.parse_args()
     lab = Lab.load(options.lab)
     cases = options.cases or list(range(len(CASES)))

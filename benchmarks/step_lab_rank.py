@@ -38,7 +38,9 @@ ADAM = Adam(lr=0.01, eps=0.1)
 # --- constants ----------------------------------------------------------------------------------------------
 
 
-def axis_program(kind: str, shape: tuple[int, int], axis: str, num_bytes: int, loops: int, products: int) -> Program:
+def axis_program(
+    kind: str, shape: tuple[int, int], axis: str, num_bytes: int, loops: int, products: int
+) -> Program:
     """Return ops along one axis of a mesh (hosts, ranks of a host), one after another, with products beside them.
 
     Args:
@@ -139,12 +141,13 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 
 
 def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Run steps of every configuration: one to warm up, which is checked, and then `repeat`, each from a common start.
+    """Run steps of every configuration: one to warm up, which is checked, then `repeat` from a common start.
 
-    `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat, deadline_s,
-    arrays: a file of weights ("before NAME"), expected weights after a step ("after NAME"), and of `tokens` and
-    `targets`. Returns for each configuration the seconds of each step from the common start to the end of this
-    rank, its sum of the loss, the largest difference of a weight after one step, overruns [count, seconds], late_s.
+    `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
+    deadline_s, arrays: a file of weights ("before NAME"), expected weights after a step ("after NAME"), and of
+    `tokens` and `targets`. Returns for each configuration the seconds of each step from the common start to the
+    end of this rank, its sum of the loss, the largest difference of a weight after one step, overruns [count,
+    seconds], and late_s.
     """
     torch.set_num_threads(1)
     lab = load_lab(payload["lab"])
@@ -155,7 +158,9 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict
         for word in ("before ", "after ")
     )
     cluster = calibrated(lab.cluster(), payload["constants"])
-    problem = StepProblem(Transformer(**payload["model"]), cluster, payload["batch"], payload["seq"], "float32")
+    problem = StepProblem(
+        Transformer(**payload["model"]), cluster, payload["batch"], payload["seq"], "float32"
+    )
     world = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     out = []
     for number, fields in enumerate(payload["cases"]):

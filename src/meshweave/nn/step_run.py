@@ -2,8 +2,8 @@
 
 The program is that of `tune.step`: a pipeline of layers on all replicas, with its messages, its reductions of
 gradients and, under ZeRO-1, its gathers of weights. At its end an optimizer (Adam: Kingma and Ba, 2015,
-algorithm 1) updates the weights of each layer, or the shard of them that a rank has. A layer is a call, whose
-function runs the forward or the backward part of the block program of its strategy among the tensor-parallel ranks.
+algorithm 1) updates the weights of each layer, or the shard of them that a rank has. A layer is a call. Its
+function runs the forward or the backward part of the block program of its strategy on the tensor-parallel ranks.
 
 Weights of a layer are one vector: those of its block program in the order of their buffers, then zeros up to a
 multiple of the replicas. Gradients of weights that all ranks of a tensor-parallel axis have, from tokens that they
