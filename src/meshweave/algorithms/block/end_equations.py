@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from meshweave.algorithms.block.halves import Half, token_sizes
 from meshweave.algorithms.block.problem import BlockProblem
 from meshweave.ir.program import Tensor
-from meshweave.ir.program.meanings import Function, Meaning, PositionNames, Product, Same, TensorPart
+from meshweave.ir.program.meanings import Function, Meaning, Product, Same, TensorPart
 
 TOKENS_IN, TARGETS, IDS_IN, IDS_OUT = "TOKENS", "TARGETS", "IDS_IN", "IDS_OUT"
 TABLE, LOGITS, LOSS = "E", "LOGITS", "LOSS"
@@ -44,7 +44,7 @@ def head_of(problem: BlockProblem, is_flat: bool) -> Half:
 
 
 def end_tensors(problem: BlockProblem, is_flat: bool) -> Iterator[Tensor]:
-    """Yield the tensors of both ends, also of one that the problem lacks."""
+    """Yield the tensors of both ends."""
     p, tokens, real = problem, token_sizes(problem, is_flat), problem.statistics_dtype
     for name in (TOKENS_IN, TARGETS, GREATEST):
         yield Tensor(name, tokens, real)
@@ -68,59 +68,28 @@ def end_tensors(problem: BlockProblem, is_flat: bool) -> Iterator[Tensor]:
 
 
 def end_meanings(problem: BlockProblem, is_flat: bool, two_steps: bool) -> Iterator[Meaning]:
-    """Yield the equations of the ends that there are, forward."""
+    """Yield the equations of both ends, backward ones for training only."""
     head = head_of(problem, is_flat)
     names = head.token_names
-    if problem.has_embedding:
-        embedded = _embedded(names)
-        yield Function(TensorPart("X", (*names, "j")), "embed", embedded, reduce="sum")
-    if not problem.has_loss:
-        return
+    tokens, targets = TensorPart(TOKENS_IN, names), TensorPart(TARGETS, names)
+    ids_in, ids_out = TensorPart(IDS_IN, ("v",)), TensorPart(IDS_OUT, ("v",))
+    embedded = tokens, ids_in, TensorPart(TABLE, ("v", "j"))
+    yield Function(TensorPart("X", (*names, "j")), "embed", embedded, reduce="sum")
     yield from head.norm_meanings(two_steps)
     yield Product(LOGITS, "NN", "WV")
-    logits, greatest, sums, targets = _of_loss(names)
-    loss = TensorPart(LOSS, (None,))
+    logits, greatest = TensorPart(LOGITS, (*names, "v")), TensorPart(GREATEST, names)
+    sums, loss = TensorPart(SUMS, (*names, None)), TensorPart(LOSS, (None,))
     yield Function(greatest, "row_max", (logits,), reduce="max")
-    yield Function(sums, "softmax_sums", (logits, greatest, *targets), reduce="sum")
+    yield Function(sums, "softmax_sums", (logits, greatest, targets, ids_out), reduce="sum")
     yield Function(loss, "loss", (sums, greatest, loss), reduce="sum")
-
-
-def end_gradient_meanings(problem: BlockProblem, is_flat: bool, two_steps: bool) -> Iterator[Meaning]:
-    """Yield the equations of the ends that there are, backward."""
-    head = head_of(problem, is_flat)
-    names = head.token_names
-    if problem.has_loss:
-        logits, greatest, sums, targets = _of_loss(names)
-        yield Function(
-            TensorPart(f"D{LOGITS}", (*names, "v")), "loss_grad", (logits, greatest, sums, *targets)
-        )
-        yield Product("DNN", f"D{LOGITS}", "WV", transpose_b=True)
-        yield Product("DWV", "NN", f"D{LOGITS}", transpose_a=True)
-        yield from head.norm_gradient_meanings(two_steps)
-        yield Same("DZ", "DIN")
-    if problem.has_embedding:
-        of_table = TensorPart(f"D{TABLE}", ("v", "j"))
-        tokens, ids, _ = _embedded(names)
-        ins = tokens, ids, TensorPart("DX", (*names, "j")), of_table
-        yield Function(of_table, "embed_grad", ins, reduce="sum")
-
-
-def _embedded(names: PositionNames) -> tuple[TensorPart, TensorPart, TensorPart]:
-    """Return what the embedding reads: tokens, the tokens that rows of the table are of, and the table."""
-    return (
-        TensorPart(TOKENS_IN, names),
-        TensorPart(IDS_IN, ("v",)),
-        TensorPart(TABLE, ("v", "j")),
-    )
-
-
-def _of_loss(
-    names: PositionNames,
-) -> tuple[TensorPart, TensorPart, TensorPart, tuple[TensorPart, TensorPart]]:
-    """Return logits, the greatest of a row, its sums, and targets with the tokens that columns are of."""
-    return (
-        TensorPart(LOGITS, (*names, "v")),
-        TensorPart(GREATEST, names),
-        TensorPart(SUMS, (*names, None)),
-        (TensorPart(TARGETS, names), TensorPart(IDS_OUT, ("v",))),
-    )
+    if not problem.training:
+        return
+    of_logits = TensorPart(f"D{LOGITS}", (*names, "v"))
+    yield Function(of_logits, "loss_grad", (logits, greatest, sums, targets, ids_out))
+    yield Product("DNN", f"D{LOGITS}", "WV", transpose_b=True)
+    yield Product("DWV", "NN", f"D{LOGITS}", transpose_a=True)
+    yield from head.norm_gradient_meanings(two_steps)
+    yield Same("DZ", "DIN")
+    of_table = TensorPart(f"D{TABLE}", ("v", "j"))
+    ins = tokens, ids_in, TensorPart("DX", (*names, "j")), of_table
+    yield Function(of_table, "embed_grad", ins, reduce="sum")

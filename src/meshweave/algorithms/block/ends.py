@@ -38,7 +38,7 @@ def _of_units(dims: AxisDims) -> AxisDims:
 
 
 class EndsWriter(LayerWriter):
-    """Layers with an embedding before them, a loss after them, or both."""
+    """Layers with an embedding before and a loss after them."""
 
     @property
     def _head(self) -> Half:
@@ -47,45 +47,31 @@ class EndsWriter(LayerWriter):
     def _weights(self) -> list[WeightSpec]:
         head, hidden = self._head, Side("hidden", self.problem.hidden)
         words = Side("inner", self.problem.vocabulary)
-        table: list[WeightSpec] = [(TABLE, (words, hidden), self.roles.weight(False))]
-        of_head: list[WeightSpec] = [
+        return [
+            (TABLE, (words, hidden), self.roles.weight(False)),
+            *super()._weights(),
             (head.gain, (Side("", self.problem.norm_rows), hidden), self.roles.gain),
             (head.w_in, (hidden, words), self.roles.weight(True)),
         ]
-        first, last = self.problem.has_embedding, self.problem.has_loss
-        return [*(table if first else []), *super()._weights(), *(of_head if last else [])]
 
     def _declare_inputs(self) -> None:
         real, roles = self.problem.statistics_dtype, self.roles
         words: Sides = (Side("inner", self.problem.vocabulary),)
         logits, operand = roles.core(False), roles.operand(False)
-        first, last = self.problem.has_embedding, self.problem.has_loss
-        if not first:
-            self._declare_residual("X", "input")
-        for is_there, name, sides, dims in (
-            (first, TOKENS_IN, self._token_sides, _of_tokens(operand)),
-            (last, TARGETS, self._token_sides, _of_tokens(logits)),
-            (first, IDS_IN, words, _of_units(roles.weight(False))),
-            (last, IDS_OUT, words, _of_units(logits)),
+        for name, sides, dims in (
+            (TOKENS_IN, self._token_sides, _of_tokens(operand)),
+            (TARGETS, self._token_sides, _of_tokens(logits)),
+            (IDS_IN, words, _of_units(roles.weight(False))),
+            (IDS_OUT, words, _of_units(logits)),
         ):
-            if is_there:
-                self.stored[name] = self.writer.new(name.lower(), name, sides, dims, real, "input")
-        if self.problem.training and not last:
-            self._declare_residual("DZ", "input")
+            self.stored[name] = self.writer.new(name.lower(), name, sides, dims, real, "input")
 
     def _declare_outputs(self) -> None:
         real, one = self.problem.statistics_dtype, (Side("", 1),)
-        if self.problem.has_loss:
-            self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, self.roles.nowhere, real, "output")
-        else:
-            self._declare_residual("Z", "output")
-        if self.problem.training and not self.problem.has_embedding:
-            self._declare_residual("DX", "output")
+        self.stored[LOSS] = self.writer.new(LOSS.lower(), LOSS, one, self.roles.nowhere, real, "output")
 
     def _before(self) -> None:
         """Write the embedding: each rank looks up the rows that it has, and they are summed."""
-        if not self.problem.has_embedding:
-            return
         writer, site = self.writer, Site(self._head, False)
         table = self._weight(site)
         natural = product(self.roles.operand(False), table.dims, ("inner",))
@@ -96,8 +82,6 @@ class EndsWriter(LayerWriter):
 
     def _after(self) -> None:
         """Write the last norm, logits and the loss."""
-        if not self.problem.has_loss:
-            return
         writer, stored, real = self.writer, self.stored, self.problem.statistics_dtype
         self._norm(self._head, stored["Z"])
         logits = self._multiply(Site(self._head, True))
@@ -119,8 +103,6 @@ class EndsWriter(LayerWriter):
 
     def _before_backward(self) -> None:
         """Write the gradients of logits, of W_v, and of the last norm."""
-        if not self.problem.has_loss:
-            return
         stored, logits = self.stored, self.stored[LOGITS]
         out = self._new(f"D{LOGITS}", logits.sides, logits.dims)
         ins = (logits, stored[GREATEST], stored[SUMS], stored[TARGETS], stored[IDS_OUT])
@@ -131,8 +113,6 @@ class EndsWriter(LayerWriter):
 
     def _after_backward(self) -> None:
         """Write the gradient of E."""
-        if not self.problem.has_embedding:
-            return
         stored, writer = self.stored, self.writer
         arriving: Stored = writer.move(stored["DX"], gradient_dims(self.roles.product(False)), "all")
         out = stored[f"D{TABLE}"]

@@ -39,7 +39,6 @@ class LayerWriter(BlockTensors):
             self._forward(half)
         self._after()
         if self.problem.training:
-            self.writer.end_forward()
             self._before_backward()
             for half in reversed(self._halves):
                 self._backward(half)

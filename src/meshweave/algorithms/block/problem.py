@@ -13,14 +13,12 @@ from meshweave.describe.model.workload import Workload
 from meshweave.ir.program.expressions import Index
 
 Family = Literal["gpt", "llama"]
-Ends = Literal["both", "first", "last"]
 
 MESH = "tp"
 AXES = ("depth", "row", "col")
 """Names of the mesh axes; a mesh of two axes has the last two."""
 
 _FAMILIES = ("gpt", "llama")
-_ENDS = ("both", "first", "last")
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,7 @@ class BlockProblem:
 
     With a vocabulary, TOKENS (batch, sequence) are looked up in E (vocabulary, hidden). A last norm, the product
     with W_v (hidden, vocabulary) and a cross entropy with TARGETS follow Z: LOSS is their sum over tokens. X, Z
-    and their gradients are then no inputs and outputs, and E and W_v have gradients. They are two tables. Layers
-    of a pipeline have one of these ends: with `ends` "first" TOKENS are taken to Z, with "last" X is taken to LOSS.
+    and their gradients are then no inputs and outputs, and E and W_v have gradients. They are two tables.
 
     Attributes:
         batch, sequence: sequences of all ranks together, and tokens of a sequence.
@@ -49,8 +46,6 @@ class BlockProblem:
         layers: how many consecutive layers.
         training: whether the gradients are computed, too.
         vocabulary: the number of different tokens; 0 for layers alone.
-        ends: which ends there are, with a vocabulary: "both", the embedding alone ("first"), or norm, logits and loss
-            alone ("last").
         counts_masked: whether attention is priced over all pairs of query and key, as for kernels that do not skip
             masked tiles, or in FLOPs as Megatron-LM counts them. Else it is over the pairs that attend, as
             FlashAttention counts them (Dao 2023, section 4.1): sequence // 2 + 1 keys a query.
@@ -59,7 +54,7 @@ class BlockProblem:
             the same elements, so that results compare with `==` (`functions.py`).
 
     Raises:
-        LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family, dtype or ends are unknown.
+        LayoutError: a size is under 1, `kv_heads` does not divide `heads`, or family or dtype is unknown.
     """
 
     batch: int
@@ -78,7 +73,6 @@ class BlockProblem:
     vocabulary: int = 0
     counts_masked: bool = False
     biases: bool = False
-    ends: Ends = "both"
 
     def __post_init__(self) -> None:
         if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
@@ -94,7 +88,7 @@ class BlockProblem:
             raise LayoutError(
                 f"{self.kv_heads} heads of keys and values do not divide {self.heads} heads; give a divisor"
             )
-        for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES)), ("ends", _ENDS)):
+        for name, known in (("family", _FAMILIES), ("dtype", tuple(DTYPES))):
             word = getattr(self, name)
             if word not in known:
                 raise LayoutError(f"block: unknown {name} '{word}'{did_you_mean(word, known)}")
@@ -139,16 +133,6 @@ class BlockProblem:
     def priced_keys(self, keys: Index) -> Index:
         """Return for how many keys each of as many queries, at the same positions, is priced."""
         return keys if self.counts_masked else keys // 2 + 1
-
-    @property
-    def has_embedding(self) -> bool:
-        """Return whether the first layer reads an embedding of TOKENS, and not X."""
-        return bool(self.vocabulary) and self.ends != "last"
-
-    @property
-    def has_loss(self) -> bool:
-        """Return whether norm, logits and loss follow the last layer."""
-        return bool(self.vocabulary) and self.ends != "first"
 
     @property
     def queries_per_group(self) -> int:

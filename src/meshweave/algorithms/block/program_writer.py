@@ -51,21 +51,10 @@ class ProgramWriter(BlockWriter):
     Attributes:
         buffers: every buffer by name.
         statements: all statements before the loop that is being written.
-        num_forward: how many statements the forward part has; None where it is not divided from the backward part.
     """
 
-    def __init__(
-        self,
-        problem: BlockProblem,
-        config: BlockConfig,
-        mesh: Mesh,
-        batch_dims: AxisDims,
-        *,
-        is_divided: bool = False,
-    ) -> None:
+    def __init__(self, problem: BlockProblem, config: BlockConfig, mesh: Mesh, batch_dims: AxisDims) -> None:
         super().__init__(problem, config, mesh, batch_dims)
-        self._is_divided = is_divided
-        self.num_forward: int | None = None
         self.buffers: dict[str, Buffer] = {}
         self.statements: list[Statement] = []
         self._body: list[Statement] = []
@@ -169,12 +158,6 @@ class ProgramWriter(BlockWriter):
         multiplied, self._multiplied = self._multiplied, set()
         yield
         self._body, self._multiplied = body, multiplied
-
-    def end_forward(self) -> None:
-        """Note where the backward part begins, after the loop over chunks."""
-        if self._is_divided:
-            self.cut()
-            self.num_forward = len(self.statements)
 
     # --- compute ------------------------------------------------------------------------------------------------
 

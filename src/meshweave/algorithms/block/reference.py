@@ -13,26 +13,25 @@ from meshweave.algorithms.contract import Array, Arrays
 
 
 def reference(problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
-    """Return Z, or LOSS where the problem has one, and for training the gradients of X and of all weights."""
+    """Return Z, and for training DX and the gradients of all weights; with a vocabulary LOSS and no Z and DX."""
     halves = [half for layer in range(problem.layers) for half in halves_of(problem, layer)]
     known = dict(inputs)
-    ends = _Ends(problem, known)
-    if problem.has_embedding:
+    ends = _Ends(problem, known) if problem.vocabulary else None
+    if ends is not None:
         ends.before()
     for half in halves:
         _forward(half, known)
-    if problem.has_loss:
+    if ends is not None:
         ends.after()
-    names = ["LOSS"] if problem.has_loss else ["Z"]
+    names = ["LOSS"] if ends is not None else ["Z"]
     if problem.training:
-        if problem.has_loss:
+        if ends is not None:
             ends.before_backward()
         for half in reversed(halves):
             _backward(half, known)
-        if problem.has_embedding:
+        if ends is not None:
             ends.after_backward()
-        names += ["DE"] if problem.has_embedding else ["DX"]
-        names += ["DGN", "DWV"] if problem.has_loss else []
+        names += ["DE", "DGN", "DWV"] if ends is not None else ["DX"]
         names += [f"D{name}" for half in halves for name in (half.gain, half.w_in, half.w_out)]
         if problem.biases:
             names += [f"D{bias}" for half in halves for bias, *_ in half.biases]

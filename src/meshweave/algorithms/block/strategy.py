@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from meshweave.algorithms.block.assembly import BlockParts, write_parts, write_program, write_skeleton
+from meshweave.algorithms.block.assembly import write_program, write_skeleton
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
 from meshweave.algorithms.block.function_table import functions_of
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
@@ -74,15 +74,6 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         layers = "1 layer" if problem.layers == 1 else f"{problem.layers} layers"
         name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), problem.mesh, name)
-
-    def parts(self, problem: BlockProblem, config: BlockConfig) -> BlockParts:
-        """Return the forward and the backward part as two programs. Raises LayoutError as `program` does."""
-        self._check(problem, config)
-        if not problem.training:
-            raise LayoutError(
-                f"{self.name}: only a block for training has a backward part; give training=True"
-            )
-        return write_parts(problem, config, self.roles_of(problem), problem.mesh, self.title)
 
     def _check(self, problem: BlockProblem, config: BlockConfig) -> None:
         """Raise LayoutError where a problem or a config is none of this strategy."""

@@ -148,9 +148,6 @@ class BlockWriter(ABC):
     @abstractmethod
     def _end_loop(self) -> None: ...
 
-    def end_forward(self) -> None:
-        """Note that the backward part begins."""
-
     @abstractmethod
     def call(
         self,
