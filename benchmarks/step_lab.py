@@ -241,8 +241,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         one = said[reading]
         print(
             f"{reading}: mean error {one['mean_error']:.1%}, worst {one['worst_error']:+.1%}, {one['within']} of "
-            f"{len(rows)} within {APART:.0%}; {len(one['pairs_missed'])} of {said['pairs_apart']} pairs in another "
-            "order"
+            f"{len(rows)} within {APART:.0%}; {len(one['pairs_missed'])} of {said['pairs_apart']} pairs in "
+            "another order"
         )
         for faster, slower in one["pairs_missed"]:
             print(f"    measured faster: {faster}; than {slower}")

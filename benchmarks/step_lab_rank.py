@@ -143,9 +143,9 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Run steps of every configuration: one to warm up, which is checked, then `repeat` from a common start.
 
-    `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
-    deadline_s, arrays: a file of weights ("before NAME"), expected weights after a step ("after NAME"), and of
-    `tokens` and `targets`. Returns for each configuration the seconds of each step from the common start to the
+    `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`),
+    repeat, deadline_s, arrays: a file of weights ("before NAME"), expected weights after a step ("after NAME"), and
+    of `tokens` and `targets`. Returns for each configuration the seconds of each step from the common start to the
     end of this rank, its sum of the loss, the largest difference of a weight after one step, overruns [count,
     seconds], and late_s.
     """
@@ -187,8 +187,6 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict
                 now = pacer.report()
                 row["overruns"][0] += now.num_overruns - report.num_overruns
                 row["overruns"][1] += now.overrun_s - report.overrun_s
-        # Ranks of a tensor-parallel group have one loss.
-        row["loss"] /= step.parallelism.tensor_size
         run.close()
         out.append(row)
         if context.rank == 0:

@@ -13,7 +13,7 @@ share, are summed over that axis once a step, after the last micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,35 +22,35 @@ import torch
 from torch import Tensor as Values
 
 from meshweave.algorithms.block import BlockProblem
-from meshweave.algorithms.block.assembly import BlockParts
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, LOSS, TARGETS, TOKENS_IN
 from meshweave.algorithms.block.functions import BlockFunctions
-from meshweave.algorithms.block.layer import GRADIENTS
+from meshweave.algorithms.block.parts import BlockParts
+from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.real_functions import RealFunctions
-from meshweave.algorithms.block.roles import TOKENS
 from meshweave.algorithms.contract import Array, Arrays
 from meshweave.algorithms.pipeline.actions import Schedule
 from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
 from meshweave.algorithms.pipeline.program import COMPUTE, pipeline_program
 from meshweave.algorithms.pipeline.stage_ops import MARKER
+from meshweave.base.errors import UnsupportedError
 from meshweave.describe.layout import Layout, Partial, Replicate
 from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.model.workload import Workload
 from meshweave.execute.numpy import local_inputs
 from meshweave.execute.torch.bind import BoundProgram, bind
 from meshweave.execute.torch.context import TorchContext
 from meshweave.ir.program import FULL, Buffer, Call, Lane, On, Program, Statement, Tensor, View
-from meshweave.ir.program.ops import AllReduce, Op
-from meshweave.ir.program.statements import rewrite
+from meshweave.ir.program.ops import AllReduce
 from meshweave.lower import lower_rings
 from meshweave.tune.step import Step
 from meshweave.tune.step.compose import ADAM_STEP_BYTES
-from meshweave.tune.step.layers import block_config, strategy_of
+from meshweave.tune.step.layers import best_config, strategy_of
 from meshweave.tune.step.program import step_pipeline
 
 ADAM = "adam"
 """The name of the call that updates weights."""
 _MOMENTS = ("m", "v")
-_NO_WEIGHTS = ("X", TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
+_NO_WEIGHTS = ("X", "Z", TOKENS_IN, TARGETS, IDS_IN, IDS_OUT)
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,23 @@ class Adam:
 # --- the program --------------------------------------------------------------------------------------------
 
 
-def block_of(step: Step, layer: int) -> BlockProblem:
-    """Return the block of a layer for one micro-batch, with the ends of the model that the layer has."""
+def pieces_of(step: Step, layer: int) -> tuple[tuple[Piece, BlockProblem], ...]:
+    """Return the pieces of the model that the calls of a layer run, in order, each with its block."""
     model, p = step.problem.model, step.parallelism
-    block = BlockProblem(
-        p.micro_batch, step.problem.seq, model.hidden, model.num_heads, model.num_kv_heads, model.head_dim,
-        model.ffn_hidden, p.tensor_mesh, family="llama" if model.gated_ffn else "gpt", dtype=step.problem.dtype,
-    )  # fmt: skip
-    is_first, is_last = layer == 0, layer == model.num_layers - 1
-    if not model.vocab_size or not (is_first or is_last):
-        return block
-    ends = "both" if is_first and is_last else "first" if is_first else "last"
-    return replace(block, vocabulary=model.vocab_size, ends=ends)  # type: ignore[arg-type]
+    if not model.vocab_size:
+        raise UnsupportedError(f"model {model.name} has no vocabulary; give vocab_size to train it")
+    work = Workload(p.micro_batch, step.problem.seq, step.problem.dtype)
+    block = BlockProblem.of(model, work, p.tensor_mesh)
+    ends = replace(block, vocabulary=model.vocab_size)
+    first: tuple[tuple[Piece, BlockProblem], ...] = (("embedding", ends),) if layer == 0 else ()
+    last: tuple[tuple[Piece, BlockProblem], ...] = (("head", ends),) if layer == model.num_layers - 1 else ()
+    return *first, ("layers", block), *last
 
 
-def _parts_of(step: Step, layer: int) -> BlockParts:
-    """Return the programs of a layer."""
+def _parts_of(step: Step, piece: Piece, block: BlockProblem) -> BlockParts:
+    """Return the programs of a piece."""
     entry = strategy_of(step.problem, step.parallelism)
-    return entry.parts(block_of(step, layer), block_config(step.problem, step.parallelism))
+    return entry.parts(block, best_config(step.problem, step.parallelism), piece=piece)
 
 
 def _weight_buffers(forward: Program) -> Iterator[Buffer]:
@@ -175,96 +174,102 @@ def placed(program: Program, ranks: tuple[int, ...]) -> Program:
     return replace(program, meshes=(own,), buffers=tuple(buffers))
 
 
-class _Layer:
-    """The forward and backward part of layers that are alike, bound once on this rank.
+class _BoundPiece:
+    """The forward and backward part of pieces that are alike, bound once on this rank.
 
     Attributes:
-        names: the weights, in the order of their vector, with their slices of it and their shapes.
+        slices: by buffer of a weight its slice of the vector of all of them, and its shape.
+        tensors: by buffer of a weight the name of its tensor.
         size: the elements of all weights of this rank.
+        loss_copies: how many ranks of the tensor-parallel group have the same loss.
     """
 
     def __init__(
         self,
         step: Step,
-        layer: int,
+        piece: Piece,
+        block: BlockProblem,
         ranks: tuple[int, ...],
         context: TorchContext,
         functions: Callable[[BlockProblem], BlockFunctions],
     ) -> None:
-        self.problem = block_of(step, layer)
-        rank = _rank(context)
-        parts = _parts_of(step, layer)
-        self.kept = parts.kept
-        backward, self.summed = _without_sums(parts.backward)
-        forward, backward = (lower_rings(placed(part, ranks)) for part in (parts.forward, backward))
+        self.piece, self.block, self.rank = piece, block, _rank(context)
+        parts = _parts_of(step, piece, block)
+        self._kept = parts.kept
+        forward, backward = (lower_rings(placed(part, ranks)) for part in (parts.forward, parts.backward))
+        self.forward_program = forward
         self.slices: dict[str, tuple[slice, tuple[int, ...]]] = {}
         self.tensors: dict[str, str] = {}
         at = 0
         for buffer in _weight_buffers(forward):
             assert buffer.tensor is not None and buffer.layout is not None
-            shape = buffer.layout.local_shape(forward.tensor_of[buffer.tensor].shape, rank)
+            shape = buffer.layout.local_shape(forward.tensor_of[buffer.tensor].shape, self.rank)
             self.slices[buffer.name] = slice(at, at + math.prod(shape)), shape
             self.tensors[buffer.name] = buffer.tensor
             at += math.prod(shape)
         self.size = at
-        self.forward_program = forward
-        self._weights, self._gradients = torch.zeros(at), torch.zeros(at)
+        self._weights, self.gradients = torch.zeros(at), torch.zeros(at)
         views = {name: self._weights[where].view(shape) for name, (where, shape) in self.slices.items()}
         grads = {
-            f"d{name}": self._gradients[where].view(shape) for name, (where, shape) in self.slices.items()
+            f"d{name}": self.gradients[where].view(shape) for name, (where, shape) in self.slices.items()
         }
-        table = functions(self.problem).table()
-        self._forward = bind(forward, rank, views, context=context, calls=table)
+        table = functions(block).table()
+        self._forward = bind(forward, self.rank, views, context=context, calls=table)
         read = {name: value for name, value in views.items() if name in backward.buffer_of}
-        self._backward = bind(backward, rank, {**read, **grads}, context=context, calls=table)
-        roles = strategy_of(step.problem, step.parallelism).roles_of(self.problem).axes
-        axes = [number for number, role in enumerate(roles) if role.residual in TOKENS]
-        size = sum(math.prod(self.slices[name][1]) for name in self.summed)
-        self._sums = _bind_sums(axes, size, ranks, self.problem, context)
+        self._backward = bind(backward, self.rank, {**read, **grads}, context=context, calls=table)
+        sums = {name: axes for name, axes in parts.sums.items() if _sizes(block, axes) > 1}
+        self._summed: dict[tuple[str, ...], list[slice]] = {}
+        for name in self.slices:
+            if f"d{name}" in sums:
+                self._summed.setdefault(sums[f"d{name}"], []).append(self.slices[name][0])
+        self._sums = {
+            axes: _bind_sum(axes, sum(each.stop - each.start for each in where), ranks, block, context)
+            for axes, where in self._summed.items()
+        }
+        self.loss_copies = math.prod(block.mesh_shape) // _sizes(block, sums.get(LOSS.lower(), ()))
 
-    def local_weights(self, weights: Arrays, layer: int, rank: int) -> Values:
-        """Return this rank's weights of a layer of the model as one vector."""
+    def local_weights(self, weights: Arrays, layer: int) -> Values:
+        """Return this rank's weights of the piece as one vector, of a model's weights by name."""
         named = {tensor: weights[_model_name(tensor, layer)] for tensor in self.tensors.values()}
-        buffers = tuple(_weight_buffers(self.forward_program))
-        only = replace(self.forward_program, buffers=buffers, body=())
-        shards = local_inputs(only, named, rank)
+        only = replace(self.forward_program, buffers=tuple(_weight_buffers(self.forward_program)), body=())
+        shards = local_inputs(only, named, self.rank)
         return torch.from_numpy(np.concatenate([shards[name].reshape(-1) for name in self.slices]))
 
-    def run_forward(self, parameters: Values, given: Mapping[str, Values]) -> dict[str, Values]:
-        """Return what the backward part needs, and Z or LOSS."""
-        self._weights.copy_(parameters[: self.size])
+    def forward(self, weights: Values, given: Mapping[str, Values]) -> tuple[Values, dict[str, Values]]:
+        """Return the residual or the loss that the piece makes, and what its backward part reads."""
+        self._weights.copy_(weights)
         self._forward.run(given)
-        kept = {name: self._forward.outputs[name].clone() for name in self.kept}
-        inputs = self._backward.inputs
-        kept |= {name: value.clone() for name, value in given.items() if name in inputs}
-        return kept
+        outputs = self._forward.outputs
+        kept = {name: outputs[name].clone() for name in self._kept}
+        kept |= {name: value.clone() for name, value in given.items() if name in self._backward.inputs}
+        (made,) = (value for name, value in outputs.items() if name not in self._kept)
+        return made, kept
 
-    def outputs(self) -> Mapping[str, Values]:
-        """Return the outputs of the last forward part."""
-        return self._forward.outputs
-
-    def run_backward(self, parameters: Values, given: Mapping[str, Values]) -> Mapping[str, Values]:
-        """Return DX, where there is one; the gradients of weights are in `gradients`."""
-        self._weights.copy_(parameters[: self.size])
+    def backward(self, weights: Values, kept: Mapping[str, Values], arriving: Values | None) -> Values | None:
+        """Return the gradient of the residual before, if any; those of weights are in `gradients`."""
+        self._weights.copy_(weights)
+        given = dict(kept)
+        if arriving is not None:
+            (name,) = (name for name in ("dz", "dx") if name in self._backward.inputs)
+            given[name] = arriving.reshape(self._backward.inputs[name].shape)
         self._backward.run(given)
-        return self._backward.outputs
+        left = [value for name, value in self._backward.outputs.items() if name in ("dx", "dz")]
+        return left[0] if left else None
 
-    @property
-    def gradients(self) -> Values:
-        """Return the gradients of weights of the last backward part, as one vector."""
-        return self._gradients
+    def sum_terms(self, total: Values) -> None:
+        """Sum the terms of gradients of weights over tensor-parallel ranks that have equal ones, in place."""
+        for axes, places in self._summed.items():
+            bound, at = self._sums[axes], 0
+            bound.run({"x": torch.cat([total[place] for place in places])})
+            for place in places:
+                size = place.stop - place.start
+                total[place] = bound.outputs["y"][at : at + size]
+                at += size
 
-    def sum_over_tokens(self, total: Values) -> None:
-        """Sum gradients over ranks that have the same weights and other tokens, in place."""
-        if self._sums is None:
-            return
-        places = [self.slices[name][0] for name in self.summed]
-        self._sums.run({"x": torch.cat([total[place] for place in places])})
-        at = 0
-        for place in places:
-            size = place.stop - place.start
-            total[place] = self._sums.outputs["y"][at : at + size]
-            at += size
+
+def _sizes(block: BlockProblem, axes: Iterable[str]) -> int:
+    """Return the number of ranks along mesh axes."""
+    return math.prod(block.mesh.size(axis) for axis in axes)
 
 
 def _model_name(tensor: str, layer: int) -> str:
@@ -277,33 +282,13 @@ def _rank(context: TorchContext) -> int:
     return context.rank
 
 
-def _without_sums(backward: Program) -> tuple[Program, tuple[str, ...]]:
-    """Return a backward part without sums of gradients over ranks that have equal weights, and these weights."""
-    summed: dict[str, None] = {}
-
-    def kept(op: Op) -> tuple[Statement, ...]:
-        if isinstance(op, AllReduce) and op.lane.endswith(f"_{GRADIENTS}"):
-            summed[op.out.buffer.removeprefix("d")] = None
-            return ()
-        return (op,)
-
-    body = rewrite(backward.body, kept)
-    lanes = {op.lane for op in replace(backward, body=body).ops()}
-    return replace(
-        backward, body=body, lanes=tuple(lane for lane in backward.lanes if lane.name in lanes)
-    ), tuple(summed)
-
-
-def _bind_sums(
-    axes: list[int], size: int, ranks: tuple[int, ...], problem: BlockProblem, context: TorchContext
-) -> BoundProgram | None:
-    """Return a program that sums a vector over mesh axes; None without any."""
-    axes = [axis for axis in axes if problem.mesh_shape[axis] > 1]
-    if not axes or not size:
-        return None
-    mesh = Mesh(problem.mesh.name, problem.mesh_shape, problem.mesh.axes, ranks)
-    rank = _rank(context)
-    terms = tuple(Partial() if axis in axes else Replicate() for axis in range(len(mesh.shape)))
+def _bind_sum(
+    axes: tuple[str, ...], size: int, ranks: tuple[int, ...], block: BlockProblem, context: TorchContext
+) -> BoundProgram:
+    """Return a program that sums a vector "x" over mesh axes to "y"."""
+    mesh = Mesh(block.mesh.name, block.mesh_shape, block.mesh.axes, ranks)
+    axes = tuple(axis for axis in axes if mesh.size(axis) > 1)
+    terms = tuple(Partial() if axis in axes else Replicate() for axis in mesh.axes)
     buffers = (
         Buffer("x", "input", mesh.name, "float32", "X", Layout(mesh, terms)),
         Buffer(
@@ -312,12 +297,12 @@ def _bind_sums(
     )
     x, y = (View(name, (FULL,)) for name in "xy")
     ops = [
-        AllReduce(out=y, src=y if number else x, over=f"{mesh.name}.{mesh.axes[axis]}", lane="sums")
+        AllReduce(out=y, src=y if number else x, over=f"{mesh.name}.{axis}", lane="sums")
         for number, axis in enumerate(axes)
     ]
     tensors = Tensor("X", (size,), "float32"), Tensor("Y", (size,), "float32")
     program = Program("sums", (mesh,), tensors, buffers, (Lane("sums"),), (On(mesh.name, tuple(ops)),))
-    return bind(program, rank, {}, context=context)
+    return bind(program, _rank(context), {}, context=context)
 
 
 # --- a step on this rank ------------------------------------------------------------------------------------
@@ -357,13 +342,13 @@ class StepRun:
         mesh = next(mesh for mesh in problem.meshes if rank in mesh)
         ranks = mesh.group(rank, "tensor")
         own = [number for number, stage in enumerate(problem.stages) if rank in stage.mesh]
-        kinds: dict[BlockProblem, _Layer] = {}
-        self._layers: dict[int, _Layer] = {}
+        bound: dict[Piece, _BoundPiece] = {}
+        self._layers: dict[int, list[_BoundPiece]] = {}
         for number in own:
-            block = block_of(step, number)
-            if block not in kinds:
-                kinds[block] = _Layer(step, number, ranks, self._inner, functions)
-            self._layers[number] = kinds[block]
+            for piece, block in pieces_of(step, number):
+                if piece not in bound:
+                    bound[piece] = _BoundPiece(step, piece, block, ranks, self._inner, functions)
+                self._layers.setdefault(number, []).append(bound[piece])
         sizes = [_local_size(step, number) for number in range(len(problem.stages))]
         self.program, self.problem, schedule = training_program(step, sizes)
         if lowers_rings:
@@ -387,16 +372,16 @@ class StepRun:
 
     def _own_weights(self, weights: Arrays, number: int) -> Values:
         """Return what this rank has of a layer's weights: all that its tensor-parallel part has, or a shard."""
-        layer, buffer = self._layers[number], self.program.buffer_of[f"w{number}"]
-        count = self.problem.stages[number].parameters
+        buffer, count = self.program.buffer_of[f"w{number}"], self.problem.stages[number].parameters
+        known = torch.cat([piece.local_weights(weights, number) for piece in self._layers[number]])
         vector = torch.zeros(count)
-        vector[: layer.size] = layer.local_weights(weights, number, self.rank)
+        vector[: known.numel()] = known
         assert buffer.layout is not None
         (mine,) = buffer.layout.indices((count,), self.rank)
         return vector[torch.from_numpy(mine)]
 
     def run(self, tokens: Array, targets: Array) -> float:
-        """Run one step, and return the sum of the loss over the tokens of this rank's micro-batches.
+        """Run one step, and return this rank's share of the loss: over all ranks it adds up to that of all tokens.
 
         Args:
             tokens, targets: (batch, sequence) of the whole step.
@@ -417,7 +402,7 @@ class StepRun:
                 given[name] = torch.from_numpy(whole[name.upper()][np.ix_(*indices)])
         self._bound.run(given)
         losses = self._bound.outputs.get(f"y{last}")
-        return 0.0 if losses is None else float(losses.sum())
+        return 0.0 if losses is None else float(losses.sum()) / self._layers[last][-1].loss_copies
 
     def worst_difference(self, weights: Arrays) -> float:
         """Return the largest difference of this rank's weights from those of a whole model, given by name."""
@@ -426,11 +411,6 @@ class StepRun:
             own, expected = self._bound.inputs[f"w{number}"], self._own_weights(weights, number)
             worst = max(worst, float((own - expected).abs().max()))
         return worst
-
-    @property
-    def has_loss(self) -> bool:
-        """Return whether this rank has the last layer."""
-        return any(layer.problem.has_loss for layer in self._layers.values())
 
     def close(self) -> None:
         """End threads and groups."""
@@ -450,48 +430,44 @@ class StepRun:
         return self._optimizer.update(w, m, v, dw, self._count)
 
     def _forward_of(self, number: int) -> Callable[..., Any]:
-        layer = self._layers[number]
+        pieces = self._layers[number]
 
         def forward(stash: dict[str, Any], x: Values, parameters: Values, micro_batch: int) -> Values:
-            given = self._given(layer, x, micro_batch)
-            stash |= layer.run_forward(parameters, given)
-            out = layer.outputs()
-            if layer.problem.has_loss:
-                return out[LOSS.lower()].reshape(1, 1)
-            return out["z"].reshape(1, -1)
+            for piece, weights in _cut(pieces, parameters):
+                x, stash[piece.piece] = piece.forward(weights, self._given(piece, x, micro_batch))
+            return x.reshape(1, -1)
 
         return forward
 
     def _backward_of(self, number: int) -> Callable[..., Any]:
-        layer = self._layers[number]
-        last = self._last[number]
+        pieces, last = self._layers[number], self._last[number]
 
         def backward(
             stash: dict[str, Any], arriving: Values, parameters: Values, total: Values, micro_batch: int
         ) -> list[Values]:
-            given = dict(stash)
-            if not layer.problem.has_loss:
-                given["dz"] = arriving.reshape(layer.outputs()["z"].shape)
-            outs = layer.run_backward(parameters, given)
             sums = total.clone()
-            sums[: layer.size] += layer.gradients
-            if micro_batch == last:
-                layer.sum_over_tokens(sums)
-            return [sums] if layer.problem.has_embedding else [outs["dx"].reshape(1, -1), sums]
+            # The loss is what is summed up: its own gradient is 1.
+            left = None if pieces[-1].piece == "head" else arriving
+            cut = zip(_cut(pieces, parameters), _cut(pieces, sums), strict=True)
+            for (piece, weights), (_, own) in reversed(list(cut)):
+                left = piece.backward(weights, stash[piece.piece], left)
+                own += piece.gradients
+                if micro_batch == last:
+                    piece.sum_terms(own)
+            return [sums] if left is None else [left.reshape(1, -1), sums]
 
         return backward
 
-    def _given(self, layer: _Layer, x: Values, micro_batch: int) -> dict[str, Values]:
+    def _given(self, piece: _BoundPiece, x: Values, micro_batch: int) -> dict[str, Values]:
         """Return the inputs of a forward part, besides weights."""
-        program, given = layer.forward_program, dict[str, Values]()
-        vocabulary = layer.problem.vocabulary
+        program, given = piece.forward_program, dict[str, Values]()
         for buffer in program.buffers:
-            if buffer.kind != "input" or buffer.name in layer.slices:
+            if buffer.kind != "input" or buffer.name in piece.slices:
                 continue
             assert buffer.tensor is not None and buffer.layout is not None
             shape = program.tensor_of[buffer.tensor].shape
             if buffer.tensor in (IDS_IN, IDS_OUT):
-                whole = torch.arange(vocabulary, dtype=torch.float32)
+                whole = torch.arange(piece.block.vocabulary, dtype=torch.float32)
             elif buffer.tensor == TOKENS_IN:
                 whole = x.reshape(shape)
             elif buffer.tensor == TARGETS:
@@ -513,15 +489,23 @@ class StepRun:
         return int(indices[micro_batch])
 
 
+def _cut(pieces: Iterable[_BoundPiece], vector: Values) -> Iterator[tuple[_BoundPiece, Values]]:
+    """Yield each piece with its part of a layer's vector."""
+    at = 0
+    for piece in pieces:
+        yield piece, vector[at : at + piece.size]
+        at += piece.size
+
+
 def _local_size(step: Step, layer: int) -> int:
     """Return the elements of a layer's weights on each rank."""
-    program = _parts_of(step, layer).forward
-    shapes = (
-        buffer.layout.local_shape(program.tensor_of[buffer.tensor].shape, 0)
-        for buffer in _weight_buffers(program)
-        if buffer.layout is not None and buffer.tensor is not None
-    )
-    return sum(map(math.prod, shapes))
+    total = 0
+    for piece, block in pieces_of(step, layer):
+        program = _parts_of(step, piece, block).forward
+        for buffer in _weight_buffers(program):
+            assert buffer.tensor is not None and buffer.layout is not None
+            total += math.prod(buffer.layout.local_shape(program.tensor_of[buffer.tensor].shape, 0))
+    return total
 
 
 def _last_micro_batches(schedule: Schedule) -> dict[int, int]:

@@ -55,16 +55,26 @@ class EndsWriter(LayerWriter):
         ]
 
     def _declare_inputs(self) -> None:
-        real, roles = self.problem.statistics_dtype, self.roles
-        words: Sides = (Side("inner", self.problem.vocabulary),)
-        logits, operand = roles.core(False), roles.operand(False)
-        for name, sides, dims in (
-            (TOKENS_IN, self._token_sides, _of_tokens(operand)),
-            (TARGETS, self._token_sides, _of_tokens(logits)),
-            (IDS_IN, words, _of_units(roles.weight(False))),
-            (IDS_OUT, words, _of_units(logits)),
-        ):
-            self.stored[name] = self.writer.new(name.lower(), name, sides, dims, real, "input")
+        self._declare_tokens()
+        self._declare_targets()
+
+    def _declare_tokens(self) -> None:
+        operand = self.roles.operand(False)
+        self._declare_real(TOKENS_IN, self._token_sides, _of_tokens(operand))
+        self._declare_real(IDS_IN, self._words, _of_units(self.roles.weight(False)))
+
+    def _declare_targets(self) -> None:
+        logits = self.roles.core(False)
+        self._declare_real(TARGETS, self._token_sides, _of_tokens(logits))
+        self._declare_real(IDS_OUT, self._words, _of_units(logits))
+
+    @property
+    def _words(self) -> Sides:
+        return (Side("inner", self.problem.vocabulary),)
+
+    def _declare_real(self, name: str, sides: Sides, dims: AxisDims) -> None:
+        real = self.problem.statistics_dtype
+        self.stored[name] = self.writer.new(name.lower(), name, sides, dims, real, "input")
 
     def _declare_outputs(self) -> None:
         real, one = self.problem.statistics_dtype, (Side("", 1),)
@@ -99,7 +109,11 @@ class EndsWriter(LayerWriter):
         writer.call("loss", (loss,), (sums, greatest, loss), "reduction", (writer.elements(greatest),))
         writer.cut()
         of_tokens: AxisDims = tuple("partial" if dim in TOKENS else "" for dim in tokens)
-        writer.move_once(replace(loss, dims=of_tokens), loss.dims, "")
+        self._sum_loss(replace(loss, dims=of_tokens), loss)
+
+    def _sum_loss(self, landed: Stored, out: Stored) -> None:
+        """Write the sum of the losses of all tokens."""
+        self.writer.move_once(landed, out.dims, "")
 
     def _before_backward(self) -> None:
         """Write the gradients of logits, of W_v, and of the last norm."""

@@ -34,18 +34,26 @@ class LayerWriter(BlockTensors):
     def write(self) -> None:
         """Write the forward part, and for training the backward part."""
         self._declare()
+        self.write_forward()
+        if self.problem.training:
+            self.write_backward()
+        self.writer.cut()
+        for landed, out in self._reductions:
+            self.writer.move_once(landed, out.dims, GRADIENTS, out)
+
+    def write_forward(self) -> None:
+        """Write the forward part, once everything is declared."""
         self._before()
         for half in self._halves:
             self._forward(half)
         self._after()
-        if self.problem.training:
-            self._before_backward()
-            for half in reversed(self._halves):
-                self._backward(half)
-            self._after_backward()
-        self.writer.cut()
-        for landed, out in self._reductions:
-            self.writer.move_once(landed, out.dims, GRADIENTS, out)
+
+    def write_backward(self) -> None:
+        """Write the backward part after the forward one."""
+        self._before_backward()
+        for half in reversed(self._halves):
+            self._backward(half)
+        self._after_backward()
 
     def _before(self) -> None:
         """Write what is before the first layer."""

@@ -15,7 +15,7 @@ from meshweave.ir.program.expressions import Index
 Family = Literal["gpt", "llama"]
 
 MESH = "tp"
-AXES = ("depth", "row", "col")
+AXES = ("replica", "depth", "row", "col")
 """Names of the mesh axes; a mesh of two axes has the last two."""
 
 _FAMILIES = ("gpt", "llama")
@@ -75,7 +75,7 @@ class BlockProblem:
     biases: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.mesh_shape) not in (2, 3) or min(self.mesh_shape) < 1:
+        if len(self.mesh_shape) not in (2, 3, 4) or min(self.mesh_shape) < 1:
             raise LayoutError(
                 f"block: mesh_shape is {self.mesh_shape}; give (rows, columns) or (depth, rows, columns)"
             )

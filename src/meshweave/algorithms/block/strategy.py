@@ -11,6 +11,8 @@ import numpy as np
 from meshweave.algorithms.block.assembly import write_program, write_skeleton
 from meshweave.algorithms.block.end_equations import IDS_IN, IDS_OUT, TARGETS, TOKENS_IN
 from meshweave.algorithms.block.function_table import functions_of
+from meshweave.algorithms.block.parts import BlockParts, write_parts
+from meshweave.algorithms.block.pieces import Piece
 from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
 from meshweave.algorithms.block.reference import reference
 from meshweave.algorithms.block.ring_equations import POSITIONS
@@ -20,6 +22,7 @@ from meshweave.base.errors import LayoutError
 from meshweave.cost.machine import Machine
 from meshweave.describe.layout import Layout
 from meshweave.describe.machine.cluster import Cluster
+from meshweave.describe.model.memory import Recompute
 from meshweave.estimate import Estimate, estimate_skeleton
 from meshweave.ir.program import Program
 from meshweave.ir.skeleton import Skeleton
@@ -75,6 +78,30 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         name = f"{self.title}, {layers}, {config}"
         return write_program(problem, config, self.roles_of(problem), problem.mesh, name)
 
+    def parts(
+        self,
+        problem: BlockProblem,
+        config: BlockConfig,
+        *,
+        piece: Piece = "layers",
+        recompute: Recompute = "none",
+    ) -> BlockParts:
+        """Return a piece of the model as a forward and a backward program, each to be run for a micro-batch.
+
+        Args:
+            piece: "layers", or with a vocabulary "embedding" or "head" (norm, logits and loss) alone.
+            recompute: what the backward program computes again.
+
+        Raises:
+            LayoutError: the problem or config does not fit.
+            UnsupportedError: a weight is kept in parts, or attention in a ring is to be computed again alone.
+        """
+        self._check(problem, config)
+        name = f"{self.title}, {piece}, {config}"
+        return write_parts(
+            problem, config, self.roles_of(problem), problem.mesh, name, piece=piece, recompute=recompute
+        )
+
     def _check(self, problem: BlockProblem, config: BlockConfig) -> None:
         """Raise LayoutError where a problem or a config is none of this strategy."""
         if (reason := self.refusal(problem)) is not None:
@@ -106,10 +133,10 @@ class BlockAlgorithm(Algorithm[BlockProblem, BlockConfig]):
         """Return the estimate of the tasks of rank 0, which has the largest shards, without contention."""
         return estimate_skeleton(self.skeleton(problem, config), machine)
 
-    def skeleton(self, problem: BlockProblem, config: BlockConfig) -> Skeleton:
-        """Return the tasks of rank 0 of the program."""
+    def skeleton(self, problem: BlockProblem, config: BlockConfig, piece: Piece | None = None) -> Skeleton:
+        """Return the tasks of rank 0 of the program, or of one piece of the model."""
         self._check(problem, config)
-        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh)
+        return write_skeleton(problem, config, self.roles_of(problem), problem.mesh, piece)
 
     def reference(self, problem: BlockProblem, inputs: Arrays) -> dict[str, Array]:
         """Return the outputs of the whole layers by numpy, in the shapes that the program declares."""

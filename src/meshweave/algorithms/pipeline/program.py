@@ -12,27 +12,58 @@ that `reader` finds the schedule again.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from meshweave.algorithms.pipeline.actions import Action, ActionKind, Schedule
 from meshweave.algorithms.pipeline.boundary import Boundary, boundary_of
 from meshweave.algorithms.pipeline.communication import Steps, communicating_steps
 from meshweave.algorithms.pipeline.folding import Folded, StepLoop, fold
 from meshweave.algorithms.pipeline.problem import Edge, PipelineProblem
-from meshweave.algorithms.pipeline.slots import num_slots, peer_of
+from meshweave.algorithms.pipeline.slots import num_slots, peer_of, stashes_of
 from meshweave.algorithms.pipeline.stage_ops import StageOps
 from meshweave.algorithms.pipeline.tensors import meanings, tensor_layouts, tensors
 from meshweave.base.errors import LayoutError
 from meshweave.cost.fabric import HostTopology
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import Buffer, Lane, On, Program, Repeat, Statement
+from meshweave.ir.program import Buffer, Include, Lane, On, Program, Repeat, Statement, Tensor
 from meshweave.ir.program.expressions import Index, Var
 from meshweave.ir.program.statements import ops_of
 
 Transfers = Literal["overlapped", "blocking", "paired", "signals"]
+
+
+class StageWriter(Protocol):
+    """What writes one stage on its mesh: its buffers and the statements of its actions."""
+
+    number: int
+
+    @property
+    def meshes(self) -> Sequence[Mesh]:
+        """Return meshes besides that of the stage."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the tensors of its inputs and outputs."""
+
+    def buffers(self, layouts: Mapping[str, Layout]) -> Iterable[Buffer]:
+        """Return its buffers; `layouts` are those of the tensors that a pipeline of calls has."""
+
+    def begin(self, *, gathers: bool) -> Iterable[Statement]:
+        """Return what comes before the first action."""
+
+    def end(self, *, reduces: bool) -> Iterable[Statement]:
+        """Return what comes after the last action."""
+
+    def action(self, kind: ActionKind, micro_batch: Index, label: str) -> Iterable[Statement]:
+        """Return the statements of an action that is no transfer."""
+
+
+StageFactory = Callable[[int, Mesh, Mapping[tuple[int, int, str], Boundary], int], StageWriter]
+"""Makes the writer of a stage from its number, its mesh, the boundaries of its edges, and the most micro-batches
+of which something is kept between its forward and its backward part."""
+
 COMPUTE, PARAMETERS = "compute", "parameters"
 TURNS = ("m", "n")
 """The indices of loops, from the outside in."""
@@ -47,6 +78,7 @@ def pipeline_program(
     strategy: str = "broadcast",
     network: HostTopology | None = None,
     title: str = "pipeline",
+    writes_stage: StageFactory | None = None,
 ) -> Program:
     """Return the program of a schedule, with or without communication listed.
 
@@ -60,12 +92,15 @@ def pipeline_program(
         strategy: of boundaries whose layouts differ.
         network: hosts and NICs for which these are planned; None where each chip is a host of its own.
         title: for the name of the program.
+        writes_stage: what writes the stages in place of one call for each of their parts. Inputs of a stage are
+            then alive until its backward part.
 
     Raises:
         LayoutError: the schedule is not one of the problem, or an action waits for what never runs.
     """
     check_schedule(problem, schedule)
-    return _PipelineWriter(problem, schedule, transfers, chunks, strategy, network).program(title)
+    writer = _PipelineWriter(problem, schedule, transfers, chunks, strategy, network, writes_stage)
+    return writer.program(title)
 
 
 def check_schedule(problem: PipelineProblem, schedule: Schedule) -> None:
@@ -124,13 +159,16 @@ class _PipelineWriter:
         chunks: int,
         strategy: str,
         network: HostTopology | None,
+        writes_stage: StageFactory | None,
     ) -> None:
         self.problem, self.schedule, self.transfers = problem, schedule, transfers
         pairs = [(edge.source, edge.target) for edge in problem.edges]
         self.steps: Steps = communicating_steps(schedule, pairs, stage_durations(problem))
         self.has_signals = transfers == "signals"
         self.meshes = [replace(mesh, name=f"p{rank}") for rank, mesh in enumerate(problem.meshes)]
-        self.slots = num_slots(problem, self.steps, spare=0 if transfers == "blocking" else 1)
+        self.is_opaque = writes_stage is None
+        spare = 0 if transfers == "blocking" else 1
+        self.slots = num_slots(problem, self.steps, spare, keeps_inputs=not self.is_opaque)
         self.boundaries = {
             (edge.source, edge.target, kind): boundary_of(
                 problem, edge, kind, (self.meshes[ends[0]], self.meshes[ends[1]]), self.slots,
@@ -147,15 +185,24 @@ class _PipelineWriter:
         self.reduced = {stage for stage, kind in listed if kind is ActionKind.REDUCE_GRAD}
         split = {stage for stage, kind in listed if kind in (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)}
         self.joint = set(range(problem.num_stages)) - split
-        self.stages = [
-            StageOps(
-                problem, number, self.meshes[problem.stage_ranks[number]],
+        self.stages: list[StageWriter] = [
+            (writes_stage or self._opaque)(
+                number,
+                self.meshes[problem.stage_ranks[number]],
                 {key: boundary for key, boundary in self.boundaries.items() if number in key[:2]},
-                COMPUTE, COMPUTE if transfers == "blocking" else PARAMETERS,
-                is_joint=number in self.joint, has_signals=self.has_signals,
+                1 if self.is_opaque else stashes_of(problem, self.steps, number),
             )
             for number in range(problem.num_stages)
-        ]  # fmt: skip
+        ]
+
+    def _opaque(
+        self, number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: int
+    ) -> StageOps:
+        return StageOps(
+            self.problem, number, mesh, boundaries,
+            COMPUTE, COMPUTE if self.transfers == "blocking" else PARAMETERS,
+            is_joint=number in self.joint, has_signals=self.has_signals,
+        )  # fmt: skip
 
     # --- lanes -------------------------------------------------------------------------------------------
 
@@ -177,6 +224,8 @@ class _PipelineWriter:
         count = problem.micro_batches
         layouts = tensor_layouts(problem)
         wanted = [tensor for tensor in tensors(problem) if not self.has_signals or tensor.name in layouts]
+        if not self.is_opaque:
+            wanted = [tensor for stage in self.stages for tensor in stage.tensors()]
         meshes, buffers = self._meshes_and_buffers(layouts)
         stages = f"{problem.num_stages} stage{'s' if problem.num_stages > 1 else ''}"
         return Program(
@@ -184,13 +233,13 @@ class _PipelineWriter:
             tuple(meshes),
             tuple(wanted),
             tuple(buffers),
-            tuple(map(Lane, dict.fromkeys((COMPUTE, *(op.lane for op in ops_of(body)))))),
+            tuple(map(Lane, dict.fromkeys((COMPUTE, *_lanes(body))))),
             body,
-            () if self.has_signals else tuple(meanings(problem, self.joint)),
+            tuple(meanings(problem, self.joint)) if self.is_opaque and not self.has_signals else (),
         )
 
     def _meshes_and_buffers(self, layouts: dict[str, Layout]) -> tuple[list[Mesh], list[Buffer]]:
-        meshes = list(self.meshes)
+        meshes = [*self.meshes, *dict.fromkeys(mesh for stage in self.stages for mesh in stage.meshes)]
         buffers = [buffer for stage in self.stages for buffer in stage.buffers(layouts)]
         for boundary in self.boundaries.values():
             buffers += boundary.buffers
@@ -243,6 +292,15 @@ class _PipelineWriter:
         lane = self._lane(boundary.edge, boundary.kind)
         one_lane = self.transfers in ("blocking", "paired")
         return boundary.statements(sends, micro_batch, lane, label, one_lane=one_lane)
+
+
+def _lanes(body: Iterable[Statement]) -> Iterator[str]:
+    """Yield the lanes of ops, and those that includes are given."""
+    for op in ops_of(body):
+        if isinstance(op, Include):
+            yield from (lane for _, lane in op.lanes)
+        else:
+            yield op.lane
 
 
 def edge_colors(problem: PipelineProblem) -> dict[tuple[int, int], int]:

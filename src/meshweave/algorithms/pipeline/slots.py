@@ -24,7 +24,9 @@ Positions = NDArray[np.int64]
 FIRST, LAST = 0, 1
 
 
-def num_slots(problem: PipelineProblem, steps: Steps, spare: int) -> dict[str, int]:
+def num_slots(
+    problem: PipelineProblem, steps: Steps, spare: int, *, keeps_inputs: bool = False
+) -> dict[str, int]:
     """Return the slots of each buffer by name: "h0_1_out", and with "g" for gradients, "_in" where it
     arrives.
 
@@ -35,13 +37,14 @@ def num_slots(problem: PipelineProblem, steps: Steps, spare: int) -> dict[str, i
         steps: with communication.
         spare: slots beyond those alive at once, so that a transfer need not wait for the end of a value's
             last use.
+        keeps_inputs: whether a stage reads its inputs in its backward part, too.
     """
     counts: dict[str, int] = {}
     for rank, order in enumerate(steps.of_rank):
         positions = _positions(steps, order, problem.micro_batches)
         for edge in problem.edges:
             here = tuple(problem.stage_ranks[stage] == rank for stage in (edge.source, edge.target))
-            for name, write, read in _uses(edge, here):
+            for name, write, read in _uses(edge, here, keeps_inputs):
                 first = _at(positions, write, problem.micro_batches, FIRST)
                 last = _at(positions, read, problem.micro_batches, LAST)
                 alive = most_alive(first, np.maximum(first, last))
@@ -49,14 +52,23 @@ def num_slots(problem: PipelineProblem, steps: Steps, spare: int) -> dict[str, i
     return counts
 
 
+def stashes_of(problem: PipelineProblem, steps: Steps, stage: int) -> int:
+    """Return how many micro-batches are at most between the forward and the backward part of a stage."""
+    order = steps.of_rank[problem.stage_ranks[stage]]
+    positions = _positions(steps, order, problem.micro_batches)
+    first = _at(positions, ("F", stage, None), problem.micro_batches, FIRST)
+    last = _at(positions, ("G", stage, None), problem.micro_batches, LAST)
+    return max(most_alive(first, np.maximum(first, last)), 1)
+
+
 _Step = tuple[str, int, int | None]
 """("F", "G" or how torch writes a transfer; stage; the stage at the other end)."""
 
 
-def _uses(edge: Edge, here: tuple[bool, ...]) -> list[tuple[str, _Step, _Step]]:
+def _uses(edge: Edge, here: tuple[bool, ...], keeps_inputs: bool) -> list[tuple[str, _Step, _Step]]:
     """Return (buffer, what writes it, what reads it) of an edge on one pipeline rank."""
     source, target = edge.source, edge.target
-    made, used = ("F", source, None), ("F", target, None)
+    made, used = ("F", source, None), ("G" if keeps_inputs else "F", target, None)
     grad_made, grad_used = ("G", target, None), ("G", source, None)
     if all(here):
         return [(f"h{edge.name}", made, used), (f"g{edge.name}", grad_made, grad_used)]

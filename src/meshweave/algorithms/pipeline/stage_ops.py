@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from meshweave.algorithms.pipeline.actions import ActionKind
 from meshweave.algorithms.pipeline.boundary import Boundary
 from meshweave.algorithms.pipeline.problem import PartCost, PipelineProblem
-from meshweave.algorithms.pipeline.tensors import BATCH_DTYPE
+from meshweave.algorithms.pipeline.tensors import BATCH_DTYPE, tensors
 from meshweave.describe.layout import Layout
 from meshweave.describe.layout.mesh import Mesh
-from meshweave.ir.program import Buffer
+from meshweave.ir.program import Buffer, Tensor
 from meshweave.ir.program.expressions import Index
 from meshweave.ir.program.ops import AllGather, AllReduce, Call, CallPart, Op, ReduceScatter, Zero
 from meshweave.ir.program.views import FULL, Range, View
@@ -58,6 +58,17 @@ class StageOps:
         self.has_sum = self.is_sharded or (has_signals and bool(self.stage.data_axes))
 
     # --- buffers ----------------------------------------------------------------------------------------
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Return no meshes besides that of the stage."""
+        return ()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of inputs and outputs."""
+        suffix = str(self.number)
+        names = {f"{prefix}{suffix}" for prefix in ("W", "DW", "X", "T", "Y")}
+        yield from (tensor for tensor in tensors(self.problem) if tensor.name in names)
 
     def buffers(self, layouts: Mapping[str, Layout]) -> Iterator[Buffer]:
         """Yield the inputs and outputs of the stage, and scratch for gathered parameters and their gradients."""

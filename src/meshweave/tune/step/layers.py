@@ -100,18 +100,18 @@ def strategy_of(problem: StepProblem, parallelism: Parallelism) -> BlockAlgorith
         return entry
     if roles[0].residual == "batch":
         raise LayoutError(f"{entry.name} shares tokens already; give context=1")
-    return _RingsAround(entry)
+    return StrategyAround(entry, (RING,))
 
 
-class _RingsAround(BlockAlgorithm):
-    """A strategy on the last two mesh axes, and ring attention along the first."""
+class StrategyAround(BlockAlgorithm):
+    """A strategy on the last two mesh axes, and other roles on the axes before them."""
 
     source = "Liu et al., Ring Attention with Blockwise Transformers, 2023"
 
-    def __init__(self, inner: BlockAlgorithm) -> None:
+    def __init__(self, inner: BlockAlgorithm, around: tuple[AxisRole, ...]) -> None:
         self.name = f"{inner.name} with context"  # type: ignore[misc]
-        self.title = f"{inner.title} with ring attention"  # type: ignore[misc]
-        self.roles: tuple[AxisRole, ...] = (RING, *inner.roles)  # type: ignore[misc]
+        self.title = f"{inner.title} with {' and '.join(role.name for role in around)}"  # type: ignore[misc]
+        self.roles: tuple[AxisRole, ...] = (*around, *inner.roles)  # type: ignore[misc]
 
 
 def layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
@@ -148,22 +148,37 @@ def _block(
 
 
 def _layer_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
-    bare, whole, kernels = _split_time(problem, parallelism, 0, problem.product_dtype)
-    extra = _software_s(problem, parallelism, kernels[0]), _software_s(problem, parallelism, kernels[1])
-    attention = _attention_s(problem, parallelism, "forward"), _attention_s(problem, parallelism, "backward")
-    forward = bare + PartTime(extra[0] + attention[0][1])
-    added_s = _accumulation_s(problem, parallelism)
-    backward = whole - bare + PartTime(extra[1] + attention[1][1] + added_s)
+    bare, whole, _ = _split_time(problem, parallelism, 0, problem.product_dtype)
+    added_s = _added_s(problem, parallelism)
+    forward, backward = bare + PartTime(added_s[0]), whole - bare + PartTime(added_s[1])
     again = PartTime()
     if parallelism.recompute == "full":
         again = forward
     elif parallelism.recompute == "selective":
-        again = PartTime(sum(attention[0]))
+        again = PartTime(sum(_attention_s(problem, parallelism, "forward")))
     return LayerTime(forward, backward, again)
 
 
-def block_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
-    """Return the config of the strategy that suits a layer best. Raises LayoutError where it does not fit."""
+def _added_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float]:
+    """Return the seconds that the software and plain attention add to the forward and to the backward part."""
+    kernels = _split_time(problem, parallelism, 0, problem.product_dtype)[2]
+    extra = _software_s(problem, parallelism, kernels[0]), _software_s(problem, parallelism, kernels[1])
+    attention = _attention_s(problem, parallelism, "forward"), _attention_s(problem, parallelism, "backward")
+    return extra[0] + attention[0][1], extra[1] + attention[1][1] + _accumulation_s(problem, parallelism)
+
+
+def extra_s(problem: StepProblem, parallelism: Parallelism) -> tuple[float, float]:
+    """Return the seconds that a layer takes, forward and backward, beyond the ops of its program."""
+    forward_s, backward_s = _added_s(problem, parallelism)
+    if parallelism.recompute == "full":
+        backward_s += forward_s
+    elif parallelism.recompute == "selective":
+        backward_s += _attention_s(problem, parallelism, "forward")[1]
+    return forward_s, backward_s
+
+
+def best_config(problem: StepProblem, parallelism: Parallelism) -> BlockConfig:
+    """Return the config of the strategy with which a layer is priced."""
     return _training_time(problem, parallelism, 0, problem.product_dtype)[2]
 
 
@@ -378,7 +393,7 @@ def _attention_s(problem: StepProblem, parallelism: Parallelism, direction: str)
     return fused_s, plain_s + call_s(problem, softmax) - fused_s
 
 
-def _eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
+def eager_logits_s(problem: StepProblem, parallelism: Parallelism, num_bytes: int) -> float:
     """Return the seconds of passes of so many bytes a logit, where the loss is not fused."""
     if problem.loss == "fused":
         return 0.0
@@ -395,12 +410,21 @@ def _ends_time(problem: StepProblem, parallelism: Parallelism) -> tuple[LayerTim
         return none, none
     forward, whole, _ = _split_time(problem, parallelism, vocabulary)
     plain, all_plain, _ = _split_time(problem, parallelism)
-    logits_s = [_eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
+    logits_s = [eager_logits_s(problem, parallelism, num_bytes) for num_bytes in EAGER_LOGIT_BYTES]
     ends_forward = forward - plain + PartTime(logits_s[0])
     ends_backward = (whole - forward) - (all_plain - plain) + PartTime(logits_s[1])
-    elements = -(-parallelism.micro_batch * problem.seq * problem.model.hidden // parallelism.context)
-    moved = 2 * elements * problem.item_bytes
-    embedded_s = call_s(problem, Compute("call", elements, moved, dtype=problem.dtype, call="elementwise"))
-    first = (PartTime(min(embedded_s, max(each.compute_s, 0.0))) for each in (ends_forward, ends_backward))
-    begins = LayerTime(next(first), next(first))
+    begins = _embedding_time(problem, parallelism)
     return begins, LayerTime(ends_forward - begins.forward, ends_backward - begins.backward)
+
+
+def _embedding_time(problem: StepProblem, parallelism: Parallelism) -> LayerTime:
+    """Return what one micro-batch takes in the embedding alone."""
+    entry, config = strategy_of(problem, parallelism), best_config(problem, parallelism)
+    machine = machine_of(problem, block_axes(parallelism))
+    parts = []
+    for training in (False, True):
+        block = _block(problem, parallelism, training, problem.model.vocab_size or 0)
+        time = estimate_skeleton(_without_gradients(entry.skeleton(block, config, "embedding")), machine)
+        exposed_s = max(_exposed_s(time), 0.0)
+        parts.append(PartTime(time.total_s - exposed_s, exposed_s))
+    return LayerTime(parts[0], parts[1] - parts[0])

@@ -1,0 +1,200 @@
+"""A piece of a model as two programs, forward and backward, for pipelines that run other work between them.
+
+What the backward program reads of the forward one is an output there and an input here, in buffers of equal names
+and layouts. Gradients of weights are left as terms along the axes that `BlockParts.sums` lists.
+
+With recomputation the backward program begins with statements of the forward one: all of them, or its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from meshweave.algorithms.block.assembly import batch_dims, equations, tensors_of
+from meshweave.algorithms.block.pieces import WRITERS, Piece
+from meshweave.algorithms.block.problem import BlockConfig, BlockProblem
+from meshweave.algorithms.block.program_writer import ProgramWriter
+from meshweave.algorithms.block.roles import Roles
+from meshweave.algorithms.block.sides import layout_of
+from meshweave.base.errors import UnsupportedError
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.model.memory import Recompute
+from meshweave.ir.program import Buffer, Lane, On, Program, Statement
+from meshweave.ir.program.meanings import Meaning, Same, sources_of
+from meshweave.ir.program.ops import READ, Call
+from meshweave.ir.program.statements import ops_of
+
+BACKWARD = "D"
+"""What the names of gradients begin with."""
+
+
+@dataclass(frozen=True)
+class BlockParts:
+    """A piece of a model as a forward and a backward program.
+
+    Attributes:
+        kept: the buffers that are outputs of the forward program and inputs of the backward one.
+        sums: for each buffer of a gradient of a weight, and of the loss, the mesh axes along which its terms are to
+            be summed.
+    """
+
+    forward: Program
+    backward: Program
+    kept: tuple[str, ...]
+    sums: dict[str, tuple[str, ...]]
+
+
+def write_parts(
+    problem: BlockProblem,
+    config: BlockConfig,
+    roles: Roles,
+    mesh: Mesh,
+    name: str,
+    *,
+    piece: Piece = "layers",
+    recompute: Recompute = "none",
+) -> BlockParts:
+    """Return both parts of a piece on a mesh whose axes have these roles.
+
+    Raises:
+        UnsupportedError: a weight is kept in parts, or attention in a ring is to be computed again alone.
+    """
+    writer = ProgramWriter(problem, config, mesh, batch_dims(roles))
+    layers = WRITERS[piece](problem, roles, writer)
+    layers.declare()
+    layers.write_forward()
+    writer.cut()
+    first = tuple(writer.statements)
+    layers.write_backward()
+    writer.cut()
+    back = _again(first, recompute) + tuple(writer.statements[len(first) :])
+    back = _scratch_again(writer, first, back) + back
+    for landed in layers.unsummed.values():
+        layout = layout_of(mesh, landed.sides, landed.dims)
+        writer.buffers[landed.buffer] = replace(writer.buffers[landed.buffer], layout=layout)
+    kept = _kept(writer, first, back)
+    forward = _part(writer, roles, f"{name}, forward", first, kept, is_backward=False)
+    backward = _part(writer, roles, f"{name}, backward", back, kept, is_backward=True)
+    sums = {
+        landed.buffer: tuple(
+            axis for axis, dim in zip(mesh.axes, landed.dims, strict=True) if dim == "partial"
+        )
+        for landed in layers.unsummed.values()
+    }
+    return BlockParts(forward, backward, kept, sums)
+
+
+def _again(forward: tuple[Statement, ...], recompute: Recompute) -> tuple[Statement, ...]:
+    """Return the statements of the forward program that the backward one begins with."""
+    if recompute == "none":
+        return ()
+    if recompute == "full":
+        return forward
+    chosen = tuple(each for each in forward if isinstance(each, Call) and each.work == "attention")
+    if not chosen:
+        raise UnsupportedError(
+            "attention in a ring or in chunks is not computed again alone; give recompute='full'"
+        )
+    return chosen
+
+
+def _scratch_again(
+    writer: ProgramWriter, forward: tuple[Statement, ...], back: tuple[Statement, ...]
+) -> tuple[Statement, ...]:
+    """Return the calls of the forward program that make the scratch which the backward one begins with."""
+    scratch = {name for name in _read_first(back) if writer.buffers[name].kind == "scratch"}
+    calls = tuple(
+        each for each in forward if isinstance(each, Call) and {view.buffer for view in each.writes} & scratch
+    )
+    if lost := scratch - {view.buffer for call in calls for view in call.writes}:
+        raise UnsupportedError(f"the backward part reads {min(lost)}, which is no tensor that can be kept")
+    return calls
+
+
+def _read_first(statements: Iterable[Statement]) -> dict[str, None]:
+    """Return the buffers that statements read before they write them."""
+    written: set[str] = set()
+    first: dict[str, None] = {}
+    for op in ops_of(statements):
+        for mode, view in op.accesses():
+            if mode == READ and view.buffer not in written:
+                first[view.buffer] = None
+            elif mode != READ:
+                written.add(view.buffer)
+    return first
+
+
+def _kept(writer: ProgramWriter, forward: Iterable[Statement], back: Iterable[Statement]) -> tuple[str, ...]:
+    """Return the buffers that the forward program makes and the backward one reads before it writes them."""
+    made = {view.buffer for op in ops_of(forward) for view in op.writes}
+    kept = tuple(name for name in _read_first(back) if name in made)
+    changed = {view.buffer for op in ops_of(back) for view in op.writes} & set(kept)
+    if changed:
+        raise UnsupportedError(f"the backward part changes {min(changed)}, which the forward part has kept")
+    return kept
+
+
+def _part(
+    writer: ProgramWriter,
+    roles: Roles,
+    name: str,
+    statements: tuple[Statement, ...],
+    kept: tuple[str, ...],
+    *,
+    is_backward: bool,
+) -> Program:
+    used = {view.buffer for op in ops_of(statements) for _, view in op.accesses()}
+    buffers: list[Buffer] = []
+    for buffer in writer.buffers.values():
+        if buffer.name not in used:
+            continue
+        kind = buffer.kind
+        if buffer.name in kept:
+            kind = "input" if is_backward else "output"
+        elif kind == "output" and is_backward != (buffer.tensor or "").startswith(BACKWARD):
+            kind = "temp"
+        buffers.append(replace(buffer, kind=kind))
+    meanings = _reaching(equations(writer.problem, roles), buffers)
+    needed = {buffer.tensor for buffer in buffers} | {
+        tensor for meaning in meanings for tensor in (meaning.out, *sources_of(meaning))
+    }
+    lanes = {lane.name: lane for lane in writer.lanes}
+    wanted = dict.fromkeys(op.lane for op in ops_of(statements) if op.lane)
+    included = {lane for op in ops_of(statements) for _, lane in getattr(op, "lanes", ())}
+    return Program(
+        name,
+        (writer.mesh,),
+        tuple(tensor for tensor in tensors_of(writer.problem, roles) if tensor.name in needed),
+        tuple(buffers),
+        tuple(lane for key, lane in lanes.items() if key in wanted or key in included) or (Lane("compute"),),
+        (On(writer.mesh.name, statements),),
+        tuple(meanings),
+    )
+
+
+def _reaching(meanings: list[Meaning], buffers: Iterable[Buffer]) -> list[Meaning]:
+    """Return the equations that lead from the inputs of a program to its outputs.
+
+    A tensor that is one of these inputs in another shape is that input, whatever else it is computed from.
+    """
+    by_out: dict[str, list[Meaning]] = {}
+    given = {buffer.tensor for buffer in buffers if buffer.kind == "input"}
+    turned = [
+        Same(each.src, each.out)
+        for each in meanings
+        if isinstance(each, Same) and each.out in given and each.src not in given
+    ]
+    of_inputs = {each.out for each in turned}
+    wanted = [*(each for each in meanings if each.out not in of_inputs), *turned]
+    for meaning in wanted:
+        by_out.setdefault(meaning.out, []).append(meaning)
+    todo = [buffer.tensor for buffer in buffers if buffer.kind != "input" and buffer.tensor is not None]
+    reached: set[str] = set()
+    while todo:
+        tensor = todo.pop()
+        if tensor in reached or tensor in given:
+            continue
+        reached.add(tensor)
+        todo += [each for meaning in by_out.get(tensor, ()) for each in sources_of(meaning)]
+    return [meaning for meaning in wanted if meaning.out in reached]

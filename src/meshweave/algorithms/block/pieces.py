@@ -1,0 +1,104 @@
+"""Writers of one piece of a model each: layers, the embedding before them, or norm, logits and loss after them.
+
+They leave sums of gradients of weights, and of losses, over ranks to whoever runs them: a step makes them once,
+not for each micro-batch. Sums of which each rank keeps a part are made here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshweave.algorithms.block.ends import EndsWriter
+from meshweave.algorithms.block.halves import Half
+from meshweave.algorithms.block.layer import LayerWriter
+from meshweave.algorithms.block.tensors import WeightSpec
+from meshweave.algorithms.block.writer import Stored
+
+Piece = Literal["layers", "embedding", "head"]
+
+
+@dataclass
+class LayersPiece(LayerWriter):
+    """Writes layers without the sums of gradients of weights.
+
+    Attributes:
+        unsummed: each gradient of a weight as it lies on the ranks, by tensor: terms along the axes left out.
+    """
+
+    unsummed: dict[str, Stored] = field(default_factory=dict)
+
+    def declare(self) -> None:
+        """Declare inputs and outputs."""
+        self._declare()
+
+    def _reduce(self, landed: Stored, out: Stored) -> None:
+        """Keep how a gradient lies, in place of its sum; where the sum is scattered, write it here."""
+        if landed.buffer != out.buffer:
+            super()._reduce(landed, out)
+            landed = out
+        self.writer.cut()
+        self.unsummed[out.tensor] = landed
+
+
+@dataclass
+class _EndPiece(LayersPiece, EndsWriter):
+    """An end without layers."""
+
+    @property
+    def _halves(self) -> list[Half]:
+        return []
+
+
+@dataclass
+class EmbeddingPiece(_EndPiece):
+    """Writes the embedding alone."""
+
+    def _weights(self) -> list[WeightSpec]:
+        return super()._weights()[:1]
+
+    def _declare_inputs(self) -> None:
+        self._declare_tokens()
+        self._declare_residual("DX", "input")
+
+    def _declare_outputs(self) -> None:
+        self._declare_residual("X", "output")
+
+    def _after(self) -> None:
+        """Write nothing after it."""
+
+    def _before_backward(self) -> None:
+        """Write nothing before its gradient."""
+
+
+@dataclass
+class HeadPiece(_EndPiece):
+    """Writes the last norm, logits and loss alone."""
+
+    def _weights(self) -> list[WeightSpec]:
+        return super()._weights()[1:]
+
+    def _declare_inputs(self) -> None:
+        self._declare_targets()
+        self._declare_residual("Z", "input")
+
+    def _declare_outputs(self) -> None:
+        super()._declare_outputs()
+        self._declare_residual("DZ", "output")
+
+    def _before(self) -> None:
+        """Write nothing before it."""
+
+    def _sum_loss(self, landed: Stored, out: Stored) -> None:
+        """Leave the losses of the tokens of each rank."""
+        self.unsummed[out.tensor] = landed
+
+    def _after_backward(self) -> None:
+        """Write nothing after its gradients."""
+
+
+WRITERS: dict[Piece, type[LayersPiece]] = {
+    "layers": LayersPiece,
+    "embedding": EmbeddingPiece,
+    "head": HeadPiece,
+}

@@ -1,0 +1,240 @@
+"""Write a step as one Program with the programs of its layers included: `tune.step.block_stage` writes a stage.
+
+A layer's program is that of the strategy on the whole mesh of its pipeline rank: data parallelism is an axis that
+shares the batch, context parallelism one that shares sequences. One include is then all replicas, and says over
+which axes gradients are still to be summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import product
+
+from meshweave.algorithms.block import BlockProblem
+from meshweave.algorithms.block.parts import BlockParts
+from meshweave.algorithms.block.pieces import Piece
+from meshweave.algorithms.block.problem import AXES
+from meshweave.algorithms.block.roles import BATCH, RING
+from meshweave.algorithms.pipeline.actions import ActionKind, Schedule
+from meshweave.algorithms.pipeline.boundary import Boundary
+from meshweave.algorithms.pipeline.by_name import ScheduleRequest, schedule_by_name
+from meshweave.algorithms.pipeline.problem import Edge, PartCost, PipelineProblem, Stage
+from meshweave.algorithms.pipeline.program import pipeline_program
+from meshweave.base.errors import UnsupportedError
+from meshweave.base.units import to_ps
+from meshweave.cost.calls import flops_per_s
+from meshweave.describe.layout import Replicate, Shard
+from meshweave.describe.layout.layouts import Placement
+from meshweave.describe.layout.mesh import Mesh
+from meshweave.describe.model.workload import Workload
+from meshweave.ir.program import Program
+from meshweave.ir.program.ops import Call, Op
+from meshweave.ir.program.statements import rewrite
+from meshweave.tune.step.block_stage import BlockStage, StageSettings
+from meshweave.tune.step.layers import (
+    EAGER_LOGIT_BYTES,
+    StrategyAround,
+    best_config,
+    eager_logits_s,
+    extra_s,
+    strategy_of,
+)
+from meshweave.tune.step.memory import residual_is_whole
+from meshweave.tune.step.placement import replica_groups, sharding_groups
+from meshweave.tune.step.problem import Parallelism
+from meshweave.tune.step.result import Step
+from meshweave.tune.step.units import Unit, local_shape
+
+
+def block_step_program(step: Step) -> Program:
+    """Return the program of a step, with the programs of its layers inside.
+
+    Raises:
+        UnsupportedError: ZeRO-2 or 3, ZeRO-1 over ranks that are not evenly apart, a share of overlap between 0
+            and 1, transfers that ranks wait for, products in another dtype, schedules with backward parts in two,
+            or sizes that tensor-parallel ranks do not share evenly.
+    """
+    return _StepWriter(step).program()
+
+
+class _StepWriter:
+    def __init__(self, step: Step) -> None:
+        self.step, self.problem, self.p = step, step.problem, step.parallelism
+        p, stack = self.p, self.problem.stack
+        if p.zero >= 2:
+            raise UnsupportedError(f"the program of a step has zero 0 or 1, not {p.zero}")
+        if p.zero == 1 and len(sharding_groups(p)[0]) > 1:
+            raise UnsupportedError(
+                "the program of a step shards over one group; put context beside data in the order"
+            )
+        if stack.overlap not in (0, 1) or stack.blocks_transfers:
+            raise UnsupportedError(
+                "the program of a step overlaps all of its reductions or none, and its transfers"
+            )
+        if self.problem.product_dtype is not None:
+            raise UnsupportedError(f"a block program has its products in {self.problem.dtype} alone")
+        self.is_sharded = p.zero == 1 and p.shards > 1
+        self.groups = replica_groups(p)
+        if p.zero:
+            self.groups = tuple(group for groups in sharding_groups(p) for group in groups)
+        self.settings = StageSettings(
+            self.problem.dtype,
+            self.problem.gradient_dtype,
+            tuple(f"replica{number}" for number in range(len(self.groups))),
+            self.is_sharded,
+            stack.overlap == 1,
+        )
+        self.units: dict[Piece, Unit] = {"layers": self._unit("layers")}
+        if self.problem.model.vocab_size:
+            self.units |= {"embedding": self._unit("embedding"), "head": self._unit("head")}
+
+    # --- pieces -----------------------------------------------------------------------------------------
+
+    def _unit(self, piece: Piece) -> Unit:
+        problem, p = self.problem, self.p
+        rate = flops_per_s(problem.cluster.chip, "", problem.dtype)
+        if piece == "layers":
+            seconds = extra_s(problem, p)
+        elif piece == "head":
+            seconds = tuple(eager_logits_s(problem, p, num_bytes) for num_bytes in EAGER_LOGIT_BYTES)
+        else:
+            seconds = 0.0, 0.0
+        flops = round(seconds[0] * rate), round(seconds[1] * rate)
+        name = "layer" if piece == "layers" else piece
+        return Unit(name, self._parts(piece), flops, p.shards if self.is_sharded else 1)
+
+    def _parts(self, piece: Piece) -> BlockParts:
+        problem, p = self.problem, self.p
+        inner = strategy_of(problem, replace(p, context=1))
+        entry = StrategyAround(inner, (BATCH, RING))
+        shape = p.data, p.context, *p.tensor_mesh
+        work = Workload(p.micro_batch * p.data, problem.seq, problem.dtype)
+        block = BlockProblem.of(problem.model, work, shape)
+        if piece != "layers":
+            ranks = p.tensor_size
+            block = replace(block, vocabulary=-(-(problem.model.vocab_size or 0) // ranks) * ranks)
+        config = best_config(problem, p)
+        recompute = p.recompute if piece == "layers" else "none"
+        parts = entry.parts(block, config, piece=piece, recompute=recompute)
+        if p.context > 1 and piece == "layers":
+            parts = replace(parts, forward=_striped(parts.forward), backward=_striped(parts.backward))
+        return parts
+
+    # --- meshes -----------------------------------------------------------------------------------------
+
+    def _mesh(self, rank: int) -> Mesh:
+        """Return the mesh of a pipeline rank with the axes of a block."""
+        p = self.p
+        strides = (
+            p.stride("data"),
+            p.stride("context"),
+            p.stride("tensor") * p.tensor_mesh[1],
+            p.stride("tensor"),
+        )
+        shape = p.data, p.context, *p.tensor_mesh
+        return _strided(f"p{rank}", shape, AXES, strides, rank * p.stride("pipeline"))
+
+    def _replica_mesh(self, rank: int) -> Mesh:
+        """Return the same ranks with an axis for each group of replicas, and one for tensor parallelism."""
+        p = self.p
+        axes = [(f"replica{number}", *group) for number, group in enumerate(self.groups)]
+        axes = sorted([*axes, ("tensor", p.tensor_size, p.stride("tensor"))], key=lambda axis: -axis[2])
+        names, shape, strides = zip(*axes, strict=True)
+        return _strided(f"r{rank}", shape, names, strides, rank * p.stride("pipeline"))
+
+    # --- the pipeline -----------------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """Return the program."""
+        step, p = self.step, self.p
+        stages = tuple(self._stage(number) for number in range(p.num_stages))
+        edges = tuple(self._edge(number) for number in range(p.num_stages - 1))
+        rows = self._residual()[0] * p.data
+        problem = PipelineProblem(stages, edges, step.num_micro_batches, rows=rows)
+        schedule = self._schedule(problem)
+        last = _last_micro_batches(schedule)
+
+        def stage(
+            number: int, mesh: Mesh, boundaries: Mapping[tuple[int, int, str], Boundary], stashes: int
+        ) -> BlockStage:
+            replicas = self._replica_mesh(problem.stage_ranks[number])
+            units = self._units_of(number)
+            return BlockStage(number, mesh, replicas, units, self.settings, boundaries, stashes, last[number])
+
+        return pipeline_program(problem, schedule, title="step", writes_stage=stage)
+
+    def _units_of(self, number: int) -> tuple[tuple[Unit, int], ...]:
+        count = self.step.stage_layers[number]
+        units = [(self.units["layers"], count)] if count else []
+        if "embedding" in self.units and number == 0:
+            units.insert(0, (self.units["embedding"], 1))
+        if "head" in self.units and number == self.p.num_stages - 1:
+            units.append((self.units["head"], 1))
+        return tuple(units)
+
+    def _stage(self, number: int) -> Stage:
+        """Return a stage with the durations of its parts by the estimate, for the order of transfers."""
+        time = self.step.stages.times[number]
+        forward, backward = max(to_ps(time.forward_s), 1), max(to_ps(time.backward_s), 2)
+        mesh = self._mesh(self.step.stages.stage_ranks[number])
+        costs = PartCost(forward), PartCost(backward // 2), PartCost(backward - backward // 2)
+        return Stage(mesh, *costs, data_axes=(AXES[0],), dtype=self.problem.dtype)
+
+    def _residual(self) -> tuple[int, ...]:
+        """Return the shape of a rank's part of the residual."""
+        program = self.units["layers"].parts.forward
+        return local_shape(program, program.buffer_of["x"])
+
+    def _edge(self, source: int) -> Edge:
+        """Return the edge that carries the residual of a rank, or a part of it, to the next stage."""
+        shape = self._residual()[1:]
+        own: Placement = Replicate()
+        if self.step.stages.sends_parts and residual_is_whole(self.problem, self.p):
+            if shape[0] % self.p.tensor_size:
+                raise UnsupportedError(f"{self.p.tensor_size} tensor-parallel ranks do not divide {shape[0]}")
+            own = Shard(1)
+        placements = tuple(
+            Shard(0) if axis == AXES[0] else own if axis == AXES[2] else Replicate() for axis in AXES
+        )
+        return Edge(source, source + 1, shape, placements, placements, self.problem.dtype)
+
+    def _schedule(self, problem: PipelineProblem) -> Schedule:
+        p, step = self.p, self.step
+        name = "interleaved-1f1b" if p.schedule == "1f1b" and p.virtual_stages > 1 else p.schedule
+        request = ScheduleRequest(p.num_stages, step.num_micro_batches, p.virtual_stages)
+        whole = schedule_by_name(name, request, step.stages.action_times())
+        if any(action.parts for order in whole.actions for action in order):
+            raise UnsupportedError(f"the program of a step has no actions beside each other, as in {name}")
+        return Schedule(problem.stage_ranks, whole.num_micro_batches, whole.actions)
+
+
+def _striped(program: Program) -> Program:
+    """Return a program whose rings attend to half of the keys in every turn, as the estimate has them."""
+
+    def striped(op: Op) -> tuple[Op, ...]:
+        if isinstance(op, Call) and op.work == "attention":
+            op = replace(op, shape=(*op.shape[:3], op.shape[2] // 2 + 1, op.shape[4]))
+        return (op,)
+
+    return replace(program, body=rewrite(program.body, striped))
+
+
+def _strided(
+    name: str, shape: tuple[int, ...], axes: tuple[str, ...], strides: tuple[int, ...], base: int
+) -> Mesh:
+    """Return a mesh whose axes have these strides, from rank `base` on."""
+    places = product(*(range(0, size * stride, stride) for size, stride in zip(shape, strides, strict=True)))
+    return Mesh(name, tuple(shape), tuple(axes), tuple(base + sum(place) for place in places))
+
+
+def _last_micro_batches(schedule: Schedule) -> dict[int, int]:
+    """Return for each stage the micro-batch of its last backward part."""
+    last: dict[int, int] = {}
+    for action in schedule.leaves():
+        if action.kind is ActionKind.BACKWARD and action.micro_batch is not None:
+            last[action.stage] = action.micro_batch
+    return last
+
+
+__all__ = ["Parallelism", "block_step_program"]

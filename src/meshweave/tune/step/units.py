@@ -1,0 +1,119 @@
+"""The pieces of a model that a step's program includes, with their weights in one flat vector each.
+
+A piece is `count` equal layers, the embedding or the head. What a rank has of the weights of one layer is a vector
+(its bucket): matrices one after the other, those first whose gradients tensor-parallel ranks sum. It is padded so
+that it divides over the ranks that shard it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from meshweave.algorithms.block.parts import BlockParts
+from meshweave.base.errors import UnsupportedError
+from meshweave.ir.program import Buffer, Program
+
+RESIDUALS = ("x", "z", "dx", "dz")
+"""What the residual and its gradient are called in the programs of a piece."""
+PER_MICRO_BATCH = ("tokens", "targets")
+CONSTANTS = ("ids_in", "ids_out", "positions")
+_GIVEN = (*RESIDUALS, *PER_MICRO_BATCH, *CONSTANTS, "loss")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix or vector of a piece on a rank.
+
+    Attributes:
+        start: where it begins in the bucket.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Return where it ends in the bucket."""
+        return self.start + prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A piece of a model.
+
+    Attributes:
+        name: "layer", "embedding" or "head".
+        parts: its forward and its backward program.
+        extra_flops: work that the software adds to each part, as FLOPs at the rate of the chip.
+        shards: over how many ranks its bucket is sharded.
+    """
+
+    name: str
+    parts: BlockParts
+    extra_flops: tuple[int, int]
+    shards: int
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """Return the weights in the order of the bucket."""
+        program, sums = self.parts.forward, self.parts.sums
+        inputs = [b for b in program.buffers if b.kind == "input" and b.name not in _GIVEN]
+        inputs.sort(key=lambda buffer: self._own_sums(sums[f"d{buffer.name}"]), reverse=True)
+        weights: list[Weight] = []
+        for buffer in inputs:
+            start = weights[-1].stop if weights else 0
+            weights.append(Weight(buffer.name, local_shape(program, buffer), buffer.dtype, start))
+        return tuple(weights)
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of a bucket."""
+        return -(-self.weights[-1].stop // self.shards) * self.shards
+
+    @cached_property
+    def summed(self) -> tuple[tuple[str, int, int], ...]:
+        """Return (axis, start, stop) of the ranges of a bucket that tensor-parallel ranks sum."""
+        ranges: dict[str, tuple[int, int]] = {}
+        for weight in self.weights:
+            for axis in self._own_sums(self.parts.sums[f"d{weight.name}"]):
+                start, stop = ranges.get(axis, (weight.start, weight.start))
+                if stop != weight.start:
+                    raise UnsupportedError(
+                        f"weights of a {self.name} that are summed over {axis} do not adjoin"
+                    )
+                ranges[axis] = start, weight.stop
+        return tuple((axis, *ranges[axis]) for axis in ranges)
+
+    @staticmethod
+    def _own_sums(axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in axes if axis in ("row", "col"))
+
+    @property
+    def kept(self) -> Iterator[Buffer]:
+        """Yield the buffers that the forward part keeps for the backward part."""
+        yield from (self.parts.forward.buffer_of[name] for name in self.parts.kept)
+
+    def buffers_of(self, names: tuple[str, ...]) -> Iterator[tuple[Program, Buffer]]:
+        """Yield inputs and outputs of these names, each once, with the program that has them."""
+        seen: set[str] = set()
+        for program in (self.parts.forward, self.parts.backward):
+            for buffer in program.buffers:
+                if buffer.name in names and buffer.kind in ("input", "output") and buffer.name not in seen:
+                    seen.add(buffer.name)
+                    yield program, buffer
+
+
+def local_shape(program: Program, buffer: Buffer) -> tuple[int, ...]:
+    """Return the shape of a buffer's part, equal on all ranks. Raises UnsupportedError where they differ."""
+    assert buffer.layout is not None and buffer.tensor is not None
+    whole = program.tensor_of[buffer.tensor].shape
+    ranks = buffer.layout.mesh.ranks[: 1 if buffer.layout.has_equal_shards(whole) else None]
+    shapes = {buffer.layout.local_shape(whole, rank) for rank in ranks}
+    if len(shapes) > 1:
+        raise UnsupportedError(f"ranks have different parts of {buffer.tensor} {whole}")
+    return shapes.pop()
