@@ -108,6 +108,8 @@ def measure_axes(context: RankContext, payload: Mapping[str, Any]) -> dict[str, 
                 if repetition:
                     times.append(took_ps / 1e12 / loops)
         out[f"{kind} {axis} {num_bytes}"] = times
+        if context.rank == 0:
+            print(f"{kind} {axis} {num_bytes}: {times}", file=sys.stderr, flush=True)
     shared.close()
     return out
 
@@ -144,10 +146,10 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict
     """Run steps of every configuration: one to warm up, which is checked, then `repeat` from a common start.
 
     `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`),
-    repeat, deadline_s, arrays: a file of weights ("before NAME"), expected weights after a step ("after NAME"), and
-    of `tokens` and `targets`. Returns for each configuration the seconds of each step from the common start to the
-    end of this rank, its sum of the loss, the largest difference of a weight after one step, overruns [count,
-    seconds], and late_s.
+    repeat, deadline_s, and arrays: a file of weights ("before NAME"), of those expected after a step ("after
+    NAME"), of `tokens` and of `targets`. Returns for each configuration the seconds of each step from the common
+    start to the end of this rank, its share of the loss, the largest difference of a weight after one step,
+    overruns [count, seconds], and late_s.
     """
     torch.set_num_threads(1)
     lab = load_lab(payload["lab"])
