@@ -43,6 +43,13 @@ def test_the_picture_says_what_was_simulated() -> None:
         assert number in picture, number
 
 
+def test_the_page_about_steps_in_the_lab_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
+    tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "step_lab_tables.py"))
+    committed = (pages.ROOT / "benchmarks/results/step_lab.md").read_text()
+    assert tables["page"]() == committed, "run python benchmarks/step_lab_tables.py"
+
+
 def test_the_page_about_blocks_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(pages.ROOT / "benchmarks"))
     tables = runpy.run_path(str(pages.ROOT / "benchmarks" / "block_lab_tables.py"))
