@@ -30,7 +30,6 @@ from step_lab_rank import ADAM, calibrated, parallelism_of
 
 from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import Cluster
-from meshweave.describe.machine.network import HostsNetwork
 from meshweave.describe.model import Transformer
 from meshweave.lab import Lab, RunningLab
 from meshweave.tune.step import Step, StepProblem, simulate_step, step_of
@@ -72,13 +71,6 @@ CASES: tuple[dict[str, Any], ...] = (
 )
 """The configurations, as fields of `Parallelism`."""
 
-SMALL_BYTES, LARGE_BYTES = 4096, 262144
-SIZES = {"intra": (SMALL_BYTES, 4 * LARGE_BYTES), "nic": (SMALL_BYTES, LARGE_BYTES)}
-LOOPS = {"intra": (20, 10), "nic": (20, 2)}
-AXES = {"intra": "col", "nic": "row"}
-PRODUCTS = 2
-"""How many products run beside each op that is calibrated: for about as long as it takes."""
-
 
 def name_of(fields: Mapping[str, Any]) -> str:
     """Return the words for a configuration in tables."""
@@ -98,54 +90,6 @@ def name_of(fields: Mapping[str, Any]) -> str:
 # --- what the plan says -------------------------------------------------------------------------------------
 
 
-def calibrate(running: RunningLab, lab_file: Path, repeat: int) -> dict[str, dict[str, float]]:
-    """Return the constants of the links of a lab that is up, inside hosts and between them."""
-    cluster = running.description.cluster()
-    network = cluster.network
-    assert isinstance(network, HostsNetwork)
-    shape = network.num_hosts, network.chips_per_host
-    cases = [
-        (kind, AXES[link], size, loops, PRODUCTS)
-        for link in AXES
-        for kind in ("all_gather", "all_reduce", "permute")
-        for size, loops in zip(SIZES[link], LOOPS[link], strict=True)
-        if kind == "all_gather" or size == SMALL_BYTES
-    ]
-    payload = {
-        "lab": str(lab_file.resolve()),
-        "shape": shape,
-        "cases": cases,
-        "repeat": repeat,
-        "deadline_s": 60.0,
-    }
-    ranks = _launch(running, "measure_axes", payload, 200.0)
-    medians = {
-        name: statistics.median(max(times) for times in zip(*(rank[name] for rank in ranks), strict=True))
-        for name in ranks[0]
-    }
-    # All ranks of a host send over its NIC at once.
-    sharing = {"intra": 1, "nic": network.chips_per_host}
-    sizes = {"intra": shape[1], "nic": shape[0]}
-    constants = {}
-    for link, axis in AXES.items():
-        small, large = SIZES[link]
-        steps, users = sizes[link] - 1, sharing[link]
-        grown_s = medians[f"all_gather {axis} {large}"] - medians[f"all_gather {axis} {small}"]
-        nominal = getattr(network, link).link_bytes_per_s
-        rate = min(users * steps * (large - small) / grown_s, nominal) if grown_s > 0 else nominal
-        part_s = users * small / rate
-        gather_s, reduce_s, message_s = (
-            medians[f"{kind} {axis} {small}"] for kind in ("all_gather", "all_reduce", "permute")
-        )
-        constants[link] = {
-            "bytes_per_s": rate,
-            "step_s": max(gather_s / steps - part_s, 0.0),
-            "reduce_step_s": max(reduce_s / (2 * steps) - part_s / sizes[link], 0.0),
-            "message_s": max(message_s - part_s, 0.0),
-        }
-    return {**constants, "medians": medians}
-
-
 def predicted(cluster: Cluster) -> list[tuple[Step, float]]:
     """Return each configuration's step with its estimate, and the seconds of its simulation."""
     problem = StepProblem(Transformer(**MODEL), cluster, BATCH, SEQ, "float32")
@@ -159,15 +103,8 @@ def predicted(cluster: Cluster) -> list[tuple[Step, float]]:
 # --- what is measured ---------------------------------------------------------------------------------------
 
 
-def _launch(running: RunningLab, function: str, payload: dict[str, Any], timeout_s: float) -> list[Any]:
-    env = {"PYTHONPATH": str(Path(__file__).parent), "MESHWEAVE_PACE_FLOPS_PER_S": ""}
-    return running.launch(f"step_lab_rank:{function}", payload, timeout_s=timeout_s, env=env)
-
-
-def measure(
-    running: RunningLab, options: argparse.Namespace, constants: Mapping[str, Any], cases: list[int]
-) -> list[dict[str, Any]]:
-    """Return the measured part of each configuration's row."""
+def measure(running: RunningLab, options: argparse.Namespace, cases: list[int]) -> dict[str, Any]:
+    """Return medians and constants of the calibration, and the measured part of each configuration's row."""
     problem = StepProblem(Transformer(**MODEL), running.description.cluster(), BATCH, SEQ, "float32")
     weights, batches = random_weights(problem), random_batches(problem, 1)
     expected = reference_steps(problem, weights, batches, ADAM)
@@ -179,7 +116,6 @@ def measure(
         np.savez(file, **named, tokens=tokens, targets=targets)
         payload = {
             "lab": str(options.lab.resolve()),
-            "constants": constants,
             "model": MODEL,
             "batch": BATCH,
             "seq": SEQ,
@@ -188,10 +124,13 @@ def measure(
             "arrays": str(file),
             "deadline_s": 60.0,
         }
-        ranks = _launch(running, "measure_steps", payload, options.timeout)
+        # Steps are paced inside the ranks.
+        env = {"PYTHONPATH": str(Path(__file__).parent), "MESHWEAVE_PACE_FLOPS_PER_S": ""}
+        target = "step_lab_rank:measure_steps"
+        ranks = running.launch(target, payload, timeout_s=options.timeout, env=env)
     rows = []
     for number in range(len(cases)):
-        own = [rank[number] for rank in ranks]
+        own = [rank["rows"][number] for rank in ranks]
         runs = [max(run) for run in zip(*(rank["times"] for rank in own), strict=True)]
         rows.append(
             {
@@ -204,7 +143,7 @@ def measure(
                 "late_s": max(rank["late_s"] for rank in own),
             }
         )
-    return rows
+    return {**ranks[0], "rows": rows}
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -266,12 +205,11 @@ def main() -> None:
     lab = Lab.load(options.lab)
     cases = options.cases or list(range(len(CASES)))
     with lab.up() as running:
-        constants = calibrate(running, options.lab, 2)
-        print(constants, flush=True)
-        measured = measure(running, options, constants, cases)
+        measured = measure(running, options, cases)
+    constants = measured["constants"]
     steps = predicted(calibrated(lab.cluster(), constants))
     rows = []
-    for number, row in zip(cases, measured, strict=True):
+    for number, row in zip(cases, measured["rows"], strict=True):
         step, simulated_s = steps[number]
         names = {"name": name_of(CASES[number]), "parallelism": CASES[number]}
         rows.append({**names, "estimated_s": step.time_s, "simulated_s": simulated_s, **row})
@@ -282,6 +220,7 @@ def main() -> None:
         "batch": BATCH,
         "seq": SEQ,
         "constants": constants,
+        "calibration": measured["medians"],
         "rows": rows,
         "verdicts": verdicts(rows),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from block_lab_functions import FusedFunctions
 from block_lab_rank import PRODUCT
 
@@ -25,6 +27,7 @@ from meshweave.execute.torch.context import TorchContext
 from meshweave.execute.torch.measure import start_together, without_garbage_collection
 from meshweave.ir.program import FULL, Buffer, Lane, On, Program, Repeat, Statement, Tensor, View
 from meshweave.ir.program.ops import AllGather, AllReduce, Matmul, Op, Permute, Zero
+from meshweave.lab.description import LabDescription
 from meshweave.lab.description_file import load_lab
 from meshweave.lab.pace import paced
 from meshweave.lower import lower_rings
@@ -33,6 +36,24 @@ from meshweave.tune.step import Parallelism, StepProblem, step_of
 
 ADAM = Adam(lr=0.01, eps=0.1)
 """Gradients that are nearly zero do not decide by their rounding which way a weight moves."""
+
+
+AXES = {"intra": "col", "nic": "row"}
+"""Along which axis of a mesh (hosts, ranks of a host) messages take links inside hosts, and those between them."""
+SMALL_BYTES, LARGE_BYTES = 4096, {"intra": 1 << 20, "nic": 1 << 18}
+CASES = tuple(
+    (kind, link, num_bytes, loops)
+    for link in AXES
+    for kind, num_bytes, loops in (
+        ("all_gather", SMALL_BYTES, 20),
+        ("all_gather", LARGE_BYTES[link], 10 if link == "intra" else 2),
+        ("all_reduce", SMALL_BYTES, 20),
+        ("permute", SMALL_BYTES, 20),
+    )
+)
+"""(kind of op, link, bytes of a part, how many in a row) of a calibration."""
+PRODUCTS = 2
+"""How many products run beside each of them: for about as long as it takes."""
 
 
 # --- constants ----------------------------------------------------------------------------------------------
@@ -84,22 +105,21 @@ def axis_program(
     return lower_rings(program)
 
 
-def measure_axes(context: RankContext, payload: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return for each "kind axis bytes" the seconds of one op in a row of `loops`, by repetition.
-
-    `payload`: lab, shape, cases [[kind, axis, bytes, loops, products]], repeat, deadline_s.
-    """
-    torch.set_num_threads(1)
-    lab = load_lab(payload["lab"])
-    shared = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
-    assert lab.flops_per_s is not None
-    out = {}
-    for kind, axis, num_bytes, loops, products in payload["cases"]:
-        program = axis_program(kind, tuple(payload["shape"]), axis, num_bytes, loops, products)
+def measure_axes(
+    context: RankContext, lab: LabDescription, repeat: int, deadline_s: float
+) -> dict[str, float]:
+    """Return for each "kind link bytes" the median seconds of one op in a row, equal on all ranks."""
+    shared = TorchContext(liveness=context.liveness, deadline_s=deadline_s)
+    network = lab.cluster().network
+    assert isinstance(network, HostsNetwork) and lab.flops_per_s is not None
+    shape = network.num_hosts, network.chips_per_host
+    medians = {}
+    for kind, link, num_bytes, loops in CASES:
+        program = axis_program(kind, shape, AXES[link], num_bytes, loops, PRODUCTS)
         bound = bind(program, context.rank, {"x": torch.ones(num_bytes // 4)}, context=shared, trace=True)
         times = []
         with without_garbage_collection(), paced(lab.flops_per_s, lab.call_flops_per_s):
-            for repetition in range(payload["repeat"] + 1):
+            for repetition in range(repeat + 1):
                 start_together(shared)
                 trace = bound.run()
                 assert trace is not None
@@ -107,11 +127,40 @@ def measure_axes(context: RankContext, payload: Mapping[str, Any]) -> dict[str, 
                 took_ps = max(span.end_ps for span in spans) - min(span.start_ps for span in spans)
                 if repetition:
                     times.append(took_ps / 1e12 / loops)
-        out[f"{kind} {axis} {num_bytes}"] = times
-        if context.rank == 0:
-            print(f"{kind} {axis} {num_bytes}: {times}", file=sys.stderr, flush=True)
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        medians[f"{kind} {link} {num_bytes}"] = statistics.median(slowest.tolist())
     shared.close()
-    return out
+    return medians
+
+
+def constants_of(medians: Mapping[str, float], network: HostsNetwork) -> dict[str, dict[str, float]]:
+    """Return the constants of links inside hosts and between them, as `calibrated` takes them."""
+    sizes = {"intra": network.chips_per_host, "nic": network.num_hosts}
+    sharing = {"intra": 1, "nic": network.chips_per_host}  # all ranks of a host send over its NIC at once
+    constants = {}
+    for link, size in sizes.items():
+        large, steps, users = LARGE_BYTES[link], size - 1, sharing[link]
+        small_s, large_s, reduce_s, message_s = (
+            medians[f"{kind} {link} {num_bytes}"]
+            for kind, num_bytes in (
+                ("all_gather", SMALL_BYTES),
+                ("all_gather", large),
+                ("all_reduce", SMALL_BYTES),
+                ("permute", SMALL_BYTES),
+            )
+        )
+        nominal = getattr(network, link).link_bytes_per_s
+        grown_s = max(large_s - small_s, 1e-9)
+        rate = min(users * steps * (large - SMALL_BYTES) / grown_s, nominal)
+        part_s = users * SMALL_BYTES / rate
+        constants[link] = {
+            "bytes_per_s": rate,
+            "step_s": max(small_s / steps - part_s, 0.0),
+            "reduce_step_s": max(reduce_s / (2 * steps) - part_s / size, 0.0),
+            "message_s": max(message_s - part_s, 0.0),
+        }
+    return constants
 
 
 def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -> Cluster:
@@ -142,14 +191,14 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 # --- steps --------------------------------------------------------------------------------------------------
 
 
-def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Run steps of every configuration: one to warm up, which is checked, then `repeat` from a common start.
+def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Calibrate the lab, and run steps of every configuration: one that is checked, then `repeat` that are timed.
 
-    `payload`: lab, constants, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`),
-    repeat, deadline_s, and arrays: a file of weights ("before NAME"), of those expected after a step ("after
-    NAME"), of `tokens` and of `targets`. Returns for each configuration the seconds of each step from the common
-    start to the end of this rank, its share of the loss, the largest difference of a weight after one step,
-    overruns [count, seconds], and late_s.
+    `payload`: lab, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
+    deadline_s, and arrays: a file of weights ("before NAME"), of those expected after a step ("after NAME"), of
+    `tokens` and of `targets`. Returns medians and constants, and as rows for each configuration the seconds of
+    each step from the common start to the end of this rank, its share of the loss, the largest difference of a
+    weight after one step, overruns [count, seconds], and late_s.
     """
     torch.set_num_threads(1)
     lab = load_lab(payload["lab"])
@@ -159,7 +208,13 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict
         {name.removeprefix(word): arrays[name] for name in arrays.files if name.startswith(word)}
         for word in ("before ", "after ")
     )
-    cluster = calibrated(lab.cluster(), payload["constants"])
+    network = lab.cluster().network
+    assert isinstance(network, HostsNetwork)
+    medians = measure_axes(context, lab, 2, payload["deadline_s"])
+    constants = constants_of(medians, network)
+    if context.rank == 0:
+        print(f"calibrated: {constants}", file=sys.stderr, flush=True)
+    cluster = calibrated(lab.cluster(), constants)
     problem = StepProblem(
         Transformer(**payload["model"]), cluster, payload["batch"], payload["seq"], "float32"
     )
@@ -196,7 +251,7 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> list[dict
             done = f"{number + 1} of {len(payload['cases'])}"
             print(f"{done}: {times} s, bound in {bound_s:.1f} s", file=sys.stderr, flush=True)
     world.close()
-    return out
+    return {"medians": medians, "constants": constants, "rows": out}
 
 
 def parallelism_of(fields: Mapping[str, Any]) -> Parallelism:

@@ -49,8 +49,8 @@ def table(data: dict[str, Any]) -> Iterator[str]:
         yield (
             f"- By {word}: mean error {100 * one['mean_error']:.1f} %, worst {100 * one['worst_error']:+.1f} %; "
             f"{one['within']} of {len(rows)} within {100 * said['apart']:.0f} %; "
-            f"{said['pairs_apart'] - len(one['pairs_missed'])} of the {said['pairs_apart']} pairs that differ by more "
-            f"than {100 * said['apart']:.0f} % are in the measured order."
+            f"{said['pairs_apart'] - len(one['pairs_missed'])} of the {said['pairs_apart']} pairs that differ by "
+            f"more than {100 * said['apart']:.0f} % are in the measured order."
         )
         for faster, slower in one["pairs_missed"]:
             yield f"  - Missed: {faster} was faster than {slower}."
@@ -61,10 +61,11 @@ def page() -> str:
     lines = [
         "# Training steps in a lab",
         "",
-        "Made by `python benchmarks/step_lab_tables.py`. 16 processes on 2 cores over gloo, in four hosts with one",
-        "slow NIC each (`examples/labs/hosts-4x4.toml`). A step is the forward and backward part of all micro-batches,",
-        "the messages of the pipeline, the reductions of gradients, and Adam. Loss, and weights after the first step,",
-        "are compared with one process. Products, norms, attention, activations, the loss and Adam are paced.",
+        "Made by `python benchmarks/step_lab_tables.py`. 16 processes on 2 cores over gloo, in four hosts with",
+        "one slow NIC each (`examples/labs/hosts-4x4.toml`). A step is the forward and backward part of all",
+        "micro-batches, the messages of the pipeline, the reductions of gradients, and Adam. Loss, and weights",
+        "after the first step, are compared with one process. Products, norms, attention, activations, the loss",
+        "and Adam are paced.",
         "",
     ]
     lines += table(json.loads((RESULTS / f"{NAME}.json").read_text()))
