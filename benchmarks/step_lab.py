@@ -20,6 +20,7 @@ import itertools
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,18 @@ MODEL: dict[str, Any] = {
 BATCH, SEQ = 32, 128
 CASES: tuple[dict[str, Any], ...] = (
     {"data": 16},
-    {"data": 16, "zero": 1},
     {"data": 4, "tensor": 4, "strategy": "megatron_sp", "micro_batch": 2},
-    {"data": 4, "tensor": 4, "strategy": "megatron", "micro_batch": 2},
     {"data": 4, "pipeline": 4, "micro_batch": 1},
-    {"data": 4, "pipeline": 4, "micro_batch": 2, "schedule": "gpipe"},
     {"data": 2, "pipeline": 2, "tensor": 4, "strategy": "megatron_sp", "micro_batch": 2},
+    {"data": 4, "tensor": [2, 2], "strategy": "meshslice_block", "micro_batch": 2},
     {"data": 4, "pipeline": 2, "tensor": 2, "strategy": "megatron_sp", "zero": 1},
+    {"data": 4, "pipeline": 4, "micro_batch": 2, "schedule": "gpipe"},
+    {"data": 2, "tensor": 8, "strategy": "megatron_sp", "micro_batch": 4},
     {"data": 4, "pipeline": 2, "tensor": 2, "strategy": "megatron", "virtual_stages": 2},
     {"pipeline": 4, "tensor": 4, "strategy": "megatron", "micro_batch": 2},
-    {"data": 4, "tensor": [2, 2], "strategy": "meshslice_block", "micro_batch": 2},
+    {"data": 16, "zero": 1},
     {"data": 4, "tensor": [2, 2], "strategy": "atp", "micro_batch": 2},
-    {"data": 2, "tensor": 8, "strategy": "megatron_sp", "micro_batch": 4},
+    {"data": 4, "tensor": 4, "strategy": "megatron", "micro_batch": 2},
 )
 """The configurations, as fields of `Parallelism`."""
 
@@ -123,13 +124,14 @@ def measure(running: RunningLab, options: argparse.Namespace, cases: list[int]) 
             "repeat": options.repeat,
             "arrays": str(file),
             "deadline_s": 60.0,
+            "until": time.monotonic() + options.within,
         }
         # Steps are paced inside the ranks.
         env = {"PYTHONPATH": str(Path(__file__).parent), "MESHWEAVE_PACE_FLOPS_PER_S": ""}
         target = "step_lab_rank:measure_steps"
         ranks = running.launch(target, payload, timeout_s=options.timeout, env=env)
     rows = []
-    for number in range(len(cases)):
+    for number in range(len(ranks[0]["rows"])):
         own = [rank["rows"][number] for rank in ranks]
         runs = [max(run) for run in zip(*(rank["times"] for rank in own), strict=True)]
         rows.append(
@@ -197,6 +199,9 @@ def main() -> None:
     parser.add_argument("--lab", type=Path, default=LAB)
     parser.add_argument("--cases", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument(
+        "--within", type=float, default=330.0, help="seconds after which no configuration begins"
+    )
     parser.add_argument("--timeout", type=float, default=580.0)
     parser.add_argument(
         "--save", nargs="?", const="step_lab", help="a file in benchmarks/results, without .json"
@@ -209,7 +214,7 @@ def main() -> None:
     constants = measured["constants"]
     steps = predicted(calibrated(lab.cluster(), constants))
     rows = []
-    for number, row in zip(cases, measured["rows"], strict=True):
+    for number, row in zip(cases, measured["rows"], strict=False):
         step, simulated_s = steps[number]
         names = {"name": name_of(CASES[number]), "parallelism": CASES[number]}
         rows.append({**names, "estimated_s": step.time_s, "simulated_s": simulated_s, **row})

@@ -192,13 +192,14 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 
 
 def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Calibrate the lab, and run steps of every configuration: one that is checked, then `repeat` that are timed.
+    """Calibrate the lab, and run steps of every configuration: an unpaced one that is checked, `repeat` timed ones.
 
     `payload`: lab, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
-    deadline_s, and arrays: a file of weights ("before NAME"), of those expected after a step ("after NAME"), of
-    `tokens` and of `targets`. Returns medians and constants, and as rows for each configuration the seconds of
-    each step from the common start to the end of this rank, its share of the loss, the largest difference of a
-    weight after one step, overruns [count, seconds], and late_s.
+    deadline_s, until (the CLOCK_MONOTONIC after which no further case begins), and arrays: a file of weights
+    ("before NAME"), of those expected after a step ("after NAME"), of `tokens` and of `targets`. Returns medians
+    and constants, and as rows for each configuration the seconds of each step from the common start to the end of
+    this rank, its share of the loss, the largest difference of a weight after one step, overruns [count,
+    seconds], and late_s.
     """
     torch.set_num_threads(1)
     lab = load_lab(payload["lab"])
@@ -221,6 +222,10 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str,
     world = TorchContext(liveness=context.liveness, deadline_s=payload["deadline_s"])
     out = []
     for number, fields in enumerate(payload["cases"]):
+        goes_on = torch.tensor([int(time.monotonic() < payload["until"])])
+        dist.broadcast(goes_on, 0)
+        if not goes_on:
+            break
         step = step_of(problem, parallelism_of(fields))
         began = time.monotonic()
         run = StepRun(
@@ -230,26 +235,23 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str,
         gc.collect()
         bound_s = time.monotonic() - began
         row: dict[str, Any] = {"times": [], "late_s": 0.0, "overruns": [0, 0.0]}
+        loss = run.run(arrays["tokens"], arrays["targets"])
+        row |= {"loss": loss, "difference": run.worst_difference(after)}
         with without_garbage_collection(), paced(lab.flops_per_s, lab.call_flops_per_s) as pacer:
-            for repetition in range(payload["repeat"] + 1):
-                report = pacer.report()
+            for _ in range(payload["repeat"]):
                 start_ns, late_ns = start_together(world)
-                loss = run.run(arrays["tokens"], arrays["targets"])
-                took = time.monotonic() - start_ns / 1e9
-                if repetition == 0:
-                    row |= {"loss": loss, "difference": run.worst_difference(after)}
-                    continue
-                row["times"].append(took)
+                run.run(arrays["tokens"], arrays["targets"])
+                row["times"].append(time.monotonic() - start_ns / 1e9)
                 row["late_s"] = max(row["late_s"], late_ns / 1e9)
-                now = pacer.report()
-                row["overruns"][0] += now.num_overruns - report.num_overruns
-                row["overruns"][1] += now.overrun_s - report.overrun_s
+            report = pacer.report()
+            row["overruns"] = [report.num_overruns, report.overrun_s]
         run.close()
         out.append(row)
         if context.rank == 0:
             times = ", ".join(f"{each:.3f}" for each in row["times"])
             done = f"{number + 1} of {len(payload['cases'])}"
-            print(f"{done}: {times} s, bound in {bound_s:.1f} s", file=sys.stderr, flush=True)
+            words = f"{done}: {times} s, bound in {bound_s:.1f} s, overruns {row['overruns']}, {row['difference']:.1e}"
+            print(words, file=sys.stderr, flush=True)
     world.close()
     return {"medians": medians, "constants": constants, "rows": out}
 

@@ -77,11 +77,9 @@ class Adam:
 def pieces_of(step: Step, layer: int) -> tuple[tuple[Piece, BlockProblem], ...]:
     """Return the pieces of the model that the calls of a layer run, in order, each with its block."""
     model, p = step.problem.model, step.parallelism
-    if not model.vocab_size:
-        raise UnsupportedError(f"model {model.name} has no vocabulary; give vocab_size to train it")
     work = Workload(p.micro_batch, step.problem.seq, step.problem.dtype)
     block = BlockProblem.of(model, work, p.tensor_mesh)
-    ends = replace(block, vocabulary=model.vocab_size)
+    ends = replace(block, vocabulary=model.vocab_size or 0)
     first: tuple[tuple[Piece, BlockProblem], ...] = (("embedding", ends),) if layer == 0 else ()
     last: tuple[tuple[Piece, BlockProblem], ...] = (("head", ends),) if layer == model.num_layers - 1 else ()
     return *first, ("layers", block), *last
@@ -318,6 +316,10 @@ class StepRun:
         functions: what the calls of blocks compute.
         liveness, deadline_s: as of `TorchContext`.
 
+    Raises:
+        UnsupportedError: the step has context parallelism, recomputation, ZeRO-2 or 3, dtypes other than float32,
+            or a model without a vocabulary or with one table for both ends.
+
     Attributes:
         program: the program of the step.
     """
@@ -331,8 +333,8 @@ class StepRun:
         functions: Callable[[BlockProblem], BlockFunctions] = RealFunctions,
         liveness: Any = None,
         deadline_s: float = 60.0,
-        lowers_rings: bool = True,
     ) -> None:
+        _check(step)
         self.step = step
         self._optimizer, self._count = optimizer or Adam(), 0
         self._outer = TorchContext(liveness=liveness, deadline_s=deadline_s)
@@ -350,11 +352,10 @@ class StepRun:
                     bound[piece] = _BoundPiece(step, piece, block, ranks, self._inner, functions)
                 self._layers.setdefault(number, []).append(bound[piece])
         sizes = [_local_size(step, number) for number in range(len(problem.stages))]
-        self.program, self.problem, schedule = training_program(step, sizes)
-        if lowers_rings:
-            self.program = lower_rings(self.program)
+        program, self.problem, schedule = training_program(step, sizes)
+        self.program = lower_rings(program)
         self._last = _last_micro_batches(schedule)
-        self._tokens = self._targets = torch.zeros(0)
+        self._targets = torch.zeros(0)
         self._bound = bind(
             self.program, rank, self._tensors(weights), context=self._outer, calls=self._functions()
         )
@@ -487,6 +488,23 @@ class StepRun:
         rows = self.step.num_micro_batches * self.step.parallelism.replicas
         indices = buffer.layout.indices((rows, 1), self.rank)[0]
         return int(indices[micro_batch])
+
+
+def _check(step: Step) -> None:
+    """Raise UnsupportedError for what a run does not do."""
+    p, problem = step.parallelism, step.problem
+    refused = {
+        "context parallelism": p.context > 1,
+        "recomputation": p.recompute != "none",
+        "other dtypes than float32": {problem.dtype, problem.gradient_dtype} != {"float32"},
+        "a model without a vocabulary": not problem.model.vocab_size,
+        "one table for embedding and head": problem.model.tied_embeddings,
+    }
+    for what, is_there in refused.items():
+        if is_there:
+            raise UnsupportedError(
+                f"a step cannot be run with {what} here; it can be estimated and simulated"
+            )
 
 
 def _cut(pieces: Iterable[_BoundPiece], vector: Values) -> Iterator[tuple[_BoundPiece, Values]]:
