@@ -192,7 +192,7 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 
 
 def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Calibrate the lab, and run steps of every configuration: an unpaced one that is checked, `repeat` timed ones.
+    """Calibrate the lab, and run steps of every configuration: an unpaced one, which is checked, and timed ones.
 
     `payload`: lab, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
     deadline_s, until (the CLOCK_MONOTONIC after which no further case begins), and arrays: a file of weights
@@ -250,8 +250,10 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str,
         if context.rank == 0:
             times = ", ".join(f"{each:.3f}" for each in row["times"])
             done = f"{number + 1} of {len(payload['cases'])}"
-            words = f"{done}: {times} s, bound in {bound_s:.1f} s, overruns {row['overruns']}, {row['difference']:.1e}"
-            print(words, file=sys.stderr, flush=True)
+            words = (
+                f"bound in {bound_s:.1f} s, overruns {row['overruns']}, difference {row['difference']:.1e}"
+            )
+            print(f"{done}: {times} s, {words}", file=sys.stderr, flush=True)
     world.close()
     return {"medians": medians, "constants": constants, "rows": out}
 
