@@ -52,11 +52,30 @@ CASES = tuple(
     )
 )
 """(kind of op, link, bytes of a part, how many in a row) of a calibration."""
+SMALL_PRODUCT, NUM_SMALL = (64, 64, 128), 50
+"""Rows, terms and columns of small products, and how many of them show what passes between two."""
 PRODUCTS = 2
 """How many products run beside each of them: for about as long as it takes."""
 
 
 # --- constants ----------------------------------------------------------------------------------------------
+
+
+def products_program(shape: tuple[int, int]) -> Program:
+    """Return `NUM_SMALL` small products on every rank, one after another."""
+    mesh = Mesh.of("tp", shape, ("row", "col"))
+    m, k, n = SMALL_PRODUCT
+    sizes = {"a": (m, k), "b": (k, n), "c": (m, n)}
+    layout = Layout(mesh, (Replicate(), Replicate()))
+    buffers = [
+        Buffer(name, "input" if name != "c" else "output", "tp", "float32", name.upper(), layout)
+        for name in sizes
+    ]
+    tensors = tuple(Tensor(name.upper(), shape, "float32") for name, shape in sizes.items())
+    views = {name: View(name, (FULL, FULL)) for name in sizes}
+    product = Matmul(out=views["c"], a=views["a"], b=views["b"], lane="compute")
+    body = (On("tp", (Repeat("j", NUM_SMALL, (product,)),)),)
+    return Program("products", (mesh,), tensors, tuple(buffers), (Lane("compute"),), body)
 
 
 def axis_program(
@@ -113,7 +132,7 @@ def measure_axes(
     network = lab.cluster().network
     assert isinstance(network, HostsNetwork) and lab.flops_per_s is not None
     shape = network.num_hosts, network.chips_per_host
-    medians = {}
+    medians = {"between products": _between_products(context, lab, shape, repeat, shared)}
     for kind, link, num_bytes, loops in CASES:
         program = axis_program(kind, shape, AXES[link], num_bytes, loops, PRODUCTS)
         bound = bind(program, context.rank, {"x": torch.ones(num_bytes // 4)}, context=shared, trace=True)
@@ -132,6 +151,28 @@ def measure_axes(
         medians[f"{kind} {link} {num_bytes}"] = statistics.median(slowest.tolist())
     shared.close()
     return medians
+
+
+def _between_products(
+    context: RankContext, lab: LabDescription, shape: tuple[int, int], repeat: int, shared: TorchContext
+) -> float:
+    """Return the seconds that pass between two products, while all ranks multiply; equal on all ranks."""
+    m, k, n = SMALL_PRODUCT
+    given = {"a": torch.ones(m, k), "b": torch.ones(k, n)}
+    bound = bind(products_program(shape), context.rank, given, context=shared)
+    assert lab.flops_per_s is not None
+    times = []
+    with without_garbage_collection(), paced(lab.flops_per_s, lab.call_flops_per_s):
+        for repetition in range(repeat + 1):
+            start_ns, _ = start_together(shared)
+            bound.run()
+            if repetition:
+                times.append(
+                    (time.monotonic() - start_ns / 1e9) / NUM_SMALL - 2 * m * k * n / lab.flops_per_s
+                )
+    mean = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    dist.all_reduce(mean)
+    return max(float(mean) / context.num_ranks, 0.0)
 
 
 def constants_of(medians: Mapping[str, float], network: HostsNetwork) -> dict[str, dict[str, float]]:
@@ -160,7 +201,7 @@ def constants_of(medians: Mapping[str, float], network: HostsNetwork) -> dict[st
             "reduce_step_s": max(reduce_s / (2 * steps) - part_s / size, 0.0),
             "message_s": max(message_s - part_s, 0.0),
         }
-    return constants
+    return {**constants, "chip": {"launch_s": medians["between products"]}}
 
 
 def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -> Cluster:
@@ -168,7 +209,7 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 
     Args:
         constants: for "intra" and "nic": bytes_per_s, step_s of a step of a ring, reduce_step_s of a step of an
-            all-reduce, and message_s, the latency of a message.
+            all-reduce, and message_s, the latency of a message. For "chip": launch_s, between two products.
     """
     network = cluster.network
     assert isinstance(network, HostsNetwork)
@@ -185,7 +226,8 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
         )
 
     links = {name: measured(getattr(network, name), constants[name]) for name in ("intra", "nic")}
-    return replace(cluster, network=replace(network, **links))
+    chip = replace(cluster.chip, launch_s=constants["chip"]["launch_s"])
+    return replace(cluster, chip=chip, network=replace(network, **links))
 
 
 # --- steps --------------------------------------------------------------------------------------------------
