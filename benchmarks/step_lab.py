@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import tempfile
@@ -26,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import save
+from machine import RESULTS, save
 from step_lab_rank import ADAM, calibrated, parallelism_of
 
 from meshweave.check.training_step import random_batches, random_weights, reference_steps
 from meshweave.describe.machine.cluster import Cluster
 from meshweave.describe.model import Transformer
+from meshweave.execute.ranks.fork_server import fork_servers
 from meshweave.lab import Lab, RunningLab
 from meshweave.tune.step import Step, StepProblem, simulate_step, step_of
 
@@ -57,18 +59,17 @@ MODEL: dict[str, Any] = {
 BATCH, SEQ = 32, 128
 CASES: tuple[dict[str, Any], ...] = (
     {"data": 16},
-    {"data": 4, "tensor": 4, "strategy": "megatron_sp", "micro_batch": 2},
+    {"data": 4, "tensor": 4, "strategy": "megatron", "micro_batch": 4},
     {"data": 4, "pipeline": 4, "micro_batch": 1},
-    {"data": 2, "pipeline": 2, "tensor": 4, "strategy": "megatron_sp", "micro_batch": 2},
-    {"data": 4, "tensor": [2, 2], "strategy": "meshslice_block", "micro_batch": 2},
-    {"data": 4, "pipeline": 2, "tensor": 2, "strategy": "megatron_sp", "zero": 1},
+    {"data": 2, "pipeline": 2, "tensor": 4, "strategy": "megatron", "micro_batch": 4},
+    {"data": 4, "pipeline": 2, "tensor": 2, "strategy": "megatron", "micro_batch": 2, "zero": 1},
     {"data": 4, "pipeline": 4, "micro_batch": 2, "schedule": "gpipe"},
-    {"data": 2, "tensor": 8, "strategy": "megatron_sp", "micro_batch": 4},
-    {"data": 4, "pipeline": 2, "tensor": 2, "strategy": "megatron", "virtual_stages": 2},
-    {"pipeline": 4, "tensor": 4, "strategy": "megatron", "micro_batch": 2},
+    {"data": 2, "tensor": 8, "strategy": "megatron", "micro_batch": 8},
+    {"data": 4, "tensor": [2, 2], "strategy": "meshslice_block", "micro_batch": 4},
+    {"data": 8, "pipeline": 2, "micro_batch": 1, "virtual_stages": 2},
+    {"data": 4, "tensor": [2, 2], "strategy": "atp", "micro_batch": 4},
     {"data": 16, "zero": 1},
-    {"data": 4, "tensor": [2, 2], "strategy": "atp", "micro_batch": 2},
-    {"data": 4, "tensor": 4, "strategy": "megatron", "micro_batch": 2},
+    {"data": 4, "tensor": 4, "strategy": "megatron_sp", "micro_batch": 4},
 )
 """The configurations, as fields of `Parallelism`."""
 
@@ -206,18 +207,23 @@ def main() -> None:
     parser.add_argument(
         "--save", nargs="?", const="step_lab", help="a file in benchmarks/results, without .json"
     )
+    parser.add_argument("--resume", action="store_true", help="keep rows of other cases from the saved file")
     options = parser.parse_args()
     lab = Lab.load(options.lab)
     cases = options.cases or list(range(len(CASES)))
-    with lab.up() as running:
+    with lab.up() as running, fork_servers():
         measured = measure(running, options, cases)
     constants = measured["constants"]
     steps = predicted(calibrated(lab.cluster(), constants))
     rows = []
     for number, row in zip(cases, measured["rows"], strict=False):
         step, simulated_s = steps[number]
-        names = {"name": name_of(CASES[number]), "parallelism": CASES[number]}
+        names = {"name": name_of(CASES[number]), "parallelism": CASES[number], "constants": constants}
         rows.append({**names, "estimated_s": step.time_s, "simulated_s": simulated_s, **row})
+    if options.resume:
+        before = json.loads((RESULTS / f"{options.save}.json").read_text())["rows"]["rows"]
+        again = {row["name"] for row in rows}
+        rows += [row for row in before if row["name"] not in again]
     print_table(rows)
     result = {
         "lab": lab.description.to_json(),

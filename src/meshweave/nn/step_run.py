@@ -54,8 +54,8 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
-    def update(self, w: Any, m: Any, v: Any, dw: Any, step: int) -> tuple[Any, Any, Any]:
-        """Return weights and both moments after a step, of numpy arrays or torch tensors."""
+    def update(self, w: Array, m: Array, v: Array, dw: Array, step: int) -> tuple[Array, Array, Array]:
+        """Return weights and both moments after a step: what torch's fused kernel computes in a run."""
         first, second = self.betas
         m = first * m + (1 - first) * dw
         v = second * v + (1 - second) * dw * dw
@@ -252,7 +252,12 @@ class StepRun:
         return table
 
     def _update(self, w: Values, m: Values, v: Values, dw: Values) -> tuple[Values, Values, Values]:
-        return self._optimizer.update(w, m, v, dw, self._count)
+        of, w, m, v = self._optimizer, w.clone(), m.clone(), v.clone()
+        torch._fused_adam_(
+            [w], [dw], [m], [v], [], [torch.tensor(float(self._count))], lr=of.lr, beta1=of.betas[0],
+            beta2=of.betas[1], weight_decay=0.0, eps=of.eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+        return w, m, v
 
     def _forward_of(self, number: int) -> Callable[..., Any]:
         pieces = self._layers[number]
