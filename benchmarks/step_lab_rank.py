@@ -234,10 +234,10 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 
 
 def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Calibrate the lab, and run steps of every configuration: an unpaced one, which is checked, and timed ones.
+    """Calibrate the lab, unless it is, and run steps of every configuration: an unpaced one, which is checked, and timed ones.
 
     `payload`: lab, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
-    deadline_s, until (the CLOCK_MONOTONIC after which no further case begins), and arrays: a file of weights
+    deadline_s, medians and constants (of an earlier calibration, or empty), until (the CLOCK_MONOTONIC after which no further case begins), and arrays: a file of weights
     ("before NAME"), of those expected after a step ("after NAME"), of `tokens` and of `targets`. Returns medians
     and constants, and as rows for each configuration the seconds of each step from the common start to the end of
     this rank, its share of the loss, the largest difference of a weight after one step, overruns [count,
@@ -253,8 +253,10 @@ def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str,
     )
     network = lab.cluster().network
     assert isinstance(network, HostsNetwork)
-    medians = measure_axes(context, lab, 2, payload["deadline_s"])
-    constants = constants_of(medians, network)
+    medians, constants = payload["medians"], payload["constants"]
+    if not constants:
+        medians = measure_axes(context, lab, 2, payload["deadline_s"])
+        constants = constants_of(medians, network)
     if context.rank == 0:
         print(f"calibrated: {constants}", file=sys.stderr, flush=True)
     cluster = calibrated(lab.cluster(), constants)
