@@ -105,7 +105,9 @@ def predicted(cluster: Cluster) -> list[tuple[Step, float]]:
 # --- what is measured ---------------------------------------------------------------------------------------
 
 
-def measure(running: RunningLab, options: argparse.Namespace, cases: list[int]) -> dict[str, Any]:
+def measure(
+    running: RunningLab, options: argparse.Namespace, cases: list[int], before: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return medians and constants of the calibration, and the measured part of each configuration's row."""
     problem = StepProblem(Transformer(**MODEL), running.description.cluster(), BATCH, SEQ, "float32")
     weights, batches = random_weights(problem), random_batches(problem, 1)
@@ -118,6 +120,8 @@ def measure(running: RunningLab, options: argparse.Namespace, cases: list[int]) 
         np.savez(file, **named, tokens=tokens, targets=targets)
         payload = {
             "lab": str(options.lab.resolve()),
+            "constants": before.get("constants", {}),
+            "medians": before.get("calibration", {}),
             "model": MODEL,
             "batch": BATCH,
             "seq": SEQ,
@@ -207,12 +211,17 @@ def main() -> None:
     parser.add_argument(
         "--save", nargs="?", const="step_lab", help="a file in benchmarks/results, without .json"
     )
-    parser.add_argument("--resume", action="store_true", help="keep rows of other cases from the saved file")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep calibration and other rows of the saved file"
+    )
     options = parser.parse_args()
     lab = Lab.load(options.lab)
     cases = options.cases or list(range(len(CASES)))
-    with lab.up() as running, fork_servers():
-        measured = measure(running, options, cases)
+    before: dict[str, Any] = {}
+    if options.resume:
+        before = json.loads((RESULTS / f"{options.save}.json").read_text())["rows"]
+    with lab.up() as running, fork_servers(("meshweave.nn.step_run", "meshweave.lab.pace")):
+        measured = measure(running, options, cases, before)
     constants = measured["constants"]
     steps = predicted(calibrated(lab.cluster(), constants))
     rows = []
@@ -221,9 +230,8 @@ def main() -> None:
         names = {"name": name_of(CASES[number]), "parallelism": CASES[number], "constants": constants}
         rows.append({**names, "estimated_s": step.time_s, "simulated_s": simulated_s, **row})
     if options.resume:
-        before = json.loads((RESULTS / f"{options.save}.json").read_text())["rows"]["rows"]
         again = {row["name"] for row in rows}
-        rows += [row for row in before if row["name"] not in again]
+        rows += [row for row in before["rows"] if row["name"] not in again]
     print_table(rows)
     result = {
         "lab": lab.description.to_json(),

@@ -234,14 +234,14 @@ def calibrated(cluster: Cluster, constants: Mapping[str, Mapping[str, float]]) -
 
 
 def measure_steps(context: RankContext, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Calibrate the lab, unless it is, and run steps of every configuration: an unpaced one, which is checked, and timed ones.
+    """Calibrate the lab, unless it is, and run steps of every configuration: one that is checked, and timed ones.
 
-    `payload`: lab, model (fields of `Transformer`), batch, seq, cases (fields of `Parallelism`), repeat,
-    deadline_s, medians and constants (of an earlier calibration, or empty), until (the CLOCK_MONOTONIC after which no further case begins), and arrays: a file of weights
-    ("before NAME"), of those expected after a step ("after NAME"), of `tokens` and of `targets`. Returns medians
-    and constants, and as rows for each configuration the seconds of each step from the common start to the end of
-    this rank, its share of the loss, the largest difference of a weight after one step, overruns [count,
-    seconds], and late_s.
+    `payload`: lab, medians and constants (of an earlier calibration, or empty), model (fields of `Transformer`),
+    batch, seq, cases (fields of `Parallelism`), repeat, deadline_s, until (the CLOCK_MONOTONIC after which no
+    further case begins), and arrays: a file of weights ("before NAME"), of those expected after a step ("after
+    NAME"), of `tokens` and of `targets`. Returns medians and constants, and as rows for each configuration the
+    seconds of each step from the common start to the end of this rank, its share of the loss, the largest
+    difference of a weight after one step, overruns [count, seconds], and late_s.
     """
     torch.set_num_threads(1)
     lab = load_lab(payload["lab"])
